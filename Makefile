@@ -1,0 +1,43 @@
+# Everything runs in .venv, which is set up on first use. PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(READY)  ## set up .venv
+
+# torch first and alone: the pinned build, so that nothing later resolves another one
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train candidates on digits, rank them by flatness, write out/minima.png
+	$(BIN)/python examples/rank_minima.py
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+lint: $(READY)  ## check style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## measure what flatness costs, as ratios
+	$(BIN)/python -m benchmarks.scoring
+	$(BIN)/python -m benchmarks.training
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis

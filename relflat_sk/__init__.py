@@ -1,0 +1,34 @@
+"""Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
+
+from relflat_sk.callbacks import StopAtGradientNorm, StopAtLoss
+from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
+from relflat_sk.measures import get_measure_names, measure, relative_flatness
+from relflat_sk.models import MLP
+from relflat_sk.nets import (
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+)
+from relflat_sk.penalty import RelativeFlatnessPenalty
+
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022  (grouped by what one does with them)
+    # measuring
+    "relative_flatness",
+    "measure",
+    "get_measure_names",
+    # training
+    "RelativeFlatnessRegularizedNet",
+    "RelativeFlatnessRegularizedClassifier",
+    "RelativeFlatnessRegularizedBinaryClassifier",
+    "RelativeFlatnessRegularizedRegressor",
+    "MLP",
+    "StopAtLoss",
+    "StopAtGradientNorm",
+    "RelativeFlatnessPenalty",
+    # errors and warnings
+    "FlatnessWarning",
+    "LayerNotFoundError",
+]

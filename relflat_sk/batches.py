@@ -1,0 +1,252 @@
+"""Hand out (X, y) in batches, checked and as the network takes them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.sparse import issparse
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["Batch", "Batches", "cast_inputs", "check_finite", "count_samples", "make_batches"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples: inputs, labels and sample weights, the latter two where given."""
+
+    x: Any
+    y: Tensor | None
+    weight: Tensor | None
+
+
+Batches = Callable[[], Iterator[Batch]]
+
+
+def make_batches(
+    X: Any, y: Any = None, *, batch_size: int = 1024, sample_weight: Any = None
+) -> Batches:
+    """Prepare a pass over the data, to be made as often as needed.
+
+    Parameters
+    ----------
+    X : array, data frame, tensor, sparse matrix, dict or tuple of these, Dataset, DataLoader
+        The inputs; a Dataset or DataLoader gives (x, y) pairs.
+    y : array or tensor, optional
+        The labels, one per sample; None with a Dataset or DataLoader.
+    batch_size : int, default=1024
+        Samples per batch; of no influence on results. A DataLoader has its own.
+    sample_weight : array of shape (n,), optional
+        Weight of each sample in the mean loss.
+
+    Returns
+    -------
+    callable
+        Each call starts a new pass and yields `Batch` objects.
+
+    Raises
+    ------
+    ValueError
+        If lengths differ, there are no samples, or y is not numeric.
+    TypeError
+        If X cannot be cut into batches.
+
+    Examples
+    --------
+    >>> [len(batch.y) for batch in make_batches(np.zeros((5, 2)), np.zeros(5), batch_size=2)()]
+    [2, 2, 1]
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
+    if isinstance(X, Dataset | DataLoader):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "a Dataset or DataLoader holds its own labels: leave y and sample_weight out."
+            )
+        loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
+        return lambda: _from_loader(loader)
+    inputs = _sliceable(X)
+    n = count_samples(inputs)
+    if n == 0:
+        raise ValueError("X has no samples, and flatness is a mean over samples.")
+    targets = None if y is None else check_labels(y, n)
+    weights = None if sample_weight is None else _check_weights(sample_weight, n)
+    return lambda: _from_arrays(inputs, targets, weights, n, batch_size)
+
+
+def check_labels(y: Any, n: int) -> Any:
+    """Return y as an array or tensor of n numeric labels.
+
+    Raises
+    ------
+    ValueError
+        If the length is wrong, or the labels are not finite numbers.
+    """
+    y = y if isinstance(y, Tensor) else np.asarray(y)
+    if y.ndim == 0 or len(y) != n:
+        raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.")
+    if isinstance(y, np.ndarray):
+        if y.dtype.kind not in "biuf":
+            raise ValueError(
+                f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; a network takes "
+                "numbers. Pass the fitted scikit-learn or skorch estimator, which knows its "
+                "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
+            )
+        if not np.isfinite(y).all():
+            raise ValueError("y contains NaN or infinity.")
+    elif y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError("y contains NaN or infinity.")
+    return y
+
+
+def _check_weights(sample_weight: Any, n: int) -> np.ndarray:
+    weights = np.asarray(sample_weight, dtype=np.float64)
+    if weights.shape != (n,):
+        raise ValueError(
+            f"sample_weight must have shape ({n},), one weight per sample, got {weights.shape}."
+        )
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.sum() > 0):
+        raise ValueError("sample_weight must be finite, not negative, and not all zero.")
+    return weights
+
+
+def _sliceable(X: Any) -> Any:
+    if isinstance(X, Tensor) or issparse(X):
+        return X.tocsr() if issparse(X) else X
+    if isinstance(X, Mapping):
+        return {name: _sliceable(value) for name, value in X.items()}
+    if isinstance(X, tuple):
+        return tuple(_sliceable(value) for value in X)
+    array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
+    if array.dtype.kind not in "biuf":
+        try:
+            array = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"X must hold numbers, got {type(X).__name__} of {array.dtype}: {error}. Encode "
+                "categories first, for instance with sklearn.preprocessing.OneHotEncoder."
+            ) from error
+    if array.ndim == 0:
+        raise TypeError(f"X must be an array of samples, got {type(X).__name__} {X!r}.")
+    return array
+
+
+def count_samples(X: Any) -> int:
+    """Count the samples of an array, or of a dict or tuple of arrays of equal length.
+
+    Raises
+    ------
+    ValueError
+        If the arrays differ in length.
+    """
+    if isinstance(X, Mapping | tuple):
+        values = list(X.values()) if isinstance(X, Mapping) else list(X)
+        sizes = {count_samples(value) for value in values}
+        if len(sizes) != 1:
+            raise ValueError(f"the arrays of X must have one length, got {sorted(sizes)}.")
+        return sizes.pop()
+    return int(X.shape[0])
+
+
+def _from_arrays(
+    X: Any, y: Any, weights: np.ndarray | None, n: int, batch_size: int
+) -> Iterator[Batch]:
+    for start in range(0, n, batch_size):
+        rows = slice(start, min(start + batch_size, n))
+        yield Batch(
+            _take(X, rows),
+            None if y is None else _take(y, rows),
+            None if weights is None else torch.from_numpy(weights[rows]),
+        )
+
+
+def _take(X: Any, rows: slice) -> Any:
+    if isinstance(X, Mapping):
+        return {name: _take(value, rows) for name, value in X.items()}
+    if isinstance(X, tuple):
+        return tuple(_take(value, rows) for value in X)
+    part = X[rows]
+    if isinstance(part, Tensor):
+        return part.clone() if part.is_inference() else part.detach()
+    if issparse(part):
+        part = part.toarray()
+    # torch shares memory with writeable arrays only, and not with reversed ones
+    usable = part.flags.writeable and all(step >= 0 for step in part.strides)
+    return torch.from_numpy(part if usable else part.copy())
+
+
+def _from_loader(loader: Any) -> Iterator[Batch]:
+    empty = True
+    for item in loader:
+        empty = False
+        if not (isinstance(item, tuple | list) and len(item) == 2):
+            raise TypeError(
+                "a Dataset or DataLoader must give (x, y) pairs, got "
+                f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}."
+            )
+        x, y = item
+        yield Batch(x, y if isinstance(y, Tensor) else torch.as_tensor(y), None)
+    if empty:
+        raise ValueError("X has no samples, and flatness is a mean over samples.")
+
+
+def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -> Any:
+    """Bring inputs to the network's device and floating type, as skorch users expect.
+
+    Whole numbers become floating ones too, unless the network has an embedding to look
+    them up in.
+
+    Parameters
+    ----------
+    x : Tensor, or dict, tuple or list of tensors
+    module : nn.Module
+    device : torch.device, optional
+        Where to; the inputs stay where they are if None.
+
+    Returns
+    -------
+    As `x`.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: cast(part) for name, part in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(cast(part) for part in value)
+        if not isinstance(value, Tensor):
+            return value
+        keep = dtype is None or not (value.is_floating_point() or not _looks_up(module))
+        return value.to(device=device, dtype=value.dtype if keep else dtype)
+
+    return cast(x)
+
+
+def _looks_up(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
+
+
+def check_finite(x: Any) -> None:
+    """Refuse NaN and infinity anywhere in the inputs.
+
+    Raises
+    ------
+    ValueError
+    """
+    if isinstance(x, Mapping | tuple | list):
+        for part in x.values() if isinstance(x, Mapping) else x:
+            check_finite(part)
+    # the sum is finite in all but pathological cases, and needs no second array
+    elif (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and not bool(torch.isfinite(x.sum()))
+        and not bool(torch.isfinite(x).all())
+    ):
+        raise ValueError(
+            "X contains NaN or infinity. Impute missing values first, for instance with "
+            "sklearn.impute.SimpleImputer in a pipeline."
+        )

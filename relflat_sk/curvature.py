@@ -1,0 +1,187 @@
+r"""Column quadratic forms: the one primitive every flatness measure is made of.
+
+A network is read at one layer as ``f(x) = g(W phi(x) + b)``. Everywhere in this package:
+
+============  =============  ==========================================================
+name          shape          meaning
+============  =============  ==========================================================
+``weight``    ``(d, m)``     ``W``, the weight matrix of the layer
+``features``  ``(n, m)``     ``phi(x_i)``, what the layer receives
+``z``         ``(n, d)``     ``W phi(x_i) + b``, what the layer puts out
+``B_i``       ``(d, d)``     Hessian of the loss of sample ``i`` in ``z_i``; never stored
+``factor``    ``(d, k)``     a matrix ``F``, shared by all samples, or
+              ``(n, d, k)``  one matrix ``F_i`` for each sample
+============  =============  ==========================================================
+
+Because ``z`` is linear in ``W``, the Hessian of the loss in ``W`` is exactly
+``mean_i B_i (x) phi_i phi_i^T``, and all that a measure needs of ``B_i`` are the numbers
+
+.. math:: q_i(F)_k = F_{:,k}^\top B_i F_{:,k} .
+
+A *curvature* is a function from ``factor`` to that ``(n, k)`` array. The three below are
+all there are: the softmax family, losses that act on each output alone, and anything
+else through Hessian-vector products.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Curvature", "diagonal_curvature", "product_curvature", "softmax_curvature"]
+
+Curvature = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    rest: Tensor  # (n, d) probabilities with that of the likeliest class set to zero
+    top: Tensor  # (n,) the likeliest class
+    scale: Tensor | None  # (n,) what multiplies diag(p) - p p^T, or None for one
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        # q_k is the variance of column k of F under p. As E[F^2] - E[F]^2 it would cancel
+        # to nothing for confident predictions (p one-hot up to 1e-16). So measure from the
+        # row c of the likeliest class: with r = sum of the other probabilities,
+        #   Var = sum_{s != top} p_s (F_s - c)^2 - (sum_{s != top} p_s (F_s - c))^2,
+        # where the first term is of order r and the second of order r^2.
+        c = factor[self.top] if factor.ndim == 2 else _rows(factor, self.top)
+        r = self.rest.sum(dim=1, keepdim=True)
+        first = _mix(self.rest, factor)
+        second = _mix(self.rest, factor.square())
+        spread = second - 2 * c * first + r * c.square()
+        forms = (spread - (first - r * c).square()).clamp_min(0)
+        return forms if self.scale is None else forms * self.scale[:, None]
+
+
+@dataclass(frozen=True)
+class _Diagonal:
+    beta: Tensor  # (n, d): second derivative of the loss in each output
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        return _mix(self.beta, factor.square())
+
+
+@dataclass(frozen=True)
+class _Products:
+    z: Tensor  # (n, d), part of the graph of `gradient`
+    gradient: Tensor | None  # (n, d) of the summed loss in z; None where it is constant
+    differentiable: bool  # build a graph through the product, for training
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        columns = factor.expand(len(self.z), *factor.shape[-2:]).unbind(dim=-1)
+        return torch.stack([self._form(v.to(self.z.dtype)) for v in columns], dim=1)
+
+    def _form(self, v: Tensor) -> Tensor:
+        product = None
+        if self.gradient is not None:
+            product = _grad(self.gradient, self.z, v, self.differentiable)
+        if product is None:  # the gradient does not depend on z: no curvature
+            return v.new_zeros(len(v))
+        return (product * v).sum(dim=1)
+
+
+def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> Curvature:
+    r"""Curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, d)
+        Logits, ``p_i = softmax(z_i)``.
+    scale : Tensor of shape (n,), optional
+        The total weight of the targets of each sample, one if None.
+
+    Returns
+    -------
+    Curvature
+        Never negative, and exact to rounding also where ``p`` is nearly one-hot.
+
+    Examples
+    --------
+    The variance of the numbers 0 and 1 under the probabilities 1/4 and 3/4 is 3/16:
+
+    >>> z = torch.tensor([[0.25, 0.75]]).log()
+    >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
+    tensor([[0.1875]])
+    """
+    top = z.argmax(dim=1)
+    rest = z.softmax(dim=1).scatter(1, top[:, None], 0.0)
+    return _Softmax(rest, top, scale)
+
+
+def diagonal_curvature(beta: Tensor) -> Curvature:
+    """Curvature of a loss that is a sum over outputs: ``B_i = diag(beta_i)``.
+
+    Parameters
+    ----------
+    beta : Tensor of shape (n, d)
+        Second derivative of the loss in each output.
+
+    Returns
+    -------
+    Curvature
+
+    Examples
+    --------
+    >>> diagonal_curvature(torch.tensor([[1.0, 2.0]]))(torch.tensor([[3.0], [1.0]]))
+    tensor([[11.]])
+    """
+    return _Diagonal(beta)
+
+
+def product_curvature(loss: Tensor, z: Tensor, *, differentiable: bool = False) -> Curvature:
+    """Curvature of any twice differentiable loss, one double backward pass per column.
+
+    Parameters
+    ----------
+    loss : Tensor of shape ()
+        Sum over samples of the loss, with its graph back to `z`. Samples must not mix.
+    z : Tensor of shape (n, d)
+        Output of the layer; requires grad.
+    differentiable : bool, default=False
+        Whether the forms themselves can be differentiated again.
+
+    Returns
+    -------
+    Curvature
+
+    Examples
+    --------
+    >>> z = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    >>> product_curvature(z.pow(3).sum(), z)(torch.eye(2))
+    tensor([[ 6., 12.]])
+    """
+    gradient = None
+    if loss.requires_grad:
+        gradient = _grad(loss, z, None, create_graph=True)
+    curved = gradient is not None and gradient.requires_grad
+    return _Products(z, gradient if curved else None, differentiable)
+
+
+def _mix(p: Tensor, factor: Tensor) -> Tensor:
+    """Combine the rows of `factor` with the weights `p`: (n, d) -> (n, k)."""
+    if factor.ndim == 2:
+        return p @ factor
+    return (p[:, None] @ factor).squeeze(1)
+
+
+def _rows(factor: Tensor, index: Tensor) -> Tensor:
+    """Row ``index[i]`` of the matrix of sample i: (n, d, k) -> (n, k)."""
+    return factor[torch.arange(len(index), device=index.device), index]
+
+
+def _grad(of: Tensor, z: Tensor, v: Tensor | None, create_graph: bool) -> Tensor | None:
+    try:
+        (found,) = torch.autograd.grad(
+            of, z, v, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        if "not implemented" not in str(error):
+            raise
+        raise ValueError(
+            "the network behind the layer, or the criterion, cannot be differentiated twice: "
+            f"{error}. Write the operation in terms of differentiable torch functions, or "
+            "measure another layer."
+        ) from error
+    return found

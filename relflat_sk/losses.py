@@ -1,0 +1,201 @@
+"""A criterion in use: summed over samples, with the divisors of its mean beside it."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from relflat_sk.curvature import Curvature
+from relflat_sk.loss_table import LINKS, TABLE, Row
+
+__all__ = ["Loss", "as_criterion"]
+
+
+def as_criterion(criterion: Any) -> Any:
+    """Make a criterion from a class, an instance or a plain function.
+
+    Parameters
+    ----------
+    criterion : type, nn.Module or callable
+        A torch loss, its class, or any ``criterion(output, target)``.
+
+    Returns
+    -------
+    nn.Module or callable
+
+    Raises
+    ------
+    TypeError
+        If it is none of these.
+    """
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        return criterion()
+    if callable(criterion) and not isinstance(criterion, type):
+        return criterion
+    raise TypeError(
+        f"criterion must be a torch loss such as torch.nn.CrossEntropyLoss(), its class or a "
+        f"function (output, target) -> loss, got {criterion!r}."
+    )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A criterion, seen as a sum over samples divided by a sum of divisors.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        ``criterion(output, target)``; rows of `TABLE` are known exactly. Of any other it is
+        assumed that it averages over samples (sums, if its ``reduction`` is "sum"), and that
+        each sample's loss depends on that sample's output alone.
+
+    Notes
+    -----
+    A flatness is one of the *mean* loss: ``reduction="sum"`` changes only what a sample's
+    loss is (the sum over its outputs instead of their mean), never the mean over samples.
+    """
+
+    criterion: Any
+
+    @property
+    def row(self) -> Row | None:
+        """The row of the table, None for a criterion that is not in it."""
+        # subclasses may compute anything, so only the very class counts
+        return TABLE.get(type(self.criterion))
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the curvature depends on the labels."""
+        return self.row is None or not self.row.links or self.row.needs_target(self.criterion)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> "Loss":
+        """Bring the criterion's own weights beside the data, without touching the user's."""
+        if not isinstance(self.criterion, nn.Module) or not _has_tensors(self.criterion):
+            return self
+        return Loss(copy.deepcopy(self.criterion).to(device=device, dtype=dtype))
+
+    def check_target(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the target as the criterion takes it.
+
+        Raises
+        ------
+        ValueError
+            If it does not fit the output: shape, range or kind of number.
+        """
+        return self.row.check_target(self.criterion, output, target) if self.row else target
+
+    def has_closed_form(self, link: str | None) -> bool:
+        """Whether the table has a curvature for what precedes the criterion."""
+        return self.row is not None and link in self.row.links
+
+    def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> Curvature | None:
+        """Curvature of the summed loss in `z`, None where the table has no such entry."""
+        if self.row is None or link is None or link not in self.row.links or z.ndim != 2:
+            return None
+        return self.row.links[link](self.criterion, z, target)
+
+    def terms(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and divisors of the samples, both of shape (n,).
+
+        The criterion's mean is ``losses.sum() / divisors.sum()``. For a criterion that only
+        gives a mean, each sample is given that mean.
+
+        Raises
+        ------
+        ValueError
+            If the criterion cannot take this output and target.
+        """
+        n = len(output)
+        row = self.row
+        losses = self._call(output, target)
+        if row is not None:
+            divisors = row.divisors(self.criterion, output, target)
+            return losses.reshape(n, -1).sum(dim=1), divisors
+        ones = output.new_ones(n)
+        summed = getattr(self.criterion, "reduction", "mean") == "sum"
+        if losses.numel() == 1:
+            return losses.reshape(()) / (n if summed else 1) * ones, ones
+        if len(losses) != n:
+            raise ValueError(
+                f"{_name(self.criterion)} gave losses of shape {tuple(losses.shape)} for {n} "
+                "samples; expected one number, or one per sample."
+            )
+        rows = losses.reshape(n, -1)
+        return (rows.sum(dim=1) if summed else rows.mean(dim=1)), ones
+
+    def _call(self, output: Tensor, target: Tensor) -> Tensor:
+        criterion = self.criterion
+        if self.row is not None:
+            criterion = copy.copy(criterion)
+            criterion.reduction = "none"
+        try:
+            losses = criterion(output, target)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{_name(criterion)} cannot take outputs of shape {tuple(output.shape)} "
+                f"({output.dtype}) with targets of shape {tuple(target.shape)} "
+                f"({target.dtype}): {error}"
+            ) from error
+        if not isinstance(losses, Tensor):
+            raise ValueError(
+                f"{_name(criterion)} returned {type(losses).__name__}, expected a tensor."
+            )
+        return losses
+
+    def constant_risk(
+        self, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
+    ) -> float:
+        """Mean loss of the best constant prediction.
+
+        Parameters
+        ----------
+        targets : Tensor of shape (n, ...)
+            As `check_target` returns them.
+        weight : Tensor of shape (n,)
+            Sample weights.
+        output_shape : torch.Size
+            Shape of the network's output for one sample.
+        link : str or None
+            What precedes the output, see `relflat_sk.layers.find_link`.
+
+        Returns
+        -------
+        float
+            nan if there is no best one: a loss without formula and without lower bound.
+        """
+        weight = weight.double()
+        targets = targets.double() if targets.is_floating_point() else targets
+        loss = self.to(targets.device, torch.float64)
+
+        def risk(constant: Tensor) -> Tensor:
+            constant = constant.reshape(output_shape)
+            losses, divisors = loss.terms(constant.expand(len(targets), *output_shape), targets)
+            return (weight * losses).sum() / (weight * divisors).sum()
+
+        if loss.row is not None and loss.row.best_constant is not None:
+            best = loss.row.best_constant(loss.criterion, targets, weight, output_shape)
+            return risk(best).item()
+
+        def risk_and_slope(constant: np.ndarray) -> tuple[float, np.ndarray]:
+            with torch.enable_grad():
+                z = torch.tensor(constant, requires_grad=True, device=targets.device)
+                value = risk(LINKS[link or "identity"](z))
+                (slope,) = torch.autograd.grad(value, z)
+            return value.item(), slope.cpu().numpy()
+
+        start = np.zeros(output_shape.numel())
+        found = minimize(risk_and_slope, start, jac=True, method="L-BFGS-B")
+        return float(found.fun) if found.success else math.nan
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _name(criterion: Any) -> str:
+    return getattr(criterion, "__name__", type(criterion).__name__)

@@ -1,0 +1,97 @@
+"""A multilayer perceptron that can be sized from the data."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MLP"]
+
+_T = TypeVar("_T")
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "logistic": nn.Sigmoid,
+    "gelu": nn.GELU,
+    "leaky_relu": nn.LeakyReLU,
+    "identity": nn.Identity,
+}
+_INITS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "default": None,
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "kaiming_uniform": lambda w: nn.init.kaiming_uniform_(w, nonlinearity="relu"),
+    "kaiming_normal": lambda w: nn.init.kaiming_normal_(w, nonlinearity="relu"),
+}
+
+
+class MLP(nn.Sequential):
+    """A multilayer perceptron: linear layers with an activation in between.
+
+    Parameters
+    ----------
+    n_features : int
+        Number of inputs. Inputs with more axes are flattened.
+    n_outputs : int
+        Number of outputs; there is no activation after the last layer.
+    hidden_layer_sizes : int or sequence of int, default=(100,)
+        Width of each hidden layer, as in `sklearn.neural_network.MLPClassifier`.
+    activation : {"relu", "tanh", "logistic", "gelu", "leaky_relu", "identity"}
+        Activation of the hidden layers, "relu" by default.
+    init : str, default="default"
+        How weights are drawn: "default" (torch's own), "xavier_uniform",
+        "xavier_normal", "kaiming_uniform" or "kaiming_normal", with biases at zero.
+
+    Raises
+    ------
+    ValueError
+        If a size is not a positive integer, or a name is unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> MLP(64, 10, hidden_layer_sizes=(32, 16))(torch.zeros(5, 8, 8)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        n_features: int,
+        n_outputs: int,
+        hidden_layer_sizes: int | Sequence[int] = (100,),
+        activation: str = "relu",
+        init: str = "default",
+    ) -> None:
+        hidden = (
+            (hidden_layer_sizes,)
+            if isinstance(hidden_layer_sizes, int)
+            else tuple(hidden_layer_sizes)
+        )
+        sizes = (n_features, *hidden, n_outputs)
+        if any(int(size) != size or size < 1 for size in sizes):
+            raise ValueError(
+                "n_features, n_outputs and hidden_layer_sizes must be positive integers, got "
+                f"n_features={n_features!r}, n_outputs={n_outputs!r}, "
+                f"hidden_layer_sizes={hidden_layer_sizes!r}."
+            )
+        act = _choice("activation", activation, _ACTIVATIONS)
+        draw = _choice("init", init, _INITS)
+        layers: list[nn.Module] = [nn.Flatten()]
+        for n_in, n_out in pairwise(sizes):
+            layers += [nn.Linear(int(n_in), int(n_out)), act()]
+        super().__init__(*layers[:-1])
+        if draw is not None:
+            for layer in self:
+                if isinstance(layer, nn.Linear):
+                    with torch.no_grad():
+                        draw(layer.weight)
+                        layer.bias.zero_()
+
+
+def _choice(name: str, value: str, table: dict[str, _T]) -> _T:
+    if value not in table:
+        raise ValueError(f"{name} must be one of {list(table)}, got {value!r}.")
+    return table[value]

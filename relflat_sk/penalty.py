@@ -1,0 +1,182 @@
+"""Relative flatness of a mini-batch as a term of the training loss.
+
+The price that a loss pays for feature noise of relative size ``delta`` is, to first order,
+``delta^2 kappa / (2 m)`` (P21 Theorem 5), which is what the penalty adds. It is computed
+from what the training step's own forward pass sends through the layer: no second pass,
+and the gradient flows to everything that influences features, weight and predictions.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk.curvature import product_curvature
+from relflat_sk.layers import (
+    Layer,
+    Tap,
+    call_order,
+    check_layer,
+    find_layer,
+    find_link,
+    primary_output,
+    tap,
+    weight_layers,
+)
+from relflat_sk.losses import Loss, as_criterion
+
+__all__ = ["RelativeFlatnessPenalty"]
+
+
+class RelativeFlatnessPenalty:
+    r"""Relative flatness of a batch, to be added to the loss of a plain torch loop.
+
+    .. math:: \sum_{\text{layers}} \frac{\kappa}{2 m}, \qquad
+        \kappa = \sum_{s,t} \langle w_s, w_t \rangle \mathrm{Tr}(H_{s,t})
+
+    with `m` the number of features that the layer receives and `H` the Hessian, in the
+    layer's weight, of the criterion on the batch ([1]_, Definition 3 and Theorem 5).
+
+    Parameters
+    ----------
+    layer : int, str, nn.Module, a sequence of these, or "all", default=-1
+        Where to measure; with several layers the terms add.
+    normalize : bool, default=False
+        Use the normalised flatness (Theorem 4), with the batch's standard deviations.
+    probes : int, default=1
+        Random probes per sample where no closed form applies, that is at earlier layers
+        and for criteria that are not in the table. Unbiased for any number.
+
+    Raises
+    ------
+    ValueError
+        If `probes` is not a positive integer; when called, if the layer or target do not fit.
+    RuntimeError
+        If called without a forward pass inside `capture`.
+
+    References
+    ----------
+    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+
+    Examples
+    --------
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    >>> criterion, penalty = torch.nn.CrossEntropyLoss(), RelativeFlatnessPenalty()
+    >>> X, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    >>> with penalty.capture(net):
+    ...     y_pred = net(X)
+    >>> loss = criterion(y_pred, y) + 0.1 * penalty(criterion, y_pred, y)
+    >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        layer: Layer | Sequence[Layer] = -1,
+        normalize: bool = False,
+        probes: int = 1,
+    ) -> None:
+        if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
+            raise ValueError(f"probes must be a positive integer, got {probes!r}.")
+        self.layer = layer
+        self.normalize = normalize
+        self.probes = probes
+        self._seen: list[tuple[str, nn.Linear, Tap]] = []
+
+    @contextmanager
+    def capture(self, module: nn.Module) -> Iterator[None]:
+        """Record what the forward pass inside the context sends through the layers.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The network that is trained.
+        """
+        with ExitStack() as stack:
+            # the order of the calls is known only afterwards, so watch them all; training
+            # keeps what goes into each layer for the backward pass anyway
+            order = stack.enter_context(call_order(module))
+            taps = {
+                name: stack.enter_context(tap(layer, tail_only=False))
+                for name, layer in weight_layers(module).items()
+            }
+            yield
+        self._seen = []
+        for name in self._names(module, order):
+            self._seen.append((name, check_layer(module, name), taps[name]))
+
+    def _names(self, module: nn.Module, order: list[str]) -> list[str]:
+        if isinstance(self.layer, str) and self.layer == "all":
+            return order
+        several = isinstance(self.layer, list | tuple)
+        layers = self.layer if several else [self.layer]
+        return [find_layer(module, layer, order) for layer in layers]  # type: ignore[union-attr, arg-type]
+
+    def __call__(self, criterion: Any, y_pred: Any, y: Tensor) -> Tensor:
+        """Compute the penalty of the batch last seen by `capture`.
+
+        Parameters
+        ----------
+        criterion : nn.Module or callable
+            The loss, as it is called on ``(y_pred, y)``.
+        y_pred : Tensor of shape (n, ...)
+            The output of that forward pass.
+        y : Tensor
+            The targets.
+
+        Returns
+        -------
+        Tensor of shape ()
+            In the unit of the loss, with its graph; follows the criterion's reduction.
+        """
+        if not self._seen:
+            raise RuntimeError(
+                "the penalty has seen no forward pass: call the network inside `with "
+                "penalty.capture(module):` before each call of the penalty. (A compiled "
+                "network may have been compiled without the hooks.)"
+            )
+        seen, self._seen = self._seen, []
+        output = primary_output(y_pred)
+        with torch.autocast(device_type=output.device.type, enabled=False):
+            loss = Loss(as_criterion(criterion))
+            target = loss.check_target(output, y)
+            terms = [self._term(loss, output, target, *at) for at in seen]
+        return torch.stack(terms).sum()
+
+    def _term(
+        self, loss: Loss, output: Tensor, target: Tensor, name: str, layer: nn.Linear, seen: Tap
+    ) -> Tensor:
+        features, z = seen.check(name)
+        weight = _full_precision(layer.weight)
+        norms, weight = self._scale(_full_precision(features), weight)
+        link = find_link(output, seen.node)
+        curvature = loss.closed_form(link, _full_precision(z), target)
+        losses, divisors = loss.terms(output, target)
+        if curvature is not None:
+            forms = curvature(weight).sum(dim=1)
+        else:
+            curvature = product_curvature(losses.sum(), z, differentiable=True)
+            shape = (len(z), weight.shape[1], self.probes)
+            signs = torch.randint(0, 2, shape, device=z.device).to(weight.dtype) * 2 - 1
+            forms = curvature(weight @ signs).mean(dim=1)
+        summed = getattr(loss.criterion, "reduction", "mean") == "sum"
+        kappa = (norms * forms).sum() / (1 if summed else divisors.sum())
+        return kappa / (2 * weight.shape[1])
+
+    def _scale(self, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared feature norms and weight, in units of the features' spread if asked."""
+        if self.normalize:
+            variance = features.var(dim=0, correction=0)
+            varies = variance > 0
+            spread = variance.where(varies, 1.0).sqrt()  # a root has no slope at zero
+            features = (features / spread) * varies
+            weight = weight * spread * varies
+        return features.square().sum(dim=1), weight
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    """Half-precision arrays as float32; others as they are."""
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
