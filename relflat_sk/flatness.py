@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.layers import Layer
-from relflat_sk.network import Network, Observation, borrowed, observe
+from relflat_sk.network import Network, Observation, borrowed, observe, sample_weight
 
 __all__ = ["METHODS", "Flatness", "measure_flatness"]
 
@@ -44,21 +44,32 @@ class Flatness:
     n_samples: int
     method: str  # "closed form", "exact" or "hutchinson"
     network: Network
-    targets: list[Tensor] = field(default_factory=list)
-    sample_weights: list[Tensor] = field(default_factory=list)
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
 
     def constant_risk(self) -> float:
-        """Mean loss of the best constant prediction on the same data; nan without labels."""
-        if not self.targets:
+        """Compute the mean loss of the best constant prediction on the same data.
+
+        Returns
+        -------
+        float
+            nan without labels. Goes through the labels again, not through the network.
+        """
+        if math.isnan(self.risk) and not self._has_labels():
             return math.nan
+        targets, weights = [], []
+        for batch in self.network.batches():
+            assert batch.y is not None
+            n, device = len(batch.y), batch.y.device
+            output = torch.empty((n, *self.output_shape), dtype=torch.float64, device=device)
+            targets.append(self.network.loss.check_target(output, batch.y))
+            weights.append(sample_weight(batch, n, device))
         return self.network.loss.constant_risk(
-            torch.cat(self.targets),
-            torch.cat(self.sample_weights),
-            self.output_shape,
-            self.link,
+            torch.cat(targets), torch.cat(weights), self.output_shape, self.link
         )
+
+    def _has_labels(self) -> bool:
+        return next(self.network.batches()).y is not None
 
 
 @dataclass
@@ -71,8 +82,6 @@ class _Sums:
     divisor: float = 0.0
     closed_form: bool = True
     n_samples: int = 0
-    targets: list[Tensor] = field(default_factory=list)
-    sample_weights: list[Tensor] = field(default_factory=list)
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
 
@@ -82,9 +91,6 @@ class _Sums:
         self.closed_form &= seen.closed_form
         self.n_samples += len(seen.features)
         self.output_shape, self.link = seen.output_shape, seen.link
-        if seen.target is not None:
-            self.targets.append(seen.target)
-            self.sample_weights.append(seen.sample_weight)
 
 
 def measure_flatness(
@@ -154,8 +160,6 @@ def _result(network: Network, sums: _Sums, method: str, stderr: float) -> Flatne
         n_samples=sums.n_samples,
         method=method,
         network=network,
-        targets=sums.targets,
-        sample_weights=sums.sample_weights,
         output_shape=sums.output_shape,
         link=sums.link,
     )
@@ -166,8 +170,9 @@ def _exact(
 ) -> _Sums | None:
     """Sum exactly; None if that takes more than `most_products` products per batch."""
     sums = _Sums()
+    factor = None
     for seen in observe(network, layer):
-        factor = _factor(seen.weight, spread)
+        factor = _factor(seen.weight, spread) if factor is None else factor
         if not seen.closed_form and most_products and factor.shape[1] > most_products:
             return None
         sums.look(seen)
@@ -181,7 +186,8 @@ def _factor(weight: Tensor, spread: Tensor | None) -> Tensor:
     """Return a matrix F with min(d, m) columns and F F^T = W W^T (W V where normalised)."""
     if spread is not None:
         weight = weight * spread
-    if not bool(torch.isfinite(weight).all()):  # diverged: nan goes through, SVD would raise
+    d, m = weight.shape
+    if d >= m or not bool(torch.isfinite(weight).all()):  # diverged: the SVD would raise
         return weight
     u, s, _ = torch.linalg.svd(weight, full_matrices=False)
     factor: Tensor = u * s
@@ -293,9 +299,10 @@ def _probe(
 ) -> tuple[_Sums, int]:
     sums = _Sums()
     columns = 0
+    factor = None
     for seen in observe(network, layer):
         sums.look(seen)
-        factor = _factor(seen.weight, spread)
+        factor = _factor(seen.weight, spread) if factor is None else factor
         n, columns = len(seen.features), factor.shape[1]
         norms = _squared_norm(seen.features, spread) * seen.sample_weight
         mean = torch.zeros_like(norms)

@@ -135,13 +135,13 @@ def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: to
     return (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
 
 
-def _class_row(link: str, to_output: Callable[[Tensor], Tensor]) -> Row:
+def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:
     return Row(
         "classification",
         _check_classes,
         _class_divisors,
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
-        {link: _softmax},
+        dict.fromkeys(links, _softmax),
         _class_target_matters,
     )
 
@@ -260,9 +260,9 @@ def _output_row(
 
 
 TABLE: dict[type, Row] = {
-    nn.CrossEntropyLoss: _class_row("identity", torch.log),
-    nn.NLLLoss: _class_row("log_softmax", torch.log),
-    ProbabilityNLLLoss: _class_row("softmax", lambda p: p),
+    nn.CrossEntropyLoss: _class_row(("identity", "log_softmax"), torch.log),
+    nn.NLLLoss: _class_row(("log_softmax",), torch.log),
+    ProbabilityNLLLoss: _class_row(("softmax",), lambda p: p),
     nn.BCEWithLogitsLoss: _output_row(
         "binary",
         _check_shares,

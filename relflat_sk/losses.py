@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from relflat_sk.curvature import Curvature
+from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.loss_table import LINKS, TABLE, Row
 
 __all__ = ["Loss", "as_criterion"]
@@ -88,6 +90,17 @@ class Loss:
             If it does not fit the output: shape, range or kind of number.
         """
         return self.row.check_target(self.criterion, output, target) if self.row else target
+
+    def warn_of(self, link: str | None) -> None:
+        """Warn of a usual mistake; what is measured is what torch computes all the same."""
+        if type(self.criterion) is nn.NLLLoss and link == "softmax":
+            warnings.warn(
+                "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss "
+                "is -p, not -log p. For skorch's convention, pass the skorch net; otherwise let "
+                "the network end in LogSoftmax, or in logits with CrossEntropyLoss.",
+                FlatnessWarning,
+                stacklevel=2,
+            )
 
     def has_closed_form(self, link: str | None) -> bool:
         """Whether the table has a curvature for what precedes the criterion."""
@@ -177,7 +190,9 @@ class Loss:
             losses, divisors = loss.terms(constant.expand(len(targets), *output_shape), targets)
             return (weight * losses).sum() / (weight * divisors).sum()
 
-        if loss.row is not None and loss.row.best_constant is not None:
+        # the formulas are of outputs as they should be, not of logits squashed by mistake
+        usual = link in {None, "identity"} or loss.has_closed_form(link)
+        if usual and loss.row is not None and loss.row.best_constant is not None:
             best = loss.row.best_constant(loss.criterion, targets, weight, output_shape)
             return risk(best).item()
 

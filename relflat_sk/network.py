@@ -5,7 +5,7 @@ features that reach the layer, the curvature of the loss behind it, and the loss
 does not grow with the number of samples.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk.batches import Batch, Batches, cast_inputs, check_finite
+from relflat_sk.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk.curvature import Curvature, product_curvature
 from relflat_sk.layers import (
     Layer,
@@ -28,7 +28,7 @@ from relflat_sk.layers import (
 )
 from relflat_sk.losses import Loss
 
-__all__ = ["Network", "Observation", "borrowed", "mean_loss", "observe"]
+__all__ = ["Network", "Observation", "borrowed", "mean_loss", "observe", "sample_weight"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,26 @@ class Network:
         """Run the network on inputs as they come from the data."""
         check_finite(x)
         x = cast_inputs(x, self.module, self.device)
+        output = primary_output(self._run(x))
+        if _is_one(x) and (output.ndim == 0 or len(output) != 1):
+            return output[None]  # a squeeze() in the network took the axis of a last lone sample
+        return output
+
+    def _run(self, x: Any) -> Any:
         if self.forward is not None:
-            return primary_output(self.forward(x))
-        if isinstance(x, dict):
-            return primary_output(self.module(**x))
-        if isinstance(x, tuple):
-            return primary_output(self.module(*x))
-        return primary_output(self.module(x))
+            return self.forward(x)
+        if isinstance(x, Mapping):
+            return self.module(**x)
+        if isinstance(x, tuple | list):
+            return self.module(*x)
+        return self.module(x)
+
+
+def _is_one(x: Any) -> bool:
+    try:
+        return count_samples(tuple(x) if isinstance(x, list) else x) == 1
+    except AttributeError:  # no array: whatever a user's own loader hands out
+        return False
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,6 @@ class Observation:
     sample_weight: Tensor  # (n,), float64
     divisor: float  # what the criterion's mean divides this batch's sum by
     loss: float  # summed loss; nan without labels
-    target: Tensor | None  # the labels as the criterion takes them
     output_shape: torch.Size  # of one sample
     link: str | None  # from the layer's output to the network's, see `find_link`
 
@@ -177,6 +189,7 @@ def _look(network: Network, name: str, batch: Batch, output: Tensor, seen: Tap) 
     if batch.y is not None:
         target = loss.check_target(output, batch.y.to(output.device))
     link = find_link(output, seen.node)
+    loss.warn_of(link)
     if target is None and (loss.needs_target or not loss.has_closed_form(link)):
         raise ValueError(
             f"y is needed: the curvature of {type(loss.criterion).__name__} at layer {name!r} "
@@ -190,7 +203,7 @@ def _look(network: Network, name: str, batch: Batch, output: Tensor, seen: Tap) 
             losses, divisors = loss.terms(output, target)
     elif loss.row is not None:
         divisors = loss.row.divisors(loss.criterion, output, None)
-    weights = _sample_weight(batch, n, z.device)
+    weights = sample_weight(batch, n, z.device)
     with torch.enable_grad():
         curvature = exact or product_curvature(losses.sum(), z)
     return Observation(
@@ -201,7 +214,6 @@ def _look(network: Network, name: str, batch: Batch, output: Tensor, seen: Tap) 
         sample_weight=weights,
         divisor=float(weights @ divisors.double()),
         loss=float(weights @ losses.detach().double()),
-        target=target,
         output_shape=output.shape[1:],
         link=link,
     )
@@ -228,13 +240,14 @@ def mean_loss(network: Network) -> float:
                 raise ValueError("y is needed to compute a loss. Pass y.")
             target = loss.check_target(output, batch.y.to(output.device))
             losses, divisors = loss.terms(output, target)
-            weight = _sample_weight(batch, len(output), output.device)
+            weight = sample_weight(batch, len(output), output.device)
             total += float(weight @ losses.double())
             divisor += float(weight @ divisors.double())
     return total / divisor
 
 
-def _sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
+def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
+    """Weights of the n samples of a batch, float64: ones where none were given."""
     if batch.weight is None:
         return torch.ones(n, dtype=torch.float64, device=device)
     return batch.weight.to(device)

@@ -75,6 +75,18 @@ CASES = {
         lambda n: torch.rand(n, 4).double().softmax(1),
         True,
     ),
+    "cross-entropy of log-softmax": (
+        lambda: mlp(4, nn.LogSoftmax(dim=1)),
+        lambda: nn.CrossEntropyLoss(),
+        lambda n: classes(n, 4),
+        True,
+    ),
+    "nll of softmax, as torch computes it": (
+        lambda: mlp(4, nn.Softmax(dim=1)),
+        lambda: nn.NLLLoss(),
+        lambda n: classes(n, 4),
+        False,
+    ),
     "nll of log-softmax": (
         lambda: mlp(4, nn.LogSoftmax(dim=1)),
         lambda: nn.NLLLoss(weight=WEIGHTS, ignore_index=0),

@@ -14,6 +14,7 @@ from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.cases import CASES, mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
 EXACT = 1e-10  # float64: both sum the same terms
 FLOAT32 = 1e-4
 
@@ -236,6 +237,33 @@ def test_a_criterion_that_cannot_be_differentiated_twice():
     net, _, X, y, _ = make("cross-entropy")
     with pytest.raises(ValueError, match=r"cannot be differentiated twice: .*multi_margin"):
         relative_flatness(net, X, y, criterion=nn.MultiMarginLoss())
+
+
+def test_probabilities_under_nll_are_doubtful():
+    net, criterion, X, y, _ = make("nll of softmax, as torch computes it")
+    with pytest.warns(relflat_sk.FlatnessWarning, match="takes log-probabilities, but the network"):
+        relative_flatness(net, X, y, criterion=criterion)
+
+
+def test_a_lone_last_sample_squeezed_away():
+    torch.manual_seed(0)
+    for k, criterion in ((1, nn.MSELoss()), (3, nn.CrossEntropyLoss())):
+
+        class Squeezing(nn.Module):
+            def __init__(self, k=k):
+                super().__init__()
+                self.out = nn.Linear(5, k).double()
+
+            def forward(self, x):
+                return self.out(x).squeeze()
+
+        net, X = Squeezing(), torch.randn(7, 5).double()
+        y = torch.randn(7).double() if k == 1 else torch.arange(7) % 3
+        whole = evaluate("relative_flatness", net, X, y, criterion=criterion)
+        parts = evaluate("relative_flatness", net, X, y, criterion=criterion, batch_size=3)
+        assert parts.method == "closed form"
+        assert parts.value == pytest.approx(whole.value, rel=1e-12)
+        assert parts.risk == pytest.approx(whole.risk, rel=1e-12)
 
 
 def test_unknown_measure():
