@@ -344,7 +344,9 @@ def test_constant_risk_is_the_best_a_constant_can_do(case):
         return loss
 
     optimizer.step(closure)
-    assert best == pytest.approx(closure().item(), rel=1e-6)
+    # of -p_y the best constant is a one-hot p, at infinity: found up to a tolerance
+    tolerance = 1e-4 if "nll of softmax" in case else 1e-6
+    assert best == pytest.approx(closure().item(), rel=tolerance)
 
 
 @pytest.mark.gpu
