@@ -1,0 +1,246 @@
+r"""Layers as linear maps of their weight matrix.
+
+A layer with weight sharing applies one matrix ``W`` to many vectors of each sample: a
+convolution to the patches of an image, a linear layer to the tokens of a sequence. With
+``P`` positions, ``z_ip = W phi_ip + b``, and arrays in the layout all measures use:
+
+============  ================  =========================================================
+name          shape             meaning
+============  ================  =========================================================
+``weight``    ``(d, m)``        one row per output channel, ``m`` inputs of each of them
+``features``  layer's own       what the layer receives, as it receives it
+``rows``      ``(n, d, P)``     something of the shape of the layer's output
+``matrices``  ``(n, d, m)``     a change of the weight matrix for each sample by itself
+============  ================  =========================================================
+
+A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p^T``, and
+that is all that curvature in the weight of any layer needs. With groups, a row of ``W``
+sees the patches of its own group only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["MAPS", "LayerMap", "layer_map"]
+
+
+class LayerMap:
+    """A layer seen as a linear map of its weight matrix.
+
+    Parameters
+    ----------
+    layer : nn.Module
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a matrix of shape (d, m), detached."""
+        weight: Tensor = self.layer.weight.detach()
+        return weight
+
+    def to_rows(self, z: Tensor) -> Tensor:
+        """Bring an array of the shape of the output into shape (n, d, P)."""
+        raise NotImplementedError
+
+    def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Bring rows back into the shape of the output `z`."""
+        raise NotImplementedError
+
+    def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
+        """Apply matrices of shape (n, d, m) or (d, m) in place of the weight: rows."""
+        raise NotImplementedError
+
+    def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Map rows of shape (n, ..., d, P) to sums of ``g_p phi_p^T``: (n, ..., d, m)."""
+        raise NotImplementedError
+
+    def is_flat(self, features: Tensor) -> bool:
+        """Whether each sample has one position."""
+        return False
+
+
+class LinearMap(LayerMap):
+    """`nn.Linear`, on (n, m) inputs or with positions on the axes in between."""
+
+    def is_flat(self, features: Tensor) -> bool:
+        """Whether each sample has one position."""
+        return features.ndim == 2
+
+    def to_rows(self, z: Tensor) -> Tensor:
+        """Bring (n, ..., d) into shape (n, d, P)."""
+        return z.reshape(len(z), -1, z.shape[-1]).transpose(1, 2)
+
+    def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Bring (n, d, P) into the shape of `z`."""
+        return rows.transpose(1, 2).reshape(z.shape)
+
+    def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
+        """Multiply every position with the matrix."""
+        return matrices @ self.to_rows(features)
+
+    def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Sum outer products over positions."""
+        phi = self.to_rows(features).transpose(1, 2)
+        return rows @ (phi if rows.ndim == 3 else phi[:, None])
+
+
+class ConvMap(LayerMap):
+    """Convolutions and transposed convolutions with any stride, padding, dilation, groups."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a matrix: rows are output channels, columns what each of them sees."""
+        weight = self.layer.weight.detach()
+        if not self._transposed:
+            return weight.flatten(1)
+        groups, d = self.layer.groups, self.layer.out_channels
+        columns = weight.reshape(groups, -1, d // groups, prod(weight.shape[2:]))
+        return columns.transpose(1, 2).reshape(d, -1)
+
+    @property
+    def _transposed(self) -> bool:
+        return bool(self.layer.transposed)
+
+    def to_rows(self, z: Tensor) -> Tensor:
+        """Flatten the positions."""
+        return z.flatten(2)
+
+    def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Bring (n, d, P) into the shape of `z`."""
+        return rows.reshape(z.shape)
+
+    def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
+        """Convolve every sample with kernels of its own, as one grouped convolution."""
+        layer, n = self.layer, len(features)
+        x = self._padded(features)
+        if matrices.ndim == 2:
+            return self._convolve(x, self._kernels(matrices[None]), layer.groups).flatten(2)
+        x = x.reshape(1, -1, *x.shape[2:])
+        out = self._convolve(x, self._kernels(matrices), n * layer.groups)
+        return out.reshape(n, layer.out_channels, -1)
+
+    def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Sum outer products of output channels and patches over positions."""
+        if self._unfolds:
+            return self._transpose_by_patches(features, rows)
+        n, d, m = len(features), *self.weight.shape
+        many = rows.reshape(n, -1, *rows.shape[-2:])
+        matrices = features.new_zeros(n, d, m).requires_grad_()
+        with torch.enable_grad():
+            out = self.apply(features, matrices)
+        found = [
+            torch.autograd.grad(out, matrices, part, retain_graph=True)[0]
+            for part in many.unbind(dim=1)
+        ]
+        return torch.stack(found, dim=1).reshape(*rows.shape[:-2], d, m)
+
+    @property
+    def _unfolds(self) -> bool:
+        return not self._transposed and self.layer.weight.ndim <= 4
+
+    def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
+        layer, n = self.layer, len(features)
+        x = self._padded(features)
+        size, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+        padding = (0,) * len(size) if layer.padding_mode != "zeros" else layer.padding
+        if padding == "same":
+            x, padding = self._pad_same(x), (0,) * len(size)
+        elif padding == "valid":
+            padding = (0,) * len(size)
+        if len(size) == 1:  # unfold knows images only
+            x, size, stride = x[:, :, None], (1, *size), (1, *stride)
+            dilation, padding = (1, *dilation), (0, *padding)
+        patches = F.unfold(x, size, dilation, padding, stride)
+        groups = layer.groups
+        patches = patches.reshape(n, groups, -1, patches.shape[-1]).transpose(2, 3)
+        grouped = rows.reshape(n, -1, groups, rows.shape[-2] // groups, rows.shape[-1])
+        sums = grouped @ patches[:, None]
+        return sums.reshape(*rows.shape[:-1], sums.shape[-1])
+
+    def _pad_same(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.layer._reversed_padding_repeated_twice)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        if self.layer.padding_mode == "zeros":
+            return x
+        return F.pad(
+            x, self.layer._reversed_padding_repeated_twice, mode=self.layer.padding_mode
+        )
+
+    def _kernels(self, matrices: Tensor) -> Tensor:
+        """Matrices of shape (n, d, m) as the kernels of n convolutions side by side."""
+        shape = self.layer.weight.shape
+        if not self._transposed:
+            return matrices.reshape(-1, *shape[1:])
+        groups, d = self.layer.groups, self.layer.out_channels
+        parts = matrices.reshape(len(matrices), groups, d // groups, -1, prod(shape[2:]))
+        return parts.transpose(2, 3).reshape(-1, *shape[1:])
+
+    def _convolve(self, x: Tensor, kernels: Tensor, groups: int) -> Tensor:
+        layer = self.layer
+        n_axes = layer.weight.ndim - 2
+        padding = layer.padding if layer.padding_mode == "zeros" else 0
+        if self._transposed:
+            transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_axes - 1]
+            return transposed(
+                x,
+                kernels,
+                None,
+                layer.stride,
+                padding,
+                layer.output_padding,
+                groups,
+                layer.dilation,
+            )
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[n_axes - 1]
+        return convolve(x, kernels, None, layer.stride, padding, layer.dilation, groups)
+
+
+MAPS: dict[type[nn.Module], Callable[[Any], LayerMap]] = {
+    nn.Linear: LinearMap,
+    nn.Conv1d: ConvMap,
+    nn.Conv2d: ConvMap,
+    nn.Conv3d: ConvMap,
+    nn.ConvTranspose1d: ConvMap,
+    nn.ConvTranspose2d: ConvMap,
+    nn.ConvTranspose3d: ConvMap,
+}
+
+
+def layer_map(layer: nn.Module) -> LayerMap:
+    """See a layer as a linear map of its weight matrix.
+
+    Parameters
+    ----------
+    layer : nn.Module
+
+    Returns
+    -------
+    LayerMap
+
+    Raises
+    ------
+    TypeError
+        If it is of another kind; lists the kinds that can be measured.
+
+    Examples
+    --------
+    >>> layer_map(nn.Conv2d(3, 8, 5)).weight.shape
+    torch.Size([8, 75])
+    """
+    for kind, make in MAPS.items():
+        if isinstance(layer, kind):
+            return make(layer)
+    raise TypeError(
+        f"flatness is not defined at a {type(layer).__name__}: its output is not a matrix times "
+        f"its input. Layers that can be measured: {[kind.__name__ for kind in MAPS]}."
+    )
