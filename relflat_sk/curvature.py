@@ -18,20 +18,44 @@ Because ``z`` is linear in ``W``, the Hessian of the loss in ``W`` is exactly
 
 .. math:: q_i(F)_k = F_{:,k}^\top B_i F_{:,k} .
 
-A *curvature* is a function from ``factor`` to that ``(n, k)`` array. The three below are
-all there are: the softmax family, losses that act on each output alone, and anything
-else through Hessian-vector products.
+A *curvature* knows those numbers, and with them all that any measure asks for. The three
+below are all there are: the softmax family, losses that act on each output alone, and
+anything else through Hessian-vector products.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Curvature", "diagonal_curvature", "product_curvature", "softmax_curvature"]
+__all__ = [
+    "ClosedForm",
+    "Curvature",
+    "diagonal_curvature",
+    "product_curvature",
+    "softmax_curvature",
+]
 
-Curvature = Callable[[Tensor], Tensor]
+
+class Curvature(Protocol):
+    """The Hessians ``B_i`` of the samples' losses in an array of shape (n, d)."""
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        """Quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """Products ``B_i v_i`` of vectors of the shape of ``z``."""
+
+
+class ClosedForm(Curvature, Protocol):
+    """A curvature that is known, not differentiated."""
+
+    def diagonal(self) -> Tensor:
+        """The diagonals of the ``B_i``: (n, d)."""
+
+    def root(self) -> Tensor:
+        """Matrices ``R_i`` with ``R_i R_i^T = B_i``: (n, d, r)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,33 @@ class _Softmax:
         second = _mix(self.rest, factor.square())
         spread = second - 2 * c * first + r * c.square()
         forms = (spread - (first - r * c).square()).clamp_min(0)
-        return forms if self.scale is None else forms * self.scale[:, None]
+        return self._scaled(forms)
+
+    def _scaled(self, array: Tensor) -> Tensor:
+        return array if self.scale is None else array * self.scale[:, None]
+
+    def product(self, vectors: Tensor) -> Tensor:
+        p = self._probabilities()
+        return self._scaled(p * (vectors - (p * vectors).sum(dim=1, keepdim=True)))
+
+    def diagonal(self) -> Tensor:
+        p = self._probabilities()
+        others = self.rest.sum(dim=1, keepdim=True)  # 1 - p of the likeliest, uncancelled
+        return self._scaled(p * torch.where(self.rest > 0, 1 - p, others))
+
+    def root(self) -> Tensor:
+        # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T
+        p = self._probabilities()
+        scale = p if self.scale is None else p * self.scale[:, None]
+        identity = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+        away = identity - p[:, :, None]
+        # 1 - p of the likeliest class as the sum of the others, uncancelled
+        samples = torch.arange(len(p), device=p.device)
+        away[samples, self.top, self.top] = self.rest.sum(dim=1)
+        return away * scale.sqrt()[:, None, :]
+
+    def _probabilities(self) -> Tensor:
+        return self.rest.scatter(1, self.top[:, None], 1 - self.rest.sum(dim=1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -61,6 +111,15 @@ class _Diagonal:
 
     def __call__(self, factor: Tensor) -> Tensor:
         return _mix(self.beta, factor.square())
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self.beta * vectors
+
+    def diagonal(self) -> Tensor:
+        return self.beta
+
+    def root(self) -> Tensor:
+        return torch.diag_embed(self.beta.sqrt())
 
 
 @dataclass(frozen=True)
@@ -74,15 +133,17 @@ class _Products:
         return torch.stack([self._form(v.to(self.z.dtype)) for v in columns], dim=1)
 
     def _form(self, v: Tensor) -> Tensor:
-        product = None
+        return (self.product(v) * v).sum(dim=1)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        found = None
         if self.gradient is not None:
-            product = _grad(self.gradient, self.z, v, self.differentiable)
-        if product is None:  # the gradient does not depend on z: no curvature
-            return v.new_zeros(len(v))
-        return (product * v).sum(dim=1)
+            found = _grad(self.gradient, self.z, vectors, self.differentiable)
+        # where the gradient does not depend on z, there is no curvature
+        return torch.zeros_like(vectors) if found is None else found
 
 
-def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> Curvature:
+def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     r"""Curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
 
     Parameters
@@ -110,7 +171,7 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> Curvature:
     return _Softmax(rest, top, scale)
 
 
-def diagonal_curvature(beta: Tensor) -> Curvature:
+def diagonal_curvature(beta: Tensor) -> ClosedForm:
     """Curvature of a loss that is a sum over outputs: ``B_i = diag(beta_i)``.
 
     Parameters

@@ -1,37 +1,105 @@
-r"""Relative flatness of one layer, from one pass over the data.
+r"""The flatness measures of the papers' Table 1, at one layer or several.
 
-The definition [1]_ sums the traces of the blocks of the layer's Hessian, weighed by the
-inner products of the rows of the weight matrix. Since the Hessian is
-``mean_i B_i (x) phi_i phi_i^T`` exactly, with the notation of `relflat_sk.curvature`,
+With ``H`` the Hessian of the mean loss in the layer's weight ``W`` (d x m, rows ``w_s``):
 
-.. math:: \kappa = \sum_{s,t} \langle w_s, w_t \rangle \mathrm{Tr}(H_{s,t})
-    = \mathrm{mean}_i \, |\phi_i|^2 \sum_k q_i(F)_k \quad\text{for any } F F^\top = W W^\top .
+===========================  ==============================================================
+relative_flatness            ``kappa = sum_st <w_s, w_t> Tr(H_st)`` [1]_, Definition 3
+normalized_relative_flatness the same after dividing features by their spread, Theorem 4
+trace_flatness               ``|W|_F^2 Tr(H)`` [2]_
+eigenvalue_flatness          ``|W|_F^2 lambda_max(H)`` [2]_
+neuron_flatness_max          ``max_j rho(j)``, rho(j) the form of H in column j of W [2]_
+neuron_flatness_sum          ``sum_j rho(j)``
+hessian_trace                ``Tr(H)``
+hessian_max_eigenvalue       ``lambda_max(H)``
+===========================  ==============================================================
 
 References
 ----------
-.. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, Definition 3
-   and, for the normalised variant, Theorem 4.
+.. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+.. [2] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+   Neural Networks", 2020.
 """
 
 import math
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.layers import Layer
-from relflat_sk.network import Network, Observation, borrowed, observe, sample_weight
+from relflat_sk.network import Network, borrowed, sample_weight
+from relflat_sk.quantities import Neurons, Quantity, Trace, left_factor
+from relflat_sk.summation import Pass, Sums, sum_quantities
+from relflat_sk.views import LayerView, observe
 
-__all__ = ["METHODS", "Flatness", "measure_flatness"]
+__all__ = ["TRACE_LIKE", "Flatness", "measure_flatness", "measure_layers"]
 
-METHODS = ("auto", "exact", "hutchinson")
 
-# Hessian-vector products that "auto" always affords, whatever the number of samples
-_FEW_PRODUCTS = 64
-_MAX_PROBES = 10_000
+@dataclass(frozen=True)
+class TraceLike:
+    """A measure that is a sum over samples of traces and quadratic forms of the Hessian.
+
+    Parameters
+    ----------
+    quantity : callable
+        From the weight (d, m) and the features' spread (m,) to the quantity to sum.
+    finish : callable
+        From the mean of the quantity and the weight to the measure.
+    decay : callable
+        What an identity added to the Hessian adds to the measure, from the weight.
+    normalized : bool
+        Whether the features' spread is needed, one more pass over the data.
+    """
+
+    quantity: Callable[[Tensor, Tensor | None], Quantity]
+    finish: Callable[[Tensor, Tensor], Tensor]
+    decay: Callable[[Tensor], Tensor]
+    normalized: bool = False
+
+
+def _normalized(weight: Tensor, spread: Tensor | None) -> Quantity:
+    assert spread is not None
+    # a feature that never varies acts as a bias: it drops out of both factors
+    inverse = torch.where(spread > 0, spread, torch.inf).reciprocal()
+    return Trace(left_factor(weight * spread), inverse)
+
+
+def _square(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+def _itself(value: Tensor, weight: Tensor) -> Tensor:
+    return value
+
+
+_TRACE = lambda weight, spread: Trace()  # noqa: E731
+
+TRACE_LIKE: dict[str, TraceLike] = {
+    "relative_flatness": TraceLike(
+        lambda weight, spread: Trace(left_factor(weight)),
+        _itself,
+        lambda weight: weight.shape[1] * _square(weight),
+    ),
+    "normalized_relative_flatness": TraceLike(
+        _normalized, _itself, lambda weight: torch.full((), math.nan), normalized=True
+    ),
+    "hessian_trace": TraceLike(
+        _TRACE, _itself, lambda weight: torch.tensor(float(weight.numel()))
+    ),
+    "trace_flatness": TraceLike(
+        _TRACE,
+        lambda value, weight: value * _square(weight),
+        lambda weight: weight.numel() * _square(weight),
+    ),
+    "neuron_flatness_sum": TraceLike(lambda weight, spread: Neurons(total=True), _itself, _square),
+    "neuron_flatness_max": TraceLike(
+        lambda weight, spread: Neurons(total=False),
+        _itself,
+        lambda weight: weight.square().sum(dim=0),
+    ),
+}
 
 
 @dataclass
@@ -42,10 +110,9 @@ class Flatness:
     stderr: float
     risk: float  # mean loss; nan without labels
     n_samples: int
-    method: str  # "closed form", "exact" or "hutchinson"
+    method: str  # "closed form", "exact", "hutchinson" or "lanczos"
     network: Network
-    output_shape: torch.Size = field(default_factory=torch.Size)
-    link: str | None = None
+    seen: Pass
 
     def constant_risk(self) -> float:
         """Compute the mean loss of the best constant prediction on the same data.
@@ -55,284 +122,191 @@ class Flatness:
         float
             nan without labels. Goes through the labels again, not through the network.
         """
-        if math.isnan(self.risk) and not self._has_labels():
-            return math.nan
         targets, weights = [], []
         for batch in self.network.batches():
-            assert batch.y is not None
+            if batch.y is None:
+                return math.nan
             n, device = len(batch.y), batch.y.device
-            output = torch.empty((n, *self.output_shape), dtype=torch.float64, device=device)
+            shape = (n, *self.seen.output_shape)
+            output = torch.empty(shape, dtype=torch.float64, device=device)
             targets.append(self.network.loss.check_target(output, batch.y))
             weights.append(sample_weight(batch, n, device))
         return self.network.loss.constant_risk(
-            torch.cat(targets), torch.cat(weights), self.output_shape, self.link
+            torch.cat(targets), torch.cat(weights), self.seen.output_shape, self.seen.link
         )
 
-    def _has_labels(self) -> bool:
-        return next(self.network.batches()).y is not None
 
-
-@dataclass
-class _Sums:
-    """Sums over samples; float64."""
-
-    value: float = 0.0  # of |phi|^2 q, averaged over probes
-    variance: float = 0.0  # of the variance between a sample's probes
-    loss: float = 0.0
-    divisor: float = 0.0
-    closed_form: bool = True
-    n_samples: int = 0
-    output_shape: torch.Size = field(default_factory=torch.Size)
-    link: str | None = None
-
-    def look(self, seen: Observation) -> None:
-        self.loss += seen.loss
-        self.divisor += seen.divisor
-        self.closed_form &= seen.closed_form
-        self.n_samples += len(seen.features)
-        self.output_shape, self.link = seen.output_shape, seen.link
-
-
-def measure_flatness(
+def measure_layers(  # noqa: PLR0913
     network: Network,
-    layer: Layer = -1,
+    names: Sequence[str],
+    layers: Sequence[Layer] | str,
     *,
-    normalize: bool = False,
     method: str = "auto",
     n_probes: int | None = None,
     rtol: float = 0.01,
     random_state: int | np.random.RandomState | None = None,
-) -> Flatness:
-    """Measure the relative flatness of one layer; see `relflat_sk.relative_flatness`.
+    weight_decay: float = 0.0,
+) -> dict[tuple[str, str], Flatness]:
+    """Measure several layers in several ways, in one pass over the data if possible.
 
     Parameters
     ----------
     network : Network
-    layer : int, str or nn.Module
-    normalize : bool
-    method : {"auto", "exact", "hutchinson"}
-    n_probes : int, optional
-    rtol : float
-    random_state : int, RandomState or None
+    names : sequence of str
+        Keys of `TRACE_LIKE`.
+    layers : sequence of int, str or nn.Module, or "all"
+    method, n_probes, rtol, random_state
+        See `relflat_sk.relative_flatness`.
+    weight_decay : float, default=0
+        Coefficient ``wd`` of the optimiser, whose ``wd/2 |W|^2`` counts into the loss.
 
     Returns
     -------
-    Flatness
+    dict of (layer name, measure name) to Flatness
+        Layers in forward order.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range, or the data or layer do not fit the network.
+        If an argument is out of its range, or data or layers do not fit the network.
     """
-    _check_arguments(method, n_probes, rtol)
     with borrowed(network.module):
-        spread = feature_spread(network, layer) if normalize else None
-        if method != "hutchinson":
-            sums = _exact(network, layer, spread, _FEW_PRODUCTS if method == "auto" else None)
-            if sums is not None:
-                how = "closed form" if sums.closed_form else "exact"
-                return _result(network, sums, how, 0.0)
-        return _hutchinson(network, layer, spread, method, n_probes, rtol, random_state)
+        spreads: dict[str, Tensor] = {}
+        if any(TRACE_LIKE[name].normalized for name in names):
+            spreads = feature_spreads(network, layers)
 
+        def quantities(view: LayerView) -> Mapping[Hashable, Quantity]:
+            spread = spreads.get(view.name)
+            return {name: TRACE_LIKE[name].quantity(view.weight, spread) for name in names}
 
-def _check_arguments(method: str, n_probes: int | None, rtol: float) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}.")
-    if n_probes is not None and (not isinstance(n_probes, int) or n_probes < 2):
-        raise ValueError(
-            f"n_probes must be an integer of at least 2 (one probe has no error bar) or None, "
-            f"got {n_probes!r}."
+        sums, seen = sum_quantities(
+            network,
+            layers,
+            quantities,
+            method=method,
+            n_probes=n_probes,
+            rtol=rtol,
+            random_state=random_state,
         )
-    if not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol!r}.")
+    return {
+        (layer, name): _result(TRACE_LIKE[name], sums[layer, name], layer, network, seen, weight_decay)
+        for layer in seen.weights
+        for name in names
+    }
 
 
-def _result(network: Network, sums: _Sums, method: str, stderr: float) -> Flatness:
-    if sums.divisor == 0:
-        raise ValueError(
-            "no sample counts in the mean loss: every label is ignored (ignore_index) or has "
-            "weight zero."
-        )
+def _result(  # noqa: PLR0913, PLR0917
+    measure: TraceLike, sums: Sums, layer: str, network: Network, seen: Pass, weight_decay: float
+) -> Flatness:
+    weight = seen.weights[layer]
+    values = measure.finish(sums.value, weight)
+    if weight_decay:
+        values = values + weight_decay * measure.decay(weight).to(values.device)
+    at = int(values.argmax())  # one value, or the neuron that is least flat
+    stderrs = measure.finish(sums.stderr, weight)
     return Flatness(
-        value=sums.value / sums.divisor,
-        stderr=stderr,
-        risk=sums.loss / sums.divisor,
-        n_samples=sums.n_samples,
-        method=method,
+        value=float(values[at]),
+        stderr=float(stderrs[at]),
+        risk=seen.loss / seen.divisor,
+        n_samples=seen.n_samples,
+        method=sums.method,
         network=network,
-        output_shape=sums.output_shape,
-        link=sums.link,
+        seen=seen,
     )
 
 
-def _exact(
-    network: Network, layer: Layer, spread: Tensor | None, most_products: int | None
-) -> _Sums | None:
-    """Sum exactly; None if that takes more than `most_products` products per batch."""
-    sums = _Sums()
-    factor = None
-    for seen in observe(network, layer):
-        factor = _factor(seen.weight, spread) if factor is None else factor
-        if not seen.closed_form and most_products and factor.shape[1] > most_products:
-            return None
-        sums.look(seen)
-        forms = seen.curvature(factor).double().sum(dim=1)
-        sums.value += seen.weighted_sum(_squared_norm(seen.features, spread) * forms)
-        del seen, forms  # frees the batch before the next one is run
-    return sums
-
-
-def _factor(weight: Tensor, spread: Tensor | None) -> Tensor:
-    """Return a matrix F with min(d, m) columns and F F^T = W W^T (W V where normalised)."""
-    if spread is not None:
-        weight = weight * spread
-    d, m = weight.shape
-    if d >= m or not bool(torch.isfinite(weight).all()):  # diverged: the SVD would raise
-        return weight
-    u, s, _ = torch.linalg.svd(weight, full_matrices=False)
-    factor: Tensor = u * s
-    return factor
-
-
-def _squared_norm(features: Tensor, spread: Tensor | None) -> Tensor:
-    if spread is None:
-        norm: Tensor = torch.linalg.vector_norm(features, dim=1, dtype=torch.float64)
-        return norm.square()
-    # a feature that never varies acts as a bias: it drops out of both factors
-    inverse = torch.where(spread > 0, spread, torch.inf).reciprocal()
-    return (features.double() * inverse).square().sum(dim=1)
-
-
-def feature_spread(network: Network, layer: Layer) -> Tensor:
-    """Compute the standard deviation of each feature over the samples, 0 where it never varies.
+def measure_flatness(  # noqa: PLR0913
+    network: Network,
+    layer: Layer = -1,
+    *,
+    name: str = "relative_flatness",
+    method: str = "auto",
+    n_probes: int | None = None,
+    rtol: float = 0.01,
+    random_state: int | np.random.RandomState | None = None,
+    weight_decay: float = 0.0,
+) -> Flatness:
+    """Measure one layer in one way; see `measure_layers`.
 
     Parameters
     ----------
     network : Network
     layer : int, str or nn.Module
+    name : str
+    method, n_probes, rtol, random_state, weight_decay
+        See `measure_layers`.
 
     Returns
     -------
-    Tensor of shape (m,)
+    Flatness
+    """
+    found = measure_layers(
+        network,
+        [name],
+        [layer],
+        method=method,
+        n_probes=n_probes,
+        rtol=rtol,
+        random_state=random_state,
+        weight_decay=weight_decay,
+    )
+    return next(iter(found.values()))
+
+
+@dataclass
+class _Spread:
+    """Running mean and spread of features, by Chan's update."""
+
+    n: int = 0
+    mean: Tensor | float = 0.0
+    squares: Tensor | float = 0.0
+    low: Tensor | float = math.inf
+    high: Tensor | float = -math.inf
+
+    def add(self, rows: Tensor) -> None:
+        size, centre = len(rows), rows.mean(dim=0)
+        shift = centre - self.mean
+        share = size / (self.n + size)
+        self.squares = (
+            self.squares + (rows - centre).square().sum(dim=0) + shift.square() * self.n * share
+        )
+        self.mean = self.mean + shift * share
+        self.n += size
+        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), rows.amin(dim=0))
+        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), rows.amax(dim=0))
+
+    def spread(self, eps: float) -> Tensor:
+        low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
+        # rounding noise on a constant is no variation; relative, so that scale does not matter
+        varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
+        return torch.where(varies, torch.as_tensor(self.squares / self.n).sqrt(), 0.0)
+
+
+def feature_spreads(network: Network, layers: Sequence[Layer] | str) -> dict[str, Tensor]:
+    """Compute the standard deviation of each feature, 0 where it never varies.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+    layers : sequence of int, str or nn.Module, or "all"
+
+    Returns
+    -------
+    dict of str to Tensor of shape (m,)
         float64, divided by n. The standard deviation, not the variance of the paper's
-        text: only with it is the normalised flatness invariant.
+        text: only with it is the normalised flatness invariant. Of a layer with shared
+        weights, over samples and positions, and one for each input channel.
     """
-    n = 0
-    mean = squares = torch.zeros((), dtype=torch.float64, device=network.device)
-    low, high = mean + torch.inf, mean - torch.inf
+    running: dict[str, _Spread] = {}
     eps = 0.0
-    for seen in observe(network, layer):
-        batch = seen.features.double()
-        size, centre = len(batch), batch.mean(dim=0)
-        shift = centre - mean  # Chan's update: the mean of all, without cancellation
-        squares = squares + (batch - centre).square().sum(dim=0)
-        squares = squares + shift.square() * (n * size / (n + size))
-        mean = mean + shift * (size / (n + size))
-        n += size
-        low = torch.minimum(low, batch.amin(dim=0))
-        high = torch.maximum(high, batch.amax(dim=0))
-        eps = torch.finfo(seen.features.dtype).eps
-        del seen
-    # rounding noise on a constant is no variation; relative, so that scale does not matter
-    varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
-    return torch.where(varies, (squares / n).sqrt(), 0.0)
-
-
-def _hutchinson(
-    network: Network,
-    layer: Layer,
-    spread: Tensor | None,
-    method: str,
-    n_probes: int | None,
-    rtol: float,
-    random_state: int | np.random.RandomState | None,
-) -> Flatness:
-    """Average probes drawn for each sample by itself, until the error bar is small.
-
-    With ``v = F r``, r Rademacher, ``E v^T B v = Tr(F^T B F)``. Two probes for each sample
-    show the variance between a sample's probes, from which follows how many are needed.
-    """
-    generator = _generator(random_state, network.device)
-    cap = n_probes or _MAX_PROBES
-    total, done = 0.0, 0
-    scatter, freedom = 0.0, 0
-    missing = min(2, cap)
-    while True:
-        sums, columns = _probe(network, layer, spread, missing, generator)
-        total += missing * sums.value
-        scatter += (missing - 1) * sums.variance
-        done, freedom = done + missing, freedom + missing - 1
-        sums.value = total / done
-        value = sums.value / sums.divisor
-        stderr = math.sqrt(scatter / freedom / done) / abs(sums.divisor)
-        if not math.isfinite(value) or stderr <= rtol * abs(value) or done >= cap:
-            break
-        needed = math.inf
-        if value != 0:
-            needed = scatter / freedom / (rtol * value * sums.divisor) ** 2
-        if method == "auto" and needed >= columns:
-            # the error bar asked for costs more than no error at all
-            exact = _exact(network, layer, spread, None)
-            assert exact is not None
-            return _result(network, exact, "exact", 0.0)
-        missing = (
-            int(min(max(math.ceil(1.05 * needed) - done, 2), cap - done))
-            if (needed < math.inf)
-            else cap - done
-        )
-    if n_probes is None and stderr > rtol * abs(value):
-        warnings.warn(
-            f"{done} probes left a standard error of {stderr:.3g} on a flatness of "
-            f"{value:.3g}, more than rtol={rtol:g} asks for; use method='exact'.",
-            FlatnessWarning,
-            stacklevel=3,
-        )
-    return _result(network, sums, "hutchinson", stderr)
-
-
-def _probe(
-    network: Network,
-    layer: Layer,
-    spread: Tensor | None,
-    n_probes: int,
-    generator: torch.Generator,
-) -> tuple[_Sums, int]:
-    sums = _Sums()
-    columns = 0
-    factor = None
-    for seen in observe(network, layer):
-        sums.look(seen)
-        factor = _factor(seen.weight, spread) if factor is None else factor
-        n, columns = len(seen.features), factor.shape[1]
-        norms = _squared_norm(seen.features, spread) * seen.sample_weight
-        mean = torch.zeros_like(norms)
-        squares = torch.zeros_like(norms)
-        for j in range(1, n_probes + 1):
-            signs = torch.randint(0, 2, (n, columns), generator=generator, device=norms.device)
-            vectors = (2.0 * signs.double() - 1) @ factor.T
-            draw = norms * seen.curvature(vectors[:, :, None])[:, 0].double()
-            shift = draw - mean
-            mean = mean + shift / j
-            squares = squares + shift * (draw - mean)
-        sums.value += float(mean.sum())
-        sums.variance += float(squares.sum()) / max(n_probes - 1, 1)
-        del seen
-    return sums, columns
-
-
-def _generator(
-    random_state: int | np.random.RandomState | None, device: torch.device
-) -> torch.Generator:
-    """Make a generator of our own, so that torch's global random state is left alone."""
-    generator = torch.Generator(device=device)
-    if random_state is None:
-        generator.seed()
-    elif isinstance(random_state, np.random.RandomState):
-        generator.manual_seed(int(random_state.randint(2**31 - 1)))
-    elif isinstance(random_state, int | np.integer) and not isinstance(random_state, bool):
-        generator.manual_seed(int(random_state))
-    else:
-        raise ValueError(
-            f"random_state must be an int, a numpy RandomState or None, got {random_state!r}."
-        )
-    return generator
+    columns = {}
+    for view in observe(network, layers):
+        for name, layer in view.layers.items():
+            rows = layer.map.channels(layer.features)
+            running.setdefault(name, _Spread()).add(rows.double())
+            columns[name] = layer.map.column_channels()
+            eps = torch.finfo(layer.features.dtype).eps
+        del view, layer
+    return {name: found.spread(eps)[columns[name]] for name, found in running.items()}

@@ -63,6 +63,14 @@ class LayerMap:
         """Map rows of shape (n, ..., d, P) to sums of ``g_p phi_p^T``: (n, ..., d, m)."""
         raise NotImplementedError
 
+    def channels(self, features: Tensor) -> Tensor:
+        """Arrange features as (n_values, c), one column for each input channel."""
+        raise NotImplementedError
+
+    def column_channels(self) -> Tensor:
+        """Say for the columns of the weight matrix which channel they read: (m,) or (d, m)."""
+        raise NotImplementedError
+
     def is_flat(self, features: Tensor) -> bool:
         """Whether each sample has one position."""
         return False
@@ -86,6 +94,14 @@ class LinearMap(LayerMap):
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
         """Multiply every position with the matrix."""
         return matrices @ self.to_rows(features)
+
+    def channels(self, features: Tensor) -> Tensor:
+        """Arrange all positions below each other."""
+        return features.reshape(-1, features.shape[-1])
+
+    def column_channels(self) -> Tensor:
+        """Column j reads feature j."""
+        return torch.arange(self.layer.in_features, device=self.layer.weight.device)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over positions."""
@@ -142,6 +158,19 @@ class ConvMap(LayerMap):
             for part in many.unbind(dim=1)
         ]
         return torch.stack(found, dim=1).reshape(*rows.shape[:-2], d, m)
+
+    def channels(self, features: Tensor) -> Tensor:
+        """Arrange all positions below each other."""
+        return features.transpose(0, 1).flatten(1).T
+
+    def column_channels(self) -> Tensor:
+        """Every column reads one input channel; with groups, each row its own group's."""
+        layer = self.layer
+        size = prod(layer.weight.shape[2:])
+        within = torch.arange(layer.in_channels // layer.groups).repeat_interleave(size)
+        group = torch.arange(layer.out_channels) // (layer.out_channels // layer.groups)
+        at = within + group[:, None] * (layer.in_channels // layer.groups)
+        return (at if layer.groups > 1 else within).to(layer.weight.device)
 
     @property
     def _unfolds(self) -> bool:

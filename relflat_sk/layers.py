@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk.exceptions import LayerNotFoundError
+from relflat_sk.layer_maps import MAPS, layer_map
 
-__all__ = ["Layer", "Tap", "find_layer", "find_link", "primary_output", "tap", "weight_layers"]
+__all__ = ["Layer", "Tap", "find_layer", "find_link", "is_piecewise_linear", "primary_output", "tap", "weight_layers"]
 
 Layer = int | str | nn.Module
 
-WEIGHT_LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+WEIGHT_LAYERS = tuple(MAPS)
+# layers with weights of another kind, refused by name
+_OTHER_WEIGHTS = (nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
 
 # autograd nodes that hand the same numbers on in the same order
 _SAME_NUMBERS = {
@@ -123,6 +118,8 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
                 f"the network copied, as clone and deepcopy do?). {there}"
             )
         name = same[0]
+    if isinstance(modules[name], _OTHER_WEIGHTS):
+        layer_map(modules[name])  # says why not
     if not isinstance(modules[name], WEIGHT_LAYERS):
         raise LayerNotFoundError(
             f"layer {name!r} is a {type(modules[name]).__name__}, which has no weight matrix "
@@ -131,22 +128,15 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     return name
 
 
-def check_layer(module: nn.Module, name: str) -> nn.Linear:
-    """Return the layer of that name if it can be measured.
+def check_layer(module: nn.Module, name: str) -> nn.Module:
+    """Return the layer of that name if no other module shares its weight.
 
     Raises
     ------
-    TypeError
-        If the layer is not an `nn.Linear`.
     ValueError
         If another module uses the same weight.
     """
     layer = module.get_submodule(name)
-    if not isinstance(layer, nn.Linear):
-        raise TypeError(
-            f"layer {name!r} is a {type(layer).__name__}; flatness is measured at nn.Linear "
-            f"layers so far. {_describe(weight_layers(module))}"
-        )
     weight = layer._parameters.get("weight")
     users = {
         owner
@@ -175,30 +165,26 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
 class Tap:
     """What one forward pass sent through a layer."""
 
-    features: Tensor | None = None  # (n, m), what the layer received
-    z: Tensor | None = None  # (n, d), what it put out
+    features: Tensor | None = None  # what the layer received
+    z: Tensor | None = None  # what it put out; without graph where measuring
+    passed_on: Tensor | None = None  # the same where measuring, with the graph of the tail
+    bump: Tensor | None = None  # zeros added to its output where measuring; requires grad
     node: Any = None  # the autograd node at which the tail of the network starts
     calls: int = 0
     version: int = 0  # of `features`, to notice when they are written over
 
     def check(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return features and output, if the layer saw one row for each sample, once.
+        """Return features and output, if the layer was used exactly once.
 
         Raises
         ------
         ValueError
-            If the layer was not called, or more than once, or not on (n, m) input.
+            If the layer was not called, or more than once, or its input is overwritten.
         """
         if self.calls != 1 or self.features is None or self.z is None:
             raise ValueError(
                 f"layer {name!r} was called {self.calls} times in one forward pass; flatness "
                 "is that of a layer which is used exactly once. Measure another layer."
-            )
-        if self.features.ndim != 2:
-            raise ValueError(
-                f"layer {name!r} received inputs of shape {tuple(self.features.shape)}; "
-                "flatness is measured at layers that see (n_samples, n_features) so far. "
-                "Measure a layer after pooling or flattening."
             )
         if self.features._version != self.version:
             raise ValueError(
@@ -216,8 +202,9 @@ def tap(layer: nn.Module, *, tail_only: bool) -> Iterator[Tap]:
     ----------
     layer : nn.Module
     tail_only : bool
-        True, for measuring: autograd starts at the layer's output, and records only the
-        tail of the network behind it. False, for training: everything is left as it is.
+        True, for measuring: autograd starts at the layer's output, to which zeros are added
+        that can be differentiated by, and records only the tail of the network behind it.
+        False, for training: everything is left as it is.
 
     Yields
     ------
@@ -233,10 +220,11 @@ def tap(layer: nn.Module, *, tail_only: bool) -> Iterator[Tap]:
             seen.z, seen.node = output, output.grad_fn
             return None
         seen.features = features.detach()  # shares its version counter
+        seen.z = output.detach()
+        seen.bump = torch.zeros_like(seen.z, requires_grad=True)
         torch.set_grad_enabled(True)  # until the caller's no_grad ends
-        seen.z = output.detach().requires_grad_()
-        passed_on = seen.z.clone()  # not a leaf: the tail may work on it in place
-        seen.node = passed_on.grad_fn
+        passed_on = output + seen.bump
+        seen.passed_on, seen.node = passed_on, passed_on.grad_fn
         return passed_on
 
     handle = layer.register_forward_hook(hook, with_kwargs=True)
@@ -307,6 +295,81 @@ def _over_outputs(step: Any, output: Tensor) -> bool:
     dim = getattr(step, "_saved_dim", None)
     # autograd hands negative axes out as unsigned 64-bit integers
     return dim is None or (output.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
+
+
+# autograd nodes that are linear, or linear in pieces, in all their inputs together
+_PIECEWISE_LINEAR = {
+    "Add", "Sub", "Neg", "Mean", "Sum", "Cat", "Stack", "Relu", "LeakyRelu", "RreluWithNoise",
+    "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Abs", "Maximum", "Minimum", "Max",
+    "Amax", "Where", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D",
+    "AdaptiveMaxPool3D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D",
+    "MkldnnAdaptiveAvgPool2D", "MkldnnMaxPool2D", "MkldnnMaxPool3D", "UpsampleNearest2D",
+    "UpsampleBilinear2D", "ConstantPadNd", "ReflectionPad1D", "ReflectionPad2D",
+    "ReplicationPad1D", "ReplicationPad2D", "T", "Transpose", "Permute", "Expand", "Slice",
+    "Select", "Index", "Gather", "Split", "SplitWithSizes", "Unbind", "Repeat", "Flip", "Roll",
+    "PixelShuffle", "AsStrided", "MaskedFill",
+}  # fmt: skip
+# linear in each of their inputs, so that only one of them may depend on the layer
+_MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
+                "PreluKernel", "Mv", "Dot"}  # fmt: skip
+# linear in the first input as long as the others do not depend on the layer
+_LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
+
+
+def is_piecewise_linear(base: Tensor, node: Any) -> bool:
+    """Whether `base` is piecewise linear in the layer's output, by the graph in between.
+
+    Parameters
+    ----------
+    base : Tensor
+        Something computed from the layer's output.
+    node : torch.autograd.graph.Node
+        `Tap.node` of the layer.
+
+    Returns
+    -------
+    bool
+        False also for what is not known.
+
+    Examples
+    --------
+    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
+    >>> is_piecewise_linear(z.relu() + 2 * z, z.grad_fn)
+    True
+    >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
+    False
+    """
+    depends: dict[Any, bool] = {None: False}
+    stack = [base.grad_fn]
+    while stack:  # depth first without recursion: networks are deep
+        step = stack[-1]
+        if step in depends:
+            stack.pop()
+            continue
+        inputs = [] if step is node else [source for source, _ in step.next_functions]
+        missing = [source for source in inputs if source not in depends]
+        if missing:
+            stack.extend(missing)
+            continue
+        stack.pop()
+        reached = [depends[source] for source in inputs]
+        depends[step] = step is node or any(reached)
+        if step is not node and any(reached) and not _keeps_linear(step, reached):
+            return False
+    return True
+
+
+def _keeps_linear(step: Any, reached: list[bool]) -> bool:
+    name = step.name()
+    kind = name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
+    if name in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
+        return True
+    if kind in _MULTILINEAR:
+        return sum(reached) == 1
+    if kind in _LINEAR_IN_FIRST:
+        by_batch = getattr(step, "_saved_training", False)  # statistics of the batch itself
+        return not any(reached[1:]) and not by_batch
+    return False
 
 
 def primary_output(output: Any) -> Tensor:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from relflat_sk.curvature import Curvature, diagonal_curvature, softmax_curvature
+from relflat_sk.curvature import ClosedForm, diagonal_curvature, softmax_curvature
 
 __all__ = ["LINKS", "TABLE", "ProbabilityNLLLoss", "Row"]
 
 Task = Literal["classification", "binary", "regression"]
 BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
-ClosedForm = Callable[[Any, Tensor, Tensor | None], Curvature]
+CurvatureOf = Callable[[Any, Tensor, Tensor | None], ClosedForm]
 
 
 # how a network may turn the layer's output into the criterion's input
@@ -49,7 +49,7 @@ class Row:
     check_target: Callable[[Any, Tensor, Tensor], Tensor]
     divisors: Callable[[Any, Tensor, Tensor | None], Tensor]
     best_constant: BestConstant | None
-    links: Mapping[str, ClosedForm] = field(default_factory=dict)
+    links: Mapping[str, CurvatureOf] = field(default_factory=dict)
     needs_target: Callable[[Any], bool] = lambda criterion: False
 
 
@@ -103,7 +103,7 @@ def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.d
     return soft if criterion.weight is None else soft * criterion.weight.to(dtype)
 
 
-def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> Curvature:
+def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     if target is None:
         return softmax_curvature(z)
     if target.is_floating_point() or _class_target_matters(criterion):
@@ -190,7 +190,7 @@ def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> T
     return output.new_full((n,), size)
 
 
-def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> Curvature:
+def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     beta = torch.sigmoid(z) * torch.sigmoid(-z)  # never 1 - sigmoid, which cancels
     pos_weight = getattr(criterion, "pos_weight", None)
     if pos_weight is not None:
@@ -226,11 +226,11 @@ def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) ->
     return share.clamp(tiny, 1 - tiny)
 
 
-def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> Curvature:
+def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     return diagonal_curvature(torch.full_like(z, 2.0))
 
 
-def _poisson(criterion: Any, z: Tensor, target: Tensor | None) -> Curvature:
+def _poisson(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     if criterion.log_input:  # loss exp(z) - y z
         return diagonal_curvature(z.exp())
     assert target is not None  # needs_target says so
@@ -253,7 +253,7 @@ def _output_row(
     task: Task,
     check: Callable[[Any, Tensor, Tensor], Tensor],
     best_constant: BestConstant | None,
-    links: Mapping[str, ClosedForm],
+    links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = lambda criterion: False,
 ) -> Row:
     return Row(task, check, _output_divisors, best_constant, links, needs_target)

@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from relflat_sk.curvature import Curvature
+from relflat_sk.curvature import ClosedForm
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.loss_table import LINKS, TABLE, Row
 
@@ -91,6 +91,11 @@ class Loss:
         """
         return self.row.check_target(self.criterion, output, target) if self.row else target
 
+    @property
+    def acts_on_each_output(self) -> bool:
+        """Whether the loss is a sum over outputs, rather than one over classes."""
+        return self.row is not None and self.row.task != "classification"
+
     def warn_of(self, link: str | None) -> None:
         """Warn of a usual mistake; what is measured is what torch computes all the same."""
         if type(self.criterion) is nn.NLLLoss and link == "softmax":
@@ -106,7 +111,7 @@ class Loss:
         """Whether the table has a curvature for what precedes the criterion."""
         return self.row is not None and link in self.row.links
 
-    def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> Curvature | None:
+    def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> ClosedForm | None:
         """Curvature of the summed loss in `z`, None where the table has no such entry."""
         if self.row is None or link is None or link not in self.row.links or z.ndim != 2:
             return None

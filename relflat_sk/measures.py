@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from relflat_sk._estimators import DataOptions, to_network
-from relflat_sk.flatness import Flatness, measure_flatness
+from relflat_sk.flatness import TRACE_LIKE, Flatness, measure_flatness
 from relflat_sk.layers import Layer, find_layer
 
 __all__ = ["evaluate", "get_measure_names", "measure", "relative_flatness"]
 
 MEASURES: dict[str, Callable[..., Flatness]] = {
-    "relative_flatness": measure_flatness,
-    "normalized_relative_flatness": partial(measure_flatness, normalize=True),
+    name: partial(measure_flatness, name=name) for name in TRACE_LIKE
 }
 
 

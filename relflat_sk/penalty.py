@@ -150,6 +150,12 @@ class RelativeFlatnessPenalty:
         self, loss: Loss, output: Tensor, target: Tensor, name: str, layer: nn.Linear, seen: Tap
     ) -> Tensor:
         features, z = seen.check(name)
+        if not isinstance(layer, nn.Linear) or features.ndim != 2:
+            raise TypeError(
+                f"layer {name!r} is a {type(layer).__name__} on inputs of shape "
+                f"{tuple(features.shape)}; the penalty takes nn.Linear layers on (n_samples, "
+                "n_features) so far."
+            )
         weight = _full_precision(layer.weight)
         norms, weight = self._scale(_full_precision(features), weight)
         link = find_link(output, seen.node)

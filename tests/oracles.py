@@ -45,3 +45,52 @@ def normalized_relative_flatness(features, weight, loss_of_z_bias, spread):
     scaled = weight[:, varies] * spread[varies]
     blocks = hessian(lambda w: loss_of_z_bias(phi @ w.T))(scaled).detach()
     return kappa_of(blocks, scaled)
+
+
+def weight_hessian(module, name, criterion, X, y):
+    """Hessian (d, m, d, m) of the mean loss in a layer's weight as a matrix, and the matrix.
+
+    Rows are output channels: a transposed convolution keeps them on its second axis.
+    """
+    layer = module.get_submodule(name)
+    weight = layer.weight.detach()
+    n = weight.numel()
+    H = layer_hessian(module, name, lambda run: criterion(run(X), y))[0].reshape(n, n)
+    index = torch.arange(n).reshape(weight.shape)
+    if getattr(layer, "transposed", False):
+        groups, d = layer.groups, layer.out_channels
+        rows = [
+            index[g * weight.shape[0] // groups : (g + 1) * weight.shape[0] // groups, s].flatten()
+            for g in range(groups)
+            for s in range(d // groups)
+        ]
+        index = torch.stack(rows)
+    else:
+        index = index.flatten(1)
+    d, m = index.shape
+    flat = index.flatten()
+    return H[flat][:, flat].reshape(d, m, d, m), weight.flatten()[index]
+
+
+def rho(H, W):
+    """Forms of the Hessian in each column of the weight (P19, Appendix B), by loops."""
+    found = []
+    for j in range(W.shape[1]):
+        V = torch.zeros_like(W)
+        V[:, j] = W[:, j]
+        found.append(float(torch.einsum("sj,sjtk,tk->", V, H, V)))
+    return found
+
+
+def flat_matrix(H):
+    size = H.shape[0] * H.shape[1]
+    return H.reshape(size, size)
+
+
+TABLE_1 = {
+    "relative_flatness": kappa_of,
+    "hessian_trace": lambda H, W: float(torch.trace(flat_matrix(H))),
+    "trace_flatness": lambda H, W: float(W.square().sum() * torch.trace(flat_matrix(H))),
+    "neuron_flatness_max": lambda H, W: max(rho(H, W)),
+    "neuron_flatness_sum": lambda H, W: sum(rho(H, W)),
+}
