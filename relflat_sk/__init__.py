@@ -2,7 +2,12 @@
 
 from relflat_sk.callbacks import StopAtGradientNorm, StopAtLoss
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
-from relflat_sk.measures import get_measure_names, measure, relative_flatness
+from relflat_sk.measures import (
+    flatness_report,
+    get_measure_names,
+    measure,
+    relative_flatness,
+)
 from relflat_sk.models import MLP
 from relflat_sk.nets import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -18,6 +23,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # measuring
     "relative_flatness",
     "measure",
+    "flatness_report",
     "get_measure_names",
     # training
     "RelativeFlatnessRegularizedNet",

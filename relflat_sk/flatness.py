@@ -23,18 +23,20 @@ References
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relflat_sk.layers import Layer
+from relflat_sk.layers import Layer, call_order, find_layer
 from relflat_sk.network import Network, borrowed, sample_weight
 from relflat_sk.quantities import Neurons, Quantity, Trace, left_factor
+from relflat_sk.spectrum import largest_eigenvalue
 from relflat_sk.summation import Pass, Sums, sum_quantities
 from relflat_sk.views import LayerView, observe
 
-__all__ = ["TRACE_LIKE", "Flatness", "measure_flatness", "measure_layers"]
+__all__ = ["EIGENVALUE_LIKE", "TRACE_LIKE", "Flatness", "layer_names", "measure_eigenvalues", "measure_flatness", "measure_gradients", "measure_layers"]
 
 
 @dataclass(frozen=True)
@@ -215,42 +217,132 @@ def _result(  # noqa: PLR0913, PLR0917
     )
 
 
-def measure_flatness(  # noqa: PLR0913
-    network: Network,
-    layer: Layer = -1,
-    *,
-    name: str = "relative_flatness",
-    method: str = "auto",
-    n_probes: int | None = None,
-    rtol: float = 0.01,
-    random_state: int | np.random.RandomState | None = None,
-    weight_decay: float = 0.0,
+def measure_flatness(
+    network: Network, layer: Layer = -1, *, normalize: bool = False, **params: Any
 ) -> Flatness:
-    """Measure one layer in one way; see `measure_layers`.
+    """Measure the relative flatness of one layer.
 
     Parameters
     ----------
     network : Network
     layer : int, str or nn.Module
-    name : str
-    method, n_probes, rtol, random_state, weight_decay
+    normalize : bool
+    **params
         See `measure_layers`.
 
     Returns
     -------
     Flatness
     """
-    found = measure_layers(
-        network,
-        [name],
-        [layer],
-        method=method,
-        n_probes=n_probes,
-        rtol=rtol,
-        random_state=random_state,
-        weight_decay=weight_decay,
-    )
-    return next(iter(found.values()))
+    name = "normalized_relative_flatness" if normalize else "relative_flatness"
+    return next(iter(measure_layers(network, [name], [layer], **params).values()))
+
+
+# from the eigenvalue and the weight to the measure
+EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
+    "hessian_max_eigenvalue": lambda value, weight: value,
+    "eigenvalue_flatness": lambda value, weight: value * float(_square(weight)),
+}
+
+
+def measure_eigenvalues(  # noqa: PLR0913
+    network: Network,
+    names: Sequence[str],
+    layer: Layer,
+    *,
+    rtol: float = 0.01,
+    random_state: int | np.random.RandomState | None = None,
+    weight_decay: float = 0.0,
+) -> dict[tuple[str, str], Flatness]:
+    """Measure one layer by the largest eigenvalue of its Hessian.
+
+    Parameters
+    ----------
+    network : Network
+    names : sequence of str
+        Keys of `EIGENVALUE_LIKE`.
+    layer : int, str or nn.Module
+    rtol : float
+        Relative tolerance of the eigenvalue.
+    random_state : int, RandomState or None
+    weight_decay : float, default=0
+
+    Returns
+    -------
+    dict of (layer name, measure name) to Flatness
+        The standard error is the norm of the eigenvector's residual.
+    """
+    with borrowed(network.module):
+        found = largest_eigenvalue(network, layer, rtol=rtol, random_state=random_state)
+    return {
+        (found.layer, name): Flatness(
+            value=EIGENVALUE_LIKE[name](found.value + weight_decay, found.weight),
+            stderr=EIGENVALUE_LIKE[name](found.error, found.weight),
+            risk=found.seen.loss / found.seen.divisor,
+            n_samples=found.seen.n_samples,
+            method="lanczos",
+            network=network,
+            seen=found.seen,
+        )
+        for name in names
+    }
+
+
+def measure_gradients(
+    network: Network, layers: Sequence[Layer] | str, *, weight_decay: float = 0.0
+) -> dict[tuple[str, str], Flatness]:
+    """Measure how far from stationary the mean loss is: its gradient's norm, layer by layer.
+
+    Parameters
+    ----------
+    network : Network
+    layers : sequence of int, str or nn.Module, or "all"
+    weight_decay : float, default=0
+
+    Returns
+    -------
+    dict of (layer name, "gradient_norm") to Flatness
+    """
+    totals: dict[str, Tensor] = {}
+    seen = Pass()
+    with borrowed(network.module):
+        for view in observe(network, layers):
+            seen.look(view)
+            for name, layer in view.layers.items():
+                rows = layer.loss_gradient * view.sample_weight[:, None, None]
+                found = layer.map.total(layer.features, rows.to(layer.features.dtype)).double()
+                totals[name] = totals[name] + found if name in totals else found
+            del view, layer
+    return {
+        (name, "gradient_norm"): Flatness(
+            value=float((total / seen.divisor + weight_decay * seen.weights[name]).norm()),
+            stderr=0.0,
+            risk=seen.loss / seen.divisor,
+            n_samples=seen.n_samples,
+            method="exact",
+            network=network,
+            seen=seen,
+        )
+        for name, total in totals.items()
+    }
+
+
+def layer_names(network: Network) -> list[str]:
+    """List the layers with a weight matrix in forward order, by running one batch.
+
+    Parameters
+    ----------
+    network : Network
+
+    Returns
+    -------
+    list of str
+    """
+    with borrowed(network.module), torch.no_grad(), call_order(network.module) as order:
+        network(next(network.batches()).x)
+    if not order:
+        find_layer(network.module, -1)  # says that there is none
+    return order
 
 
 @dataclass

@@ -63,6 +63,10 @@ class LayerMap:
         """Map rows of shape (n, ..., d, P) to sums of ``g_p phi_p^T``: (n, ..., d, m)."""
         raise NotImplementedError
 
+    def total(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Sum what `transpose` gives over samples: (d, m)."""
+        return self.transpose(features, rows).sum(dim=0)
+
     def channels(self, features: Tensor) -> Tensor:
         """Arrange features as (n_values, c), one column for each input channel."""
         raise NotImplementedError
@@ -94,6 +98,10 @@ class LinearMap(LayerMap):
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
         """Multiply every position with the matrix."""
         return matrices @ self.to_rows(features)
+
+    def total(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Sum outer products over samples and positions."""
+        return rows.transpose(0, 1).flatten(1) @ self.to_rows(features).transpose(1, 2).flatten(0, 1)
 
     def channels(self, features: Tensor) -> Tensor:
         """Arrange all positions below each other."""

@@ -117,38 +117,40 @@ class Loss:
             return None
         return self.row.links[link](self.criterion, z, target)
 
-    def terms(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def terms(
+        self, output: Tensor, target: Tensor, *, each: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Losses and divisors of the samples, both of shape (n,).
 
         The criterion's mean is ``losses.sum() / divisors.sum()``. For a criterion that only
-        gives a mean, each sample is given that mean.
+        gives a mean, each sample is given that mean, unless `each` asks for its own.
 
         Raises
         ------
         ValueError
-            If the criterion cannot take this output and target.
+            If the criterion cannot take this output and target, or cannot tell samples apart.
         """
         n = len(output)
         row = self.row
-        losses = self._call(output, target)
+        losses = self._call(output, target, each or row is not None)
         if row is not None:
             divisors = row.divisors(self.criterion, output, target)
             return losses.reshape(n, -1).sum(dim=1), divisors
         ones = output.new_ones(n)
         summed = getattr(self.criterion, "reduction", "mean") == "sum"
-        if losses.numel() == 1:
+        if losses.numel() == 1 and not (each and n > 1):
             return losses.reshape(()) / (n if summed else 1) * ones, ones
-        if len(losses) != n:
+        if losses.ndim == 0 or len(losses) != n:
             raise ValueError(
                 f"{_name(self.criterion)} gave losses of shape {tuple(losses.shape)} for {n} "
-                "samples; expected one number, or one per sample."
+                f"samples; expected one {'for each sample, to weigh them' if each else 'number'}."
             )
         rows = losses.reshape(n, -1)
         return (rows.sum(dim=1) if summed else rows.mean(dim=1)), ones
 
-    def _call(self, output: Tensor, target: Tensor) -> Tensor:
+    def _call(self, output: Tensor, target: Tensor, each: bool) -> Tensor:
         criterion = self.criterion
-        if self.row is not None:
+        if each and hasattr(criterion, "reduction"):
             criterion = copy.copy(criterion)
             criterion.reduction = "none"
         try:
@@ -192,7 +194,8 @@ class Loss:
 
         def risk(constant: Tensor) -> Tensor:
             constant = constant.reshape(output_shape)
-            losses, divisors = loss.terms(constant.expand(len(targets), *output_shape), targets)
+            output = constant.expand(len(targets), *output_shape)
+            losses, divisors = loss.terms(output, targets, each=bool((weight != 1).any()))
             return (weight * losses).sum() / (weight * divisors).sum()
 
         # the formulas are of outputs as they should be, not of logits squashed by mistake

@@ -1,20 +1,32 @@
 """Measures of flatness, of any model, by name."""
 
-from collections.abc import Callable
-from functools import partial
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from relflat_sk._estimators import DataOptions, to_network
-from relflat_sk.flatness import TRACE_LIKE, Flatness, measure_flatness
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.flatness import (
+    EIGENVALUE_LIKE,
+    TRACE_LIKE,
+    Flatness,
+    layer_names,
+    measure_eigenvalues,
+    measure_gradients,
+    measure_layers,
+)
+from relflat_sk.invariances import INVARIANCES, describe_invariance
 from relflat_sk.layers import Layer, find_layer
+from relflat_sk.network import Network
 
-__all__ = ["evaluate", "get_measure_names", "measure", "relative_flatness"]
+__all__ = ["evaluate", "flatness_report", "get_measure_names", "measure", "relative_flatness"]
 
-MEASURES: dict[str, Callable[..., Flatness]] = {
-    name: partial(measure_flatness, name=name) for name in TRACE_LIKE
-}
+_AGGREGATES = {"max": max, "sum": sum}
+# how many standard errors below zero a curvature must be to be called negative
+_SURE = 4
 
 
 def get_measure_names() -> list[str]:
@@ -27,10 +39,66 @@ def get_measure_names() -> list[str]:
 
     Examples
     --------
-    >>> get_measure_names()
-    ['normalized_relative_flatness', 'relative_flatness']
+    >>> "relative_flatness" in get_measure_names()
+    True
     """
-    return sorted(MEASURES)
+    return sorted(INVARIANCES)
+
+
+def _check_name(name: str) -> None:
+    if name not in INVARIANCES:
+        raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
+
+
+def _measure(
+    network: Network,
+    names: Sequence[str],
+    layers: Sequence[Layer] | str,
+    *,
+    weight_decay: float = 0.0,
+    **params: Any,
+) -> dict[tuple[str, str], Flatness]:
+    """Measure layers in several ways, with as few passes over the data as that takes."""
+    if not 0 <= weight_decay < np.inf:
+        raise ValueError(f"weight_decay must be a finite number >= 0, got {weight_decay!r}.")
+    found: dict[tuple[str, str], Flatness] = {}
+    traces = [name for name in names if name in TRACE_LIKE]
+    eigenvalues = [name for name in names if name in EIGENVALUE_LIKE]
+    if weight_decay and any(TRACE_LIKE[name].normalized for name in traces):
+        raise ValueError(
+            "weight_decay cannot be counted into normalized_relative_flatness, whose units are "
+            "those of the features; leave one of them out."
+        )
+    if traces:
+        found |= measure_layers(network, traces, layers, weight_decay=weight_decay, **params)
+    if "gradient_norm" in names:
+        found |= measure_gradients(network, layers, weight_decay=weight_decay)
+    if eigenvalues:
+        some = {key: params[key] for key in ("rtol", "random_state") if key in params}
+        for layer in layer_names(network) if layers == "all" else layers:
+            found |= measure_eigenvalues(
+                network, eigenvalues, layer, weight_decay=weight_decay, **some
+            )
+    if "network_flatness" in names:
+        some = {key: value for key, value in params.items() if key in {"rtol", "random_state"}}
+        each = _measure(
+            network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some
+        )
+        found["", "network_flatness"] = max(each.values(), key=lambda one: one.value)
+    for (layer, name), one in found.items():
+        _warn_of_saddle(layer, name, one)
+    return found
+
+
+def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
+    if name in TRACE_LIKE and found.value < -max(_SURE * found.stderr, 1e-9 * abs(found.risk)):
+        warnings.warn(
+            f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
+            "there, so this point is no minimum, and flatness says nothing about it. Train "
+            "further, or look at gradient_norm.",
+            FlatnessWarning,
+            stacklevel=4,
+        )
 
 
 def evaluate(  # noqa: PLR0913
@@ -78,20 +146,26 @@ def evaluate(  # noqa: PLR0913
     >>> round(found.risk, 4), round(found.constant_risk(), 4)
     (0.0556, 1.5556)
     """
-    if name not in MEASURES:
-        raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
+    _check_name(name)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
     if not isinstance(layer, int | str) and device is not None:
         # the module may have been copied to the device; the name is the same there
         layer = find_layer(to_network(model, X, y, DataOptions(criterion)).module, layer)
-    return MEASURES[name](network, layer, **params)
+    return next(iter(_measure(network, [name], [layer], **params).values()))
 
 
 def measure(
-    name: str, model: Any, X: Any, y: Any = None, *, layer: Layer = -1, **params: Any
+    name: str,
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    layer: Layer = -1,
+    aggregate: str | None = None,
+    **params: Any,
 ) -> float:
-    """Measure one layer of a model by the measure's name.
+    """Measure a model by the measure's name, at one layer or over all of them.
 
     Parameters
     ----------
@@ -99,8 +173,12 @@ def measure(
         One of `get_measure_names`.
     model, X, y, layer
         See `relative_flatness`.
+    aggregate : {"max", "sum"} or None, default=None
+        Take the largest value, or the sum, over all layers with a weight, instead of
+        `layer` alone: the network-wide measures of the papers.
     **params
-        Further arguments, see `relative_flatness`.
+        Further arguments, see `relative_flatness`; and `weight_decay`, the optimiser's, to
+        be counted into the loss as ``weight_decay / 2 * |W|^2``.
 
     Returns
     -------
@@ -109,7 +187,7 @@ def measure(
     Raises
     ------
     ValueError
-        If there is no measure of that name.
+        If there is no measure or aggregate of that name.
 
     Examples
     --------
@@ -118,7 +196,89 @@ def measure(
     >>> measure("relative_flatness", LinearRegression(fit_intercept=False).fit(X, y), X, y)
     20.0
     """
-    return evaluate(name, model, X, y, layer=layer, **params).value
+    _check_name(name)
+    if aggregate is None:
+        return evaluate(name, model, X, y, layer=layer, **params).value
+    if aggregate not in _AGGREGATES:
+        raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
+    report = flatness_report(model, X, y, measures=[name], **params)
+    return float(_AGGREGATES[aggregate](report["value"]))
+
+
+def flatness_report(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    measures: Sequence[str] | None = None,
+    layers: Sequence[Layer] | str = "all",
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    sample_weight: Any = None,
+    **params: Any,
+) -> pd.DataFrame:
+    """Measure all layers in all ways, sharing passes over the data.
+
+    Parameters
+    ----------
+    model, X, y, criterion, batch_size, device
+        See `relative_flatness`.
+    measures : sequence of str, optional
+        Some of `get_measure_names`, all of them if None.
+    layers : sequence of int, str or nn.Module, or "all", default="all"
+    sample_weight : array of shape (n,), optional
+        Weight of each sample in the mean loss.
+    **params
+        `method`, `n_probes`, `rtol` and `random_state` as in `relative_flatness`, and
+        `weight_decay` as in `measure`.
+
+    Returns
+    -------
+    DataFrame
+        One row per layer and measure, with columns `measure`, `layer` (empty for what
+        belongs to the whole network), `value`, `stderr` (0 for exact values, the residual's
+        norm for eigenvalues), `method`, `n_samples` and `invariance`, which names the
+        changes of weights that leave both function and measure alone.
+
+    Raises
+    ------
+    ValueError
+        If there is no measure of a name.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LinearRegression
+    >>> X, y = [[1.0], [2.0]], [2.0, 4.0]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
+    >>> report = flatness_report(model, X, y, measures=["relative_flatness", "hessian_trace"])
+    >>> report[["measure", "value"]].values.tolist()
+    [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
+    """
+    names = get_measure_names() if measures is None else list(measures)
+    for name in names:
+        _check_name(name)
+    if params.get("weight_decay") and measures is None:
+        names = [name for name in names if name != "normalized_relative_flatness"]
+    options = DataOptions(criterion, batch_size, device, sample_weight)
+    network = to_network(model, X, y, options)
+    found = _measure(network, names, layers, **params)
+    order = {name: at for at, name in enumerate(dict.fromkeys(layer for layer, _ in found))}
+    rows = [
+        {
+            "measure": name,
+            "layer": layer,
+            "value": one.value,
+            "stderr": one.stderr,
+            "method": one.method,
+            "n_samples": one.n_samples,
+            "invariance": describe_invariance(name),
+        }
+        for (layer, name), one in sorted(
+            found.items(), key=lambda item: (order[item[0][0]], names.index(item[0][1]))
+        )
+    ]
+    return pd.DataFrame(rows)
 
 
 def relative_flatness(  # noqa: PLR0913

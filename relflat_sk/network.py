@@ -87,7 +87,7 @@ def mean_loss(network: Network) -> float:
             if batch.y is None:
                 raise ValueError("y is needed to compute a loss. Pass y.")
             target = loss.check_target(output, batch.y.to(output.device))
-            losses, divisors = loss.terms(output, target)
+            losses, divisors = loss.terms(output, target, each=batch.weight is not None)
             weight = sample_weight(batch, len(output), output.device)
             total += float(weight @ losses.double())
             divisor += float(weight @ divisors.double())

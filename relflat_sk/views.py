@@ -70,6 +70,16 @@ class LayerView:
             return "closed form"
         return "gradients" if self.by_gradients else "products"
 
+    @property
+    def loss_gradient(self) -> Tensor:
+        """Gradient of each sample's loss in the layer's output: rows."""
+        found = None
+        if self.summed_loss.requires_grad:
+            (found,) = torch.autograd.grad(
+                self.summed_loss, self.bump, retain_graph=True, allow_unused=True
+            )
+        return self.map.to_rows(torch.zeros_like(self.bump) if found is None else found)
+
     @cached_property
     def products(self) -> Curvature:
         """The curvature through products, which always work."""
@@ -249,8 +259,8 @@ def _look(
         base, curvature = _base(loss, output, links[last], taps[last], target)
     losses, divisors = output.new_full((n,), torch.nan), output.new_ones(n)
     if target is not None:
-        with torch.set_grad_enabled(not all_closed):
-            losses, divisors = loss.terms(output, target)
+        with torch.enable_grad():
+            losses, divisors = loss.terms(output, target, each=batch.weight is not None)
     elif loss.row is not None:
         divisors = loss.row.divisors(loss.criterion, output, None)
     weights = sample_weight(batch, n, output.device)

@@ -94,3 +94,7 @@ TABLE_1 = {
     "neuron_flatness_max": lambda H, W: max(rho(H, W)),
     "neuron_flatness_sum": lambda H, W: sum(rho(H, W)),
 }
+
+
+def largest(H):
+    return float(torch.linalg.eigvalsh(flat_matrix(H))[-1])

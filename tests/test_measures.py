@@ -308,8 +308,20 @@ def test_all_ignored():
         relative_flatness(net, X, 0 * y, criterion=nn.CrossEntropyLoss(ignore_index=0))
 
 
-def test_sample_weights_are_like_repeated_samples():
-    net, criterion, X, y, _ = make("cross-entropy weights, smoothed, ignoring")
+def test_sample_weights_need_a_loss_for_each_sample():
+    net, criterion, X, y, _ = make("a function")
+    with pytest.raises(ValueError, match="for 11 samples; expected one for each sample, to weigh"):
+        evaluate("relative_flatness", net, X, y, criterion=criterion, sample_weight=np.ones(11))
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["cross-entropy weights, smoothed, ignoring", "huber", "bce of sigmoid", "soft margin"],
+)
+def test_sample_weights_are_like_repeated_samples(case):
+    net, criterion, X, y, _ = make(case if case in CASES else "huber")
+    if case == "soft margin":
+        criterion, y = nn.SoftMarginLoss(), torch.sign(y)
     counts = torch.tensor([1, 2, 0, 3, 1, 1, 0, 2, 1, 4, 1])
     repeated = counts.repeat_interleave(counts) * 0
     rows = torch.arange(11).repeat_interleave(counts)

@@ -1,0 +1,74 @@
+"""Which measure is blind to which change of weights that leaves the network's function alone.
+
+One table: the tests read it, `flatness_report` shows it, the documentation prints it.
+"""
+
+from typing import Literal
+
+import pandas as pd
+
+__all__ = ["INVARIANCES", "REPARAMETERIZATIONS", "describe_invariance", "invariance_table"]
+
+Verdict = Literal["same", "different"]
+
+REPARAMETERIZATIONS: dict[str, str] = {
+    "layer": "scale moves from one layer to another (positively homogeneous networks)",
+    "feature neurons": "each neuron that feeds the layer by a factor of its own",
+    "own neurons": "each output neuron of the layer by a factor of its own, undone behind it",
+}
+
+
+def _row(layer: Verdict, features: Verdict, own: Verdict) -> dict[str, Verdict]:
+    return {"layer": layer, "feature neurons": features, "own neurons": own}
+
+
+INVARIANCES: dict[str, dict[str, Verdict]] = {
+    "relative_flatness": _row("same", "different", "same"),
+    "normalized_relative_flatness": _row("same", "same", "same"),
+    "trace_flatness": _row("same", "different", "different"),
+    "eigenvalue_flatness": _row("same", "different", "different"),
+    "network_flatness": _row("same", "different", "different"),
+    "neuron_flatness_max": _row("same", "same", "same"),
+    "neuron_flatness_sum": _row("same", "same", "same"),
+    "hessian_trace": _row("different", "different", "different"),
+    "hessian_max_eigenvalue": _row("different", "different", "different"),
+    "gradient_norm": _row("different", "different", "different"),
+}
+
+
+def invariance_table() -> pd.DataFrame:
+    """Return the table, one row per measure and one column per reparameterisation.
+
+    Returns
+    -------
+    DataFrame
+        Of "same" and "different".
+
+    Examples
+    --------
+    >>> invariance_table().loc["relative_flatness", "layer"]
+    'same'
+    """
+    return pd.DataFrame.from_dict(INVARIANCES, orient="index")
+
+
+def describe_invariance(measure: str) -> str:
+    """Name what a measure is invariant under, for one cell of a report.
+
+    Parameters
+    ----------
+    measure : str
+
+    Returns
+    -------
+    str
+
+    Examples
+    --------
+    >>> describe_invariance("relative_flatness")
+    'layer, own neurons'
+    >>> describe_invariance("hessian_trace")
+    'none'
+    """
+    same = [change for change, verdict in INVARIANCES[measure].items() if verdict == "same"]
+    return ", ".join(same) or "none"
