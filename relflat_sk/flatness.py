@@ -309,7 +309,8 @@ def measure_gradients(
         for view in observe(network, layers):
             seen.look(view)
             for name, layer in view.layers.items():
-                rows = layer.loss_gradient * view.sample_weight[:, None, None]
+                rows = layer.loss_gradient
+                rows = rows * view.weights(len(rows))[:, None, None]
                 found = layer.map.total(layer.features, rows.to(layer.features.dtype)).double()
                 totals[name] = totals[name] + found if name in totals else found
             del view, layer

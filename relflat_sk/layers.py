@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.layer_maps import MAPS, layer_map
 
-__all__ = ["Layer", "Tap", "find_layer", "find_link", "is_piecewise_linear", "primary_output", "tap", "weight_layers"]
+__all__ = ["Layer", "Tap", "find_layer", "find_link", "hands_on", "is_piecewise_linear", "primary_output", "tap", "weight_layers"]
 
 Layer = int | str | nn.Module
 
@@ -141,6 +141,7 @@ def check_layer(module: nn.Module, name: str) -> nn.Module:
     users = {
         owner
         for owner, candidate in module.named_modules()
+        if not isinstance(candidate, nn.MultiheadAttention)  # its in_proj is one with it
         for parameter in candidate._parameters.values()
         if parameter is weight and parameter is not None
     }
@@ -288,6 +289,37 @@ def find_link(output: Tensor, node: Any) -> str | None:
             return None
         step = step.next_functions[0][0]
     return link if step is node and node is not None else None
+
+
+def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
+    """Whether the network puts out the layer's (n, ..., d) output, axes moved at most.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, d, ...)
+        What the criterion takes, classes second.
+    node : torch.autograd.graph.Node
+        `Tap.node` of the layer.
+    z : Tensor of shape (n, ..., d)
+        Its output.
+
+    Returns
+    -------
+    bool
+    """
+    step = output.grad_fn
+    while step is not None and step is not node:
+        name = step.name()
+        if name not in _SAME_NUMBERS and name not in {"TransposeBackward0", "PermuteBackward0"}:
+            return False
+        step = step.next_functions[0][0]
+    # the graph says that the numbers are the same, a look at them that they are in order
+    return (
+        step is node
+        and node is not None
+        and output.ndim == z.ndim
+        and torch.equal(output.detach().movedim(1, -1), z)
+    )
 
 
 def _over_outputs(step: Any, output: Tensor) -> bool:

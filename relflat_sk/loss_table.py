@@ -130,9 +130,16 @@ def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> Te
 
 
 def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    if target.ndim > 1 and not target.is_floating_point():  # of every token its class
+        weight = weight.repeat_interleave(target[0].numel())
+        target = target.flatten()
+    elif target.ndim > 2:
+        weight = weight.repeat_interleave(target[0, 0].numel())
+        target = target.movedim(1, -1).flatten(0, -2)
     totals = weight @ _class_totals(criterion, target, shape[0], weight.dtype)
     # a class that never occurs gets the smallest probability whose logarithm is finite
-    return (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
+    shares = (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
+    return shares.reshape(-1, *(1 for _ in shape[1:])).expand(shape)
 
 
 def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:

@@ -81,6 +81,27 @@ class Loss:
             return self
         return Loss(copy.deepcopy(self.criterion).to(device=device, dtype=dtype))
 
+    def classes_second(self, output: Tensor, target: Tensor | None) -> Tensor:
+        """Bring the logits of a language model, (n, tokens, classes), into torch's order.
+
+        Only where the labels, (n, tokens), leave no other reading.
+        """
+        over_classes = self.row is not None and self.row.task == "classification"
+        if not over_classes or target is None or output.ndim < 3:
+            return output
+        second = (output.shape[0], *output.shape[2:])
+        if target.shape != second and target.shape == output.shape[:-1]:
+            return output.movedim(-1, 1)
+        return output
+
+    def per_token(self, target: Tensor | None) -> Tensor | None:
+        """Flatten targets (n, ...) to one row for each token."""
+        if target is None:
+            return None
+        if target.is_floating_point():  # class probabilities or numbers, (n, d, tokens)
+            return target.movedim(1, -1).flatten(0, -2)
+        return target.flatten()
+
     def check_target(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the target as the criterion takes it.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relflat_sk.attention import explicit_attention
 from relflat_sk.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
@@ -84,6 +85,7 @@ def mean_loss(network: Network) -> float:
         for batch in network.batches():
             output = network(batch.x)
             loss = network.loss.to(output.device, output.dtype)
+            output = loss.classes_second(output, batch.y)
             if batch.y is None:
                 raise ValueError("y is needed to compute a loss. Pass y.")
             target = loss.check_target(output, batch.y.to(output.device))
@@ -115,6 +117,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         torch.random.fork_rng(devices=[] if device is None else [device]),
+        explicit_attention(module),
     ):
         try:
             module.eval()

@@ -133,7 +133,7 @@ class _StreamedHessian:
         for view in self.kept or observe(self.network, [self.name]):
             found = view.layers[self.name]
             rows = found.map.apply(found.features, matrix.to(found.features.dtype))
-            rows = found.product(rows) * view.sample_weight[:, None, None]
+            rows = found.product(rows) * view.weights(len(rows))[:, None, None]
             total += found.map.total(found.features, rows.to(found.features.dtype)).double()
             del view, found
         product: np.ndarray = (total / self.seen.divisor).flatten().cpu().numpy()

@@ -256,8 +256,8 @@ class _Sampled:
                 shift = draw - mean
                 mean = mean + shift / j
                 running[key] = mean, squares + shift * (draw - mean)
-        weight = view.sample_weight[:, None]
         for key, (mean, squares) in running.items():
+            weight = view.weights(len(mean))[:, None]
             total, spread = self.round.get(key, (0.0, 0.0))
             self.round[key] = (
                 total + (weight * mean).sum(dim=0),

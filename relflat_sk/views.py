@@ -34,6 +34,7 @@ from relflat_sk.layers import (
     check_layer,
     find_layer,
     find_link,
+    hands_on,
     is_piecewise_linear,
     tap,
     weight_layers,
@@ -78,7 +79,10 @@ class LayerView:
             (found,) = torch.autograd.grad(
                 self.summed_loss, self.bump, retain_graph=True, allow_unused=True
             )
-        return self.map.to_rows(torch.zeros_like(self.bump) if found is None else found)
+        found = torch.zeros_like(self.bump) if found is None else found
+        if self.flat:  # also where tokens count as samples
+            return found.reshape(len(self.features), -1, 1)
+        return self.map.to_rows(found)
 
     @cached_property
     def products(self) -> Curvature:
@@ -109,9 +113,13 @@ class View:
     def __len__(self) -> int:
         return len(self.sample_weight)
 
+    def weights(self, n: int) -> Tensor:
+        """Sample weights for n samples, or for the n tokens of the samples."""
+        return self.sample_weight.repeat_interleave(n // len(self))
+
     def weighted_sum(self, per_sample: Tensor) -> Tensor:
         """Sum an array of shape (n, k) over samples, in float64: (k,)."""
-        return self.sample_weight @ per_sample.double()
+        return self.weights(len(per_sample)) @ per_sample.double()
 
     @cached_property
     def root(self) -> Tensor:
@@ -240,20 +248,23 @@ def _look(
     for name in names:
         _check_samples(name, taps[name], output)
     loss = network.loss.to(output.device, output.dtype)
+    output = loss.classes_second(output, batch.y)
     target = None
     if batch.y is not None:
         target = loss.check_target(output, batch.y.to(output.device))
     links = {name: find_link(output, taps[name].node) for name in names}
     last = names[-1]
     loss.warn_of(links[last])
+    by_token = {last} if _tokens_are_samples(loss, output, last, taps[last]) else set()
     for name in names:
-        closed = loss.has_closed_form(links[name]) and taps[name].check(name)[1].ndim == 2
+        flat = taps[name].check(name)[1].ndim == 2
+        closed = name in by_token or (flat and loss.has_closed_form(links[name]))
         if target is None and (loss.needs_target or not closed):
             raise ValueError(
                 f"y is needed: the curvature of {type(loss.criterion).__name__} at layer "
                 f"{name!r} depends on the labels here. Pass y."
             )
-    all_closed = all(map(loss.has_closed_form, links.values()))
+    all_closed = by_token == set(names) or all(map(loss.has_closed_form, links.values()))
     base = curvature = None
     if not all_closed and target is not None:
         base, curvature = _base(loss, output, links[last], taps[last], target)
@@ -272,6 +283,10 @@ def _look(
         as_map = layer_map(check_layer(network.module, name))
         # float64 from here on: probabilities close to one keep their distance from one
         closed_form = loss.closed_form(links[name], z.double(), target)
+        if name in by_token:
+            features = features.reshape(-1, features.shape[-1])
+            z = z.reshape(-1, z.shape[-1]).double()
+            closed_form = loss.closed_form("identity", z, loss.per_token(target))
         layers[name] = LayerView(
             name=name,
             map=as_map,
@@ -293,6 +308,12 @@ def _look(
         base=base,
         curvature=curvature,
     )
+
+
+def _tokens_are_samples(loss: Loss, output: Tensor, name: str, seen: Tap) -> bool:
+    """Whether each position's loss depends on that position's output alone: an LM head."""
+    _, z = seen.check(name)
+    return z.ndim > 2 and loss.has_closed_form("identity") and hands_on(output, seen.node, z)
 
 
 def _check_samples(name: str, seen: Tap, output: Tensor) -> None:

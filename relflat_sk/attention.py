@@ -1,0 +1,122 @@
+"""Make the projections inside `nn.MultiheadAttention` layers that can be looked at.
+
+Torch computes attention in one fused function, in which no module is called and the three
+input projections are one packed parameter. While `explicit_attention` is open, every such
+module runs step by step through its `out_proj` and through a child `in_proj` that holds
+the packed weight, and computes the same; afterwards it is as it was.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["InProjection", "explicit_attention"]
+
+
+class InProjection(nn.Linear):
+    """The packed projections of queries, keys and values, as one linear layer.
+
+    Parameters
+    ----------
+    attention : nn.MultiheadAttention
+        Whose parameters it uses.
+    """
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        nn.Module.__init__(self)
+        self.in_features = attention.embed_dim
+        self.out_features = 3 * attention.embed_dim
+        self.weight = attention.in_proj_weight
+        self.bias = attention.in_proj_bias
+
+
+@contextmanager
+def explicit_attention(module: nn.Module) -> Iterator[None]:
+    """Run all attention inside a network step by step, with `in_proj` as a child layer.
+
+    Cross-attention and modules with extra options (other sizes of keys and values, added
+    keys) are left alone.
+
+    Parameters
+    ----------
+    module : nn.Module
+    """
+    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention) and _usual(m)]
+    # otherwise whole encoder layers are fused in evaluation mode
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for attention in found:
+            attention._modules["in_proj"] = InProjection(attention)
+            attention.__dict__["forward"] = partial(_attend, attention)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for attention in found:
+            attention._modules.pop("in_proj", None)
+            attention.__dict__.pop("forward", None)
+
+
+def _usual(attention: nn.MultiheadAttention) -> bool:
+    return (
+        attention._qkv_same_embed_dim
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and "forward" not in attention.__dict__
+    )
+
+
+def _attend(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled dot-product self-attention, with the arguments of `nn.MultiheadAttention`."""
+    if not (query is key is value) or query.ndim != 3:
+        return nn.MultiheadAttention.forward(
+            attention,
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+    x = query if attention.batch_first else query.transpose(0, 1)
+    n, length, size = x.shape
+    heads = attention.num_heads
+    projected = attention.in_proj(x).view(n, length, 3, heads, size // heads)
+    q, k, v = projected.permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(size // heads)
+    if attn_mask is not None:
+        full = attn_mask if attn_mask.ndim == 2 else attn_mask.view(n, heads, length, length)
+        scores = scores + _additive(full, scores)
+    if key_padding_mask is not None:
+        scores = scores + _additive(key_padding_mask, scores)[:, None, None, :]
+    weights = scores.softmax(dim=-1)
+    mixed = (weights @ v).transpose(1, 2).reshape(n, length, size)
+    out = attention.out_proj(mixed)
+    if not attention.batch_first:
+        out = out.transpose(0, 1)
+    if not need_weights:
+        return out, None
+    return out, weights.mean(dim=1) if average_attn_weights else weights
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
