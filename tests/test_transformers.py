@@ -134,7 +134,7 @@ def test_tokens_of_a_language_model_are_samples(classes_second, criterion):
         risk = criterion(shares.expand(5, 6, 3), y)
         (slope,) = torch.autograd.grad(risk, shares)
         shares = (shares - 2 * slope).detach().expand(6, 3)
-    assert found.constant_risk() == pytest.approx(risk.item(), rel=1e-4)
+    assert found.constant_risk() == pytest.approx(risk.item(), rel=1e-3)
 
 
 def test_a_regression_on_tokens():
