@@ -11,6 +11,7 @@ from relflat_sk.nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.penalty import RelativeFlatnessPenalty
+from relflat_sk.scorer import FlatnessScorer
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "relative_flatness",
     "measure",
     "get_measure_names",
+    # scoring
+    "FlatnessScorer",
     # training
     "RelativeFlatnessRegularizedNet",
     "RelativeFlatnessRegularizedClassifier",
