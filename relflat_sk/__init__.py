@@ -16,6 +16,7 @@ from relflat_sk.nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.penalty import RelativeFlatnessPenalty
+from relflat_sk.scorer import FlatnessScorer
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "measure",
     "flatness_report",
     "get_measure_names",
+    # scoring
+    "FlatnessScorer",
     # training
     "RelativeFlatnessRegularizedNet",
     "RelativeFlatnessRegularizedClassifier",

@@ -195,9 +195,7 @@ def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
         )
     # one against the rest: class i weighs c_i in its own problem, the rest weigh 1
     pos_weight = None if weights is None else torch.as_tensor(weights)
-    return TorchModel(
-        module, criterion(pos_weight=pos_weight), partial(_one_hot, classes=classes)
-    )
+    return TorchModel(module, criterion(pos_weight=pos_weight), partial(_one_hot, classes=classes))
 
 
 @_convert.register(MLPClassifier)
@@ -464,9 +462,7 @@ def _balanced_weights(counts: Array) -> Array:
     return weights
 
 
-def _two_class_criterion(
-    criterion: Callable[..., nn.Module], weights: Array | None
-) -> nn.Module:
+def _two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | None) -> nn.Module:
     """Give a criterion of one output the weights of its negative and positive class."""
     if weights is None:
         return criterion()

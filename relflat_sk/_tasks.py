@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import check_array, column_or_1d
+from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 __all__ = ["TASKS", "Task"]
@@ -21,7 +21,13 @@ Array = npt.NDArray[Any]
 class Task(Protocol):
     """One way of reading labels and outputs."""
 
-    estimator_type: str | None
+    @property
+    def estimator_type(self) -> str | None:
+        """What scikit-learn calls it."""
+
+    @property
+    def learned(self) -> str:
+        """Which attribute of the net is there once `learn` has run."""
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         """Keep on the net what encoding and decoding need."""
@@ -32,11 +38,17 @@ class Task(Protocol):
     def n_outputs(self, net: Any) -> int | None:
         """Count the outputs that the targets need, None if nobody knows."""
 
+    def describe(self, net: Any) -> str:
+        """Say what was learned from y, for error messages."""
+
     def probabilities(self, outputs: Array) -> Array:
         """Arrange the probabilities of the outputs one column per class."""
 
-    def decode(self, net: Any, outputs: Array) -> Array:
-        """Turn outputs (after the link) into predictions."""
+    def predict(self, outputs: Array) -> Array:
+        """Turn outputs (after the link) into predicted targets."""
+
+    def decode(self, net: Any, predicted: Array) -> Array:
+        """Turn predicted targets into what users call them."""
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
         """Judge predictions as scikit-learn does by default."""
@@ -55,22 +67,30 @@ def _require(y: Any) -> Any:
     return _numpy(y)
 
 
+def _listed(labels: Array) -> str:
+    more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
+    return f"{labels[:20].tolist()}{more}"
+
+
 def _class_indices(y: Any, classes: Array) -> Array:
     y = column_or_1d(_numpy(y), warn=True)
     unseen = np.setdiff1d(y, classes)
     if len(unseen):
         raise ValueError(
             f"y contains labels that were not seen when the net was fitted: "
-            f"{unseen[:5].tolist()}; known are {classes[:20].tolist()}."
+            f"{_listed(unseen)}; known are {_listed(classes)}."
         )
-    return np.searchsorted(classes, y).astype(np.int64)
+    indices: Array = np.searchsorted(classes, y).astype(np.int64)
+    return indices
 
 
 class _Classification:
     estimator_type = "classifier"
+    learned = "classes_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = column_or_1d(_require(y), warn=True)
+        assert_all_finite(y, input_name="y")
         check_classification_targets(y)
         net.classes_ = np.unique(y if classes is None else classes)
         if len(net.classes_) < 2:
@@ -85,13 +105,19 @@ class _Classification:
     def n_outputs(self, net: Any) -> int | None:
         return len(net.classes_)
 
+    def describe(self, net: Any) -> str:
+        return f"classes {_listed(net.classes_)}"
+
     def probabilities(self, outputs: Array) -> Array:
         return outputs
 
-    def decode(self, net: Any, outputs: Array) -> Array:
-        indices = outputs.argmax(axis=1)
-        # trained on a Dataset, whose labels are class indices already
-        return net.classes_[indices] if hasattr(net, "classes_") else indices
+    def predict(self, outputs: Array) -> Array:
+        indices: Array = outputs.argmax(axis=1)
+        return indices
+
+    def decode(self, net: Any, predicted: Array) -> Array:
+        # a Dataset's labels are class indices already
+        return net.classes_[predicted] if hasattr(net, "classes_") else predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
         return float(accuracy_score(_numpy(y), predicted, sample_weight=sample_weight))
@@ -117,11 +143,11 @@ class _Binary(_Classification):
 
     def encode(self, net: Any, y: Any) -> Array:
         if getattr(net, "multilabel_", False):
-            return np.asarray(_numpy(y), dtype=np.float32)
+            return np.array(_numpy(y), dtype=np.float32)
         return _class_indices(y, net.classes_).astype(np.float32)[:, None]
 
     def n_outputs(self, net: Any) -> int | None:
-        return len(net.classes_) if net.multilabel_ else 1
+        return len(net.classes_) if getattr(net, "multilabel_", False) else 1
 
     def probabilities(self, outputs: Array) -> Array:
         if outputs.ndim == 2 and outputs.shape[1] > 1:
@@ -129,15 +155,17 @@ class _Binary(_Classification):
         second = outputs.reshape(-1)
         return np.stack([1 - second, second], axis=1)
 
-    def decode(self, net: Any, outputs: Array) -> Array:
-        if outputs.ndim == 2 and outputs.shape[1] > 1:
-            return (outputs > 0.5).astype(np.int64)
-        indices = (outputs.reshape(-1) > 0.5).astype(np.int64)
-        return net.classes_[indices] if hasattr(net, "classes_") else indices
+    def predict(self, outputs: Array) -> Array:
+        rows = outputs if outputs.ndim == 2 and outputs.shape[1] > 1 else outputs.reshape(-1)
+        return (rows > 0.5).astype(np.int64)
+
+    def decode(self, net: Any, predicted: Array) -> Array:
+        return predicted if predicted.ndim == 2 else super().decode(net, predicted)
 
 
 class _Regression:
     estimator_type = "regressor"
+    learned = "n_outputs_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = self._numbers(y)
@@ -146,23 +174,34 @@ class _Regression:
 
     def _numbers(self, y: Any) -> Array:
         array: Array = check_array(
-            _require(y), ensure_2d=False, dtype=np.float32, input_name="y", ensure_min_samples=0
+            _require(y),
+            dtype=np.float32,
+            copy=True,
+            ensure_2d=False,
+            ensure_min_samples=0,
+            input_name="y",
         )
         return array
 
     def encode(self, net: Any, y: Any) -> Array:
-        y = self._numbers(y)
-        return y.reshape(len(y), -1)
+        numbers = self._numbers(y)
+        return numbers.reshape(len(numbers), -1)
 
     def n_outputs(self, net: Any) -> int | None:
         return int(net.n_outputs_)
 
+    def describe(self, net: Any) -> str:
+        return f"{net.n_outputs_} column(s)"
+
     def probabilities(self, outputs: Array) -> Array:
         return outputs
 
-    def decode(self, net: Any, outputs: Array) -> Array:
+    def predict(self, outputs: Array) -> Array:
+        return outputs.astype(np.float64)  # as scikit-learn's regressors do
+
+    def decode(self, net: Any, predicted: Array) -> Array:
         flat = getattr(net, "flat_target_", False)
-        return outputs.reshape(len(outputs)) if flat else outputs
+        return predicted.reshape(len(predicted)) if flat else predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
         return float(r2_score(_numpy(y), predicted, sample_weight=sample_weight))
@@ -172,6 +211,7 @@ class _Plain:
     """A criterion that is not in the table: targets are what the user says they are."""
 
     estimator_type = None
+    learned = ""  # nothing
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         pass
@@ -182,11 +222,17 @@ class _Plain:
     def n_outputs(self, net: Any) -> int | None:
         return None
 
+    def describe(self, net: Any) -> str:
+        return "of any kind"
+
     def probabilities(self, outputs: Array) -> Array:
         return outputs
 
-    def decode(self, net: Any, outputs: Array) -> Array:
+    def predict(self, outputs: Array) -> Array:
         return outputs
+
+    def decode(self, net: Any, predicted: Array) -> Array:
+        return predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
         raise AttributeError("a net whose criterion tells no task has no score")

@@ -1,15 +1,20 @@
 """Callbacks that train until convergence, for any skorch net."""
 
+from math import inf
 from typing import Any
 
+import numpy as np
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
+from skorch.utils import data_from_dataset, to_tensor
+from torch import Tensor
 
-from relflat_sk._estimators import DataOptions, skorch_network
-from relflat_sk.batches import make_batches
-from relflat_sk.network import mean_loss
+from relflat_sk._estimators import DataOptions, skorch_batches, skorch_network
+from relflat_sk.layers import primary_output
+from relflat_sk.losses import Loss
+from relflat_sk.network import Network, borrowed, mean_loss
 
 __all__ = ["StopAtGradientNorm", "StopAtLoss"]
 
@@ -17,13 +22,21 @@ __all__ = ["StopAtGradientNorm", "StopAtLoss"]
 class _StopWhenReached(Callback):
     """Stop training once a quantity, measured after an epoch, is small enough."""
 
+    every: int
+
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Nothing is reached yet."""
+        if (
+            isinstance(self.every, bool)
+            or not isinstance(self.every, int | np.integer)
+            or self.every < 1
+        ):
+            raise ValueError(f"every must be a positive integer, got {self.every!r}.")
         net.converged_ = False
 
     def on_epoch_end(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
         """Measure, and stop as skorch's own callbacks do."""
-        if self._reached(net, dataset_train):
+        if len(net.history) % self.every == 0 and self._reached(net, dataset_train):
             net.converged_ = True
             if net.verbose:
                 print(f"Stopping: {self._goal()} reached after {len(net.history)} epochs.")
@@ -40,15 +53,17 @@ class StopAtLoss(_StopWhenReached):
     """Stop once the loss on the training data is small enough.
 
     Minima are comparable only when they are equally deep. The loss that skorch records in
-    the history is a mean over an epoch during which the weights move, which overstates the
-    loss of a net that makes few steps per epoch; here it is measured with the weights as
-    they are at the end of the epoch, in evaluation mode and without penalty, as soon as
-    the recorded loss comes near the goal.
+    the history is a mean over an epoch during which the weights move, in training mode and
+    over batches of any size; here it is that of the weights at the end of the epoch, in
+    evaluation mode, over all training data and without penalty.
 
     Parameters
     ----------
     loss : float, default=0.01
         Mean training loss to reach.
+    every : int, default=1
+        Epochs between measurements, each of which takes a forward pass over the training
+        data.
 
     Attributes
     ----------
@@ -58,7 +73,7 @@ class StopAtLoss(_StopWhenReached):
     Raises
     ------
     ValueError
-        At the start of training, if `loss` is not a positive number.
+        At the start of training, if `loss` or `every` is not positive.
 
     Examples
     --------
@@ -72,24 +87,17 @@ class StopAtLoss(_StopWhenReached):
     True
     """
 
-    # the loss of moving weights is seldom more than this many times that of the last ones
-    _NEAR = 4
-
-    def __init__(self, loss: float = 0.01) -> None:
+    def __init__(self, loss: float = 0.01, every: int = 1) -> None:
         self.loss = loss
+        self.every = every
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Check the goal."""
-        if isinstance(self.loss, bool) or not self.loss > 0:
-            raise ValueError(f"loss must be a positive number, got {self.loss!r}.")
+        """Check the arguments."""
+        _check_positive("loss", self.loss)
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        if not net.history[-1, "train_loss"] <= self._NEAR * self.loss:
-            return False
-        options = DataOptions()
-        batches = make_batches(net.get_iterator(dataset, training=False))
-        self.loss_ = mean_loss(skorch_network(net, batches, options))
+        self.loss_ = mean_loss(_network(net, dataset))
         return self.loss_ <= self.loss
 
     def _goal(self) -> str:
@@ -138,15 +146,10 @@ class StopAtGradientNorm(_StopWhenReached):
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the arguments."""
-        if isinstance(self.tol, bool) or not self.tol > 0:
-            raise ValueError(f"tol must be a positive number, got {self.tol!r}.")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every must be a positive integer, got {self.every!r}.")
+        _check_positive("tol", self.tol)
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        if len(net.history) % self.every:
-            return False
         self.gradient_norm_ = gradient_norm(net, dataset)
         return self.gradient_norm_ <= self.tol
 
@@ -160,29 +163,51 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     Parameters
     ----------
     net : NeuralNet
-        Initialised. Its parameters' `.grad` and its train/eval mode are left as they are.
+        Initialised. It is given back as it was: `.grad`, train/eval mode, random state.
     dataset : torch Dataset
 
     Returns
     -------
     float
+        Of the mean over samples, also where the criterion sums.
     """
     parameters = [p for _, p in net.get_all_learnable_params() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in parameters]
-    modes = [(m, m.training) for m in net.module_.modules()]
+    loss = _network(net, dataset).loss
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
-    n = 0
-    try:
-        for batch in net.get_iterator(dataset, training=False):
-            X, y = unpack_data(batch)
-            net.module_.eval()
-            objective = net.get_loss(net.infer(X), y, X=X, training=True)
+    divisor = 0.0
+    with borrowed(net.module_), torch.enable_grad():
+        for X, y in map(unpack_data, net.get_iterator(dataset, training=False)):
+            output = net.infer(X)
+            objective = net.get_loss(output, y, X=X, training=True)
+            # batches of means add up by what each mean divides by
+            share = _divisor(loss, primary_output(output), to_tensor(y, device=net.device))
             grads = torch.autograd.grad(objective, parameters, allow_unused=True)
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
-                    total.add_(grad, alpha=1 if summed else len(y))
-            n += len(y)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return float(torch.stack([(total / n).double().norm() for total in sums]).norm())
+                    total.add_(grad, alpha=1 if summed else share)
+            divisor += share
+    return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
+
+
+def _divisor(loss: Loss, output: Tensor, target: Tensor) -> float:
+    if loss.row is None:
+        return len(output)
+    target = loss.check_target(output, target)
+    return float(loss.row.divisors(loss.criterion, output, target).sum())
+
+
+def _network(net: NeuralNet, dataset: Any) -> Network:
+    """Read a net and its data set, in large batches where the data are plain arrays."""
+    options = DataOptions()
+    try:
+        X, y = data_from_dataset(dataset)
+    except AttributeError:  # the user's own kind of data set
+        X, y = dataset, None
+    return skorch_network(net, skorch_batches(net, X, y, options), options)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not (number and 0 < value < inf):
+        raise ValueError(f"{name} must be a positive number, got {value!r}.")

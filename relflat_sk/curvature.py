@@ -35,6 +35,7 @@ __all__ = [
     "diagonal_curvature",
     "product_curvature",
     "softmax_curvature",
+    "summed_forms",
 ]
 
 
@@ -52,7 +53,7 @@ class ClosedForm(Curvature, Protocol):
     """A curvature that is known, not differentiated."""
 
     def diagonal(self) -> Tensor:
-        """The diagonals of the ``B_i``: (n, d)."""
+        """Return the diagonals of the ``B_i``: (n, d)."""
 
     def root(self) -> Tensor:
         """Matrices ``R_i`` with ``R_i R_i^T = B_i``: (n, d, r)."""
@@ -60,7 +61,7 @@ class ClosedForm(Curvature, Protocol):
 
 @dataclass(frozen=True)
 class _Softmax:
-    rest: Tensor  # (n, d) probabilities with that of the likeliest class set to zero
+    p: Tensor  # (n, d) probabilities
     top: Tensor  # (n,) the likeliest class
     scale: Tensor | None  # (n,) what multiplies diag(p) - p p^T, or None for one
 
@@ -71,38 +72,48 @@ class _Softmax:
         #   Var = sum_{s != top} p_s (F_s - c)^2 - (sum_{s != top} p_s (F_s - c))^2,
         # where the first term is of order r and the second of order r^2.
         c = factor[self.top] if factor.ndim == 2 else _rows(factor, self.top)
-        r = self.rest.sum(dim=1, keepdim=True)
-        first = _mix(self.rest, factor)
-        second = _mix(self.rest, factor.square())
+        rest = self.p.scatter(1, self.top[:, None], 0.0)
+        r = rest.sum(dim=1, keepdim=True)
+        first = _mix(rest, factor)
+        second = _mix(rest, factor.square())
         spread = second - 2 * c * first + r * c.square()
         forms = (spread - (first - r * c).square()).clamp_min(0)
         return self._scaled(forms)
 
-    def _scaled(self, array: Tensor) -> Tensor:
-        return array if self.scale is None else array * self.scale[:, None]
+    def total(self, factor: Tensor) -> Tensor:
+        # The sum over the columns of F takes nothing of F but how far its rows lie apart:
+        #   sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2,
+        # without negative terms, and in arrays of d columns in place of F's k: a training
+        # step differentiates it, so that each array of size (n, k) would count threefold.
+        centred = factor - factor.detach().mean(dim=0)  # against cancellation; no slope in it
+        gram = centred @ centred.T
+        half = gram.diagonal() / 2
+        apart = (half[:, None] + half - gram).clamp_min(0)  # halves of squared distances
+        forms = ((self.p @ apart) * self.p).sum(dim=1)
+        return forms if self.scale is None else forms * self.scale
 
     def product(self, vectors: Tensor) -> Tensor:
-        p = self._probabilities()
-        return self._scaled(p * (vectors - (p * vectors).sum(dim=1, keepdim=True)))
+        spread = vectors - (self.p * vectors).sum(dim=1, keepdim=True)
+        return self._scaled(self.p * spread)
 
     def diagonal(self) -> Tensor:
-        p = self._probabilities()
-        others = self.rest.sum(dim=1, keepdim=True)  # 1 - p of the likeliest, uncancelled
-        return self._scaled(p * torch.where(self.rest > 0, 1 - p, others))
+        return self._scaled(self.p * self._others())
 
     def root(self) -> Tensor:
         # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T
-        p = self._probabilities()
-        scale = p if self.scale is None else p * self.scale[:, None]
-        identity = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
-        away = identity - p[:, :, None]
-        # 1 - p of the likeliest class as the sum of the others, uncancelled
-        samples = torch.arange(len(p), device=p.device)
-        away[samples, self.top, self.top] = self.rest.sum(dim=1)
-        return away * scale.sqrt()[:, None, :]
+        identity = torch.eye(self.p.shape[1], dtype=self.p.dtype, device=self.p.device)
+        others = torch.diag_embed(self._others())
+        away = torch.where(identity.bool(), others, -self.p[:, :, None])
+        return away * self._scaled(self.p).sqrt()[:, None, :]
 
-    def _probabilities(self) -> Tensor:
-        return self.rest.scatter(1, self.top[:, None], 1 - self.rest.sum(dim=1, keepdim=True))
+    def _others(self) -> Tensor:
+        """1 - p, for the likeliest class as the sum of the others: uncancelled."""
+        index = self.top[:, None]
+        rest = self.p.scatter(1, index, 0.0)
+        return (1 - self.p).scatter(1, index, rest.sum(dim=1, keepdim=True))
+
+    def _scaled(self, array: Tensor) -> Tensor:
+        return array if self.scale is None else array * self.scale[:, None]
 
 
 @dataclass(frozen=True)
@@ -166,9 +177,31 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
     tensor([[0.1875]])
     """
-    top = z.argmax(dim=1)
-    rest = z.softmax(dim=1).scatter(1, top[:, None], 0.0)
-    return _Softmax(rest, top, scale)
+    return _Softmax(z.softmax(dim=1), z.argmax(dim=1), scale)
+
+
+def summed_forms(curvature: Curvature, factor: Tensor) -> Tensor:
+    """Sum the column quadratic forms over columns: ``Tr(F^T B_i F)``, for training.
+
+    Parameters
+    ----------
+    curvature : Curvature
+    factor : Tensor of shape (d, k) or (n, d, k)
+
+    Returns
+    -------
+    Tensor of shape (n,)
+        Exact to rounding relative to the largest distance between rows of `factor`.
+
+    Examples
+    --------
+    >>> z = torch.tensor([[0.25, 0.75]]).log()
+    >>> summed_forms(softmax_curvature(z), torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
+    tensor([0.9375])
+    """
+    if isinstance(curvature, _Softmax) and factor.ndim == 2 and len(factor) <= factor.shape[1]:
+        return curvature.total(factor)
+    return curvature(factor).sum(dim=1)
 
 
 def diagonal_curvature(beta: Tensor) -> ClosedForm:

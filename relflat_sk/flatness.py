@@ -36,7 +36,16 @@ from relflat_sk.spectrum import largest_eigenvalue
 from relflat_sk.summation import Pass, Sums, sum_quantities
 from relflat_sk.views import LayerView, observe
 
-__all__ = ["EIGENVALUE_LIKE", "TRACE_LIKE", "Flatness", "layer_names", "measure_eigenvalues", "measure_flatness", "measure_gradients", "measure_layers"]
+__all__ = [
+    "EIGENVALUE_LIKE",
+    "TRACE_LIKE",
+    "Flatness",
+    "layer_names",
+    "measure_eigenvalues",
+    "measure_flatness",
+    "measure_gradients",
+    "measure_layers",
+]
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,7 @@ TRACE_LIKE: dict[str, TraceLike] = {
     "normalized_relative_flatness": TraceLike(
         _normalized, _itself, lambda weight: torch.full((), math.nan), normalized=True
     ),
-    "hessian_trace": TraceLike(
-        _TRACE, _itself, lambda weight: torch.tensor(float(weight.numel()))
-    ),
+    "hessian_trace": TraceLike(_TRACE, _itself, lambda weight: torch.tensor(float(weight.numel()))),
     "trace_flatness": TraceLike(
         _TRACE,
         lambda value, weight: value * _square(weight),
@@ -138,7 +145,7 @@ class Flatness:
         )
 
 
-def measure_layers(  # noqa: PLR0913
+def measure_layers(
     network: Network,
     names: Sequence[str],
     layers: Sequence[Layer] | str,
@@ -191,13 +198,15 @@ def measure_layers(  # noqa: PLR0913
             random_state=random_state,
         )
     return {
-        (layer, name): _result(TRACE_LIKE[name], sums[layer, name], layer, network, seen, weight_decay)
+        (layer, name): _result(
+            TRACE_LIKE[name], sums[layer, name], layer, network, seen, weight_decay
+        )
         for layer in seen.weights
         for name in names
     }
 
 
-def _result(  # noqa: PLR0913, PLR0917
+def _result(
     measure: TraceLike, sums: Sums, layer: str, network: Network, seen: Pass, weight_decay: float
 ) -> Flatness:
     weight = seen.weights[layer]
@@ -245,7 +254,7 @@ EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
 }
 
 
-def measure_eigenvalues(  # noqa: PLR0913
+def measure_eigenvalues(
     network: Network,
     names: Sequence[str],
     layer: Layer,

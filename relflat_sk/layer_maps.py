@@ -19,7 +19,6 @@ sees the patches of its own group only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -101,7 +100,9 @@ class LinearMap(LayerMap):
 
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over samples and positions."""
-        return rows.transpose(0, 1).flatten(1) @ self.to_rows(features).transpose(1, 2).flatten(0, 1)
+        return rows.transpose(0, 1).flatten(1) @ self.to_rows(features).transpose(1, 2).flatten(
+            0, 1
+        )
 
     def channels(self, features: Tensor) -> Tensor:
         """Arrange all positions below each other."""
@@ -209,9 +210,7 @@ class ConvMap(LayerMap):
     def _padded(self, x: Tensor) -> Tensor:
         if self.layer.padding_mode == "zeros":
             return x
-        return F.pad(
-            x, self.layer._reversed_padding_repeated_twice, mode=self.layer.padding_mode
-        )
+        return F.pad(x, self.layer._reversed_padding_repeated_twice, mode=self.layer.padding_mode)
 
     def _kernels(self, matrices: Tensor) -> Tensor:
         """Matrices of shape (n, d, m) as the kernels of n convolutions side by side."""

@@ -9,13 +9,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.layer_maps import MAPS, layer_map
 
-__all__ = ["Layer", "Tap", "find_layer", "find_link", "hands_on", "is_piecewise_linear", "primary_output", "tap", "weight_layers"]
+__all__ = [
+    "Layer",
+    "Tap",
+    "find_layer",
+    "find_link",
+    "hands_on",
+    "is_piecewise_linear",
+    "primary_output",
+    "tap",
+    "weight_layers",
+]
 
 Layer = int | str | nn.Module
 
@@ -96,6 +107,8 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     layers = weight_layers(module)
     names = list(layers) if order is None else list(order)
     there = _describe({name: layers[name] for name in names})
+    if isinstance(layer, np.integer):
+        layer = int(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | str | nn.Module):
         raise TypeError(
             "layer must be an int, a dotted module name or the module itself, got "

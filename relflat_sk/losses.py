@@ -138,9 +138,7 @@ class Loss:
             return None
         return self.row.links[link](self.criterion, z, target)
 
-    def terms(
-        self, output: Tensor, target: Tensor, *, each: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def terms(self, output: Tensor, target: Tensor, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Losses and divisors of the samples, both of shape (n,).
 
         The criterion's mean is ``losses.sum() / divisors.sum()``. For a criterion that only

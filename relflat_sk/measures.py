@@ -81,9 +81,7 @@ def _measure(
             )
     if "network_flatness" in names:
         some = {key: value for key, value in params.items() if key in {"rtol", "random_state"}}
-        each = _measure(
-            network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some
-        )
+        each = _measure(network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some)
         found["", "network_flatness"] = max(each.values(), key=lambda one: one.value)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
@@ -149,7 +147,7 @@ def evaluate(  # noqa: PLR0913
     _check_name(name)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
-    if not isinstance(layer, int | str) and device is not None:
+    if not isinstance(layer, int | np.integer | str) and device is not None:
         # the module may have been copied to the device; the name is the same there
         layer = find_layer(to_network(model, X, y, DataOptions(criterion)).module, layer)
     return next(iter(_measure(network, [name], [layer], **params).values()))

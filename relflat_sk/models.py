@@ -1,9 +1,10 @@
 """A multilayer perceptron that can be sized from the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,13 +66,12 @@ class MLP(nn.Sequential):
         activation: str = "relu",
         init: str = "default",
     ) -> None:
-        hidden = (
-            (hidden_layer_sizes,)
-            if isinstance(hidden_layer_sizes, int)
-            else tuple(hidden_layer_sizes)
-        )
+        if isinstance(hidden_layer_sizes, Iterable):
+            hidden = tuple(hidden_layer_sizes)
+        else:
+            hidden = (hidden_layer_sizes,)
         sizes = (n_features, *hidden, n_outputs)
-        if any(int(size) != size or size < 1 for size in sizes):
+        if any(not isinstance(size, int | np.integer) or size < 1 for size in sizes):
             raise ValueError(
                 "n_features, n_outputs and hidden_layer_sizes must be positive integers, got "
                 f"n_features={n_features!r}, n_outputs={n_outputs!r}, "

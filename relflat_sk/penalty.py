@@ -6,23 +6,22 @@ from what the training step's own forward pass sends through the layer: no secon
 and the gradient flows to everything that influences features, weight and predictions.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relflat_sk.curvature import product_curvature
+from relflat_sk.curvature import product_curvature, summed_forms
 from relflat_sk.layers import (
     Layer,
     Tap,
-    call_order,
     check_layer,
     find_layer,
     find_link,
     primary_output,
-    tap,
     weight_layers,
 )
 from relflat_sk.losses import Loss, as_criterion
@@ -53,6 +52,8 @@ class RelativeFlatnessPenalty:
     ------
     ValueError
         If `probes` is not a positive integer; when called, if the layer or target do not fit.
+    LayerNotFoundError
+        From `capture`, if there is no such layer.
     RuntimeError
         If called without a forward pass inside `capture`.
 
@@ -79,8 +80,10 @@ class RelativeFlatnessPenalty:
         normalize: bool = False,
         probes: int = 1,
     ) -> None:
-        if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
+        if isinstance(probes, bool) or not isinstance(probes, int | np.integer) or probes < 1:
             raise ValueError(f"probes must be a positive integer, got {probes!r}.")
+        if isinstance(layer, list | tuple) and not layer:
+            raise ValueError("layer must name at least one layer, got an empty sequence.")
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
@@ -95,25 +98,26 @@ class RelativeFlatnessPenalty:
         module : nn.Module
             The network that is trained.
         """
-        with ExitStack() as stack:
-            # the order of the calls is known only afterwards, so watch them all; training
-            # keeps what goes into each layer for the backward pass anyway
-            order = stack.enter_context(call_order(module))
-            taps = {
-                name: stack.enter_context(tap(layer, tail_only=False))
-                for name, layer in weight_layers(module).items()
-            }
+        self._seen = []  # nothing old must be taken for new if the forward pass fails
+        # the order of the calls is known only afterwards, so watch them all; training
+        # keeps what goes into each layer for the backward pass anyway
+        with _watch(weight_layers(module)) as taps:
             yield
-        self._seen = []
-        for name in self._names(module, order):
-            self._seen.append((name, check_layer(module, name), taps[name]))
+        names = self._names(module, list(taps))
+        self._seen = [(name, _linear(module, name), taps.get(name, Tap())) for name in names]
 
     def _names(self, module: nn.Module, order: list[str]) -> list[str]:
         if isinstance(self.layer, str) and self.layer == "all":
             return order
         several = isinstance(self.layer, list | tuple)
-        layers = self.layer if several else [self.layer]
-        return [find_layer(module, layer, order) for layer in layers]  # type: ignore[union-attr, arg-type]
+        layers: Sequence[Layer] = self.layer if several else [self.layer]  # type: ignore[assignment, list-item]
+        # `find_layer` walks through the network, which is noticeable in each training step
+        return [
+            order[layer]
+            if type(layer) is int and -len(order) <= layer < len(order)
+            else find_layer(module, layer, order)
+            for layer in layers
+        ]
 
     def __call__(self, criterion: Any, y_pred: Any, y: Tensor) -> Tensor:
         """Compute the penalty of the batch last seen by `capture`.
@@ -132,6 +136,23 @@ class RelativeFlatnessPenalty:
         Tensor of shape ()
             In the unit of the loss, with its graph; follows the criterion's reduction.
         """
+        loss = Loss(as_criterion(criterion))
+        output = primary_output(y_pred)
+        return self.of_batch(loss, output, loss.check_target(output, y))
+
+    def of_batch(self, loss: Loss, output: Tensor, target: Tensor) -> Tensor:
+        """Compute the same of a target that `loss.check_target` has gone over already.
+
+        Parameters
+        ----------
+        loss : Loss
+        output : Tensor of shape (n, ...)
+        target : Tensor
+
+        Returns
+        -------
+        Tensor of shape ()
+        """
         if not self._seen:
             raise RuntimeError(
                 "the penalty has seen no forward pass: call the network inside `with "
@@ -139,48 +160,104 @@ class RelativeFlatnessPenalty:
                 "network may have been compiled without the hooks.)"
             )
         seen, self._seen = self._seen, []
-        output = primary_output(y_pred)
         with torch.autocast(device_type=output.device.type, enabled=False):
-            loss = Loss(as_criterion(criterion))
-            target = loss.check_target(output, y)
             terms = [self._term(loss, output, target, *at) for at in seen]
-        return torch.stack(terms).sum()
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     def _term(
         self, loss: Loss, output: Tensor, target: Tensor, name: str, layer: nn.Linear, seen: Tap
     ) -> Tensor:
         features, z = seen.check(name)
-        if not isinstance(layer, nn.Linear) or features.ndim != 2:
-            raise TypeError(
-                f"layer {name!r} is a {type(layer).__name__} on inputs of shape "
-                f"{tuple(features.shape)}; the penalty takes nn.Linear layers on (n_samples, "
-                "n_features) so far."
+        if features.ndim != 2:
+            raise ValueError(
+                f"layer {name!r} received inputs of shape {tuple(features.shape)}; the penalty "
+                "takes layers that see (n_samples, n_features) so far."
+            )
+        if not z.requires_grad:
+            raise ValueError(
+                f"there is nothing to train up to layer {name!r}: the forward pass ran without "
+                "gradients, or all parameters up to there are frozen. Penalise a later layer; "
+                "to measure, use relflat_sk.relative_flatness."
+            )
+        if z.grad_fn is not seen.node:
+            raise ValueError(
+                f"the output of layer {name!r} was overwritten in place (an activation with "
+                "inplace=True?), but its curvature is needed. Use inplace=False, or penalise "
+                "another layer."
             )
         weight = _full_precision(layer.weight)
         norms, weight = self._scale(_full_precision(features), weight)
         link = find_link(output, seen.node)
         curvature = loss.closed_form(link, _full_precision(z), target)
-        losses, divisors = loss.terms(output, target)
         if curvature is not None:
-            forms = curvature(weight).sum(dim=1)
+            assert loss.row is not None
+            # the criterion has been evaluated by the training step already
+            divisors = loss.row.divisors(loss.criterion, output, target)
+            forms = summed_forms(curvature, weight)
         else:
+            losses, divisors = loss.terms(output, target)
             curvature = product_curvature(losses.sum(), z, differentiable=True)
             shape = (len(z), weight.shape[1], self.probes)
             signs = torch.randint(0, 2, shape, device=z.device).to(weight.dtype) * 2 - 1
             forms = curvature(weight @ signs).mean(dim=1)
         summed = getattr(loss.criterion, "reduction", "mean") == "sum"
-        kappa = (norms * forms).sum() / (1 if summed else divisors.sum())
-        return kappa / (2 * weight.shape[1])
+        divisor = 2 * weight.shape[1] * (1 if summed else divisors.sum())
+        return (norms @ forms) / divisor
 
     def _scale(self, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Squared feature norms and weight, in units of the features' spread if asked."""
         if self.normalize:
             variance = features.var(dim=0, correction=0)
-            varies = variance > 0
+            # rounding noise on a constant is no variation
+            low, high = features.detach().aminmax(dim=0)
+            eps = torch.finfo(features.dtype).eps
+            varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
             spread = variance.where(varies, 1.0).sqrt()  # a root has no slope at zero
             features = (features / spread) * varies
             weight = weight * spread * varies
-        return features.square().sum(dim=1), weight
+        return torch.linalg.vecdot(features, features), weight
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    layer = check_layer(module, name)
+    if not isinstance(layer, nn.Linear):
+        raise TypeError(
+            f"layer {name!r} is a {type(layer).__name__}; the penalty takes nn.Linear layers so "
+            "far. Penalise another layer."
+        )
+    return layer
+
+
+@contextmanager
+def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
+    """Record what goes through each layer, in the order in which they are called.
+
+    Does what `relflat_sk.layers.call_order` and `tap` do for one layer, with less to set up
+    in each training step.
+    """
+    taps: dict[str, Tap] = {}
+    handles = []
+    for name, layer in layers.items():
+
+        def before(module: nn.Module, args: Any, name: str = name) -> None:
+            taps.setdefault(name, Tap())
+
+        def after(
+            module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
+        ) -> None:
+            seen = taps[name]
+            seen.calls += 1
+            seen.features = args[0] if args else next(iter(kwargs.values()))
+            seen.version = seen.features._version
+            seen.z, seen.node = output, output.grad_fn
+
+        handles.append(layer.register_forward_pre_hook(before))
+        handles.append(layer.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Quantity(Protocol):
         """Each sample's terms that belong to gradients g of shape (n, d, P): (n, k)."""
 
     def directions(self, view: LayerView) -> Iterator[Tensor]:
-        """Changes of the layer's output (rows), whose forms sum up to the terms."""
+        """Yield changes of the layer's output (rows), whose forms sum up to the terms."""
 
     def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
         """Add the forms (n,) of the direction of that index to the terms."""

@@ -97,7 +97,7 @@ class _Probes:
         return variance / (rtol * value) ** 2 if value else math.inf
 
 
-def sum_quantities(  # noqa: PLR0913
+def sum_quantities(
     network: Network,
     layers: Sequence[Layer] | str,
     quantities: Quantities,

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -165,6 +166,8 @@ def observe(network: Network, layers: Sequence[Layer] | str) -> Iterator[View]:
     LayerNotFoundError, TypeError, ValueError
         If the layers, the data or the criterion do not fit the network.
     """
+    if layers != "all":
+        layers = [int(at) if isinstance(at, np.integer) else at for at in layers]
     names: list[str] = []
     for batch in network.batches():
         if not names:
@@ -212,9 +215,7 @@ def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
     return find_layer(module, layer)
 
 
-def _forward(
-    network: Network, names: Sequence[str], batch: Batch
-) -> tuple[Tensor, dict[str, Tap]]:
+def _forward(network: Network, names: Sequence[str], batch: Batch) -> tuple[Tensor, dict[str, Tap]]:
     with torch.no_grad(), ExitStack() as stack:
         taps = {
             name: stack.enter_context(tap(network.module.get_submodule(name), tail_only=True))

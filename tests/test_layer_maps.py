@@ -72,7 +72,9 @@ def test_transpose_is_the_transpose(case):
     g = torch.randn(5, 3, *rows.shape[1:]).double()
     back = seen.transpose(features, g)
     assert back.shape == (5, 3, *seen.weight.shape)
-    assert_close(torch.einsum("ncdm,ndm->nc", back, matrices), torch.einsum("ncdp,ndp->nc", g, rows))
+    assert_close(
+        torch.einsum("ncdm,ndm->nc", back, matrices), torch.einsum("ncdp,ndp->nc", g, rows)
+    )
     assert_close(seen.transpose(features, g[:, 1]), back[:, 1])
 
 

@@ -20,13 +20,29 @@ CORE = {
     "loss_table",
     "losses",
     "layers",
+    "layer_maps",
+    "attention",
+    "views",
+    "quantities",
+    "summation",
+    "spectrum",
     "batches",
     "network",
     "flatness",
     "penalty",
     "models",
+    "reparameterize",
 }
-FACE = {"_sklearn_models", "_estimators", "_tasks", "measures", "scorer", "nets", "callbacks"}
+FACE = {
+    "_sklearn_models",
+    "_estimators",
+    "_tasks",
+    "invariances",
+    "measures",
+    "scorer",
+    "nets",
+    "callbacks",
+}
 STUDY = {"minima", "study", "correlation", "plots"}
 
 

@@ -180,7 +180,8 @@ def test_what_is_said_to_stay_the_same_does(factors, seed):
         for name, verdicts in INVARIANCES.items():
             if verdicts[change] == "same" and name != "network_flatness":
                 before, after = (
-                    measure(name, net, X, y, layer=1, criterion=CE, rtol=1e-10) for net in (one, two)
+                    measure(name, net, X, y, layer=1, criterion=CE, rtol=1e-10)
+                    for net in (one, two)
                 )
                 assert after == pytest.approx(before, rel=1e-6, abs=1e-12), (name, change)
 

@@ -104,7 +104,9 @@ class LanguageModel(nn.Module):
 
 
 @pytest.mark.parametrize("classes_second", [True, False], ids=["torch", "hugging face"])
-@pytest.mark.parametrize("criterion", [CE, nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)])
+@pytest.mark.parametrize(
+    "criterion", [CE, nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)]
+)
 def test_tokens_of_a_language_model_are_samples(classes_second, criterion):
     torch.manual_seed(0)
     net = LanguageModel(classes_second).double()

@@ -1,0 +1,98 @@
+"""The default network."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk import MLP
+
+
+def shapes(net):
+    return [tuple(m.weight.shape) for m in net if isinstance(m, nn.Linear)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected"),
+    [
+        ((100,), [(100, 7), (3, 100)]),
+        (5, [(5, 7), (3, 5)]),
+        (np.int64(5), [(5, 7), (3, 5)]),
+        ([4, 6], [(4, 7), (6, 4), (3, 6)]),
+        ((), [(3, 7)]),
+    ],
+    ids=str,
+)
+def test_sizes(hidden, expected):
+    net = MLP(7, 3, hidden)
+    assert shapes(net) == expected
+    assert net(torch.zeros(2, 7)).shape == (2, 3)
+    assert isinstance(net[-1], nn.Linear)  # no activation after the outputs
+
+
+def test_computes_what_its_layers_say():
+    torch.manual_seed(0)
+    net = MLP(6, 2, (4,), activation="tanh")
+    x = torch.randn(3, 2, 3)
+    hidden = torch.tanh(x.reshape(3, 6) @ net[1].weight.T + net[1].bias)
+    assert_close(net(x), hidden @ net[3].weight.T + net[3].bias)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    {
+        "relu": nn.ReLU,
+        "tanh": nn.Tanh,
+        "logistic": nn.Sigmoid,
+        "gelu": nn.GELU,
+        "leaky_relu": nn.LeakyReLU,
+        "identity": nn.Identity,
+    }.items(),
+)
+def test_activations(activation, kind):
+    assert [type(m) for m in MLP(3, 2, (4, 5), activation)][2::2] == [kind, kind]
+
+
+@pytest.mark.parametrize(
+    ("init", "variance"),
+    [
+        ("xavier_uniform", 2 / 300),
+        ("xavier_normal", 2 / 300),
+        ("kaiming_uniform", 2 / 100),
+        ("kaiming_normal", 2 / 100),
+    ],
+)
+def test_inits(init, variance):
+    torch.manual_seed(0)
+    net = MLP(100, 3, (200,), init=init)
+    # the variance of 20,000 draws is known to 1 %
+    assert net[1].weight.var().item() == pytest.approx(variance, rel=0.05)
+    assert not net[1].bias.any()
+    assert not net[3].bias.any()
+
+
+def test_default_init_is_torch_s():
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.Linear(4, 2)
+    torch.manual_seed(0)
+    net = MLP(3, 2, (4,))
+    assert_close(net[1].state_dict(), layers[0].state_dict(), rtol=0, atol=0)
+    assert_close(net[3].state_dict(), layers[1].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 2, 3), (2, -1, 3), (2, 2, 0), (2, 2, (3, 0)), (2, 2, 1.5), (2, 2, "3"), (None, 2, 3)],
+    ids=str,
+)
+def test_refuses_sizes(sizes):
+    with pytest.raises(ValueError, match="must be positive integers, got n_features="):
+        MLP(*sizes)
+
+
+def test_refuses_names():
+    with pytest.raises(ValueError, match=r"activation must be one of \['relu', .*got 'rely'"):
+        MLP(2, 2, activation="rely")
+    with pytest.raises(ValueError, match=r"init must be one of \['default', .*got 'zero'"):
+        MLP(2, 2, init="zero")

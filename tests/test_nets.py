@@ -1,0 +1,859 @@
+"""Nets that are trained to be flat: what a step minimises, and how they live in scikit-learn."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.datasets import load_digits, load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback, Checkpoint, EarlyStopping, EpochScoring
+from skorch.dataset import ValidSplit
+from skorch.helper import SliceDataset
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    LayerNotFoundError,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+    relative_flatness,
+)
+
+FLOAT32 = 1e-5
+Net = RelativeFlatnessRegularizedNet
+Classifier = RelativeFlatnessRegularizedClassifier
+Binary = RelativeFlatnessRegularizedBinaryClassifier
+Regressor = RelativeFlatnessRegularizedRegressor
+
+
+def make(kind=Classifier, **params):
+    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 3, "batch_size": 16}
+    return kind(**{**defaults, **params})
+
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(42, 4)).astype(np.float32)
+INDEX = X[:, :3].argmax(axis=1)
+NAMES = np.array(["x", "y", "z"])[INDEX]
+VALUES = (X @ np.array([1.0, -2.0, 0.5, 0.0])).astype(np.float32)
+
+
+def same(net, other):
+    assert_close(net.module_.state_dict(), other.module_.state_dict(), rtol=0, atol=0)
+
+
+# -- what a step minimises ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "normalize"),
+    [(-1, False), (-1, True), ("3", False), ([1, -1], False), ("all", False)],
+)
+def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize):
+    net = make(
+        flatness_weight=2.0,
+        flatness_layer=layer,
+        flatness_normalize=normalize,
+        module__hidden_layer_sizes=(6, 5),
+        optimizer=torch.optim.SGD,
+        lr=0.1,
+        batch_size=-1,
+        max_epochs=1,
+        random_state=None,
+    )
+    torch.manual_seed(3)
+    net.fit(X, NAMES)
+
+    torch.manual_seed(3)
+    module, criterion = MLP(4, 3, (6, 5)), nn.CrossEntropyLoss()
+    torch.empty((), dtype=torch.int64).random_()  # the data loader's draw
+    penalty = RelativeFlatnessPenalty(layer, normalize)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with penalty.capture(module):
+        output = module(torch.tensor(X))
+    loss = criterion(output, torch.tensor(INDEX))
+    term = 2.0 * penalty(criterion, output, torch.tensor(INDEX))
+    (loss + term).backward()
+    optimizer.step()
+
+    assert_close(net.module_.state_dict(), module.state_dict(), rtol=0, atol=0)
+    assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=1e-7)
+    assert net.history[0, "flatness_penalty"] == pytest.approx(term.item(), rel=1e-7)
+
+
+class Counting(MLP):
+    calls: list = []  # noqa: RUF012
+
+    def forward(self, x):
+        self.calls.append((self.training, len(x)))
+        return super().forward(x)
+
+
+def test_makes_one_forward_pass_per_step():
+    Counting.calls.clear()
+    make(module=Counting, max_epochs=2, flatness_layer="all").fit(X, NAMES)
+    steps = [n for training, n in Counting.calls if training]
+    assert steps == [16, 16, 10] * 2
+
+
+def test_weight_zero_is_stock_skorch():
+    params = {"optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3, "batch_size": 16}
+    params |= {"iterator_train__shuffle": True, "verbose": 0, "train_split": None}
+    module = {f"module__{k}": v for k, v in {"n_features": 4, "n_outputs": 3}.items()}
+    torch.manual_seed(5)
+    stock = NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss, **params, **module)
+    stock.fit(X, INDEX)
+    torch.manual_seed(5)
+    net = Net(MLP, flatness_weight=0, **params).fit(X, INDEX)
+    same(net, stock)
+    assert net.history[:, "train_loss"] == stock.history[:, "train_loss"]
+    assert net.history[:, "flatness_penalty"] == [0.0] * 3
+    # measuring at the end of fit took no random number that training would have
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    stock.fit(X, INDEX)
+    assert_close(after, torch.rand(3))
+
+
+def test_validation_is_without_penalty():
+    net = make(flatness_weight=50.0, train_split=ValidSplit(5), max_epochs=2).fit(X, NAMES)
+    _, valid = ValidSplit(5)(net.get_dataset(X, INDEX))
+    inputs, targets = torch.tensor(X[valid.indices]), torch.tensor(INDEX[valid.indices])
+    with torch.no_grad():
+        output = net.module_(inputs)
+    loss = nn.functional.cross_entropy(output, targets).item()
+    accuracy = (output.argmax(dim=1) == targets).double().mean().item()
+    assert net.history[-1, "valid_loss"] == pytest.approx(loss, rel=1e-6)
+    assert net.history[-1, "valid_acc"] == accuracy
+    assert net.history[-1, "flatness_penalty"] > 0.1
+
+
+def test_train_loss_is_an_epoch_s_mean_without_penalty():
+    net = make(optimizer=torch.optim.SGD, lr=1e-30, max_epochs=1, flatness_weight=3.0).fit(X, NAMES)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net.module_(torch.tensor(X)), torch.tensor(INDEX))
+    assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=FLOAT32)
+    # the weights hardly move, so the batches' penalties average to that of all the data
+    kappa = relative_flatness(net, X, NAMES)
+    assert net.history[0, "flatness_penalty"] == pytest.approx(3 * kappa / 200, rel=FLOAT32)
+
+
+def test_warm_up_grows_linearly():
+    params = {"optimizer": torch.optim.SGD, "lr": 1e-30, "max_epochs": 4, "flatness_weight": 2.0}
+    full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
+    ramp = make(**params, flatness_warmup=3).fit(X, NAMES).history[:, "flatness_penalty"]
+    assert np.divide(ramp, full) == pytest.approx([1 / 3, 2 / 3, 1, 1], rel=1e-6)
+
+
+def test_lowers_flatness_at_similar_loss_on_digits():
+    inputs, labels = load_digits(return_X_y=True)
+    inputs, labels = inputs[:300] / 16, labels[:300]
+    params = {"max_epochs": 40, "module__hidden_layer_sizes": (32,)}
+    plain = make(flatness_weight=0, **params).fit(inputs, labels)
+    flat = make(flatness_weight=0.1, **params).fit(inputs, labels)
+    assert plain.history[-1, "train_loss"] < 0.02
+    assert flat.history[-1, "train_loss"] < 0.04
+    assert flat.relative_flatness_ < 0.7 * plain.relative_flatness_
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers"), [(-1, [1]), ("1", [0]), (["1", -1], [0, 1]), ("all", [0, 1])], ids=str
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
+    net = make(flatness_layer=layer, flatness_normalize=normalize).fit(X, NAMES)
+    truth = sum(
+        relative_flatness(net, X, NAMES, layer=k, normalize=normalize, random_state=0)
+        for k in layers
+    )
+    assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
+
+
+def test_records_the_flatness_of_the_training_part():
+    net = make(train_split=ValidSplit(5)).fit(X, NAMES)
+    train, _ = ValidSplit(5)(net.get_dataset(X, INDEX))
+    truth = relative_flatness(net, X[train.indices], NAMES[train.indices])
+    assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
+
+
+# -- tasks -------------------------------------------------------------------------------
+
+
+def sizes(net):
+    linear = [m for m in net.module_.modules() if isinstance(m, nn.Linear)]
+    return linear[0].in_features, linear[-1].out_features
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "y", "expected", "shape"),
+    [
+        (Net, X, NAMES, (4, 3), (42,)),
+        (Classifier, X.reshape(42, 1, 2, 2), NAMES, (4, 3), (42,)),
+        (Binary, X, INDEX > 0, (4, 1), (42,)),
+        (Binary, X, np.eye(3, dtype=int)[INDEX], (4, 3), (42, 3)),
+        (Regressor, X, VALUES, (4, 1), (42,)),
+        (Regressor, X, VALUES[:, None], (4, 1), (42, 1)),
+        (Regressor, X, X[:, :2], (4, 2), (42, 2)),
+    ],
+    ids=["classes", "images", "binary", "multi-label", "1-d", "column", "multi-output"],
+)
+def test_default_network_is_sized_from_the_data(kind, inputs, y, expected, shape):
+    net = make(kind, max_epochs=40).fit(inputs, y)
+    assert sizes(net) == expected
+    assert net.predict(inputs).shape == shape
+    assert net.score(inputs, y) > 0.6
+    assert net.relative_flatness_ == pytest.approx(relative_flatness(net, inputs, y), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        NAMES,
+        NAMES.astype(object),
+        INDEX * 10 - 7,
+        INDEX.astype(np.float64),
+        INDEX > 0,
+        list(NAMES),
+        pd.Series(NAMES),
+        pd.Categorical(NAMES),
+        torch.tensor(INDEX),
+        torch.tensor(INDEX > 0),
+    ],
+    ids=lambda y: f"{type(y).__name__} {getattr(y, 'dtype', '')}",
+)
+@pytest.mark.parametrize("kind", [Classifier, Binary])
+def test_labels_of_any_kind(kind, labels):
+    flat = np.asarray(labels)
+    if kind is Binary:
+        keep = flat != flat[INDEX == 2][0] if len(np.unique(flat)) > 2 else np.ones(42, dtype=bool)
+    else:
+        keep = np.ones(42, dtype=bool)
+    y = flat[keep] if not isinstance(labels, torch.Tensor) else labels[torch.tensor(keep)]
+    net = make(kind, max_epochs=12, lr=0.03).fit(X[keep], y)
+    assert net.classes_.tolist() == np.unique(flat[keep]).tolist()
+    assert set(net.predict(X[keep]).tolist()) <= set(flat[keep].tolist())
+    assert net.score(X[keep], y) > 0.85
+    assert net.predict_proba(X[keep]).shape == (keep.sum(), len(net.classes_))
+    assert net.predict_proba(X[keep]).sum(axis=1) == pytest.approx(np.ones(keep.sum()), rel=1e-5)
+    # the same numbers as with indices: only the names differ
+    index = np.unique(flat[keep], return_inverse=True)[1]
+    same(make(kind, max_epochs=12, lr=0.03).fit(X[keep], index), net)
+
+
+def test_column_labels_are_taken_with_scikit_learn_s_warning():
+    with pytest.warns(UserWarning, match="column-vector y was passed"):
+        net = make().fit(X, NAMES[:, None])
+    same(net, make().fit(X, NAMES))
+
+
+def read_only(array):
+    array = array.copy()
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda a: a.astype(np.float64),
+        lambda a: a.tolist(),
+        pd.DataFrame,
+        torch.tensor,
+        lambda a: torch.tensor(a).double(),
+        np.asfortranarray,
+        lambda a: a[:, ::-1].copy()[:, ::-1],
+        read_only,
+    ],
+    ids=["float64", "list", "frame", "tensor", "tensor64", "fortran", "reversed", "read-only"],
+)
+def test_inputs_of_any_kind(convert):
+    inputs = convert(X)
+    net = make().fit(inputs, NAMES)
+    same(net, make().fit(X, NAMES))
+    assert net.n_features_in_ == 4
+    assert net.predict(inputs).tolist() == net.predict(X).tolist()
+
+
+def test_whole_numbers_as_inputs():
+    counts = rng.integers(0, 9, size=(30, 4))
+    net = make().fit(counts, counts[:, 0] > 4)
+    same(net, make().fit(counts.astype(np.float32), counts[:, 0] > 4))
+
+
+def test_data_frames_name_the_features():
+    net = make().fit(pd.DataFrame(X, columns=list("abcd")), NAMES)
+    assert net.feature_names_in_.tolist() == list("abcd")
+
+
+def test_read_only_targets():
+    make(Regressor).fit(X, read_only(X[:, :2]))
+    make(Binary).fit(X, read_only(np.eye(3, dtype=np.float32)[INDEX]))
+
+
+def test_mappings_as_inputs():
+    params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 3}
+    net = make(**params).fit({"input": X}, NAMES)
+    same(net, make(**params).fit(X, NAMES))
+    assert net.score({"input": X}, NAMES) == net.score(X, NAMES)
+
+
+@pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
+def test_data_sets(split):
+    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
+    params = {"module__n_features": 4, "module__n_outputs": 3, "train_split": split}
+    net = make(**params).fit(dataset)
+    same(net, make(**params).fit(X, NAMES))
+    assert net.predict(X).dtype.kind == "i"  # it has seen indices only
+    if split is None:
+        assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, INDEX), rel=1e-9)
+    else:
+        assert np.isfinite(net.history[-1, "valid_acc"])
+
+
+def test_slices_of_data_sets_in_cross_validation():
+    dataset = SliceDataset(TensorDataset(torch.tensor(X), torch.tensor(INDEX)))
+    net = make(module__n_features=4, max_epochs=30)
+    assert cross_val_score(net, dataset, NAMES, cv=3).mean() > 0.6
+
+
+@pytest.mark.parametrize(
+    ("criterion", "y", "kind"),
+    [
+        (nn.CrossEntropyLoss, INDEX, "classifier"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), INDEX, "classifier"),
+        (nn.BCEWithLogitsLoss, INDEX > 0, "classifier"),
+        (nn.MSELoss, VALUES, "regressor"),
+        (nn.HuberLoss, VALUES, "regressor"),
+        (nn.L1Loss, VALUES, "regressor"),
+        (nn.PoissonNLLLoss, INDEX, "regressor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_the_criterion_decides_the_task(criterion, y, kind):
+    net = make(Net, criterion=criterion, max_epochs=60)
+    assert is_classifier(net) == (kind == "classifier")
+    assert is_regressor(net) == (kind == "regressor")
+    assert hasattr(net, "predict_proba") == (kind == "classifier")
+    assert net.fit(X, y).score(X, y) > 0.5
+
+
+def test_a_poisson_regressor_predicts_counts():
+    net = make(Net, criterion=nn.PoissonNLLLoss).fit(X, INDEX)
+    with torch.no_grad():
+        rates = net.module_(torch.tensor(X)).exp()
+    assert net.predict(X) == pytest.approx(rates[:, 0].double().numpy(), rel=1e-6)
+
+
+class Quartic(nn.Module):
+    def forward(self, output, target):
+        return (output - target).pow(4).mean()
+
+
+def test_an_unknown_criterion_makes_a_plain_net():
+    params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 4}
+    net = make(Net, criterion=Quartic, **params).fit(X, X)
+    assert not is_classifier(net)
+    assert not is_regressor(net)
+    assert not hasattr(net, "score")
+    assert_close(net.predict(X), net.predict_proba(X), rtol=0, atol=0)
+    assert net.history[-1, "flatness_penalty"] != 0
+    assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, X), rel=1e-9)
+
+
+def test_an_unknown_criterion_with_the_task_fixed():
+    assert make(Regressor, criterion=Quartic, max_epochs=90).fit(X, VALUES).score(X, VALUES) > 0.5
+
+
+def test_nll_takes_probabilities_as_in_skorch():
+    def softmaxed(n_features, n_outputs):
+        return nn.Sequential(MLP(n_features, n_outputs), nn.Softmax(dim=1))
+
+    torch.manual_seed(0)
+    net = make(module=softmaxed, criterion=nn.NLLLoss, random_state=None).fit(X, NAMES)
+    torch.manual_seed(0)
+    logits = make(random_state=None).fit(X, NAMES)
+    assert net.predict_proba(X) == pytest.approx(logits.predict_proba(X), abs=1e-4)
+    assert net.relative_flatness_ == pytest.approx(logits.relative_flatness_, rel=1e-3)
+    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*module put out -"):
+        make(criterion=nn.NLLLoss).fit(X, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "criterion"),
+    [(Classifier, nn.MSELoss), (Binary, nn.CrossEntropyLoss), (Regressor, nn.BCEWithLogitsLoss)],
+)
+def test_fixed_tasks_refuse_other_criteria(kind, criterion):
+    net = make(kind, criterion=criterion)
+    with pytest.raises(ValueError, match=f"{criterion.__name__} is a .* loss; use Relative"):
+        net.fit(X, INDEX > 0)
+    usual = {"Regressor": nn.MSELoss}.get(kind.__name__[-9:], kind().criterion)
+    net.set_params(criterion=usual).fit(X, INDEX > 0)  # and nothing is broken
+
+
+# -- as scikit-learn estimators ----------------------------------------------------------
+
+
+def test_grid_search_in_a_pipeline():
+    inputs, labels = load_iris(return_X_y=True)
+    grid = {
+        "batch_size": [16, 64],
+        "lr": [0.01, 0.03],
+        "flatness_weight": [0.0, 0.1],
+        "module__hidden_layer_sizes": [(8,), (4, 4)],
+    }
+    name = "relativeflatnessregularizedclassifier__"
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), make(max_epochs=6)),
+        {name + key: values for key, values in grid.items()},
+        cv=2,
+        error_score="raise",
+    ).fit(inputs, np.array(["se", "ve", "vi"])[labels])
+    best = {key.removeprefix(name): value for key, value in search.best_params_.items()}
+    net = search.best_estimator_[-1]
+    assert search.best_score_ > 0.7  # six epochs
+    assert {key: net.get_params()[key] for key in grid} == best
+    assert (
+        tuple(m.out_features for m in net.module_ if isinstance(m, nn.Linear))[:-1]
+        == best["module__hidden_layer_sizes"]
+    )
+
+
+def test_cross_validation_in_parallel():
+    net = make(max_epochs=5)
+    serial = cross_val_score(net, X, NAMES, cv=3)
+    parallel = cross_val_score(net, X, NAMES, cv=3, n_jobs=2)
+    assert serial.tolist() == parallel.tolist()
+
+
+def test_clone_forgets_and_pickle_remembers():
+    net = make(flatness_layer=[0, "3"], module__activation="tanh", train_split=ValidSplit(5))
+    net.fit(X, NAMES)
+    fresh = clone(net)
+    assert not hasattr(fresh, "module_")
+    assert fresh.get_params(deep=False).keys() == net.get_params(deep=False).keys()
+    assert fresh.flatness_layer == [0, "3"]
+    same(fresh.fit(X, NAMES), net)
+    for copied in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert copied.predict_proba(X).tolist() == net.predict_proba(X).tolist()
+        assert copied.predict(X).tolist() == net.predict(X).tolist()
+        assert copied.relative_flatness_ == net.relative_flatness_
+        same(copied.partial_fit(X, NAMES), clone_of_partial_fit(net))
+
+
+def clone_of_partial_fit(net):
+    return copy.deepcopy(net).partial_fit(X, NAMES)
+
+
+def test_a_graph_is_never_pickled():
+    net = make().fit(X, NAMES)
+    net.infer(torch.tensor(X))  # with gradients on, and no loss to follow
+    assert pickle.loads(pickle.dumps(net)).predict(X).tolist() == net.predict(X).tolist()
+    list(net.forward_iter(X, training=True))
+    assert not [v for v in vars(net).values() if isinstance(v, RelativeFlatnessPenalty)]
+
+
+def test_parameters_are_public_and_settable():
+    net = make(module__hidden_layer_sizes=(5,), criterion__label_smoothing=0.1)
+    assert not [name for name in net.get_params() if name.startswith("_") or name.endswith("_")]
+    net.set_params(
+        module__hidden_layer_sizes=(7,),
+        criterion__label_smoothing=0.2,
+        callbacks__print_log=None,
+        flatness_weight=0.5,
+        lr=0.02,
+    ).fit(X, NAMES)
+    assert net.module_[1].out_features == 7
+    assert net.criterion_.label_smoothing == 0.2
+    assert net.optimizer_.param_groups[0]["lr"] == 0.02
+    assert net.get_params()["flatness_weight"] == 0.5
+    assert net.set_params(module__hidden_layer_sizes=(6,)).module_[1].out_features == 6
+    with pytest.raises(ValueError, match="Invalid parameter 'flatness_wieght'"):
+        net.set_params(flatness_wieght=1)
+    with pytest.raises(ValueError, match="unexpected argument.s. flatness_wieght"):
+        make(flatness_wieght=1).fit(X, NAMES)
+
+
+def test_repr():
+    net = make()
+    assert "RelativeFlatnessRegularizedClassifier'>[uninitialized]" in repr(net)
+    assert "Linear(in_features=4, out_features=100" in repr(net.fit(X, NAMES))
+    assert "RelativeFlatnessRegularizedClassifier" in net._repr_html_()
+
+
+def test_tags():
+    for kind in (Classifier, Binary):
+        assert is_classifier(kind())
+        assert not hasattr(kind(), "predict_log_proba")
+    assert is_regressor(Regressor())
+    assert not hasattr(Regressor(), "predict_proba")
+    with pytest.raises(AttributeError, match="predict_proba"):
+        Regressor().predict_proba(X)
+
+
+def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
+    params = {"iterator_train__shuffle": True, "flatness_layer": 0}
+    state = torch.get_rng_state()
+    first, second = make(**params).fit(X, NAMES), make(**params).fit(X, NAMES)
+    assert_close(torch.get_rng_state(), state)
+    same(first, second)
+    assert first.relative_flatness_ == second.relative_flatness_
+    same(first.fit(X, NAMES), second)  # a second fit starts from the beginning
+    with pytest.raises(AssertionError):
+        same(make(**params, random_state=1).fit(X, NAMES), second)
+
+
+def test_without_random_state_torch_s_seed_counts():
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        nets.append(make(random_state=None, flatness_layer=0).fit(X, NAMES))
+    same(*nets)
+    assert nets[0].relative_flatness_ == nets[1].relative_flatness_
+
+
+@pytest.mark.parametrize("how", ["partial_fit", "warm_start"])
+def test_training_goes_on(how):
+    params = {"iterator_train__shuffle": True, "flatness_layer": 0, "optimizer": torch.optim.SGD}
+    long = make(max_epochs=6, **params).fit(X, NAMES)
+    short = make(max_epochs=3, warm_start=how == "warm_start", **params).fit(X, NAMES)
+    (short.fit if how == "warm_start" else short.partial_fit)(X, NAMES)
+    assert len(short.history) == 6
+    # the data loader draws once more for the second call, so only the weights' start agrees
+    assert short.history[2, "train_loss"] == long.history[2, "train_loss"]
+    assert short.history[5, "train_loss"] < short.history[2, "train_loss"]
+
+
+def test_partial_fit_takes_all_classes_first():
+    net = make()
+    net.partial_fit(X[INDEX < 2], NAMES[INDEX < 2], classes=["x", "y", "z"])
+    assert net.classes_.tolist() == ["x", "y", "z"]
+    net.partial_fit(X[INDEX == 2], NAMES[INDEX == 2])
+    assert net.predict_proba(X).shape == (42, 3)
+    with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
+        net.partial_fit(X[:2], ["w", "x"])
+
+
+def test_partial_fit_after_initialize():
+    net = make(module__n_features=4, module__n_outputs=3).initialize().partial_fit(X, NAMES)
+    assert net.classes_.tolist() == ["x", "y", "z"]
+    assert net.n_features_in_ == 4
+
+
+def test_refitting_forgets_the_last_task():
+    net = make(Net).fit(X, NAMES)
+    net.set_params(criterion=nn.MSELoss).fit(X[:, :2], VALUES)
+    assert not hasattr(net, "classes_")
+    assert net.n_features_in_ == 2
+    net.set_params(criterion=nn.CrossEntropyLoss, module__n_features=4, module__n_outputs=3)
+    net.fit(TensorDataset(torch.tensor(X), torch.tensor(INDEX)))
+    assert net.predict(X).dtype.kind == "i"
+
+
+def test_a_failed_fit_leaves_the_net_as_it_was():
+    net = make().fit(X, NAMES)
+    before = net.predict(X).tolist()
+    for inputs, labels in [(X * np.nan, NAMES), (X[:, :2], NAMES[:5]), (X, [0] * 42)]:
+        with pytest.raises(ValueError, match=r"NaN|samples|two classes"):
+            net.fit(inputs, labels)
+    assert net.predict(X).tolist() == before
+
+
+def test_save_and_load_params():
+    net, file = make().fit(X, NAMES), io.BytesIO()
+    net.save_params(f_params=file)
+    file.seek(0)
+    other = make(random_state=1, max_epochs=0).fit(X, NAMES)
+    other.load_params(f_params=file)
+    assert other.predict_proba(X).tolist() == net.predict_proba(X).tolist()
+
+
+def test_a_module_instance_is_not_trained_itself():
+    module = MLP(4, 3)
+    before = copy.deepcopy(module.state_dict())
+    net = make(module=module).fit(X, NAMES)
+    assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert not [name for name, m in module.named_modules() if m._forward_hooks]
+    same(clone(net).fit(X, NAMES), net)
+    same(net.fit(X, NAMES), clone(net).fit(X, NAMES))
+
+
+def test_a_float64_module():
+    net = make(Regressor, module=MLP(4, 1).double()).fit(X, VALUES)
+    assert next(net.module_.parameters()).dtype == torch.float64
+    assert net.predict(X).dtype == np.float64
+
+
+def test_tuple_outputs():
+    class Pair(MLP):
+        def forward(self, x):
+            z = super().forward(x)
+            return z, z.sum()
+
+    net = make(module=Pair, module__n_outputs=3, batch_size=50).fit(X, NAMES)
+    same(net, make(batch_size=50).fit(X, NAMES))
+
+
+# -- callbacks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "scoring"),
+    [
+        (Classifier, NAMES, ["accuracy", "f1_macro", "neg_log_loss"]),
+        (Binary, NAMES == "x", ["accuracy", "f1", "roc_auc"]),
+        (Regressor, VALUES, ["r2", "neg_mean_squared_error"]),
+    ],
+)
+def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring):
+    callbacks = [
+        (f"{name} {train}", EpochScoring(name, name=f"{name} {train}", on_train=train))
+        for name in scoring
+        for train in (False, True)
+    ]
+    net = make(kind, callbacks=callbacks, max_epochs=30, train_split=ValidSplit(4)).fit(X, y)
+    assert all(np.isfinite(net.history[:, name]).all() for name, _ in callbacks)
+    if kind is not Regressor:
+        _, valid = ValidSplit(4)(net.get_dataset(X, y))
+        assert net.history[-1, "accuracy False"] == net.score(X[valid.indices], y[valid.indices])
+        assert net.history[-1, "valid_acc"] == net.history[-1, "accuracy False"]
+
+
+def test_flatness_as_epoch_scoring():
+    def flatness(net, inputs, targets):
+        return relative_flatness(net, inputs, targets)
+
+    scoring = EpochScoring(flatness, name="flatness", on_train=True, use_caching=False)
+    net = make(callbacks=[scoring]).fit(X, NAMES)
+    assert net.history[-1, "flatness"] == pytest.approx(net.relative_flatness_, rel=1e-9)
+
+
+def test_early_stopping():
+    stopping = EarlyStopping(monitor="valid_loss", patience=2, threshold=10, threshold_mode="abs")
+    net = make(callbacks=[stopping], train_split=ValidSplit(5), max_epochs=50).fit(X, NAMES)
+    assert len(net.history) == 3
+
+
+def test_checkpoints_are_whole_nets(tmp_path):
+    checkpoint = Checkpoint(dirname=tmp_path, monitor=None, f_pickle="net.pkl")
+    net = make(callbacks=[checkpoint]).fit(X, NAMES)
+    with open(tmp_path / "net.pkl", "rb") as file:
+        saved = pickle.load(file)
+    assert saved.predict(X).tolist() == net.predict(X).tolist()
+    assert set(saved.predict(X)) <= {"x", "y", "z"}
+
+
+class Interrupt(Callback):
+    def __init__(self, method):
+        self.method = method
+
+    def on_batch_end(self, net, **kwargs):
+        if self.method == "on_batch_end" and len(net.history) == 2:
+            raise KeyboardInterrupt
+
+    def on_epoch_begin(self, net, **kwargs):
+        if self.method == "on_epoch_begin":
+            raise KeyboardInterrupt
+
+    def on_grad_computed(self, net, **kwargs):
+        if self.method == "on_grad_computed" and len(net.history) == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["on_batch_end", "on_epoch_begin", "on_grad_computed"])
+def test_ctrl_c_leaves_a_usable_net(method):
+    net = make(callbacks=[Interrupt(method)], train_split=ValidSplit(5), max_epochs=50)
+    net.fit(X, NAMES)
+    assert len(net.history) < 3
+    assert set(net.predict(X)) <= {"x", "y", "z"}
+    assert np.isfinite(net.relative_flatness_)
+    copied = pickle.loads(pickle.dumps(net)).set_params(callbacks=None, max_epochs=2)
+    copied.partial_fit(X, NAMES)
+    assert copied.score(X, NAMES) > 0.3
+
+
+# -- bad input ---------------------------------------------------------------------------
+
+
+def spoilt(value):
+    bad = X.copy()
+    bad[3, 2] = value
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("inputs", "y", "message"),
+    [
+        (spoilt(np.nan), NAMES, "contains NaN"),
+        (spoilt(np.inf), NAMES, "contains infinity"),
+        (torch.tensor(spoilt(np.nan)), NAMES, "contains NaN or infinity"),
+        ({"x": spoilt(np.nan)}, NAMES, "contains NaN or infinity"),
+        (X, NAMES[:-1], "X has 42 samples, y has 41 labels"),
+        (X[:0], NAMES[:0], r"0 sample\(s\)"),
+        (torch.tensor(X[:0]), NAMES[:0], "nothing to learn from"),
+        (X[:, 0], NAMES, "Expected 2D array, got 1D"),
+        (torch.tensor(X[:, 0]), NAMES, r"X must have shape \(n_samples, n_features"),
+        (X, ["x"] * 42, r"at least two classes in y, got one class: \['x'\]"),
+        (X, None, "requires y to be passed, but the target y is None"),
+        (X, VALUES, "Unknown label type: continuous"),
+        (X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
+        (X, X[:, :2], "y should be a 1d array"),
+        (np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_data(inputs, y, message):
+    with pytest.raises(ValueError, match=message):
+        make().fit(inputs, y)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.where(INDEX == 0, np.nan, VALUES), "Input y contains NaN"),
+        (np.where(INDEX == 0, np.inf, VALUES), "Input y contains infinity"),
+        (VALUES[:-1], "X has 42 samples, y has 41 labels"),
+        (NAMES, "could not convert string to float"),
+        (None, "requires y to be passed"),
+    ],
+    ids=["nan", "inf", "length", "strings", "none"],
+)
+def test_regressors_refuse_targets(y, message):
+    with pytest.raises(ValueError, match=message):
+        make(Regressor).fit(X, y)
+
+
+def test_binary_classifiers_refuse_three_classes():
+    with pytest.raises(ValueError, match="Only binary classification is supported"):
+        make(Binary).fit(X, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        (
+            {"flatness_weight": -1},
+            ValueError,
+            "flatness_weight must be a finite number >= 0, got -1",
+        ),
+        ({"flatness_weight": np.inf}, ValueError, "flatness_weight must be a finite"),
+        ({"flatness_weight": np.nan}, ValueError, "flatness_weight must be a finite"),
+        ({"flatness_weight": "1"}, ValueError, "flatness_weight must be a finite"),
+        ({"flatness_warmup": -1}, ValueError, "flatness_warmup must be a finite"),
+        ({"flatness_probes": 0}, ValueError, "probes must be a positive integer, got 0"),
+        ({"flatness_layer": "nope"}, LayerNotFoundError, "no layer 'nope'. Layers with a weight"),
+        ({"flatness_layer": 2}, LayerNotFoundError, "there is no layer 2"),
+        ({"flatness_layer": "2"}, LayerNotFoundError, "'2' is a ReLU, which has no weight"),
+        ({"flatness_layer": []}, ValueError, "at least one layer"),
+        ({"flatness_layer": None}, TypeError, "layer must be an int"),
+        (
+            {"flatness_layer": nn.Linear(2, 2)},
+            TypeError,
+            "a position or a dotted name, got a module",
+        ),
+    ],
+    ids=str,
+)
+def test_refuses_arguments(params, error, message):
+    net = make(**params)  # nothing happens before fit
+    with pytest.raises(error, match=message):
+        net.fit(X, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "n_outputs"),
+    [
+        (Classifier, NAMES, 2),
+        (Classifier, NAMES, 5),
+        (Binary, INDEX > 0, 2),
+        (Regressor, VALUES, 2),
+        (Regressor, X[:, :2], 1),
+    ],
+)
+def test_refuses_a_module_with_other_outputs(kind, y, n_outputs):
+    with pytest.raises(ValueError, match=rf"y has .* which takes \d output.*\(16, {n_outputs}\)"):
+        make(kind, module__n_outputs=n_outputs).fit(X, y)
+
+
+def test_squeezed_outputs_are_not_broadcast():
+    class Squeezed(MLP):
+        def forward(self, x):
+            return super().forward(x).squeeze(1)
+
+    for y in (VALUES, VALUES[:, None]):
+        net = make(Regressor, module=Squeezed).fit(X, y)
+        same(net, make(Regressor).fit(X, y))
+
+
+def test_labels_in_a_data_set_must_fit_the_outputs():
+    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX + 1))
+    net = make(module__n_features=4, module__n_outputs=3)
+    with pytest.raises(ValueError, match="y must hold class indices from 0 to 2"):
+        net.fit(dataset)
+
+
+def test_a_data_set_cannot_size_the_network():
+    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
+    with pytest.raises(ValueError, match=r"the module needs n_features, .*Pass module__n_features"):
+        make().fit(dataset)
+
+
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "score"])
+def test_must_be_fitted(method):
+    arguments = (X, NAMES) if method == "score" else (X,)
+    with pytest.raises(Exception, match="is not fitted yet") as caught:
+        getattr(make(), method)(*arguments)
+    assert type(caught.value).__name__ == "NotFittedError"
+
+
+def test_predicting_and_measuring_check_the_data():
+    net = make().fit(X, NAMES)
+    for inputs in (X[:, :3], torch.tensor(X[:, :3])):
+        with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
+            net.predict(inputs)
+        with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
+            relative_flatness(net, inputs, NAMES)
+    with pytest.raises(ValueError, match="contains NaN"):
+        net.predict(spoilt(np.nan))
+    with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
+        relative_flatness(net, X, ["w"] * 42)
+
+
+def test_flatness_that_cannot_be_measured_is_nan_with_a_warning():
+    with pytest.warns(FlatnessWarning, match="could not be measured: there is no layer 'nope'"):
+        net = make(flatness_weight=0, flatness_layer="nope").fit(X, NAMES)
+    assert np.isnan(net.relative_flatness_)
+
+
+def test_a_net_that_diverges_is_not_flat():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = make(optimizer=torch.optim.SGD, lr=1e8).fit(X, NAMES)
+    assert not np.isfinite(net.relative_flatness_) or net.relative_flatness_ > 1
+
+
+# -- the whole of scikit-learn's contract ------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@parametrize_with_checks([
+    kind(verbose=0, random_state=0, max_epochs=epochs)
+    for kind, epochs in [(Classifier, 30), (Binary, 20), (Regressor, 30)]
+])
+def test_sklearn_contract(estimator, check):
+    check(estimator)

@@ -1,0 +1,363 @@
+"""The penalty of a batch: its value against the full Hessian, its slope against differences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk import LayerNotFoundError, RelativeFlatnessPenalty
+from tests import oracles
+from tests.cases import CASES, mlp
+
+EXACT = 1e-10  # float64: both sum the same terms
+SLOPE = 1e-6  # central differences in float64, step 1e-5: truncation 1e-10, rounding 1e-11
+CLOSED = [name for name, (*_, closed) in CASES.items() if closed]
+REDUCIBLE = [name for name in CASES if name not in {"kl divergence", "a function"}]
+
+
+def make(case, n=11):
+    network, criterion, target, _ = CASES[case]
+    torch.manual_seed(1)
+    return network(), criterion(), torch.randn(n, 5).double(), target(n)
+
+
+def layers(net):
+    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
+
+
+def evaluate(penalty, net, criterion, X, y, seed=0):
+    torch.manual_seed(seed)
+    with penalty.capture(net):
+        output = net(X)
+    return penalty(criterion, output, y)
+
+
+def expected(net, name, criterion, X, y):
+    m = net.get_submodule(name).in_features
+    return oracles.relative_flatness(net, name, criterion, X, y) / (2 * m)
+
+
+def assert_right_on_average(penalty, net, criterion, X, y, truth):
+    # probes are independent for each sample, so copies of the data stand for repetitions
+    copies = 40
+    X, y = torch.cat([X] * copies), torch.cat([y] * copies)
+    draws = [evaluate(penalty, net, criterion, X, y, seed).item() for seed in range(40)]
+    stderr = np.std(draws, ddof=1) / len(draws) ** 0.5
+    assert abs(np.mean(draws) - truth) < 4 * stderr
+    assert stderr < 0.2 * abs(truth)  # or the line above would say nothing
+
+
+# -- the value ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
+    net, criterion, X, y = make(case)
+    state = torch.get_rng_state()
+    with (penalty := RelativeFlatnessPenalty()).capture(net):
+        output = net(X)
+    value = penalty(criterion, output, y)
+    assert value.item() == pytest.approx(expected(net, layers(net)[-1], criterion, X, y), rel=EXACT)
+    assert_close(torch.get_rng_state(), state)  # no probe was drawn
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in CLOSED])
+def test_last_layer_without_closed_form_is_right_on_average(case):
+    net, criterion, X, y = make(case)
+    truth = expected(net, layers(net)[-1], criterion, X, y)
+    assert_right_on_average(RelativeFlatnessPenalty(), net, criterion, X, y, truth)
+
+
+@pytest.mark.parametrize("case", ["cross-entropy", "bce of sigmoid", "squared error", "a function"])
+@pytest.mark.parametrize("layer", [0, -2])
+@pytest.mark.parametrize("probes", [1, 4])
+def test_earlier_layers_are_right_on_average(case, layer, probes):
+    net, criterion, X, y = make(case)
+    penalty = RelativeFlatnessPenalty(layer, probes=probes)
+    truth = expected(net, layers(net)[layer], criterion, X, y)
+    assert_right_on_average(penalty, net, criterion, X, y, truth)
+
+
+@pytest.mark.parametrize("case", REDUCIBLE)
+def test_sums_where_the_criterion_sums(case):
+    net, criterion, X, y = make(case)
+    mean, mean_loss = (
+        evaluate(RelativeFlatnessPenalty(), net, criterion, X, y),
+        criterion(net(X), y),
+    )
+    criterion.reduction = "sum"
+    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    assert_close(value, mean * criterion(net(X), y) / mean_loss, rtol=EXACT, atol=0)
+    if case in CLOSED:
+        truth = expected(net, layers(net)[-1], criterion, X, y)
+        assert value.item() == pytest.approx(truth, rel=EXACT)
+
+
+@pytest.mark.parametrize("layer", [[0, -1, "2"], ("0", "4", -2), "all"], ids=str)
+def test_layers_add(layer):
+    net, criterion, X, y = make("cross-entropy")
+    parts = []
+    torch.manual_seed(0)
+    for single in ["0", "2", "4"]:
+        with (penalty := RelativeFlatnessPenalty(single)).capture(net):
+            output = net(X)
+        parts.append(penalty(criterion, output, y))
+    value = evaluate(RelativeFlatnessPenalty(layer), net, criterion, X, y)
+    assert_close(value, sum(parts), rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error"])
+def test_normalized_is_theorem_4(case):
+    net, criterion, X, y = make(case)
+    with torch.no_grad():
+        net[2].weight[1] = 0.0  # a feature that never varies
+    layer = net[-1]
+    with torch.no_grad():
+        phi = net[:-1](X)
+        spread = phi.std(dim=0, correction=0)
+        spread[1] = 0.0
+        varies = spread > 0
+        constant = layer(phi) - phi[:, varies] @ layer.weight[:, varies].T
+    truth = oracles.normalized_relative_flatness(
+        phi, layer.weight.detach(), lambda z: criterion(z + constant, y), spread
+    )
+    value = evaluate(RelativeFlatnessPenalty(normalize=True), net, criterion, X, y)
+    assert value.item() == pytest.approx(truth / (2 * layer.in_features), rel=EXACT)
+
+
+def test_normalized_ignores_rounding_noise_on_a_constant_feature():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Identity(), nn.Linear(3, 4))
+    X, y = torch.randn(8, 3), torch.arange(8) % 4
+    X[:, 1] = 0.1
+    exact = evaluate(RelativeFlatnessPenalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
+    X[::2, 1] *= 1 + torch.finfo(torch.float32).eps
+    assert X[:, 1].var() > 0
+    noisy = evaluate(RelativeFlatnessPenalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
+    assert_close(noisy, exact)
+
+
+# -- the slope ---------------------------------------------------------------------------
+
+
+def assert_slope_is_that_of_differences(penalty, net, criterion, X, y, step=1e-5):
+    value = evaluate(penalty, net, criterion, X, y)
+    parameters = list(net.parameters())
+    slopes = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    found, truth = [], []
+    generator = torch.Generator().manual_seed(0)
+    # random directions within each parameter: a wrong slope in any entry shows in all of them
+    for parameter, slope in [*zip(parameters, slopes, strict=True)] * 3:
+        entries, kept = parameter.data, parameter.data.clone()
+        direction = torch.randn(entries.shape, generator=generator, dtype=entries.dtype)
+        values = []
+        for side in (1, -1):
+            entries.copy_(kept + side * step * direction)
+            values.append(evaluate(penalty, net, criterion, X, y).item())
+        entries.copy_(kept)
+        truth.append((values[0] - values[1]) / (2 * step))
+        found.append((slope * direction).sum().item())
+    largest = max(map(abs, truth))
+    assert largest > 1e-4  # there is a slope to get right
+    assert found == pytest.approx(truth, rel=SLOPE, abs=SLOPE * largest)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_slope_in_every_parameter(case, layer):
+    net, criterion, X, y = make(case)
+    assert_slope_is_that_of_differences(RelativeFlatnessPenalty(layer), net, criterion, X, y)
+
+
+@pytest.mark.parametrize("case", ["cross-entropy", "bce of sigmoid", "huber"])
+@pytest.mark.parametrize("layer", [-1, -2])
+def test_slope_of_the_normalized_penalty(case, layer):
+    net, criterion, X, y = make(case)
+    penalty = RelativeFlatnessPenalty(layer, normalize=True, probes=2)
+    assert_slope_is_that_of_differences(penalty, net, criterion, X, y)
+
+
+def test_slope_of_several_layers_of_a_summed_loss():
+    net, criterion, X, y = make("bce multi-label, pos_weight and weight")
+    criterion.reduction = "sum"
+    assert_slope_is_that_of_differences(RelativeFlatnessPenalty("all"), net, criterion, X, y)
+
+
+# -- how it is used ----------------------------------------------------------------------
+
+
+def count_calls(net):
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_takes_one_forward_pass_and_leaves_no_hooks():
+    net, criterion, X, y = make("cross-entropy")
+    calls = count_calls(net)
+    penalty = RelativeFlatnessPenalty("all")
+    evaluate(penalty, net, criterion, X, y).backward()
+    assert len(calls) == 1
+    with pytest.raises(ZeroDivisionError), penalty.capture(net):
+        raise ZeroDivisionError
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in net if isinstance(m, nn.Linear)]
+    assert not any(after or before for after, before in hooks)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, net, wrap):
+        super().__init__()
+        self.net, self.wrap = net, wrap
+
+    def forward(self, x):
+        return self.wrap(self.net(x))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda z: (z, "more"), lambda z: {"logits": z}, lambda z: z.unsqueeze(1).squeeze(1)],
+    ids=["tuple", "mapping", "reshaped"],
+)
+def test_finds_the_logits(wrap):
+    net, criterion, X, y = make("cross-entropy")
+    plain = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    wrapped = evaluate(RelativeFlatnessPenalty(), Wrapped(net, wrap), criterion, X, y)
+    assert_close(wrapped, plain, rtol=0, atol=0)
+
+
+def test_is_float32_under_autocast():
+    net, criterion, X, y = make("cross-entropy")
+    exact = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y).item()
+    net.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = evaluate(RelativeFlatnessPenalty(), net, criterion, X.float(), y)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(exact, rel=0.05)  # bfloat16 has 8 bits
+    value.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_saturated_predictions_cost_nothing_and_have_no_nan_slope():
+    net, criterion, X, y = make("cross-entropy")
+    with torch.no_grad():
+        net[-1].weight.mul_(1e6)
+    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    value.backward()
+    assert 0 <= value.item() < 1e-6 * net[-1].weight.square().sum().item()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("probes", [0, -1, 1.5, True, "1"])
+def test_refuses_probes(probes):
+    with pytest.raises(ValueError, match="probes must be a positive integer"):
+        RelativeFlatnessPenalty(probes=probes)
+
+
+def test_refuses_no_layer():
+    with pytest.raises(ValueError, match="at least one layer"):
+        RelativeFlatnessPenalty([])
+
+
+@pytest.mark.parametrize("layer", ["nope", 3, -4, "1", [0, "nope"]], ids=str)
+def test_refuses_unknown_layers_and_those_without_weight(layer):
+    net, _, X, _ = make("cross-entropy")
+    with (
+        pytest.raises(LayerNotFoundError, match=r"(?s)layer.*0: '0' \(Linear\)"),
+        RelativeFlatnessPenalty(layer).capture(net),
+    ):
+        net(X)
+
+
+def test_refuses_layers_of_other_kinds():
+    net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 2))
+    with (
+        pytest.raises(TypeError, match="'0' is a Conv1d"),
+        RelativeFlatnessPenalty("all").capture(net),
+    ):
+        net(torch.zeros(2, 1, 5))
+
+
+def test_refuses_to_be_called_without_a_new_forward_pass():
+    net, criterion, X, y = make("cross-entropy")
+    penalty = RelativeFlatnessPenalty()
+    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+        penalty(criterion, net(X), y)
+    evaluate(penalty, net, criterion, X, y)
+    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+        penalty(criterion, net(X), y)
+
+
+def test_a_failed_forward_pass_leaves_nothing_of_the_one_before():
+    net, criterion, X, y = make("cross-entropy")
+    penalty = RelativeFlatnessPenalty()
+    with penalty.capture(net):
+        output = net(X)
+    with pytest.raises(RuntimeError, match="shapes"), penalty.capture(net):
+        net(X[:, :2])
+    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+        penalty(criterion, output, y)
+
+
+def test_refuses_a_pass_without_gradients():
+    net, criterion, X, y = make("cross-entropy")
+    penalty = RelativeFlatnessPenalty()
+    with penalty.capture(net), torch.no_grad():
+        output = net(X)
+    with pytest.raises(ValueError, match="nothing to train up to layer '4'"):
+        penalty(criterion, output, y)
+
+
+def test_a_frozen_layer_among_trained_ones_is_fine():
+    net, criterion, X, y = make("cross-entropy")
+    before = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    net[-1].requires_grad_(False)
+    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    assert_close(value, before, rtol=EXACT, atol=0)
+    value.backward()
+    assert net[0].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True)], ids=str)
+def test_never_takes_an_overwritten_output_for_the_layer_s(inplace):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), inplace, nn.Linear(6, 3)).double()
+    X, y = torch.randn(7, 5).double(), torch.arange(7) % 3
+    criterion = nn.CrossEntropyLoss()
+    # what goes into the last layer was written in place before: fine
+    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    assert value.item() == pytest.approx(expected(net, "2", criterion, X, y), rel=EXACT)
+    try:
+        truth = expected(net, "0", criterion, X, y)
+        assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
+    except ValueError as error:
+        assert "overwritten in place" in str(error)  # noqa: PT017
+
+
+def test_refuses_what_the_criterion_cannot_take():
+    net, _, X, _ = make("squared error")
+    with (penalty := RelativeFlatnessPenalty()).capture(net):
+        output = net(X)
+    with pytest.raises(ValueError, match=r"targets of the outputs' shape \(11, 3\), got \(11,\)"):
+        penalty(nn.MSELoss(), output, torch.zeros(11))
+    with pytest.raises(TypeError, match="criterion must be a torch loss"):
+        penalty("mse", output, torch.zeros(11, 3))
+
+
+def test_trains_a_plain_torch_loop_towards_flatness():
+    def train(weight):
+        torch.manual_seed(0)
+        net, criterion = mlp(3), nn.CrossEntropyLoss()
+        X = torch.randn(60, 5).double()
+        y = X[:, :3].argmax(dim=1)
+        penalty = RelativeFlatnessPenalty()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(150):
+            optimizer.zero_grad()
+            with penalty.capture(net):
+                output = net(X)
+            (criterion(output, y) + weight * penalty(criterion, output, y)).backward()
+            optimizer.step()
+        return oracles.relative_flatness(net, "4", criterion, X, y)
+
+    assert train(1.0) < 0.5 * train(0.0)
