@@ -124,7 +124,7 @@ class ConvMap(LayerMap):
     @property
     def weight(self) -> Tensor:
         """The weight as a matrix: rows are output channels, columns what each of them sees."""
-        weight = self.layer.weight.detach()
+        weight: Tensor = self.layer.weight.detach()
         if not self._transposed:
             return weight.flatten(1)
         groups, d = self.layer.groups, self.layer.out_channels

@@ -320,7 +320,7 @@ def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
     -------
     bool
     """
-    step = output.grad_fn
+    step: Any = output.grad_fn
     while step is not None and step is not node:
         name = step.name()
         if name not in _SAME_NUMBERS and name not in {"TransposeBackward0", "PermuteBackward0"}:

@@ -1,7 +1,7 @@
 """Measures of flatness, of any model, by name."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from relflat_sk.network import Network
 
 __all__ = ["evaluate", "flatness_report", "get_measure_names", "measure", "relative_flatness"]
 
-_AGGREGATES = {"max": max, "sum": sum}
+_AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -73,14 +73,15 @@ def _measure(
         found |= measure_layers(network, traces, layers, weight_decay=weight_decay, **params)
     if "gradient_norm" in names:
         found |= measure_gradients(network, layers, weight_decay=weight_decay)
+    some: dict[str, Any] = {
+        key: value for key, value in params.items() if key in {"rtol", "random_state"}
+    }
     if eigenvalues:
-        some = {key: params[key] for key in ("rtol", "random_state") if key in params}
         for layer in layer_names(network) if layers == "all" else layers:
             found |= measure_eigenvalues(
                 network, eigenvalues, layer, weight_decay=weight_decay, **some
             )
     if "network_flatness" in names:
-        some = {key: value for key, value in params.items() if key in {"rtol", "random_state"}}
         each = _measure(network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some)
         found["", "network_flatness"] = max(each.values(), key=lambda one: one.value)
     for (layer, name), one in found.items():

@@ -188,18 +188,18 @@ class RelativeFlatnessPenalty:
         weight = _full_precision(layer.weight)
         norms, weight = self._scale(_full_precision(features), weight)
         link = find_link(output, seen.node)
-        curvature = loss.closed_form(link, _full_precision(z), target)
-        if curvature is not None:
+        closed = loss.closed_form(link, _full_precision(z), target)
+        if closed is not None:
             assert loss.row is not None
             # the criterion has been evaluated by the training step already
             divisors = loss.row.divisors(loss.criterion, output, target)
-            forms = summed_forms(curvature, weight)
+            forms = summed_forms(closed, weight)
         else:
             losses, divisors = loss.terms(output, target)
-            curvature = product_curvature(losses.sum(), z, differentiable=True)
+            products = product_curvature(losses.sum(), z, differentiable=True)
             shape = (len(z), weight.shape[1], self.probes)
             signs = torch.randint(0, 2, shape, device=z.device).to(weight.dtype) * 2 - 1
-            forms = curvature(weight @ signs).mean(dim=1)
+            forms = products(weight @ signs).mean(dim=1)
         summed = getattr(loss.criterion, "reduction", "mean") == "sum"
         divisor = 2 * weight.shape[1] * (1 if summed else divisors.sum())
         return (norms @ forms) / divisor
