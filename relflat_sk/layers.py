@@ -385,7 +385,7 @@ def is_piecewise_linear(base: Tensor, node: Any) -> bool:
     False
     """
     depends: dict[Any, bool] = {None: False}
-    stack = [base.grad_fn]
+    stack: list[Any] = [base.grad_fn]
     while stack:  # depth first without recursion: networks are deep
         step = stack[-1]
         if step in depends:
