@@ -1,6 +1,7 @@
 """Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
 
 from relflat_sk.callbacks import StopAtGradientNorm, StopAtLoss
+from relflat_sk.correlation import correlate
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
 from relflat_sk.measures import (
     flatness_report,
@@ -8,6 +9,7 @@ from relflat_sk.measures import (
     measure,
     relative_flatness,
 )
+from relflat_sk.minima import rank_minima
 from relflat_sk.models import MLP
 from relflat_sk.nets import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -16,7 +18,9 @@ from relflat_sk.nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.penalty import RelativeFlatnessPenalty
+from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
 from relflat_sk.scorer import FlatnessScorer
+from relflat_sk.study import FlatMinimaSearch, MinimaObjective
 
 __version__ = "0.1.0"
 
@@ -37,6 +41,14 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "StopAtLoss",
     "StopAtGradientNorm",
     "RelativeFlatnessPenalty",
+    # searching and ranking
+    "MinimaObjective",
+    "FlatMinimaSearch",
+    "rank_minima",
+    "correlate",
+    # plots
+    "FlatnessGapDisplay",
+    "MinimaRankingDisplay",
     # errors and warnings
     "FlatnessWarning",
     "LayerNotFoundError",

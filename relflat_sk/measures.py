@@ -22,7 +22,14 @@ from relflat_sk.invariances import INVARIANCES, describe_invariance
 from relflat_sk.layers import Layer, find_layer
 from relflat_sk.network import Network
 
-__all__ = ["evaluate", "flatness_report", "get_measure_names", "measure", "relative_flatness"]
+__all__ = [
+    "check_name",
+    "evaluate",
+    "flatness_report",
+    "get_measure_names",
+    "measure",
+    "relative_flatness",
+]
 
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
 # how many standard errors below zero a curvature must be to be called negative
@@ -45,7 +52,14 @@ def get_measure_names() -> list[str]:
     return sorted(INVARIANCES)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuse names that are no measure.
+
+    Raises
+    ------
+    ValueError
+        Lists the measures there are.
+    """
     if name not in INVARIANCES:
         raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
 
@@ -145,7 +159,7 @@ def evaluate(  # noqa: PLR0913
     >>> round(found.risk, 4), round(found.constant_risk(), 4)
     (0.0556, 1.5556)
     """
-    _check_name(name)
+    check_name(name)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
     if not isinstance(layer, int | np.integer | str) and device is not None:
@@ -195,7 +209,7 @@ def measure(
     >>> measure("relative_flatness", LinearRegression(fit_intercept=False).fit(X, y), X, y)
     20.0
     """
-    _check_name(name)
+    check_name(name)
     if aggregate is None:
         return evaluate(name, model, X, y, layer=layer, **params).value
     if aggregate not in _AGGREGATES:
@@ -256,7 +270,7 @@ def flatness_report(  # noqa: PLR0913
     """
     names = get_measure_names() if measures is None else list(measures)
     for name in names:
-        _check_name(name)
+        check_name(name)
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if name != "normalized_relative_flatness"]
     options = DataOptions(criterion, batch_size, device, sample_weight)

@@ -43,7 +43,7 @@ FACE = {
     "nets",
     "callbacks",
 }
-STUDY = {"minima", "study", "correlation", "plots"}
+STUDY = {"minima", "space", "study", "correlation", "plots"}
 
 
 def imported(tree):
