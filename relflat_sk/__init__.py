@@ -19,6 +19,7 @@ from relflat_sk.nets import (
 )
 from relflat_sk.penalty import RelativeFlatnessPenalty
 from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
+from relflat_sk.reparameterize import reparameterize
 from relflat_sk.scorer import FlatnessScorer
 from relflat_sk.study import FlatMinimaSearch, MinimaObjective
 
@@ -46,6 +47,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "FlatMinimaSearch",
     "rank_minima",
     "correlate",
+    # theory
+    "reparameterize",
     # plots
     "FlatnessGapDisplay",
     "MinimaRankingDisplay",

@@ -513,7 +513,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             results: Iterator[Any] = (_run_one(study, objective) for _ in range(n_trials))
         else:
             # processes: threads would race for torch's random state
-            runs = (delayed(_run_one)(study, objective, True) for _ in range(n_trials))
+            level = optuna.logging.get_verbosity()
+            runs = (delayed(_run_apart)(study, objective, level) for _ in range(n_trials))
             results = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs)
         bar = tqdm(total=n_trials, desc="minima", unit="net", disable=not self.verbose)
         try:
@@ -645,15 +646,17 @@ class _FirstMeasure:
         return value if isinstance(value, float) else value[0]
 
 
-def _run_one(
-    study: optuna.Study, objective: _FirstMeasure, reseed: bool = False
+def _run_apart(
+    study: optuna.Study, objective: _FirstMeasure, verbosity: int
 ) -> tuple[int, float, Any]:
-    """Run one trial in this process; return its number, value and trained estimator.
+    """Run one trial in a worker process."""
+    optuna.logging.set_verbosity(verbosity)  # the worker does not share this process's level
+    study.sampler.reseed_rng()  # a copy of the sampler would draw what its siblings draw
+    return _run_one(study, objective)
 
-    A process of its own gets a copy of the sampler, which would draw what its siblings draw.
-    """
-    if reseed:
-        study.sampler.reseed_rng()
+
+def _run_one(study: optuna.Study, objective: _FirstMeasure) -> tuple[int, float, Any]:
+    """Run one trial in this process; return its number, value and trained estimator."""
     found: list[int] = []
     objective.estimator = None
     study.optimize(
