@@ -24,7 +24,7 @@ anything else through Hessian-vector products.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,15 +81,7 @@ class _Softmax:
         return self._scaled(forms)
 
     def total(self, factor: Tensor) -> Tensor:
-        # The sum over the columns of F takes nothing of F but how far its rows lie apart:
-        #   sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2,
-        # without negative terms, and in arrays of d columns in place of F's k: a training
-        # step differentiates it, so that each array of size (n, k) would count threefold.
-        centred = factor - factor.detach().mean(dim=0)  # against cancellation; no slope in it
-        gram = centred @ centred.T
-        half = gram.diagonal() / 2
-        apart = (half[:, None] + half - gram).clamp_min(0)  # halves of squared distances
-        forms = ((self.p @ apart) * self.p).sum(dim=1)
+        forms: Tensor = _TotalVariance.apply(self.p, factor)  # type: ignore[no-untyped-call]
         return forms if self.scale is None else forms * self.scale
 
     def product(self, vectors: Tensor) -> Tensor:
@@ -114,6 +106,41 @@ class _Softmax:
 
     def _scaled(self, array: Tensor) -> Tensor:
         return array if self.scale is None else array * self.scale[:, None]
+
+
+class _TotalVariance(torch.autograd.Function):
+    """The sum over the columns of F of their variances under p, with its gradient.
+
+    It takes nothing of F but how far its rows lie apart:
+      sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2 = p^T A p,
+    without negative terms, in arrays of d columns in place of F's k. A training step
+    differentiates it, and each small kernel that autograd would run for it is noticeable.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, factor: Tensor) -> Tensor:
+        centred = factor - factor.mean(dim=0)  # against cancellation; changes no distance
+        slope = p @ _half_distances(centred)
+        ctx.save_for_backward(p, factor, centred, slope)
+        return (slope * p).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, ...]:
+        p, factor, centred, slope = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
+            forms = ((p @ _half_distances(factor)) * p).sum(dim=1)
+            return torch.autograd.grad(forms, (p, factor), outer, create_graph=True)
+        weighted = outer[:, None] * p
+        pairs = p.T @ weighted
+        towards = pairs.sum(dim=1, keepdim=True) * centred - pairs @ centred
+        return 2 * outer[:, None] * slope, 2 * towards
+
+
+def _half_distances(rows: Tensor) -> Tensor:
+    """Halves of the squared distances between rows: (d, d)."""
+    gram = rows @ rows.T
+    half = gram.diagonal() / 2
+    return (half[:, None] + half - gram).clamp_min(0)
 
 
 @dataclass(frozen=True)

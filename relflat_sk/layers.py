@@ -19,6 +19,7 @@ from relflat_sk.layer_maps import MAPS, layer_map
 __all__ = [
     "Layer",
     "Tap",
+    "check_unshared",
     "find_layer",
     "find_link",
     "hands_on",
@@ -70,9 +71,7 @@ def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     >>> list(weight_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
     ['0', '2']
     """
-    return {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, WEIGHT_LAYERS)
-    }
+    return {name: m for name, m in module.named_modules() if isinstance(m, WEIGHT_LAYERS)}
 
 
 def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = None) -> str:
@@ -149,21 +148,39 @@ def check_layer(module: nn.Module, name: str) -> nn.Module:
     ValueError
         If another module uses the same weight.
     """
-    layer = module.get_submodule(name)
-    weight = layer._parameters.get("weight")
-    users = {
+    named: dict[str, nn.Module] = dict(module.named_modules())
+    check_unshared(name, named)
+    return named[name]
+
+
+def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
+    """Refuse a layer whose weight is a parameter of another module too.
+
+    Parameters
+    ----------
+    name : str
+    named : dict of str to nn.Module
+        All modules of the network.
+
+    Raises
+    ------
+    ValueError
+    """
+    weight = named[name]._parameters.get("weight")
+    if weight is None:  # computed from parameters of its own
+        return
+    users = [
         owner
-        for owner, candidate in module.named_modules()
-        if not isinstance(candidate, nn.MultiheadAttention)  # its in_proj is one with it
+        for owner, candidate in named.items()
         for parameter in candidate._parameters.values()
-        if parameter is weight and parameter is not None
-    }
+        # the in_proj of attention is one with it
+        if parameter is weight and not isinstance(candidate, nn.MultiheadAttention)
+    ]
     if len(users) > 1:
         raise ValueError(
             f"the weight of layer {name!r} is shared by the modules {sorted(users)}; the "
             "curvature in a shared weight is not that of one layer. Measure another layer."
         )
-    return layer
 
 
 def _describe(layers: Mapping[str, nn.Module]) -> str:

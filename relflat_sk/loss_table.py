@@ -80,15 +80,24 @@ def _check_classes(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
             f"as {target[classes != target][0].item():g}. Is this a regression target? Then "
             "use a regression criterion such as MSELoss."
         )
-    valid = classes[classes != getattr(criterion, "ignore_index", -100)]
     n_classes = output.shape[1]
-    if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < n_classes:
-        raise ValueError(
-            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got values "
-            f"from {int(valid.min())} to {int(valid.max())}. Encode the labels, for instance "
-            "with sklearn.preprocessing.LabelEncoder, or give the network more outputs."
-        )
+    if not _are_indices(classes, n_classes):
+        valid = classes[classes != getattr(criterion, "ignore_index", -100)]
+        if not _are_indices(valid, n_classes):
+            raise ValueError(
+                f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
+                f"values from {int(valid.min())} to {int(valid.max())}. Encode the labels, for "
+                "instance with sklearn.preprocessing.LabelEncoder, or give the network more "
+                "outputs."
+            )
     return classes
+
+
+def _are_indices(classes: Tensor, n_classes: int) -> bool:
+    if not classes.numel():
+        return True
+    low, high = classes.aminmax()  # one look at them, in each training step
+    return bool(low >= 0) and bool(high < n_classes)
 
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
@@ -109,7 +118,14 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     if target.is_floating_point() or _class_target_matters(criterion):
         totals = _class_totals(criterion, target, z.shape[1], z.dtype)
         return softmax_curvature(z, totals.sum(dim=1))
+    if _all_count(criterion, target):
+        return softmax_curvature(z)
     return softmax_curvature(z, target != criterion.ignore_index)
+
+
+def _all_count(criterion: Any, target: Tensor) -> bool:
+    """Whether no label is ignored, by one look at them: the usual case, in a training step."""
+    return criterion.ignore_index < 0 and bool(target.min() >= 0)
 
 
 def _class_target_matters(criterion: Any) -> bool:
@@ -120,12 +136,11 @@ def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> Te
     n, n_classes = output.shape[:2]
     if target is None or target.is_floating_point():  # class probabilities
         return output.new_full((n,), output.numel() / (n * n_classes))
+    unweighted = criterion.weight is None or criterion.reduction != "mean"
+    if unweighted and target.ndim == 1 and _all_count(criterion, target):
+        return output.new_ones(n)
     kept: Tensor = target != criterion.ignore_index
-    each: Tensor
-    if criterion.weight is None or criterion.reduction != "mean":
-        each = kept
-    else:
-        each = criterion.weight[target.where(kept, 0)] * kept
+    each: Tensor = kept if unweighted else criterion.weight[target.where(kept, 0)] * kept
     return each.to(output.dtype).reshape(n, -1).sum(dim=1)
 
 

@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+# what a net knows while it is trained only
+_IN_TRAINING = ("_takes_targets", "_captured", "_known_penalty", "_terms", "_trained_on")
+
+
 def _has_task(net: Any) -> bool:
     task: Task = net._task
     return task.estimator_type is not None
@@ -222,7 +226,7 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_takes_targets", "_captured", "_terms", "_trained_on"):
+        for name in _IN_TRAINING:
             state.pop(name, None)  # a copy made by a callback is not in training
         return state
 
@@ -345,6 +349,14 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
                 "RelativeFlatnessRegularizedNet, whose criterion decides."
             )
 
+    def _watcher(self) -> RelativeFlatnessPenalty:
+        """Return one penalty for all steps with the same settings: it knows its way around."""
+        settings = self.flatness_layer, self.flatness_normalize, self.flatness_probes
+        known = self.__dict__.get("_known_penalty")
+        if known is None or known[0] != settings:
+            known = self.__dict__["_known_penalty"] = settings, self._penalty()
+        return known[1]
+
     def _penalty(self) -> RelativeFlatnessPenalty:
         return RelativeFlatnessPenalty(
             self.flatness_layer, self.flatness_normalize, self.flatness_probes
@@ -458,7 +470,7 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
             with self._seeded(restart=restart):
                 yield
         finally:
-            for name in ("_takes_targets", "_captured", "_terms", "_trained_on"):
+            for name in _IN_TRAINING:
                 self.__dict__.pop(name, None)
 
     @contextmanager
@@ -487,8 +499,9 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
         x = cast_inputs(to_tensor(x, device=self.device), self.module_)
         if not (torch.is_grad_enabled() and self.flatness_weight > 0):
             return super().infer(x, **fit_params)
-        self._captured = self._penalty()
-        with self._captured.capture(getattr(self.module_, "_orig_mod", self.module_)):
+        # past __setattr__, which skorch looks through all its components in
+        penalty = self.__dict__["_captured"] = self._watcher()
+        with penalty.capture(getattr(self.module_, "_orig_mod", self.module_)):
             return super().infer(x, **fit_params)
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
@@ -500,11 +513,11 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
         if not training:
             return loss
         if penalty is None:
-            self._terms = loss.detach(), torch.zeros(())
+            self.__dict__["_terms"] = loss.detach(), torch.zeros(())
             return loss
         ramp = min(1.0, len(self.history) / max(1, self.flatness_warmup))
         term = ramp * self.flatness_weight * penalty.of_batch(criterion, y_pred, y_true)
-        self._terms = loss.detach(), term.detach()
+        self.__dict__["_terms"] = loss.detach(), term.detach()
         return loss + term
 
     def _check_batch(self, criterion: Loss, y_pred: Any, y_true: Any) -> tuple[Tensor, Tensor]:
@@ -538,7 +551,7 @@ class RelativeFlatnessRegularizedNet(NeuralNet):
         """Record loss and penalty of a training step apart."""
         super().on_batch_end(net, batch=batch, training=training, **step)
         if training and self._terms is not None:
-            (loss, term), self._terms = self._terms, None
+            loss, term = self.__dict__.pop("_terms")
             self.history.record_batch("train_loss", loss.item())
             self.history.record_batch("flatness_penalty", term.item())
 

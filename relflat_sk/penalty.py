@@ -6,6 +6,7 @@ from what the training step's own forward pass sends through the layer: no secon
 and the gradient flows to everything that influences features, weight and predictions.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 
 from relflat_sk.curvature import product_curvature, summed_forms
 from relflat_sk.layers import (
+    WEIGHT_LAYERS,
     Layer,
     Tap,
-    check_layer,
+    check_unshared,
     find_layer,
     find_link,
     primary_output,
-    weight_layers,
 )
 from relflat_sk.losses import Loss, as_criterion
 
@@ -88,6 +89,8 @@ class RelativeFlatnessPenalty:
         self.normalize = normalize
         self.probes = probes
         self._seen: list[tuple[str, nn.Linear, Tap]] = []
+        # the modules of the network last watched, and the layers among them to look at
+        self._plan: tuple[list[nn.Module], dict[str, nn.Linear]] | None = None
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
@@ -99,12 +102,20 @@ class RelativeFlatnessPenalty:
             The network that is trained.
         """
         self._seen = []  # nothing old must be taken for new if the forward pass fails
-        # the order of the calls is known only afterwards, so watch them all; training
-        # keeps what goes into each layer for the backward pass anyway
-        with _watch(weight_layers(module)) as taps:
-            yield
-        names = self._names(module, list(taps))
-        self._seen = [(name, _linear(module, name), taps.get(name, Tap())) for name in names]
+        modules = list(module.modules())
+        if self._plan is None or not _same(self._plan[0], modules):
+            # the order of the calls is known only afterwards, so watch them all; training
+            # keeps what goes into each layer for the backward pass anyway
+            named = dict(module.named_modules())
+            layers = {name: m for name, m in named.items() if isinstance(m, WEIGHT_LAYERS)}
+            with _watch(layers) as taps:
+                yield
+            names = self._names(module, list(taps))
+            self._plan = modules, {name: _linear(named, name) for name in names}
+        else:
+            with _watch(self._plan[1]) as taps:
+                yield
+        self._seen = [(name, m, taps.get(name, Tap())) for name, m in self._plan[1].items()]
 
     def _names(self, module: nn.Module, order: list[str]) -> list[str]:
         if isinstance(self.layer, str) and self.layer == "all":
@@ -218,14 +229,19 @@ class RelativeFlatnessPenalty:
         return torch.linalg.vecdot(features, features), weight
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    layer = check_layer(module, name)
+def _linear(named: Mapping[str, nn.Module], name: str) -> nn.Linear:
+    layer = named[name]
+    check_unshared(name, named)
     if not isinstance(layer, nn.Linear):
         raise TypeError(
             f"layer {name!r} is a {type(layer).__name__}; the penalty takes nn.Linear layers so "
             "far. Penalise another layer."
         )
     return layer
+
+
+def _same(ones: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 @contextmanager
@@ -239,19 +255,15 @@ def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
     handles = []
     for name, layer in layers.items():
 
-        def before(module: nn.Module, args: Any, name: str = name) -> None:
-            taps.setdefault(name, Tap())
-
         def after(
             module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
         ) -> None:
-            seen = taps[name]
+            seen = taps.setdefault(name, Tap())
             seen.calls += 1
             seen.features = args[0] if args else next(iter(kwargs.values()))
             seen.version = seen.features._version
             seen.z, seen.node = output, output.grad_fn
 
-        handles.append(layer.register_forward_pre_hook(before))
         handles.append(layer.register_forward_hook(after, with_kwargs=True))
     try:
         yield taps

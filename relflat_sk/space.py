@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import optuna
@@ -126,6 +126,14 @@ class Space:
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}.")
 
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Return what Optuna draws from by parameter name, functions left out."""
+        return {
+            name: entry.distribution
+            for name, entry in self.entries.items()
+            if not isinstance(entry, _Computed)
+        }
+
     def check_study(self, study: optuna.Study) -> None:
         """Refuse to go on with a study of another space.
 
@@ -138,11 +146,7 @@ class Space:
         ValueError
             If its trials have other parameters, or the same ones from other choices.
         """
-        drawn = {
-            name: entry.distribution
-            for name, entry in self.entries.items()
-            if not isinstance(entry, _Computed)
-        }
+        drawn = self.distributions()
         for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             extra = set(trial.params) - set(drawn) if len(drawn) == len(self.entries) else set()
             if extra or set(drawn) - set(trial.params):
@@ -196,16 +200,23 @@ class Space:
         return found
 
     def grid(self) -> list[dict[str, Any]] | None:
-        """List all combinations as Optuna knows them.
+        """List all combinations of the choices, as Optuna knows them.
+
+        What functions compute of a combination (a learning rate scaled with the batch, say)
+        comes with it.
 
         Returns
         -------
-        list of dict, or None if not all entries are choices
+        list of dict, or None if there are no choices, or distributions beside them
         """
-        if not all(isinstance(entry, _Choices) for entry in self.entries.values()):
+        columns = {n: entry.labels for n, entry in self.entries.items() if _is_choice(entry)}
+        if not columns or any(isinstance(entry, _Drawn) for entry in self.entries.values()):
             return None
-        columns = [entry.labels for entry in self.entries.values()]  # type: ignore[union-attr]
-        return [dict(zip(self.entries, values, strict=True)) for values in product(*columns)]
+        return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
+
+
+def _is_choice(entry: Any) -> TypeGuard[_Choices]:
+    return isinstance(entry, _Choices)
 
 
 def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
@@ -244,7 +255,7 @@ def _label(value: Any) -> Any:
 
 
 def _name(value: Any) -> str:
-    name = value.__name__ if isinstance(value, type) else repr(value)
+    name = getattr(value, "__name__", None) or repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address is another one next time
 
 

@@ -1,0 +1,203 @@
+"""What it costs to score LeNet-5: time and memory, next to a forward pass and a dense Hessian.
+
+Run ``python -m benchmarks.scoring``; ``--quick`` for a smoke run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from benchmarks.data import add_data_argument, load_images
+from benchmarks.memory import in_fresh_process, peak_growth
+from benchmarks.models import Head, LeNet5
+from benchmarks.timing import Budget, environment, interleave, ratio, table, verdict
+from relflat_sk import relative_flatness
+
+CRITERION = nn.CrossEntropyLoss()
+
+Way = Callable[[nn.Module, Tensor, Tensor, int], float]
+
+
+def _batches(X: Tensor, y: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(X.split(batch_size), y.split(batch_size), strict=True)
+
+
+def forward(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
+    """Run the network and throw its outputs away: the least that any score can cost."""
+    with torch.no_grad():
+        for x, _ in _batches(X, y, batch_size):
+            model(x)
+    return float("nan")
+
+
+def scoring(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
+    """Measure relative flatness as a user does."""
+    return relative_flatness(model, X, y, criterion=CRITERION, batch_size=batch_size)
+
+
+def _dense(hessian: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Way:
+    """Definition 3 as one would write it down, given torch's Hessian of a function."""
+
+    def way(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
+        fixed = {name: p.detach() for name, p in model.named_parameters()}
+        weight = fixed.pop("head.weight")
+        total = 0.0
+        for x, target in _batches(X, y, batch_size):
+
+            def risk(w: Tensor, x: Tensor = x, target: Tensor = target) -> Tensor:
+                return CRITERION(functional_call(model, fixed | {"head.weight": w}, x), target)
+
+            blocks = hessian(risk, weight)  # (10, 84, 10, 84)
+            traces = torch.einsum("sjtj->st", blocks)
+            total += len(x) * float((weight @ weight.T * traces).sum())
+        return total / len(X)
+
+    return way
+
+
+WAYS: dict[str, Way] = {
+    "forward": forward,
+    "scoring": scoring,
+    "torch.func.hessian": _dense(lambda risk, w: torch.func.hessian(risk)(w)),
+    "autograd.functional.hessian": _dense(torch.autograd.functional.hessian),
+}
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    arguments = _parse()
+    if arguments.peak_of:  # this is a fresh process, started by `_memory`
+        print(_peak(arguments))
+        return 0
+    images = "random" if arguments.data is None else "CIFAR-10"
+    print(f"Scoring LeNet-5 on {arguments.n_samples:,} images ({images})")
+    print(environment())
+    budgets = [*_times(arguments), _memory(arguments)]
+    return verdict(budgets, judged=not arguments.quick)
+
+
+def _model_and_data(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return LeNet5().eval(), *load_images(arguments.n_samples, arguments.data)
+
+
+def _peak(arguments: argparse.Namespace) -> int:
+    model, X, y = _model_and_data(arguments)
+    way = WAYS[arguments.peak_of]
+    if not arguments.cold:
+        way(model, X[:64], y[:64], arguments.batch_size)
+    return peak_growth(lambda: way(model, X, y, arguments.batch_size))
+
+
+def _times(arguments: argparse.Namespace) -> list[Budget]:
+    model, X, y = _model_and_data(arguments)
+    few = slice(arguments.n_dense)
+    budget = _time_forward(model, X, y, arguments)
+    print(f"\nThe whole network, {len(X[few]):,} images: every way contains the forward pass")
+    _time_dense(model, X[few], y[few], arguments)
+    with torch.no_grad():
+        features = model.features(X[few])
+    print("\nThe measure by itself, on the last layer's features, which every way needs")
+    return [budget, *_time_dense(Head(model), features, y[few], arguments)]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--n-samples", type=int, help="images to score (default: 50,000)")
+    parser.add_argument("--n-dense", type=int, help="of these, for the dense Hessian (4,096)")
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, help="how often the ways take turns (9)")
+    parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
+    add_data_argument(parser)
+    arguments = parser.parse_args()
+    usual = {"n_samples": 50_000, "n_dense": 4096, "rounds": 9}
+    quick = {"n_samples": 2048, "n_dense": 128, "rounds": 2}
+    for name, value in (quick if arguments.quick else usual).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def _time_forward(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
+    ways = ("forward", "scoring")
+    size = arguments.batch_size
+    times = interleave(
+        {name: lambda way=WAYS[name]: way(model, X, y, size) for name in ways},
+        arguments.rounds,
+    )
+    rows = [["time", "median s", "/ forward [quartiles]"]]
+    for name, seconds in times.items():
+        median = f"{torch.tensor(seconds).median():.3f}"
+        rows.append([name, median, str(ratio(seconds, times["forward"]))])
+    print(f"\n{len(X):,} images in batches of {size}, {arguments.rounds} rounds\n")
+    print(table(rows))
+    value = ratio(times["scoring"], times["forward"]).value
+    return Budget("scoring / forward", value, 1.25)
+
+
+def _time_dense(
+    model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace
+) -> list[Budget]:
+    """Compare with dense Hessians on the same images: nothing is extrapolated."""
+    size = arguments.batch_size
+    dense = [name for name in WAYS if "hessian" in name]
+    values: dict[str, float] = {}
+
+    def run(name: str) -> None:
+        values[name] = WAYS[name](model, X, y, size)
+
+    ways = {name: lambda name=name: run(name) for name in ("forward", "scoring", *dense)}
+    times = interleave(ways, min(arguments.rounds, 5))
+    rows = [["time", "median s", "/ scoring [quartiles]", "/ forward", "value", "differs by"]]
+    for name, seconds in times.items():
+        if name == "forward":
+            continue
+        off = abs(values[name] / values["scoring"] - 1)
+        if not off <= 1e-4:  # float32
+            raise RuntimeError(f"{name} gives {values[name]}, not {values['scoring']}.")
+        median = f"{torch.tensor(seconds).median():.3f}"
+        compared = str(ratio(seconds, times["scoring"]))
+        forwards = f"{ratio(seconds, times['forward']).value:.3g}"
+        rows.append([name, median, compared, forwards, f"{values[name]:.6g}", f"{off:.0e}"])
+    print(f"{len(X):,} samples in batches of {size}, the same for all\n")
+    print(table(rows))
+    return [
+        Budget(
+            f"{name} / scoring, the measure by itself",
+            ratio(times[name], times["scoring"]).value,
+            20,
+            at_least=True,
+        )
+        for name in dense
+    ]
+
+
+def _memory(arguments: argparse.Namespace) -> Budget:
+    """Compare peaks; the first call in a process also loads code of libraries, once."""
+    options = ["--n-samples", str(arguments.n_samples), "--batch-size", str(arguments.batch_size)]
+    if arguments.data is not None:
+        options += ["--data", arguments.data]
+
+    def peak(name: str, *more: str) -> float:
+        return in_fresh_process("benchmarks.scoring", ["--peak-of", name, *options, *more]) / 2**20
+
+    rows = [["peak memory, growth in MiB", "forward", "scoring", "scoring / forward"]]
+    for label, more in {"first call": ["--cold"], "later call": []}.items():
+        below, above = peak("forward", *more), peak("scoring", *more)
+        rows.append([label, f"{below:.1f}", f"{above:.1f}", f"{above / below:.3g}"])
+    print(
+        f"\n{arguments.n_samples:,} images, resident memory of fresh processes; a first call also"
+    )
+    print("loads library code, a fixed amount; budgeted is the later one, after one of 64 images\n")
+    print(table(rows))
+    return Budget("peak memory, scoring / forward", above / below, 1.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The primitive in its closed forms, against dense matrices B_i."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from relflat_sk.curvature import (
+    diagonal_curvature,
+    product_curvature,
+    softmax_curvature,
+    summed_forms,
+)
+
+
+def dense_softmax(z, scale=None):
+    p = z.softmax(1)
+    B = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return B if scale is None else B * scale[:, None, None]
+
+
+def dense_diagonal(beta):
+    return torch.diag_embed(beta)
+
+
+@pytest.fixture(params=["softmax", "weighted softmax", "confident softmax", "diagonal"])
+def case(request):
+    torch.manual_seed(0)
+    z = torch.randn(7, 5).double()
+    if request.param == "softmax":
+        return softmax_curvature(z), dense_softmax(z)
+    if request.param == "weighted softmax":
+        scale = torch.rand(7).double()
+        return softmax_curvature(z, scale), dense_softmax(z, scale)
+    if request.param == "confident softmax":
+        return softmax_curvature(5 * z), dense_softmax(5 * z)
+    return diagonal_curvature(z.square()), dense_diagonal(z.square())
+
+
+def test_forms_of_shared_and_own_factors(case):
+    curvature, B = case
+    F = torch.randn(5, 9).double()
+    assert_close(curvature(F), torch.einsum("sk,nst,tk->nk", F, B, F))
+    assert_close(summed_forms(curvature, F), torch.einsum("sk,nst,tk->n", F, B, F))
+    own = torch.randn(7, 5, 3).double()
+    assert_close(curvature(own), torch.einsum("nsk,nst,ntk->nk", own, B, own))
+
+
+def test_products_diagonals_and_roots(case):
+    curvature, B = case
+    v = torch.randn(7, 5).double()
+    assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
+    assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
+    root = curvature.root()
+    assert_close(root @ root.transpose(1, 2), B)
+
+
+@pytest.mark.parametrize("gap", [40.0, 300.0, 700.0])
+def test_nearly_one_hot_probabilities_keep_their_digits(gap):
+    # p = (1, e, e^2-ish): to first order B = e (u u^T) with u = e_0 - e_1 for the second class
+    z = torch.tensor([[gap, 0.0, -2000.0]], dtype=torch.float64)
+    e = torch.tensor(-gap, dtype=torch.float64).exp()
+    curvature = softmax_curvature(z)
+    F = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
+    expected = (9 * e).reshape(1, 1)
+    assert_close(curvature(F), expected, rtol=1e-9, atol=0)
+    assert_close(summed_forms(curvature, F.expand(3, 4)), 4 * expected[0], rtol=1e-9, atol=0)
+    assert_close(curvature.diagonal()[:, :2], e.expand(1, 2), rtol=1e-9, atol=0)
+    root = curvature.root()[0]
+    assert_close((root @ root.T)[:2, :2], e * torch.tensor([[1.0, -1], [-1, 1]]).double(),
+                 rtol=1e-9, atol=0)  # fmt: skip
+
+
+def test_summed_forms_can_be_differentiated_twice():
+    torch.manual_seed(0)
+    z = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    F = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+
+    def forms(z, F):
+        return summed_forms(softmax_curvature(z), F)
+
+    assert torch.autograd.gradcheck(forms, (z, F))
+    assert torch.autograd.gradgradcheck(forms, (z, F))
+
+
+def test_products_of_what_has_no_curvature():
+    z = torch.randn(4, 3, requires_grad=True)
+    F = torch.randn(3, 2)
+    for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):
+        assert_close(product_curvature(loss, z)(F), torch.zeros(4, 2))
