@@ -1,12 +1,16 @@
 """Sweep over minima: train every candidate on all the data, rank them by flatness."""
 
+import copy
+import os
 import signal
+import socket
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,14 @@ import optuna
 import pandas as pd
 import torch
 from joblib import Parallel, delayed, effective_n_jobs
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.artifacts import upload_artifact
+from optuna.distributions import BaseDistribution
+from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
 from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.metaestimators import available_if
@@ -31,22 +39,27 @@ from tqdm import tqdm
 from relflat_sk._estimators import DataOptions, final_estimator, to_network
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import check_name, evaluate
-from relflat_sk.minima import is_converged, minima_table, rank_minima
+from relflat_sk.minima import NO_REASON, is_complete, is_converged, minima_table, rank_minima
 from relflat_sk.network import mean_loss
 from relflat_sk.space import Space
 
 __all__ = ["FlatMinimaSearch", "MinimaObjective"]
 
-_DIRECTIONS = {"minimize": 1.0, "maximize": -1.0}
+_SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 class MinimaObjective:
     """One trial, one minimum: for `optuna.Study.optimize`.
 
     Clones the estimator, sets the parameters that the trial suggests, trains on all of X
-    (no fold is held out: the `train_split` of skorch nets is switched off), and records in
-    ``trial.user_attrs`` what the table of minima shows: every measure, `train_loss`,
-    `test_loss`, `generalization_gap`, scores, `converged`, `seconds`.
+    (no fold is held out: the `train_split` of skorch nets and the `early_stopping` of
+    scikit-learn's are switched off), and records in ``trial.user_attrs`` what the table of
+    minima shows: every measure, `train_loss`, `test_loss`, `generalization_gap`, scores,
+    `converged`, `seconds`, `reason`.
+
+    A network that diverged or is no better than a constant fails its trial, without an
+    exception. What training raises goes through: pass ``catch=(Exception,)`` to
+    ``study.optimize`` for the study to go on.
 
     Parameters
     ----------
@@ -107,8 +120,8 @@ class MinimaObjective:
         artifact_store: Any = None,
         random_state: Any = None,
     ) -> None:
-        if direction not in _DIRECTIONS:
-            raise ValueError(f"direction must be one of {list(_DIRECTIONS)}, got {direction!r}.")
+        if direction not in _SIGNS:
+            raise ValueError(f"direction must be one of {list(_SIGNS)}, got {direction!r}.")
         if isinstance(measures, str) or not measures:
             raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
         for name in measures:
@@ -139,32 +152,44 @@ class MinimaObjective:
         Returns
         -------
         float, or tuple of float if there are several measures
+            nan, with which Optuna marks the trial as failed and goes on, for a network that
+            diverged or is no better than a constant: it is perfectly flat and useless.
+
+        Raises
+        ------
+        ValueError
+            If the study optimises in other directions.
         """
+        self._check_directions(trial)
         return self.run(trial)[0]
 
     def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and hand the trained estimator over as well."""
+        """Train and measure one candidate, and hand the trained estimator over as well.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+
+        Returns
+        -------
+        (float or tuple of float, estimator)
+        """
         try:
             params = self.space.suggest(trial)
-            estimator = self.candidate(params, trial.params, trial)
-            started = time.perf_counter()
-            with _interruptible():
-                estimator.fit(self.X, self.y)
-            trial.set_user_attr("seconds", time.perf_counter() - started)
-            _detach_pruner(estimator)
-            found = self._record(trial, estimator)
+            estimator = self.train(params, trial.params, trial)
+            with _seeded(self._seed(trial.params)):  # loaders draw from torch's random state
+                found = self._record(trial, estimator)
         except optuna.TrialPruned:
+            trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
             raise
         except Exception as error:
             trial.set_user_attr("reason", f"{type(error).__name__}: {error}")
             raise
-        values = tuple(_DIRECTIONS[self.direction] * value for value in found)
+        values = tuple(_SIGNS[self.direction] * value for value in found)
         return (values[0] if len(values) == 1 else values), estimator
 
-    def candidate(
-        self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None
-    ) -> Any:
-        """Clone the estimator for one combination of parameters, seeded, with all the data.
+    def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
+        """Train the estimator with one combination of parameters, on all the data.
 
         Parameters
         ----------
@@ -173,48 +198,95 @@ class MinimaObjective:
         drawn : dict
             The same as Optuna knows them, from which seeds derive.
         trial : optuna.Trial, optional
-            To report epochs to, for its study's pruner.
+            Is told the time, and each epoch for its study's pruner.
 
         Returns
         -------
         estimator
-            Not fitted.
+            A new one; the user's own stays as it is.
         """
-        estimator = clone(self.estimator).set_params(**params)
-        for net in _nets(estimator):
-            net.set_params(train_split=None)
-            if trial is not None and _prunes(trial):
-                net.set_params(callbacks=[*(net.callbacks or []), _ReportToPruner(trial)])
-        if self.base_seed is not None:
-            seed = zlib.crc32(repr(sorted(drawn.items())).encode(), self.base_seed) >> 1
+        estimator = clone(self.estimator)
+        estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
+        _hold_nothing_out(estimator, params)
+        seed = self._seed(drawn)
+        if seed is not None:
             unset = [
                 name
                 for name, value in estimator.get_params().items()
                 if name.split("__")[-1] == "random_state" and value is None
             ]
             estimator.set_params(**dict.fromkeys(unset, seed))
+        started = time.perf_counter()
+        try:
+            with _interruptible(), _seeded(seed), _pruned(estimator, trial):
+                estimator.fit(self.X, self.y)
+        finally:
+            if trial is not None:
+                trial.set_user_attr("seconds", time.perf_counter() - started)
         return estimator
 
+    def _check_directions(self, trial: Any) -> None:
+        study = getattr(trial, "study", None)
+        if study is None:  # a FixedTrial
+            return
+        directions = [direction.name.lower() for direction in study.directions]
+        if directions != [self.direction] * len(self.measures):
+            raise ValueError(
+                f"the study's directions are {directions}, but this objective has "
+                f"{len(self.measures)} measure(s), each to {self.direction}. Create the study "
+                f"with directions={[self.direction] * len(self.measures)}."
+            )
+
+    def _seed(self, drawn: Mapping[str, Any]) -> int | None:
+        """Derive a candidate's seed from its parameters: the same if it is trained again."""
+        if self.base_seed is None:
+            return None
+        return zlib.crc32(repr(sorted(drawn.items())).encode(), self.base_seed) >> 1
+
     def _record(self, trial: optuna.Trial, estimator: Any) -> list[float]:
-        found = {name: evaluate(name, estimator, self.X, self.y) for name in self.measures}
-        first = found[self.measures[0]]
+        """Write what the table of minima shows; return the measures, nan if there is nothing."""
+        # a network that diverged need not be measurable, its loss always is
+        train_loss = mean_loss(to_network(estimator, self.X, self.y, DataOptions()))
+        trial.set_user_attr("train_loss", train_loss)
+        trial.set_user_attr("converged", False)
+        if not np.isfinite(train_loss):
+            trial.set_user_attr("reason", "the training loss is not finite")
+            return [np.nan] * len(self.measures)
+        seed = self._seed(trial.params)
+        found = {
+            name: evaluate(name, estimator, self.X, self.y, random_state=seed)
+            for name in self.measures
+        }
         for name, measured in found.items():
             trial.set_user_attr(name, measured.value)
-        trial.set_user_attr("train_loss", first.risk)
+        self._record_held_out(trial, estimator, train_loss)
+        first = found[self.measures[0]]
+        if self.artifact_store is not None:
+            trial.set_user_attr("artifact_id", self._keep_weights(trial, first.network.module))
+        values = [measured.value for measured in found.values()]
+        reason = ""
+        if train_loss >= first.constant_risk():
+            reason = "the training loss is no better than a constant prediction's"
+            values = [np.nan] * len(values)
+        elif not np.isfinite(values).all():
+            reason = "a measure is not finite"
+        elif not _has_converged(final_estimator(estimator)):
+            reason = "training stopped before its goal was reached"
+        trial.set_user_attr("converged", not reason)
+        trial.set_user_attr("reason", reason)
+        if hasattr(trial, "set_constraint"):  # optuna >= 5: samplers and best_trial look at it
+            trial.set_constraint("converged", float(bool(reason)))
+        return values
+
+    def _record_held_out(self, trial: optuna.Trial, estimator: Any, train_loss: float) -> None:
         if self.X_test is not None:
             network = to_network(estimator, self.X_test, self.y_test, DataOptions())
             test_loss = mean_loss(network)
             trial.set_user_attr("test_loss", test_loss)
-            trial.set_user_attr("generalization_gap", test_loss - first.risk)
-        for name, data in (("train", (self.X, self.y)), ("test", (self.X_test, self.y_test))):
-            if data[0] is not None and hasattr(estimator, "score"):
-                trial.set_user_attr(f"{name}_score", float(estimator.score(*data)))
-        reason = _why_no_minimum(estimator, first.risk, first.constant_risk())
-        trial.set_user_attr("converged", not reason)
-        trial.set_user_attr("reason", reason)
-        if self.artifact_store is not None:
-            trial.set_user_attr("artifact_id", self._keep_weights(trial, first.network.module))
-        return [measured.value for measured in found.values()]
+            trial.set_user_attr("generalization_gap", test_loss - train_loss)
+        for name, X, y in (("train", self.X, self.y), ("test", self.X_test, self.y_test)):
+            if y is not None and hasattr(estimator, "score"):
+                trial.set_user_attr(f"{name}_score", float(estimator.score(X, y)))
 
     def _keep_weights(self, trial: optuna.Trial, module: torch.nn.Module) -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -226,30 +298,27 @@ class MinimaObjective:
         return artifact
 
 
-def _why_no_minimum(estimator: Any, risk: float, constant_risk: float) -> str:
-    """Say why training did not end in a minimum; empty if it did, as far as one can tell."""
-    if not np.isfinite(risk):
-        return "the training loss is not finite"
-    if risk >= constant_risk:
-        return "the training loss is no better than a constant prediction's"
-    if getattr(final_estimator(estimator), "converged_", True):
-        return ""
-    return "training stopped before its goal was reached"
+def _has_converged(estimator: Any) -> bool:
+    """Say whether training reached its goal, where the estimator tells."""
+    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
+    if n_iter is not None and max_iter is not None:  # scikit-learn's
+        return bool(np.max(n_iter) < max_iter)
+    return bool(getattr(estimator, "converged_", True))
+
+
+def _hold_nothing_out(estimator: Any, params: Mapping[str, Any]) -> None:
+    """Switch validation splits off: those of skorch, and scikit-learn's early stopping."""
+    for net in _nets(estimator):
+        net.set_params(train_split=None)
+    for name, value in estimator.get_params().items():
+        if name.split("__")[-1] == "early_stopping" and value is True and name not in params:
+            estimator.set_params(**{name: False})
 
 
 def _nets(estimator: Any) -> list[NeuralNet]:
     """List the skorch nets in an estimator, itself included."""
-    return [part for part in [estimator, *estimator.get_params().values()] if _is_net(part)]
-
-
-def _is_net(part: Any) -> bool:
-    return isinstance(part, NeuralNet)
-
-
-def _prunes(trial: optuna.Trial) -> bool:
-    study = trial.study
-    single = len(study.directions) == 1
-    return single and not isinstance(study.pruner, optuna.pruners.NopPruner)
+    parts = [estimator, *estimator.get_params().values()]
+    return [part for part in parts if isinstance(part, NeuralNet)]
 
 
 class _ReportToPruner(Callback):
@@ -258,29 +327,71 @@ class _ReportToPruner(Callback):
     def __init__(self, trial: optuna.Trial) -> None:
         self.trial = trial
 
+    def __deepcopy__(self, memo: Any) -> "_ReportToPruner":
+        return self  # a copy of the trial would report to a copy of the study
+
+    def __sklearn_clone__(self) -> "_ReportToPruner":
+        return self
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        return {}
+
     def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
         self.trial.report(net.history[-1, "train_loss"], len(net.history))
         if self.trial.should_prune():
             raise optuna.TrialPruned
 
 
-def _detach_pruner(estimator: Any) -> None:
+@contextmanager
+def _pruned(estimator: Any, trial: Any) -> Iterator[None]:
+    """Let the study's pruner, if there is one, watch the nets of an estimator as they train."""
+    study = getattr(trial, "study", None)
+    if (
+        study is None
+        or len(study.directions) > 1
+        or isinstance(study.pruner, optuna.pruners.NopPruner)
+    ):
+        yield
+        return
+    watched = [net for net in _nets(estimator) if net.callbacks != "disable"]
+    for net in watched:
+        net.set_params(callbacks=[*(net.callbacks or []), _ReportToPruner(trial)])
+    yield
+    if watched:  # what was fitted may be a copy, as in a TransformedTargetRegressor
+        for net in [*watched, final_estimator(estimator)]:
+            _forget_pruner(net)
+
+
+def _forget_pruner(net: Any) -> None:
     """Drop the callback that holds on to the study."""
-    for net in _nets(estimator):
-        reporters = [c for c in net.callbacks or [] if isinstance(c, _ReportToPruner)]
-        if reporters:
-            others = [c for c in net.callbacks if c not in reporters]
-            net.set_params(callbacks=others or None)
+    others = [one for one in net.callbacks or [] if not isinstance(one, _ReportToPruner)]
+    net.callbacks = others or None
+    if hasattr(net, "callbacks_"):
+        net.callbacks_ = [
+            (name, one) for name, one in net.callbacks_ if not isinstance(one, _ReportToPruner)
+        ]
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Seed torch's random state, from which plain skorch nets draw, and give it back."""
+    if seed is None:
+        yield
+        return
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Let Ctrl-C end the sweep: skorch takes it for the end of one net's training."""
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
     pressed = []
-    before = signal.getsignal(signal.SIGINT)
 
     def remember(number: int, frame: Any) -> None:
         pressed.append(number)
@@ -297,6 +408,10 @@ def _interruptible() -> Iterator[None]:
 
 def _delegates(method: str) -> Any:
     def check(search: Any) -> bool:
+        if not search.refit:
+            raise AttributeError(
+                f"{method} is not available in a search with refit=False, which keeps no network."
+            )
         getattr(getattr(search, "best_estimator_", search.estimator), method)
         return True
 
@@ -321,23 +436,28 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         What to rank by, see `get_measure_names`; of several, the first ranks and the
         others are recorded.
     n_trials : int, optional
-        How many candidates; all combinations if None, which needs a space of choices.
+        How many candidates in all, those of a resumed study included; all combinations if
+        None, which needs a space of choices.
     sampler : optuna sampler, optional
-        The whole grid where the space is choices only and `n_trials` allows it, otherwise
-        `TPESampler`.
+        Used as a copy. If None, the whole grid where the space is choices only and `n_trials`
+        allows it, otherwise `TPESampler`, which then repeats no combination of choices.
     storage : str or optuna storage, optional
         Such as ``"sqlite:///minima.db"``; in memory if None.
     study_name : str, optional
-        With a storage: an existing study of that name is resumed, what is finished is not
-        trained again.
+        With a storage: an existing study of that name is resumed. What is finished, or has
+        failed for a reason of its own, is not trained again; what was interrupted or killed is.
+        If None, every `fit` is a new study.
     pruner : optuna pruner, optional
         Stops hopeless candidates by their training loss.
     n_jobs : int, optional
-        Processes; None or 1 trains in this one.
+        Processes; None or 1 trains in this one. A `sampler` of one's own then draws without
+        its seed.
     refit : bool, default=True
-        Provide `best_estimator_`.
+        Provide `best_estimator_`: the very network that was measured, or, if an earlier
+        session trained it, one trained again, which is the same if it is seeded.
     random_state : int, RandomState or None, default=None
-        Seeds the sampler and every `random_state` of the estimator that is None.
+        Seeds the sampler, every `random_state` of the estimator that is None, and torch while
+        a candidate trains, so that plain skorch nets can be reproduced too.
     verbose : int, default=0
         1 shows a progress bar, 2 Optuna's log as well.
 
@@ -354,14 +474,25 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     best_index_ : int
         Its place in `cv_results_`.
     cv_results_ : dict
-        `params`, ``param_...``, `mean_test_score` (minus the measure, on the training data),
-        `rank_test_score`, `mean_fit_time`.
+        As in scikit-learn's searches, with one fit per candidate: `mean_test_score` is minus
+        the measure, on the training data, and nan for what is no minimum; `rank_test_score`,
+        `params`, ``param_...``, `mean_fit_time`.
     study_ : optuna.Study
+        Also holds what was interrupted, which the tables leave out.
+    classes_, n_features_in_, feature_names_in_
+        Those of `best_estimator_`.
 
     Raises
     ------
     ValueError
-        From `fit`, if an argument is not valid or no candidate could be trained.
+        From `fit`, if an argument is not valid, a study of that name is one of other data or
+        another space, or no candidate could be trained; the reasons are listed.
+
+    Notes
+    -----
+    A candidate that fails, diverges or is no better than a constant is recorded as failed,
+    with its reason, and one that did not reach its goal as not converged; both rank behind
+    every minimum. Ctrl-C ends the search with what was finished.
 
     Examples
     --------
@@ -417,6 +548,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self
             After Ctrl-C too, with what was finished.
         """
+        self.__dict__.pop("best_estimator_", None)
         measures = [self.measure] if isinstance(self.measure, str) else list(self.measure)
         rng = check_random_state(self.random_state)
         seeds = (None, None) if self.random_state is None else rng.randint(2**31 - 1, size=2)
@@ -430,30 +562,46 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             y_test=y_test,
             random_state=seeds[1],
         )
+        self._check_arguments()
         grid = self._grid(objective.space)
-        # the first measure alone is the objective, so that samplers and pruners work
-        first = _FirstMeasure(objective)
-        with _quiet(self.verbose), tempfile.TemporaryDirectory() as folder:
-            study = self._create_study(seeds[0], folder)
-            n_missing = self._plan(study, grid)
-            kept = self._optimize(study, first, n_missing)
+        quiet = self.verbose < 2
+        with _log_level(quiet), tempfile.TemporaryDirectory() as folder:
+            study = self._create_study(folder)
+            _check_resumable(study, objective)
+            _plan(study, grid)
+            study.sampler = copy.deepcopy(self.sampler) or _CandidateSampler(
+                None if seeds[0] is None else int(seeds[0]), objective.space
+            )
+            sweep = _Sweep(objective, None if grid else int(self.n_trials or 0), quiet)
+            interrupted, kept = self._optimize(study, sweep)
             if self.storage is None and self._processes() > 1:
                 study = _in_memory(study)  # the journal goes with the folder
         self.study_ = study
-        self._finish(objective, measures[0], kept)
-        if y is not None and hasattr(self, "best_estimator_"):
-            for name in ("classes_", "n_features_in_", "feature_names_in_"):
-                if hasattr(self.best_estimator_, name):
-                    setattr(self, name, getattr(self.best_estimator_, name))
+        self._finish(objective, kept, interrupted)
         return self
 
-    def _grid(self, space: Space) -> list[dict[str, Any]] | None:
+    def _check_arguments(self) -> None:
         if self.n_trials is not None and (
             isinstance(self.n_trials, bool)
             or not isinstance(self.n_trials, int | np.integer)
             or self.n_trials < 1
         ):
             raise ValueError(f"n_trials must be a positive integer or None, got {self.n_trials!r}.")
+        for name, kind in (
+            ("sampler", optuna.samplers.BaseSampler),
+            ("pruner", optuna.pruners.BasePruner),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be an optuna {name} or None, got {value!r}.")
+        if self._processes() > 1 and isinstance(self.storage, optuna.storages.InMemoryStorage):
+            raise ValueError(
+                f"n_jobs={self.n_jobs} processes cannot share a storage in memory: leave storage "
+                "out, or give a file, such as 'sqlite:///minima.db'."
+            )
+
+    def _grid(self, space: Space) -> list[dict[str, Any]] | None:
+        """List the candidates if they are all combinations there are."""
         if self.sampler is not None:
             if self.n_trials is None:
                 raise ValueError("n_trials is needed with a sampler: say how many candidates.")
@@ -471,102 +619,109 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def _processes(self) -> int:
         return 1 if self.n_jobs is None else int(effective_n_jobs(self.n_jobs))
 
-    def _storage(self, folder: str) -> Any:
-        if self.storage is None and self._processes() > 1:
-            return JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
-        return self.storage
-
-    def _create_study(self, seed: Any, folder: str) -> optuna.Study:
-        seed = None if seed is None else int(seed)
+    def _create_study(self, folder: str) -> optuna.Study:
+        storage = self.storage
+        if storage is None and self._processes() > 1:
+            storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
         return optuna.create_study(
-            storage=self._storage(folder),
-            sampler=self.sampler or optuna.samplers.TPESampler(seed=seed),
+            storage=storage,
             pruner=self.pruner or optuna.pruners.NopPruner(),
             study_name=self.study_name,
             load_if_exists=self.study_name is not None,
         )
 
-    def _plan(self, study: optuna.Study, grid: list[dict[str, Any]] | None) -> int:
-        """Queue the grid's missing points; return how many candidates are to be trained."""
-        finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
-        if grid is None:
-            assert self.n_trials is not None
-            return max(0, int(self.n_trials) - len(finished))
-        waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        done = [trial.params for trial in finished]
-        queued = [trial.system_attrs.get("fixed_params") for trial in waiting]
-        missing = [point for point in grid if point not in done]
-        for point in missing:
-            # what a killed process was at is neither finished nor waiting: trained again
-            if point not in queued:
-                study.enqueue_trial(point)
-        return len(missing)
+    def _optimize(self, study: optuna.Study, sweep: "_Sweep") -> tuple[bool, "_Kept"]:
+        """Train what is missing; say whether Ctrl-C ended that, and what is worth keeping."""
+        n_trials = sweep.n_left(study)
+        kept = _Kept(self.refit)
+        with tqdm(total=n_trials, desc="minima", unit="net", disable=not self.verbose) as bar:
 
-    def _optimize(
-        self, study: optuna.Study, objective: "_FirstMeasure", n_trials: int
-    ) -> dict[int, Any]:
-        """Run the trials; return the flattest minimum's estimator by its trial number."""
-        kept: dict[int, Any] = {}
-        flattest = np.inf
-        n_jobs = self._processes()
-        if n_jobs == 1:
-            results: Iterator[Any] = (_run_one(study, objective) for _ in range(n_trials))
-        else:
-            # processes: threads would race for torch's random state
-            level = optuna.logging.get_verbosity()
-            runs = (delayed(_run_apart)(study, objective, level) for _ in range(n_trials))
-            results = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs)
-        bar = tqdm(total=n_trials, desc="minima", unit="net", disable=not self.verbose)
-        try:
-            with bar:
-                for number, value, estimator in results:
-                    bar.update()
-                    if self.refit and estimator is not None and value < flattest:
-                        flattest, kept = value, {number: estimator}
-        except KeyboardInterrupt:
+            def keep(trial: FrozenTrial, estimator: Any) -> None:
+                bar.update()
+                kept.offer(trial, estimator)
+
+            try:
+                if self._processes() == 1:
+                    if n_trials:
+                        sweep.run(study, n_trials, keep)
+                    return False, kept
+                while n_trials:
+                    _run_in_processes(study, sweep, self._processes(), n_trials, keep)
+                    n_trials = sweep.n_left(study)
+            except KeyboardInterrupt:
+                # the processes that trained are gone, and so is what they were at
+                _give_up(study, lambda trial: trial.user_attrs.get("sweep") == sweep.name)
+                return True, kept
+        return False, kept
+
+    def _finish(self, objective: MinimaObjective, kept: "_Kept", interrupted: bool) -> None:
+        by = objective.measures[0]
+        trials = self.study_.get_trials(deepcopy=False)
+        cut_short = [trial.number for trial in trials if _is_cut_short(trial)]
+        table = minima_table(self.study_)
+        table = table[~table["trial"].isin(cut_short)].reset_index(drop=True)
+        if interrupted and not table["state"].eq("complete").any():
+            raise KeyboardInterrupt("before any candidate was finished.")
+        if not table["state"].eq("complete").any():
+            raise ValueError(
+                f"none of {len(table)} candidates could be trained and measured:\n"
+                + _list_reasons(table)
+            )
+        if interrupted:
             warnings.warn(
-                "interrupted: the search ends with the candidates that were finished.",
+                f"interrupted: the search ends with the {len(table)} candidates that were "
+                "finished. To train the others, fit again with the same storage and study_name.",
                 FlatnessWarning,
                 stacklevel=3,
             )
-        return kept
-
-    def _finish(self, objective: MinimaObjective, by: str, kept: dict[int, Any]) -> None:
-        table = minima_table(self.study_)
-        if not len(table) or not (table["state"] == "complete").any():
-            reasons = sorted(set(table["reason"])) if len(table) else ["none was finished"]
-            raise ValueError(f"no candidate could be trained and measured: {'; '.join(reasons)}")
         self.minima_ = rank_minima(table, by=by)
-        if not is_converged(self.minima_).any():
+        if not is_converged(table).any():
             warnings.warn(
                 "no candidate converged, so that this is a ranking of networks on their way, not "
-                "of minima: train longer (max_epochs), or to a goal within reach (StopAtLoss). "
-                f"Reasons: {sorted(set(self.minima_['reason']))}.",
+                "of minima: train longer (max_epochs), or to a goal within reach (StopAtLoss).\n"
+                + _list_reasons(table),
                 FlatnessWarning,
                 stacklevel=3,
             )
         best = int(self.minima_["trial"].iloc[0])
-        trial = self.study_.trials[best]
-        self.cv_results_ = _cv_results(table, self.minima_, by, objective.space, self.study_)
+        self.cv_results_ = _cv_results(table, self.minima_, by, objective.space, trials)
         self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
-        self.best_params_ = objective.space.values(trial)
-        self.best_score_ = -float(trial.user_attrs[by])
-        if self.refit:
-            if best in kept:
-                self.best_estimator_ = kept[best]
-            else:
-                estimator = objective.candidate(self.best_params_, trial.params)
-                self.best_estimator_ = estimator.fit(objective.X, objective.y)
+        self.best_params_ = objective.space.values(trials[best])
+        self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
+        if not self.refit:
+            return
+        if kept.number == best:
+            self.best_estimator_ = kept.estimator
+        else:  # trained in an earlier session
+            self.best_estimator_ = objective.train(self.best_params_, trials[best].params)
 
     # -- what the best estimator does --------------------------------------------------------
 
     def _best(self) -> Any:
-        check_is_fitted(self, "minima_")
+        check_is_fitted(self, "best_estimator_")
+        return self.best_estimator_
+
+    @property
+    def classes_(self) -> Any:
+        """Class labels, of a classifier."""
+        return self._learned("classes_")
+
+    @property
+    def n_features_in_(self) -> int:
+        """Number of features seen in `fit`."""
+        return int(self._learned("n_features_in_"))
+
+    @property
+    def feature_names_in_(self) -> Any:
+        """Names of the features seen in `fit`, of data frames."""
+        return self._learned("feature_names_in_")
+
+    def _learned(self, name: str) -> Any:
         if not hasattr(self, "best_estimator_"):
             raise AttributeError(
-                "there is no best_estimator_ to predict with: search again with refit=True."
+                f"{type(self).__name__} has no {name} before it is fitted with refit=True."
             )
-        return self.best_estimator_
+        return getattr(self.best_estimator_, name)
 
     @_delegates("predict")  # type: ignore[untyped-decorator]
     def predict(self, X: Any) -> Any:
@@ -595,6 +750,20 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         array of shape (n, n_classes)
         """
         return self._best().predict_proba(X)
+
+    @_delegates("predict_log_proba")  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> Any:
+        """Predict logarithms of probabilities with the flattest minimum.
+
+        Parameters
+        ----------
+        X : array-like
+
+        Returns
+        -------
+        array of shape (n, n_classes)
+        """
+        return self._best().predict_log_proba(X)
 
     @_delegates("decision_function")  # type: ignore[untyped-decorator]
     def decision_function(self, X: Any) -> Any:
@@ -635,71 +804,324 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return tags
 
 
-class _FirstMeasure:
-    """An objective with its first measure alone as the value; the others are recorded."""
+class _CandidateSampler(TPESampler):
+    """TPE that draws a candidate by its number, and no combination of choices twice.
 
-    def __init__(self, objective: MinimaObjective) -> None:
+    A draw depends on the seed, on how many candidates there are before and on their results,
+    so that a sweep that was interrupted goes on as it would have. Of choices alone, the first
+    draws are a random order of all combinations, whatever process asks for them.
+    """
+
+    n_random = 10
+
+    def __init__(self, seed: int | None, space: Space) -> None:
+        super().__init__(seed=seed, n_startup_trials=self.n_random)
+        self.seed = seed
+        self.points = space.grid()
+        order = np.random.RandomState(seed).permutation(len(self.points or []))
+        self.order = [int(index) for index in order]
+        self.choices = space.distributions()
+
+    def reseed_rng(self) -> None:
+        """Keep the seed: no two trials share a number."""
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        earlier = study.get_trials(deepcopy=False)[: trial.number]
+        self.number = sum(not _is_cut_short(one) for one in earlier)
+        self.taken = [one.params for one in earlier if not _is_cut_short(one)]
+        if self.seed is not None:
+            seed = zlib.crc32(b"%d" % self.number, self.seed)
+            super().__init__(seed=seed, n_startup_trials=self.n_random)
+        super().before_trial(study, trial)
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        if self.points is None:
+            return super().infer_relative_search_space(study, trial)
+        return self.choices
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
+    ) -> dict[str, Any]:
+        if self.points is None:
+            return super().sample_relative(study, trial, search_space)
+        start = self.number if self.number < self.n_random else self.n_random
+        in_order = [self.points[i] for i in (*self.order[start:], *self.order[:start])]
+        taken = self.taken
+        if self.number >= self.n_random:
+            taken = [*taken, *in_order[len(in_order) - start :]]
+            for _ in range(100):
+                point = {
+                    name: self.sample_independent(study, trial, name, search_space[name])
+                    for name in search_space
+                }
+                if point not in taken:
+                    return point
+        return next((point for point in in_order if point not in taken), in_order[0])
+
+
+class _Sweep:
+    """The objective of a search: one value, and no candidate that another process has.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+    n_trials : int or None
+        How many candidates there are to be; those in the study's queue if None.
+    quiet : bool
+        Whether Optuna's log is to be silent, in this process or another.
+    """
+
+    def __init__(self, objective: MinimaObjective, n_trials: int | None, quiet: bool) -> None:
         self.objective = objective
+        self.n_trials = n_trials
+        self.quiet = quiet
+        self.name = uuid.uuid4().hex
+
+    def n_left(self, study: optuna.Study) -> int:
+        """How many candidates are to be trained."""
+        trials = study.get_trials(deepcopy=False)
+        if self.n_trials is None:
+            return sum(trial.state == TrialState.WAITING for trial in trials)
+        done = (not _is_cut_short(trial) for trial in trials if trial.state != TrialState.WAITING)
+        return max(0, self.n_trials - sum(done))
 
     def __call__(self, trial: optuna.Trial) -> float:
-        value, self.estimator = self.objective.run(trial)
-        return value if isinstance(value, float) else value[0]
+        self.estimator = None
+        if self.n_trials is None and _has_another(trial):
+            raise _NothingLeftError
+        trial.set_user_attr("process", [socket.gethostname(), os.getpid()])
+        trial.set_user_attr("sweep", self.name)
+        # the first measure alone is the value, so that any sampler and pruner works
+        values, self.estimator = self.objective.run(trial)
+        return values[0] if isinstance(values, tuple) else values
+
+    def run(
+        self, study: optuna.Study, n_trials: int, keep: Callable[[FrozenTrial, Any], None]
+    ) -> None:
+        """Train up to so many candidates in this process, handing over each."""
+
+        def done(study: optuna.Study, trial: FrozenTrial) -> None:
+            keep(trial, self.estimator)
+            if not self.n_left(study):
+                study.stop()
+
+        study.optimize(self, n_trials=n_trials, catch=(Exception,), callbacks=[done])
+
+    def run_one(self, study: optuna.Study) -> list[tuple[FrozenTrial, Any]]:
+        """Train one candidate, if there is one left, in a process of its own."""
+        found: list[tuple[FrozenTrial, Any]] = []
+        study.sampler.reseed_rng()  # a copy would draw what the other processes draw
+        with _log_level(self.quiet):
+            if self.n_left(study):
+                self.run(study, 1, lambda *result: found.append(result))
+        # networks that cannot win need not travel
+        return [(trial, one if _is_minimum(trial) else None) for trial, one in found]
 
 
-def _run_apart(
-    study: optuna.Study, objective: _FirstMeasure, verbosity: int
-) -> tuple[int, float, Any]:
-    """Run one trial in a worker process."""
-    optuna.logging.set_verbosity(verbosity)  # the worker does not share this process's level
-    study.sampler.reseed_rng()  # a copy of the sampler would draw what its siblings draw
-    return _run_one(study, objective)
+class _NothingLeftError(Exception):
+    """Another process was faster."""
 
 
-def _run_one(study: optuna.Study, objective: _FirstMeasure) -> tuple[int, float, Any]:
-    """Run one trial in this process; return its number, value and trained estimator."""
-    found: list[int] = []
-    objective.estimator = None
-    study.optimize(
-        objective,
-        n_trials=1,
-        catch=(Exception,),
-        callbacks=[lambda study, trial: found.append(trial.number)],
+class _Kept:
+    """The flattest minimum so far, with its network."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self.best = (np.inf, -1)  # equally flat ones rank in the order of their trials
+        self.estimator: Any = None
+
+    @property
+    def number(self) -> int:
+        return self.best[1]
+
+    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
+        if self.wanted and _is_minimum(trial):
+            assert trial.value is not None
+            if (trial.value, trial.number) < self.best:
+                self.best, self.estimator = (trial.value, trial.number), estimator
+
+
+def _run_in_processes(
+    study: optuna.Study,
+    sweep: _Sweep,
+    n_jobs: int,
+    n_trials: int,
+    keep: Callable[[FrozenTrial, Any], None],
+) -> None:
+    """Train in processes: threads would race for torch's random state."""
+    runs = (delayed(sweep.run_one)(study) for _ in range(n_trials))
+    try:
+        for found in Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs):
+            for result in found:
+                keep(*result)
+    except TerminatedWorkerError:
+        _give_up(
+            study,
+            lambda trial: trial.user_attrs.get("sweep") == sweep.name,
+            reason="a process that trained was killed, perhaps for lack of memory",
+        )
+
+
+def _is_minimum(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
+
+
+def _is_cut_short(trial: FrozenTrial) -> bool:
+    """Say whether a trial was interrupted or killed, so that it is to be trained again.
+
+    What fails by itself says why.
+    """
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs
+
+
+def _has_another(trial: optuna.Trial) -> bool:
+    """Say whether a trial of a grid got no point of it, or one that an earlier trial has."""
+    trials = trial.study.get_trials(deepcopy=False)
+    point = trials[trial.number].system_attrs.get("fixed_params")
+    return point is None or any(
+        not _is_cut_short(other)
+        and (other.params == point or other.system_attrs.get("fixed_params") == point)
+        for other in trials[: trial.number]
     )
-    trial = study.trials[found[0]]
-    if trial.state != TrialState.COMPLETE or not trial.user_attrs.get("converged"):
-        return trial.number, np.inf, None
-    return trial.number, float(trial.values[0]), objective.estimator
+
+
+def _is_abandoned(trial: FrozenTrial) -> bool:
+    """Say whether the process that trained is gone; of other machines one cannot tell."""
+    host, process = trial.user_attrs.get("process", [socket.gethostname(), os.getpid()])
+    if host != socket.gethostname():
+        return False
+    if process == os.getpid() or os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _give_up(
+    study: optuna.Study, which: Callable[[FrozenTrial], bool], reason: str | None = None
+) -> None:
+    """Mark running trials as failed; without a reason they are to be trained again."""
+    storage = study._storage
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if which(trial):
+            if reason is not None:
+                storage.set_trial_user_attr(trial._trial_id, "reason", reason)
+            storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+def _check_resumable(study: optuna.Study, objective: MinimaObjective) -> None:
+    """Refuse to go on with a study of something else, whose minima cannot be compared."""
+    name = study.study_name
+    if study.directions != [StudyDirection.MINIMIZE]:
+        raise ValueError(
+            f"study {name!r} was not made by a search: its directions are "
+            f"{[direction.name.lower() for direction in study.directions]}."
+        )
+    objective.space.check_study(study)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        lacking = [measure for measure in objective.measures if measure not in trial.user_attrs]
+        if lacking:
+            raise ValueError(
+                f"trial {trial.number} of study {name!r} has no {lacking}, and its network is "
+                "gone; give this search a study_name of its own."
+            )
+    digest = [_digest(objective.X), _digest(objective.y)]
+    if study.user_attrs.get("data", digest) != digest:
+        raise ValueError(
+            f"study {name!r} was made with other data; give this search a study_name of its own. "
+            "In cross-validation leave study_name out: every fold is a search of its own."
+        )
+    study.set_user_attr("data", digest)
+
+
+def _digest(data: Any) -> str | None:
+    """Return a short text that changes with the data; None for what is no array."""
+    array = np.asarray(data) if hasattr(data, "__array__") or isinstance(data, list) else None
+    if array is None or not array.ndim:
+        return None
+    if array.dtype == object:
+        array = array.astype(str)
+    return f"{array.shape} {zlib.crc32(np.ascontiguousarray(array).tobytes())}"
+
+
+def _plan(study: optuna.Study, grid: list[dict[str, Any]] | None) -> None:
+    """Queue what is missing of the grid, and what was being trained by a process that died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)  # of storages with a heartbeat
+    _give_up(study, _is_abandoned)
+    if grid is None:
+        return
+    trials = [trial for trial in study.get_trials(deepcopy=False) if not _is_cut_short(trial)]
+    known = [trial.params for trial in trials]
+    known += [trial.system_attrs.get("fixed_params", {}) for trial in trials]
+    for point in grid:
+        if point not in known:
+            study.enqueue_trial(point)
 
 
 def _in_memory(study: optuna.Study) -> optuna.Study:
-    copied = optuna.create_study(direction="minimize", sampler=study.sampler, pruner=study.pruner)
+    copied = optuna.create_study(
+        study_name=study.study_name, sampler=study.sampler, pruner=study.pruner
+    )
     copied.add_trials(study.get_trials())
+    for name, value in study.user_attrs.items():
+        copied.set_user_attr(name, value)
     return copied
 
 
+def _list_reasons(table: pd.DataFrame) -> str:
+    """Say how often what went wrong, most frequent first."""
+    counts = table["reason"].value_counts().head(5)
+    return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
+
+
 def _cv_results(
-    table: pd.DataFrame, ranked: pd.DataFrame, by: str, space: Space, study: optuna.Study
+    table: pd.DataFrame,
+    ranked: pd.DataFrame,
+    by: str,
+    space: Space,
+    trials: Sequence[FrozenTrial],
 ) -> dict[str, Any]:
     """Arrange the table as scikit-learn's searches do, one entry per candidate."""
-    ranks = ranked.set_index("trial")["rank"]
+    minima = is_converged(table) & is_complete(table)
+    counted = minima if minima.any() else is_complete(table)
+    scores = np.where(counted, -table[by].to_numpy(dtype=float), np.nan)
+    params = [space.values(trials[number]) for number in table["trial"].tolist()]
     results: dict[str, Any] = {
-        "params": [space.values(study.trials[number]) for number in table["trial"]],
         "mean_fit_time": table["seconds"].to_numpy(dtype=float),
-        "mean_test_score": -table[by].to_numpy(dtype=float),
-        "rank_test_score": ranks.loc[table["trial"]].to_numpy(dtype=np.int32),
+        "std_fit_time": np.zeros(len(table)),
     }
-    for name in table.columns:
-        if name.startswith("param_"):
-            results[name] = np.ma.array(table[name].to_numpy(dtype=object))
+    for name in space.entries:
+        values = np.ma.array(np.empty(len(table), dtype=object), mask=True)
+        for index, drawn in enumerate(params):
+            if name in drawn:
+                values[index] = drawn[name]
+        results[f"param_{name}"] = values
+    results["params"] = params
+    results["split0_test_score"] = scores
+    results["mean_test_score"] = scores.copy()
+    results["std_test_score"] = np.zeros(len(table))
+    ranks = ranked.set_index("trial")["rank"]
+    results["rank_test_score"] = ranks.loc[table["trial"]].to_numpy(dtype=np.int32)
     return results
 
 
 @contextmanager
-def _quiet(verbose: int) -> Iterator[None]:
+def _log_level(quiet: bool) -> Iterator[None]:
     """Borrow Optuna's log level."""
     before = optuna.logging.get_verbosity()
     try:
-        if verbose < 2:
+        if quiet:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
         yield
     finally:

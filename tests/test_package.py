@@ -31,6 +31,7 @@ CORE = {
     "flatness",
     "penalty",
     "models",
+    "homogeneity",
     "reparameterize",
 }
 FACE = {

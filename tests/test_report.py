@@ -197,3 +197,22 @@ def test_what_is_said_to_be_different_is():
                     for net in (mlp(0), rescaled(mlp(0), change, factors))
                 )
                 assert after != pytest.approx(before, rel=0.05), (name, change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layer"), [("mlp tanh", 0), ("conv", 0)])
+@pytest.mark.parametrize("name", ["relative_flatness", "hessian_trace", "neuron_flatness_sum"])
+def test_error_bars_are_right(kind, layer, name):
+    net, X, y = make(kind, n=20)
+    exact = measure(name, net, X, y, layer=layer, criterion=CE, method="exact")
+    found = [
+        evaluate(name, net, X, y, layer=layer, criterion=CE, method="hutchinson", n_probes=12,
+                 rtol=1e-12, random_state=seed)
+        for seed in range(200)
+    ]  # fmt: skip
+    errors = np.array([one.value - exact for one in found])
+    stated = np.array([one.stderr for one in found])
+    assert (np.abs(errors) < 4 * stated).mean() >= 0.99
+    # 200 draws know their own spread to about 5%
+    assert np.sqrt((stated**2).mean()) == pytest.approx(np.sqrt((errors**2).mean()), rel=0.2)
+    assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors))
