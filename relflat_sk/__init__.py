@@ -17,11 +17,12 @@ from relflat_sk.nets import (
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
 )
+from relflat_sk.objective import MinimaObjective
 from relflat_sk.penalty import RelativeFlatnessPenalty
 from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
 from relflat_sk.reparameterize import reparameterize
 from relflat_sk.scorer import FlatnessScorer
-from relflat_sk.study import FlatMinimaSearch, MinimaObjective
+from relflat_sk.study import FlatMinimaSearch
 
 __version__ = "0.1.0"
 

@@ -44,7 +44,7 @@ FACE = {
     "nets",
     "callbacks",
 }
-STUDY = {"minima", "space", "study", "correlation", "plots"}
+STUDY = {"minima", "objective", "space", "study", "sweep", "correlation", "plots"}
 
 
 def imported(tree):
@@ -98,6 +98,8 @@ def test_version():
 
 def documented(name):
     public = getattr(relflat_sk, name)
+    if name.endswith("Display"):  # made by a class method, as in scikit-learn
+        public = next(getattr(public, made) for made in dir(public) if made.startswith("from_"))
     return (public.__init__ if inspect.isclass(public) else public), inspect.getdoc(public)
 
 

@@ -48,7 +48,8 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk import study as study_module
+from relflat_sk import objective as objective_module
+from relflat_sk import sweep as sweep_module
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -602,7 +603,7 @@ def test_a_trial_that_is_running_elsewhere_is_left_alone(tmp_path):
     study = optuna.load_study(study_name="sweep", storage=storage)
     done = study.trials[0].params["C"]
     elsewhere, here = sorted({0.01, 0.1, 1.0} - {done})
-    this = study_module.socket.gethostname()
+    this = sweep_module.socket.gethostname()
     for c, host, process in ((elsewhere, "elsewhere", 1), (here, this, os.getppid())):
         study.enqueue_trial({"C": c})
         trial = study.ask()
@@ -817,7 +818,7 @@ def test_the_pruner_stops_hopeless_nets(wrap):
     assert len(search.study_.trials[2].intermediate_values) == 1
     # nothing in the result holds on to the study
     net = search.best_estimator_.regressor_ if wrap else search.best_estimator_
-    reporter = study_module._ReportToPruner
+    reporter = objective_module._ReportToPruner
     for callbacks in (net.callbacks or [], [one for _, one in net.callbacks_]):
         assert not any(isinstance(one, reporter) for one in callbacks)
     assert b"ReportToPruner" not in pickle.dumps(search.best_estimator_)
