@@ -29,6 +29,7 @@ from relflat_sk import (
     correlate,
 )
 
+BATCH_SIZES = [16, 32, 64, 128, 256]
 BASE_LR, BASE_BATCH = 0.05, 32
 
 
@@ -148,9 +149,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     # few enough images that candidates differ in how they generalise
-    batch_sizes, seeds = (
-        ([8, 64], [0, 1]) if options.quick else ([16, 32, 64, 128, 256], [0, 1, 2, 3, 4, 5])
-    )
+    batch_sizes, seeds = ([8, 64], range(2)) if options.quick else (BATCH_SIZES, range(6))
+    batch_sizes, seeds = options.batch_sizes or batch_sizes, list(seeds)
     net = make_net(max_epochs=100 if options.quick else 500, loss=0.05 if options.quick else 0.01)
     X, y = load_digits(return_X_y=True)
     X, X_test, y, y_test = train_test_split(

@@ -145,7 +145,13 @@ class Sweep:
             if not self.n_left(study):
                 study.stop()
 
-        study.optimize(self, n_trials=n_trials, catch=(Exception,), callbacks=[done])
+        try:
+            study.optimize(self, n_trials=n_trials, catch=(Exception,), callbacks=[done])
+        except ValueError as error:
+            # SQLite locks no rows, so that two processes may take the same trial out of the
+            # queue. What the slower one found is the same, by its seeds, and is dropped.
+            if "Cannot tell a" not in str(error):
+                raise
 
     def run_one(self, study: optuna.Study) -> list[tuple[FrozenTrial, Any]]:
         """Train one candidate, if there is one left, in a process of its own."""

@@ -31,8 +31,8 @@ def run(module, *arguments, **variables):
             "benchmarks.scoring",
             [
                 "scoring / forward",
-                "torch.func.hessian / scoring",
-                "autograd.functional.hessian / scoring",
+                "torch.func.hessian / scoring, the measure by itself",
+                "autograd.functional.hessian / scoring, the measure by itself",
                 "peak memory, scoring / forward",
             ],
         ),

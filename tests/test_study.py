@@ -521,6 +521,30 @@ def test_processes_share_a_database(tmp_path):
     assert_same_results(search, logistic().fit(X, Y))
 
 
+def test_a_trial_that_two_processes_took_counts_once(monkeypatch):
+    search = logistic()
+    run, raced = sweep_module.Sweep.__call__, []
+
+    def finished_by_another(self, trial):
+        value = run(self, trial)
+        if not raced:
+            raced.append(trial.number)
+            trial.study._storage.set_trial_state_values(
+                trial._trial_id, TrialState.COMPLETE, [value]
+            )
+        return value
+
+    monkeypatch.setattr(sweep_module.Sweep, "__call__", finished_by_another)
+    study = optuna.create_study()
+    objective = MinimaObjective(search.estimator, X, Y, search.space)
+    sweep = sweep_module.Sweep(objective, None, quiet=True)
+    sweep_module.plan(study, objective.space.grid())
+    n_points = sweep.n_left(study)
+    while sweep.n_left(study):
+        sweep.run(study, 1, lambda *_: None)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * n_points
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
 def test_a_killed_process_does_not_end_the_sweep():
