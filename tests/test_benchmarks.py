@@ -37,8 +37,9 @@ def run(module, *arguments, **variables):
             ],
         ),
         ("benchmarks.training", ["training step, regularised / plain"]),
+        ("benchmarks.layers", ["flatness_report / forward-backward"]),
     ],
-    ids=["scoring", "training"],
+    ids=["scoring", "training", "layers"],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     done = run(module, "--quick", RELFLAT_SK_CIFAR10="")

@@ -1,0 +1,316 @@
+"""Flatness at all layers of LeNet-5: a report of it in passes, and traces next to other libraries.
+
+Run ``python -m benchmarks.layers``; ``--quick`` for a smoke run.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.data import add_data_argument, load_images
+from benchmarks.models import LeNet5
+from benchmarks.timing import Budget, Ratio, environment, interleave, ratio, table, verdict
+from relflat_sk import flatness_report
+
+CRITERION = nn.CrossEntropyLoss()
+BATCH_SIZE = 1024
+RTOL = 0.01
+TRACE_LIKE = [
+    "relative_flatness",
+    "normalized_relative_flatness",
+    "hessian_trace",
+    "trace_flatness",
+    "neuron_flatness_max",
+    "neuron_flatness_sum",
+]
+EIGENVALUE_LIKE = ["hessian_max_eigenvalue", "eigenvalue_flatness"]
+LAYERS = [
+    name for name, layer in LeNet5().named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)
+]
+
+
+def train(X: Tensor, y: Tensor, epochs: int) -> nn.Module:
+    """Train a LeNet-5 for some epochs."""
+    torch.manual_seed(0)
+    model = LeNet5()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(X)).split(128):
+            optimizer.zero_grad()
+            CRITERION(model(X[rows]), y[rows]).backward()
+            optimizer.step()
+    model.zero_grad()
+    return model.eval()
+
+
+def forward_backward(model: nn.Module, X: Tensor, y: Tensor) -> None:
+    """Compute the gradient of the loss in all parameters, batch by batch."""
+    for x, target in zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True):
+        model.zero_grad()
+        CRITERION(model(x), target).backward()
+    model.zero_grad()
+
+
+def report(model: nn.Module, X: Tensor, y: Tensor, measures: list[str]) -> None:
+    """Measure all layers as a user does."""
+    flatness_report(
+        model,
+        X,
+        y,
+        measures=measures,
+        criterion=CRITERION,
+        batch_size=BATCH_SIZE,
+        rtol=RTOL,
+        random_state=0,
+    )
+
+
+@dataclass
+class Ours:
+    """The trace at one layer, as `flatness_report` has it."""
+
+    model: nn.Module
+    X: Tensor
+    y: Tensor
+    layer: str
+    value: float = math.nan
+    stderr: float = math.nan
+    method: str = ""
+
+    def __call__(self) -> None:
+        """Measure."""
+        (row,) = flatness_report(
+            self.model,
+            self.X,
+            self.y,
+            measures=["hessian_trace"],
+            layers=[self.layer],
+            criterion=CRITERION,
+            batch_size=BATCH_SIZE,
+            rtol=RTOL,
+            random_state=0,
+        ).itertuples()
+        self.value, self.stderr, self.method = row.value, row.stderr, row.method
+
+    def off(self, mean: float, stderr: float) -> float:
+        """Say how many standard errors away a mean is."""
+        return abs(mean - self.value) / max(math.hypot(stderr, self.stderr), 1e-6 * abs(mean))
+
+
+@dataclass
+class Probes:
+    """Probes of one rival, collected over the rounds."""
+
+    draw: Callable[[int], list[float]]
+    at_once: int
+    values: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        """Draw some."""
+        self.values += self.draw(self.at_once)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def stderr(self) -> float:
+        return statistics.stdev(self.values) / math.sqrt(len(self.values))
+
+    def needed(self) -> int:
+        """How many probes have a standard error of 1%, by the spread of these."""
+        spread = statistics.stdev(self.values) / abs(self.mean)
+        return max(1, math.ceil((spread / RTOL) ** 2))
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    arguments = _parse()
+    images = "RANDOM images, not real ones" if arguments.data is None else "CIFAR-10"
+    n, epochs = arguments.n_samples, arguments.epochs
+    print(f"LeNet-5, trained {epochs} epochs and measured on {n:,} images ({images})")
+    print(f"in batches of {BATCH_SIZE}, relative tolerance {RTOL:g}")
+    print(environment())
+    X, y = load_images(n, arguments.data)
+    model = train(X, y, epochs)
+    with torch.no_grad():
+        output = torch.cat([model(x) for x in X.split(BATCH_SIZE)])
+    right = float((output.argmax(dim=1) == y).float().mean())
+    print(f"training loss {float(CRITERION(output, y)):.3f}, accuracy {right:.3f}")
+    budgets = [_time_report(model, X, y, arguments)]
+    budgets += _compare(model, X, y, arguments)
+    return verdict(budgets, judged=not arguments.quick)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--n-samples", type=int, help="images (default: 5,000)")
+    parser.add_argument("--epochs", type=int, help="of training (10)")
+    parser.add_argument("--rounds", type=int, help="how often the ways take turns (5)")
+    parser.add_argument("--probes", type=int, help="that rivals draw in each round (8)")
+    parser.add_argument("--most", type=int, help="largest number of products, Hutch++ (192)")
+    add_data_argument(parser)
+    arguments = parser.parse_args()
+    usual = {"n_samples": 5000, "epochs": 10, "rounds": 5, "probes": 8, "most": 192}
+    quick = {"n_samples": 256, "epochs": 1, "rounds": 2, "probes": 2, "most": 12}
+    for name, value in (quick if arguments.quick else usual).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
+    one_pass, traces = "forward-backward", "flatness_report, trace-like"
+    ways = {
+        one_pass: lambda: forward_backward(model, X, y),
+        traces: lambda: report(model, X, y, TRACE_LIKE),
+        "flatness_report, eigenvalues (not judged)": lambda: report(model, X, y, EIGENVALUE_LIKE),
+    }
+    eigenvalues = list(ways)[-1:]
+    times = interleave({k: w for k, w in ways.items() if k not in eigenvalues}, arguments.rounds)
+    # in rounds of their own: they take long, and are for orientation
+    slow = interleave({k: ways[k] for k in (one_pass, *eigenvalues)}, 2, warmup=0)
+    rows = [["all layers", "median s", "/ forward-backward [quartiles]"]]
+    for name in ways:
+        taken = slow if name in eigenvalues else times
+        median = f"{statistics.median(taken[name]):.3f}"
+        rows.append([name, median, str(ratio(taken[name], taken[one_pass]))])
+    print(f"\n{len(LAYERS)} layers, {len(TRACE_LIKE)} trace-like measures and ", end="")
+    print(f"{len(EIGENVALUE_LIKE)} of eigenvalues, {arguments.rounds} rounds\n")
+    print(table(rows))
+    value = ratio(times[traces], times[one_pass]).value
+    return Budget("flatness_report / forward-backward", value, 60)
+
+
+def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> list[Budget]:
+    print(f"\nHessian trace by layer at a standard error of {RTOL:.0%}. Rivals report no error:")
+    print("the probes they need follow from the spread of those they drew here, all of them")
+    print("timed. Where they need more than were timed, or fewer, the time in the table is")
+    print("EXTRAPOLATED LINEARLY. Products of Hutch++ and XTrace: as many as bring the spread")
+    few = X[:_N_PILOT], y[:_N_PILOT]
+    print(f"of repeated estimates on the first {len(few[0])} images to 1% (more images take no")
+    print("fewer); their time is that many of curvlinops' own, the QR left out.")
+    slowest: dict[str, float] = {}
+    furthest = 0.0
+    for layer in LAYERS:
+        ratios, off = _compare_at(layer, model, (X, y), few, arguments)
+        furthest = max(furthest, off)
+        for name, found in ratios.items():
+            slowest[name] = min(slowest.get(name, math.inf), found)
+    budgets = [
+        Budget(f"{name} / ours, the least of all layers", value, 3, at_least=True)
+        for name, value in slowest.items()
+    ]
+    if slowest:
+        budgets.append(Budget("largest distance of rivals' means, in standard errors", furthest, 4))
+    return budgets
+
+
+# images to find the number of products of Hutch++ and XTrace on, and estimates for the spread
+_N_PILOT = 256
+_REPEATS = 8
+
+
+def _rivals(
+    layer: str, model: nn.Module, X: Tensor, y: Tensor, at_once: int
+) -> tuple[dict[str, Probes], peers.Operator | None]:
+    """Set up what is installed, and say what is not."""
+    batches = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
+    rivals: dict[str, Probes] = {}
+    operator = None
+    try:
+        for name, data in {"PyHessian": batches, "PyHessian, one batch": [(X, y)]}.items():
+            if name not in rivals and (len(data) > 1 or name != "PyHessian"):
+                draw = peers.pyhessian_probes(model, CRITERION, layer, data)
+                rivals[name] = Probes(draw, at_once)
+    except peers.MissingPeer as error:
+        print(f"\nskipped: {error}")
+    try:
+        operator = peers.curvlinops_operator(model, CRITERION, layer, batches)
+        rivals["curvlinops Hutchinson"] = Probes(peers.curvlinops_probes(operator), at_once)
+    except peers.MissingPeer as error:
+        print(f"\nskipped: {error}")
+    return rivals, operator
+
+
+def _compare_at(
+    layer: str,
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    few: tuple[Tensor, Tensor],
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, float], float]:
+    """Print the table of one layer; return ratios, and the largest distance."""
+    torch.manual_seed(0)
+    rivals, operator = _rivals(layer, model, *data, arguments.probes)
+    ours = Ours(model, *data, layer)
+    ours()
+    for rival in rivals.values():
+        rival.draw(1)
+    times = interleave({"ours": ours, **rivals}, arguments.rounds, warmup=0)
+    rows = [["way", "trace", "off / se", "products", "timed", "seconds", "/ ours [quartiles]"]]
+    seconds = f"{statistics.median(times['ours']):.3g}"
+    rows.append([f"ours, {ours.method}", f"{ours.value:.5g}", "", "", "all", seconds, "1"])
+    found: dict[str, float] = {}
+    offs = [0.0]
+
+    def add(name: str, mean: float, off: float, needed: int, cost: tuple[list[float], int]) -> None:
+        taken, timed = cost
+        scaled = [t * needed / arguments.probes for t in taken]
+        compared: Ratio = ratio(scaled, times["ours"])
+        found[name] = compared.value
+        offs.append(off)
+        median = f"{statistics.median(scaled):.3g}"
+        cells = [f"{mean:.5g}", f"{off:.1f}", f"{needed:,}", f"{timed:,}", median, str(compared)]
+        rows.append([name, *cells])
+
+    for name, rival in rivals.items():
+        off = ours.off(rival.mean, rival.stderr)
+        add(name, rival.mean, off, rival.needed(), (times[name], len(rival.values)))
+    if operator is not None:
+        taken = times["curvlinops Hutchinson"]
+        reference = Ours(model, *few, layer)
+        reference()
+        pilot = peers.curvlinops_operator(model, CRITERION, layer, [few], operator.width)
+        for method in peers.DEFLATED:
+            estimates, needed, reached = _products(pilot, method, arguments)
+            off = reference.off(estimates.mean, estimates.stderr)
+            name = f"curvlinops {method}"
+            label = name if reached else f"{name} (not yet at 1%)"
+            add(label, estimates.mean, off, needed, (taken, 0))
+            if not reached:  # a lower bound
+                found[name] = found.pop(label)
+    shape = tuple(model.get_submodule(layer).weight.shape)
+    print(f"\n{layer}, weight {shape}\n")
+    print(table(rows), flush=True)
+    return found, max(offs)
+
+
+def _products(
+    operator: peers.Operator, method: str, arguments: argparse.Namespace
+) -> tuple[Probes, int, bool]:
+    """Double the number of products until the spread of repeated estimates is 1%."""
+    n_products = 12
+    while True:
+        estimates = Probes(
+            lambda n, k=n_products: [peers.deflated_trace(operator, method, k) for _ in range(n)],
+            2 if arguments.quick else _REPEATS,
+        )
+        estimates()
+        reached = estimates.needed() <= 1
+        # they take fewer products than there are columns
+        if reached or 2 * n_products > min(arguments.most, operator.shape[0] - 1):
+            return estimates, n_products, reached
+        n_products *= 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
