@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from scipy.stats import norm
+from scipy.stats import t as student
 from torch import Tensor, nn
 
 from benchmarks import peers
@@ -99,9 +101,15 @@ class Ours:
         ).itertuples()
         self.value, self.stderr, self.method = row.value, row.stderr, row.method
 
-    def off(self, mean: float, stderr: float) -> float:
-        """Say how many standard errors away a mean is."""
-        return abs(mean - self.value) / max(math.hypot(stderr, self.stderr), 1e-6 * abs(mean))
+    def off(self, rival: "Probes") -> float:
+        """Say how many standard errors away a mean is.
+
+        A few probes know their own spread badly (Student's t), so that is translated into
+        as many standard errors of a normal distribution as are equally unlikely.
+        """
+        stderr = max(math.hypot(rival.stderr, self.stderr), 1e-6 * abs(rival.mean))
+        t = abs(rival.mean - self.value) / stderr
+        return float(norm.isf(student.sf(t, len(rival.values) - 1)))
 
 
 @dataclass
@@ -118,10 +126,12 @@ class Probes:
 
     @property
     def mean(self) -> float:
+        """Mean of the probes so far."""
         return statistics.fmean(self.values)
 
     @property
     def stderr(self) -> float:
+        """Its standard error."""
         return statistics.stdev(self.values) / math.sqrt(len(self.values))
 
     def needed(self) -> int:
@@ -198,6 +208,7 @@ def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespa
     few = X[:_N_PILOT], y[:_N_PILOT]
     print(f"of repeated estimates on the first {len(few[0])} images to 1% (more images take no")
     print("fewer); their time is that many of curvlinops' own, the QR left out.")
+    arguments.installed = _installed()
     slowest: dict[str, float] = {}
     furthest = 0.0
     for layer in LAYERS:
@@ -219,26 +230,33 @@ _N_PILOT = 256
 _REPEATS = 8
 
 
+def _installed() -> set[str]:
+    """Find the rivals that are there, and say which are not."""
+    found = set()
+    for package in peers.PIP:
+        try:
+            peers.load(package)
+        except peers.MissingPeer as error:
+            print(f"\nSKIPPED: {error}")
+        else:
+            found.add(package)
+    return found
+
+
 def _rivals(
-    layer: str, model: nn.Module, X: Tensor, y: Tensor, at_once: int
+    layer: str, model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace
 ) -> tuple[dict[str, Probes], peers.Operator | None]:
-    """Set up what is installed, and say what is not."""
     batches = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
-    rivals: dict[str, Probes] = {}
+    draws: dict[str, Callable[[int], list[float]]] = {}
     operator = None
-    try:
-        for name, data in {"PyHessian": batches, "PyHessian, one batch": [(X, y)]}.items():
-            if name not in rivals and (len(data) > 1 or name != "PyHessian"):
-                draw = peers.pyhessian_probes(model, CRITERION, layer, data)
-                rivals[name] = Probes(draw, at_once)
-    except peers.MissingPeer as error:
-        print(f"\nskipped: {error}")
-    try:
+    if "pyhessian" in arguments.installed:
+        if len(batches) > 1:
+            draws["PyHessian"] = peers.pyhessian_probes(model, CRITERION, layer, batches)
+        draws["PyHessian, one batch"] = peers.pyhessian_probes(model, CRITERION, layer, [(X, y)])
+    if "curvlinops" in arguments.installed:
         operator = peers.curvlinops_operator(model, CRITERION, layer, batches)
-        rivals["curvlinops Hutchinson"] = Probes(peers.curvlinops_probes(operator), at_once)
-    except peers.MissingPeer as error:
-        print(f"\nskipped: {error}")
-    return rivals, operator
+        draws["curvlinops Hutchinson"] = peers.curvlinops_probes(operator)
+    return {name: Probes(draw, arguments.probes) for name, draw in draws.items()}, operator
 
 
 def _compare_at(
@@ -250,7 +268,7 @@ def _compare_at(
 ) -> tuple[dict[str, float], float]:
     """Print the table of one layer; return ratios, and the largest distance."""
     torch.manual_seed(0)
-    rivals, operator = _rivals(layer, model, *data, arguments.probes)
+    rivals, operator = _rivals(layer, model, *data, arguments)
     ours = Ours(model, *data, layer)
     ours()
     for rival in rivals.values():
@@ -273,7 +291,7 @@ def _compare_at(
         rows.append([name, *cells])
 
     for name, rival in rivals.items():
-        off = ours.off(rival.mean, rival.stderr)
+        off = ours.off(rival)
         add(name, rival.mean, off, rival.needed(), (times[name], len(rival.values)))
     if operator is not None:
         taken = times["curvlinops Hutchinson"]
@@ -282,7 +300,7 @@ def _compare_at(
         pilot = peers.curvlinops_operator(model, CRITERION, layer, [few], operator.width)
         for method in peers.DEFLATED:
             estimates, needed, reached = _products(pilot, method, arguments)
-            off = reference.off(estimates.mean, estimates.stderr)
+            off = reference.off(estimates)
             name = f"curvlinops {method}"
             label = name if reached else f"{name} (not yet at 1%)"
             add(label, estimates.mean, off, needed, (taken, 0))

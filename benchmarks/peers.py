@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 __all__ = [
     "DEFLATED",
+    "PIP",
     "MissingPeer",
     "Operator",
     "curvlinops_operator",
     "curvlinops_probes",
     "deflated_trace",
+    "load",
     "pyhessian_probes",
 ]
 
@@ -39,7 +41,14 @@ class MissingPeer(ImportError):
     """A library to compare with is not installed; the message says how to."""
 
 
-def _load(package: str) -> Any:
+def load(package: str) -> Any:
+    """Import pyhessian or curvlinops.
+
+    Raises
+    ------
+    MissingPeer
+        If it is not installed; says how to.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -80,7 +89,7 @@ def pyhessian_probes(
     MissingPeer
         If PyHessian is not installed.
     """
-    hessian = _load("pyhessian").hessian
+    hessian = load("pyhessian").hessian
     module, _ = _only(module, layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of reference cycles
@@ -144,7 +153,7 @@ def curvlinops_operator(
     MissingPeer
         If curvlinops is not installed.
     """
-    make = _load("curvlinops").HessianLinearOperator
+    make = load("curvlinops").HessianLinearOperator
     module, weight = _only(module, layer)
 
     def operator(batches: Batches) -> Any:
@@ -176,7 +185,7 @@ def curvlinops_probes(operator: Operator) -> Callable[[int], list[float]]:
     callable
         From a number of probes to their values.
     """
-    trace = _load("curvlinops").hutchinson_trace
+    trace = load("curvlinops").hutchinson_trace
 
     def draw(n: int) -> list[float]:
         trace(operator, n)
@@ -200,4 +209,4 @@ def deflated_trace(operator: Operator, method: str, n_products: int) -> float:
     float
     """
     function, _ = DEFLATED[method]
-    return float(getattr(_load("curvlinops"), function)(operator, n_products))
+    return float(getattr(load("curvlinops"), function)(operator, n_products))
