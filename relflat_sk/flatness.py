@@ -117,11 +117,19 @@ class Flatness:
 
     value: float
     stderr: float
-    risk: float  # mean loss; nan without labels
-    n_samples: int
     method: str  # "closed form", "exact", "hutchinson" or "lanczos"
     network: Network
     seen: Pass
+
+    @property
+    def risk(self) -> float:
+        """Mean loss; nan without labels."""
+        return self.seen.loss / self.seen.divisor
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples were measured on."""
+        return self.seen.n_samples
 
     def constant_risk(self) -> float:
         """Compute the mean loss of the best constant prediction on the same data.
@@ -218,8 +226,6 @@ def _result(
     return Flatness(
         value=float(values[at]),
         stderr=float(stderrs[at]),
-        risk=seen.loss / seen.divisor,
-        n_samples=seen.n_samples,
         method=sums.method,
         network=network,
         seen=seen,
@@ -287,8 +293,6 @@ def measure_eigenvalues(
         (found.layer, name): Flatness(
             value=EIGENVALUE_LIKE[name](found.value + weight_decay, found.weight),
             stderr=EIGENVALUE_LIKE[name](found.error, found.weight),
-            risk=found.seen.loss / found.seen.divisor,
-            n_samples=found.seen.n_samples,
             method="lanczos",
             network=network,
             seen=found.seen,
@@ -327,8 +331,6 @@ def measure_gradients(
         (name, "gradient_norm"): Flatness(
             value=float((total / seen.divisor + weight_decay * seen.weights[name]).norm()),
             stderr=0.0,
-            risk=seen.loss / seen.divisor,
-            n_samples=seen.n_samples,
             method="exact",
             network=network,
             seen=seen,
