@@ -206,8 +206,11 @@ def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespa
     print("timed. Where they need more than were timed, or fewer, the time in the table is")
     print("EXTRAPOLATED LINEARLY. Products of Hutch++ and XTrace: as many as bring the spread")
     few = X[:_N_PILOT], y[:_N_PILOT]
-    print(f"of repeated estimates on the first {len(few[0])} images to 1% (more images take no")
-    print("fewer); their time is that many of curvlinops' own, the QR left out.")
+    print(f"of repeated estimates on the first {len(few[0])} images to 1%, assuming that all")
+    print(
+        "images take no fewer; their time is that many of curvlinops' own, the QR left out. Their"
+    )
+    print("trace, and how far it is off, are those of the first images too.")
     arguments.installed = _installed()
     slowest: dict[str, float] = {}
     furthest = 0.0
@@ -228,6 +231,8 @@ def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespa
 # images to find the number of products of Hutch++ and XTrace on, and estimates for the spread
 _N_PILOT = 256
 _REPEATS = 8
+# of the number of their products, which is even with XTrace and a multiple of 3 with Hutch++
+_STEP = 6
 
 
 def _installed() -> set[str]:
@@ -315,19 +320,30 @@ def _compare_at(
 def _products(
     operator: peers.Operator, method: str, arguments: argparse.Namespace
 ) -> tuple[Probes, int, bool]:
-    """Double the number of products until the spread of repeated estimates is 1%."""
-    n_products = 12
-    while True:
+    """Find the number of products, in steps of 6, that brings the spread of estimates to 1%."""
+
+    def estimate(n_products: int) -> Probes:
         estimates = Probes(
-            lambda n, k=n_products: [peers.deflated_trace(operator, method, k) for _ in range(n)],
+            lambda n: [peers.deflated_trace(operator, method, n_products) for _ in range(n)],
             2 if arguments.quick else _REPEATS,
         )
         estimates()
-        reached = estimates.needed() <= 1
+        return estimates
+
+    low, high = 0, _STEP
+    while (estimates := estimate(high)).needed() > 1:
+        low, high = high, 2 * high
         # they take fewer products than there are columns
-        if reached or 2 * n_products > min(arguments.most, operator.shape[0] - 1):
-            return estimates, n_products, reached
-        n_products *= 2
+        if high > min(arguments.most, operator.shape[0] - 1):
+            return estimates, low, False
+    while high - low > _STEP:
+        middle = (low + high) // (2 * _STEP) * _STEP
+        between = estimate(middle)
+        if between.needed() > 1:
+            low = middle
+        else:
+            high, estimates = middle, between
+    return estimates, high, True
 
 
 if __name__ == "__main__":
