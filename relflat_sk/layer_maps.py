@@ -28,6 +28,9 @@ from torch.nn import functional as F
 
 __all__ = ["MAPS", "LayerMap", "layer_map"]
 
+# numbers of patches that are copied at a time
+_PATCHES = 2**22
+
 
 class LayerMap:
     """A layer seen as a linear map of its weight matrix.
@@ -155,7 +158,7 @@ class ConvMap(LayerMap):
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products of output channels and patches over positions."""
-        if self._unfolds:
+        if not self._transposed:
             return self._transpose_by_patches(features, rows)
         n, d, m = len(features), *self.weight.shape
         many = rows.reshape(n, -1, *rows.shape[-2:])
@@ -181,28 +184,35 @@ class ConvMap(LayerMap):
         at = within + group[:, None] * (layer.in_channels // layer.groups)
         return (at if layer.groups > 1 else within).to(layer.weight.device)
 
-    @property
-    def _unfolds(self) -> bool:
-        return not self._transposed and self.layer.weight.ndim <= 4
-
     def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
-        layer, n = self.layer, len(features)
+        groups, n_axes = self.layer.groups, len(self.layer.kernel_size)
+        patches = self._patches(features)
+        within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
+        patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
+        found = []
+        # some samples at a time: copies of patches are large, and fastest in the cache
+        size = max(1, _PATCHES // max(1, patches[:1].numel()))
+        for some, many in zip(torch.split(patches, size), torch.split(rows, size), strict=True):
+            n = len(some)
+            columns = some.reshape(n, groups, -1, rows.shape[-1]).transpose(2, 3)
+            grouped = many.reshape(n, -1, groups, rows.shape[-2] // groups, rows.shape[-1])
+            sums = grouped @ columns[:, None]
+            found.append(sums.reshape(*many.shape[:-1], sums.shape[-1]))
+        return torch.cat(found)
+
+    def _patches(self, features: Tensor) -> Tensor:
+        """View all patches, without a copy: (n, c, positions ..., kernel ...)."""
+        layer = self.layer
         x = self._padded(features)
-        size, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-        padding = (0,) * len(size) if layer.padding_mode != "zeros" else layer.padding
-        if padding == "same":
-            x, padding = self._pad_same(x), (0,) * len(size)
-        elif padding == "valid":
-            padding = (0,) * len(size)
-        if len(size) == 1:  # unfold knows images only
-            x, size, stride = x[:, :, None], (1, *size), (1, *stride)
-            dilation, padding = (1, *dilation), (0, *padding)
-        patches = F.unfold(x, size, dilation, padding, stride)
-        groups = layer.groups
-        patches = patches.reshape(n, groups, -1, patches.shape[-1]).transpose(2, 3)
-        grouped = rows.reshape(n, -1, groups, rows.shape[-2] // groups, rows.shape[-1])
-        sums = grouped @ patches[:, None]
-        return sums.reshape(*rows.shape[:-1], sums.shape[-1])
+        if layer.padding_mode == "zeros" and layer.padding != "valid":
+            if layer.padding == "same":
+                x = self._pad_same(x)
+            elif any(layer.padding):
+                x = F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
+        axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+        for axis, (size, stride, dilation) in enumerate(axes):
+            x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        return x
 
     def _pad_same(self, x: Tensor) -> Tensor:
         return F.pad(x, self.layer._reversed_padding_repeated_twice)

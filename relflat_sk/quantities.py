@@ -31,8 +31,8 @@ class Quantity(Protocol):
     def closed(self, view: LayerView) -> Tensor:
         """Each sample's terms from the layer's closed form: (n, k)."""
 
-    def gradient(self, view: LayerView, rows: Tensor) -> Tensor:
-        """Each sample's terms that belong to gradients g of shape (n, d, P): (n, k)."""
+    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
+        """Each sample's terms that belong to what `View.gradients` found: (n, k)."""
 
     def directions(self, view: LayerView) -> Iterator[Tensor]:
         """Yield changes of the layer's output (rows), whose forms sum up to the terms."""
@@ -70,14 +70,13 @@ class Trace:
             forms = view.closed(self.factor).sum(dim=1)
         return (self._norms(view) * forms)[:, None]
 
-    def gradient(self, view: LayerView, rows: Tensor) -> Tensor:
+    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
         if view.flat:
-            left = self._left(rows)
+            left = self._left(found)
             return (self._norms(view) * left.double().square().sum(dim=(1, 2)))[:, None]
-        matrices = view.map.transpose(view.features, rows)
         if self.inverse is not None:
-            matrices = matrices * self.inverse.to(matrices.dtype)
-        return self._left(matrices).double().square().sum(dim=(1, 2))[:, None]
+            found = found * self.inverse.to(found.dtype)
+        return self._left(found).double().square().sum(dim=(1, 2))[:, None]
 
     def _left(self, array: Tensor) -> Tensor:
         return array if self.factor is None else self.factor.T.to(array.dtype) @ array
@@ -147,12 +146,12 @@ class Neurons:
         assert view.closed is not None
         return self._finish(view.closed(view.weight) * view.features.double().square())
 
-    def gradient(self, view: LayerView, rows: Tensor) -> Tensor:
-        weight = view.weight.to(rows.dtype)
+    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
+        weight = view.weight.to(found.dtype)
         if view.flat:
-            along = (rows[:, :, 0] @ weight) * view.features
+            along = (found[:, :, 0] @ weight) * view.features
         else:
-            along = (view.map.transpose(view.features, rows) * weight).sum(dim=1)
+            along = (found * weight).sum(dim=1)
         return self._finish(along.double().square())
 
     def n_products(self, view: LayerView) -> int:
@@ -180,10 +179,9 @@ class Neurons:
 def left_factor(weight: Tensor) -> Tensor:
     """Return a matrix F with min(d, m) columns and F F^T = W W^T."""
     d, m = weight.shape
-    if d >= m or not bool(torch.isfinite(weight).all()):  # diverged: the SVD would raise
+    if d >= m:
         return weight
-    u, s, _ = torch.linalg.svd(weight, full_matrices=False)
-    factor: Tensor = u * s
+    factor: Tensor = torch.linalg.qr(weight.T, mode="r").R.T  # W = R^T Q^T
     return factor
 
 

@@ -207,9 +207,9 @@ class _Exact:
     def _add_gradients(self, view: View, wanted: list[tuple[Key, Quantity]]) -> None:
         names = list(dict.fromkeys(name for (name, _), _ in wanted))
         for cotangent in view.root.unbind(dim=2):
-            rows = view.gradients(cotangent, names)
+            found = view.gradients(cotangent, names)
             for key, quantity in wanted:
-                terms = quantity.gradient(view.layers[key[0]], rows[key[0]])
+                terms = quantity.gradient(view.layers[key[0]], found[key[0]])
                 self._keep(key, view, terms, "exact")
 
     def _keep(self, key: Key, view: View, terms: Tensor, method: str) -> None:
@@ -302,7 +302,7 @@ class _Sampled:
     def _draw(self, view: View, keys: Sequence[Key]) -> dict[Key, Tensor]:
         names = dict.fromkeys(name for name, _ in keys)
         by_gradients = [name for name in names if view.layers[name].how == "gradients"]
-        rows = {}
+        found = {}
         if by_gradients:
             # with signs s, E (R s)(R s)^T = R R^T: one backward pass for all layers
             shape = (len(view), view.root.shape[2], 1)
@@ -310,12 +310,12 @@ class _Sampled:
                 0, 2, shape, generator=self.generator, device=self.generator.device
             )
             cotangent = (view.root @ (2.0 * signs.double() - 1))[:, :, 0]
-            rows = view.gradients(cotangent, by_gradients)
+            found = view.gradients(cotangent, by_gradients)
         drawn = {}
         for name, what in keys:
             quantity, layer = self.plan[name][what], view.layers[name]
-            if name in rows:
-                drawn[name, what] = quantity.gradient(layer, rows[name])
+            if name in found:
+                drawn[name, what] = quantity.gradient(layer, found[name])
             else:
                 drawn[name, what] = quantity.draw(layer, self.generator)
         return drawn

@@ -129,7 +129,11 @@ class View:
         return self.curvature.root()
 
     def gradients(self, cotangent: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Pull vectors (n, o) in the network's output back to the layers' outputs: rows."""
+        """Pull vectors (n, o) in the network's output back to the layers.
+
+        That is to rows (n, d, 1) of a flat layer's output, and to the weight (n, d, m) of any
+        other: all quantities there share that sum over positions, which is what costs.
+        """
         assert self.base is not None
         views = [self.layers[name] for name in names]
         found = torch.autograd.grad(
@@ -139,10 +143,11 @@ class View:
             retain_graph=True,
             allow_unused=True,
         )
-        return {
-            view.name: view.map.to_rows(torch.zeros_like(view.bump) if g is None else g)
-            for view, g in zip(views, found, strict=True)
-        }
+        pulled = {}
+        for view, g in zip(views, found, strict=True):
+            rows = view.map.to_rows(torch.zeros_like(view.bump) if g is None else g)
+            pulled[view.name] = rows if view.flat else view.map.transpose(view.features, rows)
+        return pulled
 
 
 def observe(network: Network, layers: Sequence[Layer] | str) -> Iterator[View]:
