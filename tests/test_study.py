@@ -721,18 +721,35 @@ def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
     assert len(search.minima_) == 4
 
 
+PRESS = """
+def press_when_one_is_finished(storage):
+    import time
+    import optuna
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    while not any(trial.state.name == "COMPLETE" for trial in study.trials):
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)  # ended by the parent
+
+
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_processes_too(tmp_path):
-    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), 2)")
+    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    # Ctrl-C once the other process has finished its candidate, however slow the machine
+    press = f"press_when_one_is_finished({storage!r})"
+    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", press)
     code = code.replace('study_name="sweep"', 'study_name="sweep", n_jobs=2')
+    code = code.replace("class ", PRESS + "class ", 1)
     code = code.replace(
         "return super().fit",
-        "import time; time.sleep(5 if self.C >= 0.1 else 0)\n        return super().fit",
+        "import time; time.sleep(60 if self.C >= 0.1 else 0)\n        return super().fit",
     )
     code = code.replace("FlatMinimaSearch(\n", "search = FlatMinimaSearch(\n") + (
         "assert search.minima_['param_C'].tolist() == [0.01], search.minima_\n"
     )
-    storage = f"sqlite:///{tmp_path / 'minima.db'}"
     ended = subprocess.run(
         [sys.executable, "-c", code, storage],
         check=False,
