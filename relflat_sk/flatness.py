@@ -45,6 +45,7 @@ __all__ = [
     "measure_flatness",
     "measure_gradients",
     "measure_layers",
+    "see_network",
 ]
 
 
@@ -337,6 +338,25 @@ def measure_gradients(
         )
         for name, total in totals.items()
     }
+
+
+def see_network(network: Network) -> Pass:
+    """See what a pass over the data shows beside any measure: loss, samples, outputs.
+
+    Parameters
+    ----------
+    network : Network
+
+    Returns
+    -------
+    Pass
+    """
+    seen = Pass()
+    with borrowed(network.module):
+        for view in observe(network, [-1]):
+            seen.look(view)
+            del view
+    return seen
 
 
 def layer_names(network: Network) -> list[str]:

@@ -1,13 +1,15 @@
 """Measures of flatness, of any model, by name."""
 
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from relflat_sk._estimators import DataOptions, to_network
+from relflat_sk.estimates import Estimate
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.flatness import (
     EIGENVALUE_LIKE,
@@ -17,10 +19,13 @@ from relflat_sk.flatness import (
     measure_eigenvalues,
     measure_gradients,
     measure_layers,
+    see_network,
 )
 from relflat_sk.invariances import INVARIANCES, describe_invariance
 from relflat_sk.layers import Layer, find_layer
 from relflat_sk.network import Network
+from relflat_sk.norms import NORMS
+from relflat_sk.sharpness import SHARPNESS
 
 __all__ = [
     "check_name",
@@ -32,6 +37,10 @@ __all__ = [
 ]
 
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
+# measures of the network as a whole, each with arguments of its own
+NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORMS, **SHARPNESS}
+# what any measure takes, whether it has a use for it or not
+_GENERAL = {"method", "n_probes", "rtol", "random_state"}
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -70,26 +79,28 @@ def _measure(
     layers: Sequence[Layer] | str,
     *,
     weight_decay: float = 0.0,
+    refuse: bool = True,
     **params: Any,
 ) -> dict[tuple[str, str], Flatness]:
     """Measure layers in several ways, with as few passes over the data as that takes."""
     if not 0 <= weight_decay < np.inf:
         raise ValueError(f"weight_decay must be a finite number >= 0, got {weight_decay!r}.")
+    _check_arguments(names, params)
     found: dict[tuple[str, str], Flatness] = {}
     traces = [name for name in names if name in TRACE_LIKE]
     eigenvalues = [name for name in names if name in EIGENVALUE_LIKE]
-    if weight_decay and any(TRACE_LIKE[name].normalized for name in traces):
+    undecayed = [name for name in names if not _counts_decay(name)]
+    if weight_decay and undecayed:
         raise ValueError(
-            "weight_decay cannot be counted into normalized_relative_flatness, whose units are "
-            "those of the features; leave one of them out."
+            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
+            "of the weights; leave one of them out."
         )
     if traces:
-        found |= measure_layers(network, traces, layers, weight_decay=weight_decay, **params)
+        some = {key: value for key, value in params.items() if key in _GENERAL}
+        found |= measure_layers(network, traces, layers, weight_decay=weight_decay, **some)
     if "gradient_norm" in names:
         found |= measure_gradients(network, layers, weight_decay=weight_decay)
-    some: dict[str, Any] = {
-        key: value for key, value in params.items() if key in {"rtol", "random_state"}
-    }
+    some = {key: value for key, value in params.items() if key in {"rtol", "random_state"}}
     if eigenvalues:
         for layer in layer_names(network) if layers == "all" else layers:
             found |= measure_eigenvalues(
@@ -98,9 +109,57 @@ def _measure(
     if "network_flatness" in names:
         each = _measure(network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some)
         found["", "network_flatness"] = max(each.values(), key=lambda one: one.value)
+    found |= _measure_whole(network, names, refuse, params)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     return found
+
+
+def _counts_decay(name: str) -> bool:
+    return name not in NETWORK_WIDE and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def _check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
+    """Refuse arguments that none of the measures takes."""
+    known = _GENERAL.union(*(_arguments(name) for name in names if name in NETWORK_WIDE))
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"{key!r} is no argument of {', '.join(names)}, which take {sorted(known)}."
+            )
+
+
+def _arguments(name: str) -> set[str]:
+    return {
+        key
+        for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _measure_whole(
+    network: Network, names: Sequence[str], refuse: bool, params: Mapping[str, Any]
+) -> dict[tuple[str, str], Flatness]:
+    """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
+    found = {}
+    names = [name for name in names if name in NETWORK_WIDE]
+    seen = see_network(network) if names else None
+    for name in names:
+        own = {key: value for key, value in params.items() if key in _arguments(name)}
+        try:
+            one = NETWORK_WIDE[name](network, **own)
+        except (TypeError, ValueError) as error:
+            if refuse:
+                raise
+            _warn(f"{name} does not apply to this network: {error}")
+            one = Estimate(np.nan, np.nan, "none")
+        assert seen is not None
+        found["", name] = Flatness(one.value, one.stderr, one.method, network, seen)
+    return found
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FlatnessWarning, stacklevel=5)
 
 
 def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
@@ -238,7 +297,8 @@ def flatness_report(  # noqa: PLR0913
     model, X, y, criterion, batch_size, device
         See `relative_flatness`.
     measures : sequence of str, optional
-        Some of `get_measure_names`, all of them if None.
+        Some of `get_measure_names`, all of them if None; what does not apply to the network
+        is then nan, with a warning that says why.
     layers : sequence of int, str or nn.Module, or "all", default="all"
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss.
@@ -272,10 +332,10 @@ def flatness_report(  # noqa: PLR0913
     for name in names:
         check_name(name)
     if params.get("weight_decay") and measures is None:
-        names = [name for name in names if name != "normalized_relative_flatness"]
+        names = [name for name in names if _counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
-    found = _measure(network, names, layers, **params)
+    found = _measure(network, names, layers, refuse=measures is not None, **params)
     order = {name: at for at, name in enumerate(dict.fromkeys(layer for layer, _ in found))}
     rows = [
         {

@@ -16,6 +16,9 @@ MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PA
 
 CORE = {
     "exceptions",
+    "estimates",
+    "norms",
+    "sharpness",
     "curvature",
     "loss_table",
     "losses",
