@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 __all__ = ["InProjection", "explicit_attention"]
 
@@ -39,8 +40,10 @@ class InProjection(nn.Linear):
 def explicit_attention(module: nn.Module) -> Iterator[None]:
     """Run all attention inside a network step by step, with `in_proj` as a child layer.
 
-    Cross-attention and modules with extra options (other sizes of keys and values, added
-    keys) are left alone.
+    In cross-attention it projects queries, keys and values all together, as positions of
+    one sequence, and what is not needed is left out afterwards: so the packed weight has one
+    input, and the loss depends on it as before. Modules with extra options (other sizes of
+    keys and values, added keys) are left alone.
 
     Parameters
     ----------
@@ -82,8 +85,8 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled dot-product self-attention, with the arguments of `nn.MultiheadAttention`."""
-    if not (query is key is value) or query.ndim != 3:
+    """Scaled dot-product attention, with the arguments of `nn.MultiheadAttention`."""
+    if query.ndim != 3:
         return nn.MultiheadAttention.forward(
             attention,
             query,
@@ -95,25 +98,37 @@ def _attend(
             average_attn_weights,
             is_causal,
         )
-    x = query if attention.batch_first else query.transpose(0, 1)
-    n, length, size = x.shape
-    heads = attention.num_heads
-    projected = attention.in_proj(x).view(n, length, 3, heads, size // heads)
-    q, k, v = projected.permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(size // heads)
+    q, k, v = _project(attention, query, key, value)
+    n, heads, length, size = q.shape
+    scores = q @ k.transpose(-2, -1) / math.sqrt(size)
     if attn_mask is not None:
-        full = attn_mask if attn_mask.ndim == 2 else attn_mask.view(n, heads, length, length)
+        full = attn_mask if attn_mask.ndim == 2 else attn_mask.view(n, heads, *attn_mask.shape[1:])
         scores = scores + _additive(full, scores)
     if key_padding_mask is not None:
         scores = scores + _additive(key_padding_mask, scores)[:, None, None, :]
-    weights = scores.softmax(dim=-1)
-    mixed = (weights @ v).transpose(1, 2).reshape(n, length, size)
+    weights = F.dropout(scores.softmax(dim=-1), attention.dropout, attention.training)
+    mixed = (weights @ v).transpose(1, 2).reshape(n, length, heads * size)
     out = attention.out_proj(mixed)
     if not attention.batch_first:
         out = out.transpose(0, 1)
     if not need_weights:
         return out, None
     return out, weights.mean(dim=1) if average_attn_weights else weights
+
+
+def _project(attention: Any, *inputs: Tensor) -> list[Tensor]:
+    """Compute queries, keys and values of each head: (n, heads, length, size of a head)."""
+    same_as = [next(j for j, x in enumerate(inputs) if x is one) for one in inputs]
+    distinct = {j: inputs[j] for j in dict.fromkeys(same_as)}
+    if not attention.batch_first:
+        distinct = {j: x.transpose(0, 1) for j, x in distinct.items()}
+    lengths = [x.shape[1] for x in distinct.values()]
+    sequence = torch.cat(list(distinct.values()), dim=1) if len(distinct) > 1 else distinct[0]
+    heads = attention.num_heads
+    projected = attention.in_proj(sequence)
+    projected = projected.view(*sequence.shape[:2], 3, heads, attention.embed_dim // heads)
+    parts = dict(zip(distinct, projected.split(lengths, dim=1), strict=True))
+    return [parts[j][:, :, which].transpose(1, 2) for which, j in enumerate(same_as)]
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ below are all there are: the softmax family, losses that act on each output alon
 anything else through Hessian-vector products.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ __all__ = [
     "Curvature",
     "diagonal_curvature",
     "product_curvature",
+    "pull_back",
     "softmax_curvature",
     "summed_forms",
 ]
@@ -164,7 +166,6 @@ class _Diagonal:
 class _Products:
     z: Tensor  # (n, d), part of the graph of `gradient`
     gradient: Tensor | None  # (n, d) of the summed loss in z; None where it is constant
-    differentiable: bool  # build a graph through the product, for training
 
     def __call__(self, factor: Tensor) -> Tensor:
         columns = factor.expand(len(self.z), *factor.shape[-2:]).unbind(dim=-1)
@@ -176,7 +177,7 @@ class _Products:
     def product(self, vectors: Tensor) -> Tensor:
         found = None
         if self.gradient is not None:
-            found = _grad(self.gradient, self.z, vectors, self.differentiable)
+            (found,) = pull_back([self.gradient], [self.z], [vectors], create_graph=False)
         # where the gradient does not depend on z, there is no curvature
         return torch.zeros_like(vectors) if found is None else found
 
@@ -251,7 +252,7 @@ def diagonal_curvature(beta: Tensor) -> ClosedForm:
     return _Diagonal(beta)
 
 
-def product_curvature(loss: Tensor, z: Tensor, *, differentiable: bool = False) -> Curvature:
+def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
     """Curvature of any twice differentiable loss, one double backward pass per column.
 
     Parameters
@@ -260,8 +261,6 @@ def product_curvature(loss: Tensor, z: Tensor, *, differentiable: bool = False) 
         Sum over samples of the loss, with its graph back to `z`. Samples must not mix.
     z : Tensor of shape (n, d)
         Output of the layer; requires grad.
-    differentiable : bool, default=False
-        Whether the forms themselves can be differentiated again.
 
     Returns
     -------
@@ -275,9 +274,9 @@ def product_curvature(loss: Tensor, z: Tensor, *, differentiable: bool = False) 
     """
     gradient = None
     if loss.requires_grad:
-        gradient = _grad(loss, z, None, create_graph=True)
+        (gradient,) = pull_back([loss], [z], create_graph=True)
     curved = gradient is not None and gradient.requires_grad
-    return _Products(z, gradient if curved else None, differentiable)
+    return _Products(z, gradient if curved else None)
 
 
 def _mix(p: Tensor, factor: Tensor) -> Tensor:
@@ -292,10 +291,36 @@ def _rows(factor: Tensor, index: Tensor) -> Tensor:
     return factor[torch.arange(len(index), device=index.device), index]
 
 
-def _grad(of: Tensor, z: Tensor, v: Tensor | None, create_graph: bool) -> Tensor | None:
+def pull_back(
+    of: Sequence[Tensor],
+    inputs: Sequence[Any],
+    vectors: Sequence[Tensor] | None = None,
+    *,
+    create_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Differentiate and keep the graph; None for inputs that do not matter.
+
+    Parameters
+    ----------
+    of : sequence of Tensor
+        What to differentiate, weighted with `vectors`, or numbers.
+    inputs : sequence of Tensor or torch.autograd.graph.GradientEdge
+    vectors : sequence of Tensor, optional
+    create_graph : bool
+        Whether the result is to be differentiated again.
+
+    Returns
+    -------
+    tuple of Tensor or None
+
+    Raises
+    ------
+    ValueError
+        If an operation in between cannot be differentiated a second time.
+    """
     try:
-        (found,) = torch.autograd.grad(
-            of, z, v, retain_graph=True, create_graph=create_graph, allow_unused=True
+        return torch.autograd.grad(
+            of, inputs, vectors, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
     except (RuntimeError, NotImplementedError) as error:
         if "not implemented" not in str(error):
@@ -305,4 +330,3 @@ def _grad(of: Tensor, z: Tensor, v: Tensor | None, create_graph: bool) -> Tensor
             f"{error}. Write the operation in terms of differentiable torch functions, or "
             "measure another layer."
         ) from error
-    return found

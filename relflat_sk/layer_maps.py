@@ -44,10 +44,29 @@ class LayerMap:
         self.layer = layer
 
     @property
-    def weight(self) -> Tensor:
-        """The weight as a matrix of shape (d, m), detached."""
-        weight: Tensor = self.layer.weight.detach()
+    def matrix(self) -> Tensor:
+        """The weight as a matrix of shape (d, m), with its graph."""
+        weight: Tensor = self.layer.weight
         return weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The same, detached."""
+        return self.matrix.detach()
+
+    @property
+    def groups(self) -> int:
+        """How many blocks of rows see patches of their own."""
+        return 1
+
+    @property
+    def n_offsets(self) -> int:
+        """How many columns read the same input channel."""
+        return 1
+
+    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
+        """Select what one column multiplies, of a channel (n,) for each sample: (n, groups, P)."""
+        raise NotImplementedError
 
     def to_rows(self, z: Tensor) -> Tensor:
         """Bring an array of the shape of the output into shape (n, d, P)."""
@@ -101,6 +120,11 @@ class LinearMap(LayerMap):
         """Multiply every position with the matrix."""
         return matrices @ self.to_rows(features)
 
+    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
+        """Select one feature of each sample at all positions."""
+        rows = self.to_rows(features)
+        return rows[torch.arange(len(rows), device=rows.device), channel][:, None]
+
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over samples and positions."""
         return rows.transpose(0, 1).flatten(1) @ self.to_rows(features).transpose(1, 2).flatten(
@@ -125,14 +149,35 @@ class ConvMap(LayerMap):
     """Convolutions and transposed convolutions with any stride, padding, dilation, groups."""
 
     @property
-    def weight(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """The weight as a matrix: rows are output channels, columns what each of them sees."""
-        weight: Tensor = self.layer.weight.detach()
+        weight: Tensor = self.layer.weight
         if not self._transposed:
             return weight.flatten(1)
         groups, d = self.layer.groups, self.layer.out_channels
         columns = weight.reshape(groups, -1, d // groups, prod(weight.shape[2:]))
         return columns.transpose(1, 2).reshape(d, -1)
+
+    @property
+    def groups(self) -> int:
+        """How many blocks of rows see patches of their own."""
+        return int(self.layer.groups)
+
+    @property
+    def n_offsets(self) -> int:
+        """How many columns read the same input channel: the size of the kernel."""
+        return prod(self.layer.kernel_size)
+
+    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
+        """Convolve one channel of each group with a kernel that is one at the offset."""
+        n, groups = len(features), self.groups
+        grouped = features.reshape(n, groups, -1, *features.shape[2:])
+        chosen = grouped[torch.arange(n, device=features.device), :, channel]
+        kernel = features.new_zeros(self.n_offsets)
+        kernel[offset] = 1
+        padded = self._padded(chosen.reshape(n * groups, 1, *features.shape[2:]))
+        kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
+        return self._convolve(padded, kernel, 1).reshape(n, groups, -1)
 
     @property
     def _transposed(self) -> bool:

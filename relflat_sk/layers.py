@@ -19,6 +19,7 @@ from relflat_sk.layer_maps import MAPS, layer_map
 __all__ = [
     "Layer",
     "Tap",
+    "check_thrice",
     "check_unshared",
     "find_layer",
     "find_link",
@@ -201,6 +202,7 @@ class Tap:
     passed_on: Tensor | None = None  # the same where measuring, with the graph of the tail
     bump: Tensor | None = None  # zeros added to its output where measuring; requires grad
     node: Any = None  # the autograd node at which the tail of the network starts
+    edge: Any = None  # the same as what to differentiate by in training, also if z is overwritten
     calls: int = 0
     version: int = 0  # of `features`, to notice when they are written over
 
@@ -375,18 +377,21 @@ _PIECEWISE_LINEAR = {
 _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
                 "PreluKernel", "Mv", "Dot"}  # fmt: skip
 # linear in the first input as long as the others do not depend on the layer
-_LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
+_LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
 
 
-def is_piecewise_linear(base: Tensor, node: Any) -> bool:
-    """Whether `base` is piecewise linear in the layer's output, by the graph in between.
+def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bool:
+    """Whether `base` is piecewise linear in the layers' outputs, by the graph in between.
 
     Parameters
     ----------
     base : Tensor
-        Something computed from the layer's output.
-    node : torch.autograd.graph.Node
-        `Tap.node` of the layer.
+        Something computed from the layers' outputs.
+    *nodes : torch.autograd.graph.Node
+        `Tap.node` of each layer.
+    by_batch : bool, default=False
+        Take the statistics by which batch norm divides in training for given, so that it
+        counts as linear.
 
     Returns
     -------
@@ -401,36 +406,90 @@ def is_piecewise_linear(base: Tensor, node: Any) -> bool:
     >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
     False
     """
+    return all(_keeps_linear(step, reached, by_batch) for step, reached in tail(base, *nodes))
+
+
+def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
+    """List the autograd nodes behind the layers that something was computed by.
+
+    Parameters
+    ----------
+    base : Tensor
+        Something computed from the layers' outputs.
+    *nodes : torch.autograd.graph.Node
+        `Tap.node` of each layer.
+
+    Returns
+    -------
+    list of (torch.autograd.graph.Node, list of bool)
+        Each with which of its inputs depend on the layers' outputs.
+    """
+    starts = set(nodes)
     depends: dict[Any, bool] = {None: False}
     stack: list[Any] = [base.grad_fn]
+    found = []
     while stack:  # depth first without recursion: networks are deep
         step = stack[-1]
         if step in depends:
             stack.pop()
             continue
-        inputs = [] if step is node else [source for source, _ in step.next_functions]
+        # what is before the only layer is of no interest
+        inputs = [] if starts == {step} else [source for source, _ in step.next_functions]
         missing = [source for source in inputs if source not in depends]
         if missing:
             stack.extend(missing)
             continue
         stack.pop()
         reached = [depends[source] for source in inputs]
-        depends[step] = step is node or any(reached)
-        if step is not node and any(reached) and not _keeps_linear(step, reached):
-            return False
-    return True
+        depends[step] = step in starts or any(reached)
+        if any(reached):
+            found.append((step, reached))
+    return found
 
 
-def _keeps_linear(step: Any, reached: list[bool]) -> bool:
-    name = step.name()
-    kind = name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
-    if name in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
+def _kind(step: Any) -> str:
+    name: str = step.name()
+    kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
+    return kind.removesuffix("Backward")
+
+
+# torch's second derivatives of these take statistics of the input for constants
+_STATISTICS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm",
+               "NativeGroupNorm", "FusedRmsNorm"}  # fmt: skip
+
+
+def check_thrice(base: Tensor, *nodes: Any) -> None:
+    """Refuse what torch cannot differentiate three times, and does not say so.
+
+    Parameters
+    ----------
+    base : Tensor
+    *nodes : torch.autograd.graph.Node
+        `Tap.node` of each layer.
+
+    Raises
+    ------
+    ValueError
+    """
+    for step, _ in tail(base, *nodes):
+        if _kind(step) in _STATISTICS and getattr(step, "_saved_training", True):
+            raise ValueError(
+                f"a normalisation behind the layer ({step.name()}) is called as a function, whose "
+                "third derivative, of which the gradient of the penalty is made, torch gets "
+                "wrong. Use a module such as nn.LayerNorm or nn.BatchNorm2d, or penalise the last "
+                "layer."
+            )
+
+
+def _keeps_linear(step: Any, reached: list[bool], by_batch: bool) -> bool:
+    kind = _kind(step)
+    if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
         return True
     if kind in _MULTILINEAR:
         return sum(reached) == 1
     if kind in _LINEAR_IN_FIRST:
-        by_batch = getattr(step, "_saved_training", False)  # statistics of the batch itself
-        return not any(reached[1:]) and not by_batch
+        by_itself = kind == "_OfBatch" or getattr(step, "_saved_training", False)
+        return not any(reached[1:]) and (by_batch or not by_itself)
     return False
 
 

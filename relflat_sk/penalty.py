@@ -8,24 +8,28 @@ and the gradient flows to everything that influences features, weight and predic
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from relflat_sk.curvature import product_curvature, summed_forms
+from relflat_sk.attention import explicit_attention
+from relflat_sk.batch_flatness import BatchLayer, batch_flatness
+from relflat_sk.layer_maps import layer_map
 from relflat_sk.layers import (
-    WEIGHT_LAYERS,
     Layer,
     Tap,
     check_unshared,
     find_layer,
-    find_link,
     primary_output,
+    weight_layers,
 )
 from relflat_sk.losses import Loss, as_criterion
+from relflat_sk.norm_layers import explicit_norms, norm_layers
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -48,6 +52,13 @@ class RelativeFlatnessPenalty:
     probes : int, default=1
         Random probes per sample where no closed form applies, that is at earlier layers
         and for criteria that are not in the table. Unbiased for any number.
+
+    Notes
+    -----
+    Any layer that `relflat_sk.relative_flatness` measures can be penalised, of a convolution
+    with `m` the number of inputs of one patch. Batch norm in training mode counts as the
+    linear map that it is for the statistics of the batch. Nothing is run a second time: the
+    price of an earlier layer is that of differentiating the network behind it once more.
 
     Raises
     ------
@@ -88,9 +99,8 @@ class RelativeFlatnessPenalty:
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
-        self._seen: list[tuple[str, nn.Linear, Tap]] = []
-        # the modules of the network last watched, and the layers among them to look at
-        self._plan: tuple[list[nn.Module], dict[str, nn.Linear]] | None = None
+        self._seen: dict[str, BatchLayer] = {}
+        self._plan: _Plan | None = None
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
@@ -101,21 +111,32 @@ class RelativeFlatnessPenalty:
         module : nn.Module
             The network that is trained.
         """
-        self._seen = []  # nothing old must be taken for new if the forward pass fails
-        modules = list(module.modules())
-        if self._plan is None or not _same(self._plan[0], modules):
-            # the order of the calls is known only afterwards, so watch them all; training
-            # keeps what goes into each layer for the backward pass anyway
-            named = dict(module.named_modules())
-            layers = {name: m for name, m in named.items() if isinstance(m, WEIGHT_LAYERS)}
-            with _watch(layers) as taps:
-                yield
-            names = self._names(module, list(taps))
-            self._plan = modules, {name: _linear(named, name) for name in names}
+        self._seen = {}  # nothing old must be taken for new if the forward pass fails
+        plan = self._plan
+        if plan is None or not plan.is_of(module):
+            # the order of the calls is known only afterwards, so watch all layers; training
+            # keeps what goes into each of them for the backward pass anyway
+            modules = list(module.modules())
+            norms = norm_layers(module)
+            with explicit_attention(module), explicit_norms(norms):
+                layers = weight_layers(module)
+                with _watch(layers, self._names(module, list(layers))) as taps:
+                    yield
+                penalised = self._names(module, list(taps))
+                named = dict(module.named_modules())
+                for name in penalised:
+                    check_unshared(name, named)
+                self._plan = plan = _Plan.make(modules, named, penalised, list(taps), norms)
         else:
-            with _watch(self._plan[1]) as taps:
-                yield
-        self._seen = [(name, m, taps.get(name, Tap())) for name, m in self._plan[1].items()]
+            attention = explicit_attention(module) if plan.in_attention else nullcontext()
+            with attention, explicit_norms(plan.norms):
+                layers = {name: module.get_submodule(name) for name in plan.watched}
+                with _watch(layers, plan.penalised) as taps:
+                    yield
+        self._seen = {
+            name: BatchLayer(name, layer_map(layers[name]), taps.get(name, Tap()))
+            for name in plan.watched
+        }
 
     def _names(self, module: nn.Module, order: list[str]) -> list[str]:
         if isinstance(self.layer, str) and self.layer == "all":
@@ -130,7 +151,9 @@ class RelativeFlatnessPenalty:
             for layer in layers
         ]
 
-    def __call__(self, criterion: Any, y_pred: Any, y: Tensor) -> Tensor:
+    def __call__(
+        self, criterion: Any, y_pred: Any, y: Tensor, sample_weight: Tensor | None = None
+    ) -> Tensor:
         """Compute the penalty of the batch last seen by `capture`.
 
         Parameters
@@ -141,6 +164,8 @@ class RelativeFlatnessPenalty:
             The output of that forward pass.
         y : Tensor
             The targets.
+        sample_weight : Tensor of shape (n,), optional
+            Weight of each sample in the mean loss whose flatness is penalised.
 
         Returns
         -------
@@ -149,9 +174,16 @@ class RelativeFlatnessPenalty:
         """
         loss = Loss(as_criterion(criterion))
         output = primary_output(y_pred)
-        return self.of_batch(loss, output, loss.check_target(output, y))
+        output = loss.classes_second(output, y)
+        return self.of_batch(loss, output, loss.check_target(output, y), sample_weight)
 
-    def of_batch(self, loss: Loss, output: Tensor, target: Tensor) -> Tensor:
+    def of_batch(
+        self,
+        loss: Loss,
+        output: Tensor,
+        target: Tensor,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
         """Compute the same of a target that `loss.check_target` has gone over already.
 
         Parameters
@@ -159,6 +191,7 @@ class RelativeFlatnessPenalty:
         loss : Loss
         output : Tensor of shape (n, ...)
         target : Tensor
+        sample_weight : Tensor of shape (n,), optional
 
         Returns
         -------
@@ -170,82 +203,54 @@ class RelativeFlatnessPenalty:
                 "penalty.capture(module):` before each call of the penalty. (A compiled "
                 "network may have been compiled without the hooks.)"
             )
-        seen, self._seen = self._seen, []
+        assert self._plan is not None
+        seen, self._seen = self._seen, {}
         with torch.autocast(device_type=output.device.type, enabled=False):
-            terms = [self._term(loss, output, target, *at) for at in seen]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-
-    def _term(
-        self, loss: Loss, output: Tensor, target: Tensor, name: str, layer: nn.Linear, seen: Tap
-    ) -> Tensor:
-        features, z = seen.check(name)
-        if features.ndim != 2:
-            raise ValueError(
-                f"layer {name!r} received inputs of shape {tuple(features.shape)}; the penalty "
-                "takes layers that see (n_samples, n_features) so far."
+            return batch_flatness(
+                loss,
+                output,
+                target,
+                seen,
+                self._plan.penalised,
+                probes=self.probes,
+                normalize=self.normalize,
+                sample_weight=sample_weight,
             )
-        if not z.requires_grad:
-            raise ValueError(
-                f"there is nothing to train up to layer {name!r}: the forward pass ran without "
-                "gradients, or all parameters up to there are frozen. Penalise a later layer; "
-                "to measure, use relflat_sk.relative_flatness."
-            )
-        if z.grad_fn is not seen.node:
-            raise ValueError(
-                f"the output of layer {name!r} was overwritten in place (an activation with "
-                "inplace=True?), but its curvature is needed. Use inplace=False, or penalise "
-                "another layer."
-            )
-        weight = _full_precision(layer.weight)
-        norms, weight = self._scale(_full_precision(features), weight)
-        link = find_link(output, seen.node)
-        closed = loss.closed_form(link, _full_precision(z), target)
-        if closed is not None:
-            assert loss.row is not None
-            # the criterion has been evaluated by the training step already
-            divisors = loss.row.divisors(loss.criterion, output, target)
-            forms = summed_forms(closed, weight)
-        else:
-            losses, divisors = loss.terms(output, target)
-            products = product_curvature(losses.sum(), z, differentiable=True)
-            shape = (len(z), weight.shape[1], self.probes)
-            signs = torch.randint(0, 2, shape, device=z.device).to(weight.dtype) * 2 - 1
-            forms = products(weight @ signs).mean(dim=1)
-        summed = getattr(loss.criterion, "reduction", "mean") == "sum"
-        divisor = 2 * weight.shape[1] * (1 if summed else divisors.sum())
-        return (norms @ forms) / divisor
-
-    def _scale(self, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared feature norms and weight, in units of the features' spread if asked."""
-        if self.normalize:
-            variance = features.var(dim=0, correction=0)
-            # rounding noise on a constant is no variation
-            low, high = features.detach().aminmax(dim=0)
-            eps = torch.finfo(features.dtype).eps
-            varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
-            spread = variance.where(varies, 1.0).sqrt()  # a root has no slope at zero
-            features = (features / spread) * varies
-            weight = weight * spread * varies
-        return torch.linalg.vecdot(features, features), weight
 
 
-def _linear(named: Mapping[str, nn.Module], name: str) -> nn.Linear:
-    layer = named[name]
-    check_unshared(name, named)
-    if not isinstance(layer, nn.Linear):
-        raise TypeError(
-            f"layer {name!r} is a {type(layer).__name__}; the penalty takes nn.Linear layers so "
-            "far. Penalise another layer."
-        )
-    return layer
+@dataclass(frozen=True)
+class _Plan:
+    """Where to look in a network: nothing to find out again in each training step."""
 
+    modules: list[nn.Module]
+    watched: list[str]
+    penalised: list[str]
+    in_attention: bool  # whether attention must be run step by step for that
+    norms: list[nn.Module]  # to be differentiated three times
 
-def _same(ones: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+    @classmethod
+    def make(
+        cls,
+        modules: list[nn.Module],
+        named: Mapping[str, nn.Module],
+        penalised: list[str],
+        order: list[str],
+        norms: list[nn.Module],
+    ) -> "_Plan":
+        watched = list(dict.fromkeys([*penalised, *order[-1:]]))
+        owners = [named[name.rpartition(".")[0]] for name in watched]
+        inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
+        # nothing is behind the last layer that would be differentiated again
+        earlier = any(name != order[-1] for name in penalised)
+        return cls(modules, watched, penalised, inside, norms if earlier else [])
+
+    def is_of(self, module: nn.Module) -> bool:
+        modules = list(module.modules())
+        return len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
 
 
 @contextmanager
-def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
+def _watch(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Iterator[dict[str, Tap]]:
     """Record what goes through each layer, in the order in which they are called.
 
     Does what `relflat_sk.layers.call_order` and `tap` do for one layer, with less to set up
@@ -257,12 +262,18 @@ def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
 
         def after(
             module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
-        ) -> None:
+        ) -> Tensor | None:
             seen = taps.setdefault(name, Tap())
             seen.calls += 1
             seen.features = args[0] if args else next(iter(kwargs.values()))
             seen.version = seen.features._version
-            seen.z, seen.node = output, output.grad_fn
+            start = output
+            if name in penalised and torch.is_grad_enabled() and not output.requires_grad:
+                # all is frozen up to here, but what is behind may be trained to be flat here
+                start = output.detach().requires_grad_().view_as(output)
+            seen.z, seen.node = start, start.grad_fn
+            seen.edge = get_gradient_edge(start) if start.requires_grad else None
+            return start if start is not output else None
 
         handles.append(layer.register_forward_hook(after, with_kwargs=True))
     try:
@@ -270,8 +281,3 @@ def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _full_precision(tensor: Tensor) -> Tensor:
-    """Half-precision arrays as float32; others as they are."""
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor

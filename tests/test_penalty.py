@@ -44,7 +44,7 @@ def assert_right_on_average(penalty, net, criterion, X, y, truth):
     X, y = torch.cat([X] * copies), torch.cat([y] * copies)
     draws = [evaluate(penalty, net, criterion, X, y, seed).item() for seed in range(40)]
     stderr = np.std(draws, ddof=1) / len(draws) ** 0.5
-    assert abs(np.mean(draws) - truth) < 4 * stderr
+    assert abs(np.mean(draws) - truth) < 4 * stderr + EXACT * abs(truth)
     assert stderr < 0.2 * abs(truth)  # or the line above would say nothing
 
 
@@ -95,16 +95,11 @@ def test_sums_where_the_criterion_sums(case):
 
 
 @pytest.mark.parametrize("layer", [[0, -1, "2"], ("0", "4", -2), "all"], ids=str)
-def test_layers_add(layer):
-    net, criterion, X, y = make("cross-entropy")
-    parts = []
-    torch.manual_seed(0)
-    for single in ["0", "2", "4"]:
-        with (penalty := RelativeFlatnessPenalty(single)).capture(net):
-            output = net(X)
-        parts.append(penalty(criterion, output, y))
-    value = evaluate(RelativeFlatnessPenalty(layer), net, criterion, X, y)
-    assert_close(value, sum(parts), rtol=EXACT, atol=0)
+@pytest.mark.parametrize("case", ["cross-entropy", "a function"])
+def test_layers_add(layer, case):
+    net, criterion, X, y = make(case)
+    truth = sum(expected(net, name, criterion, X, y) for name in layers(net))
+    assert_right_on_average(RelativeFlatnessPenalty(layer), net, criterion, X, y, truth)
 
 
 @pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error"])
@@ -269,15 +264,6 @@ def test_refuses_unknown_layers_and_those_without_weight(layer):
         net(X)
 
 
-def test_refuses_layers_of_other_kinds():
-    net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 2))
-    with (
-        pytest.raises(TypeError, match="'0' is a Conv1d"),
-        RelativeFlatnessPenalty("all").capture(net),
-    ):
-        net(torch.zeros(2, 1, 5))
-
-
 def test_refuses_to_be_called_without_a_new_forward_pass():
     net, criterion, X, y = make("cross-entropy")
     penalty = RelativeFlatnessPenalty()
@@ -318,20 +304,17 @@ def test_a_frozen_layer_among_trained_ones_is_fine():
     assert net[0].weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True)], ids=str)
-def test_never_takes_an_overwritten_output_for_the_layer_s(inplace):
+@pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)], ids=str)
+def test_an_output_may_be_overwritten_later(inplace):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 6), inplace, nn.Linear(6, 3)).double()
     X, y = torch.randn(7, 5).double(), torch.arange(7) % 3
     criterion = nn.CrossEntropyLoss()
-    # what goes into the last layer was written in place before: fine
     value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
     assert value.item() == pytest.approx(expected(net, "2", criterion, X, y), rel=EXACT)
-    try:
-        truth = expected(net, "0", criterion, X, y)
-        assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
-    except ValueError as error:
-        assert "overwritten in place" in str(error)  # noqa: PT017
+    truth = expected(net, "0", criterion, X, y)
+    assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
+    assert_slope_is_that_of_differences(RelativeFlatnessPenalty(0), net, criterion, X, y)
 
 
 def test_refuses_what_the_criterion_cannot_take():

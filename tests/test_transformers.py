@@ -45,16 +45,54 @@ def test_explicit_attention_is_the_same_function(masks, batch_first):
     with explicit_attention(attention):
         found = attention(x, x, x, **masks)
         assert "in_proj" in dict(attention.named_modules())
-        other = attention(x, x + 1, x, **masks)  # cross-attention is left to torch
+        other = attention(x, x + 1, x, **masks)
     assert_close(found, expected)
     assert_close(other, attention(x, x + 1, x, **masks))
     assert [name for name, _ in attention.named_modules()] == names
     assert "forward" not in attention.__dict__
 
 
-def test_packed_projections_agree_with_the_dense_hessian():
+class AttendsAcross(Attends):
+    """Keys and values are other tokens than queries, and more of them."""
+
+    def forward(self, x):
+        memory = torch.cat([x.flip(1), x[:, :1]], dim=1)
+        h, _ = self.attention(x, memory, memory if self.training else memory.sin())
+        return self.head(h.mean(1))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_explicit_cross_attention_is_the_same_function(batch_first):
     torch.manual_seed(0)
-    net, X, y = Attends().double(), torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+    attention = nn.MultiheadAttention(4, 2, batch_first=batch_first).double().eval()
+    x, memory = torch.randn(5, 3, 4).double(), torch.randn(5, 2, 4).double()
+    if not batch_first:
+        x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+    padding = torch.tensor([[False, True]] * 5)
+    for arguments in (
+        {"attn_mask": torch.randn(3, 2).double()},
+        {"attn_mask": torch.zeros(10, 3, 2).bool(), "key_padding_mask": padding},
+    ):
+        expected = attention(x, memory, memory, **arguments)
+        with explicit_attention(attention):
+            assert_close(attention(x, memory, memory, **arguments), expected)
+
+
+def test_explicit_attention_drops_out_in_training_as_torch_does():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double()
+    x = torch.randn(5, 3, 4).double()
+    torch.manual_seed(1)
+    expected = attention(x, x, x)
+    torch.manual_seed(1)
+    with explicit_attention(attention):
+        assert_close(attention(x, x, x), expected)
+
+
+@pytest.mark.parametrize("kind", [Attends, AttendsAcross])
+def test_packed_projections_agree_with_the_dense_hessian(kind):
+    torch.manual_seed(0)
+    net, X, y = kind().double().eval(), torch.randn(6, 3, 4).double(), torch.arange(6) % 3
 
     def risk(weight):
         out = torch.func.functional_call(net, {"attention.in_proj_weight": weight}, (X,))
