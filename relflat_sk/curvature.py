@@ -48,7 +48,7 @@ class Curvature(Protocol):
         """Quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
 
     def product(self, vectors: Tensor) -> Tensor:
-        """Products ``B_i v_i`` of vectors of the shape of ``z``."""
+        """Products ``B_i v_i`` of vectors of the shape of ``z``, or of several such arrays."""
 
 
 class ClosedForm(Curvature, Protocol):
@@ -177,7 +177,10 @@ class _Products:
     def product(self, vectors: Tensor) -> Tensor:
         found = None
         if self.gradient is not None:
-            (found,) = pull_back([self.gradient], [self.z], [vectors], create_graph=False)
+            many = vectors.ndim > self.z.ndim
+            (found,) = pull_back(
+                [self.gradient], [self.z], [vectors], create_graph=False, many=many
+            )
         # where the gradient does not depend on z, there is no curvature
         return torch.zeros_like(vectors) if found is None else found
 
@@ -297,6 +300,7 @@ def pull_back(
     vectors: Sequence[Tensor] | None = None,
     *,
     create_graph: bool,
+    many: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Differentiate and keep the graph; None for inputs that do not matter.
 
@@ -308,6 +312,9 @@ def pull_back(
     vectors : sequence of Tensor, optional
     create_graph : bool
         Whether the result is to be differentiated again.
+    many : bool, default=False
+        Whether the vectors, and so the results, have a first axis more: of several vectors,
+        all of which are pulled back in one go.
 
     Returns
     -------
@@ -320,7 +327,13 @@ def pull_back(
     """
     try:
         return torch.autograd.grad(
-            of, inputs, vectors, retain_graph=True, create_graph=create_graph, allow_unused=True
+            of,
+            inputs,
+            vectors,
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=many,
         )
     except (RuntimeError, NotImplementedError) as error:
         if "not implemented" not in str(error):

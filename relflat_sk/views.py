@@ -97,6 +97,22 @@ class LayerView:
         vectors = self.map.from_rows(rows.to(self.bump.dtype), self.bump)
         return self.map.to_rows(self.products.product(vectors))
 
+    def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Forms ``v_i^T B_i v_i`` of several directions, each rows (n, d, P): each (n,)."""
+        if self.closed is not None or len(directions) == 1:
+            products = [self.product(rows) for rows in directions]
+        else:
+            vectors = [self.map.from_rows(v.to(self.bump.dtype), self.bump) for v in directions]
+            try:
+                found = self.products.product(torch.stack(vectors))
+            except RuntimeError:  # a user's own autograd function need not know of vmap
+                return [form for rows in directions for form in self.forms([rows])]
+            products = [self.map.to_rows(one) for one in found]
+        return [
+            (product.double() * rows).sum(dim=(1, 2))
+            for product, rows in zip(products, directions, strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class View:

@@ -156,3 +156,54 @@ def test_all_layers_share_one_backward_pass_for_each_output(monkeypatch):
     assert len(found) == 3 * len(TRACE_LIKE)
     # three classes; the second pass is for the spread of the features
     assert len(passes) == 3
+
+
+class Cube(torch.autograd.Function):
+    """A user's own function, which torch cannot run for several vectors at once."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x * Square.apply(x, g)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g):
+        ctx.save_for_backward(x, g)
+        assert not torch._C._functorch.is_batchedtensor(g)
+        return x * g
+
+    @staticmethod
+    def backward(ctx, outer):
+        x, g = ctx.saved_tensors
+        if torch._C._functorch.is_batchedtensor(outer):
+            raise RuntimeError("no vmap here")
+        return outer * g, outer * x
+
+
+class Cubic(nn.Module):
+    def forward(self, x):
+        return Cube.apply(x)
+
+
+def test_functions_that_cannot_be_vectorised_are_differentiated_one_by_one():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), Cubic(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(7, 4).double(), torch.arange(7) % 3
+    value = measure("relative_flatness", net, X, y, layer=0, criterion=CE, method="exact")
+    assert value == pytest.approx(oracles.kappa_of(*dense(Plain(net), "net.0", X, y)), rel=EXACT)
+
+
+class Plain(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net[2](self.net[0](x) ** 3)
