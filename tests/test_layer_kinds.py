@@ -176,14 +176,13 @@ class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, g):
         ctx.save_for_backward(x, g)
-        assert not torch._C._functorch.is_batchedtensor(g)
         return x * g
 
     @staticmethod
     def backward(ctx, outer):
         x, g = ctx.saved_tensors
-        if torch._C._functorch.is_batchedtensor(outer):
-            raise RuntimeError("no vmap here")
+        if bool(outer.isnan().any()):  # a question that has several answers for several vectors
+            raise FloatingPointError
         return outer * g, outer * x
 
 
