@@ -105,7 +105,10 @@ class LayerView:
             vectors = [self.map.from_rows(v.to(self.bump.dtype), self.bump) for v in directions]
             try:
                 found = self.products.product(torch.stack(vectors))
-            except RuntimeError:  # a user's own autograd function need not know of vmap
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # a user's own autograd function need not know of vmap
                 return [form for rows in directions for form in self.forms([rows])]
             products = [self.map.to_rows(one) for one in found]
         return [
