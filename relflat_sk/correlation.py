@@ -1,14 +1,8 @@
 r"""How well a measure predicts the generalization gap, over many minima.
 
-=============  ==================  ==========================================================
-name           shape               meaning
-=============  ==================  ==========================================================
-``x``, ``y``   ``(n,)``            a measure and the target, one value per minimum
-``counts``     ``(b, n)``          how often each minimum is in each of b bootstrap resamples
-=============  ==================  ==========================================================
-
-A resample is a reweighting of the minima by its counts, and all three coefficients are ratios
-of quadratic forms in the counts, so that b resamples are a matrix product and no loop:
+The symbols are those of `relflat_sk.resampling`. A resample is a reweighting of the minima by
+its counts, and all three coefficients are ratios of quadratic forms in the counts, so that b
+resamples are a matrix product and no loop:
 
 .. math::
     \tau_b = \frac{c^\top (S_x \circ S_y) c}{\sqrt{c^\top S_x^{\circ 2} c}
@@ -20,29 +14,17 @@ have within the resample. One resample with all counts 1 is the coefficient itse
 """
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from sklearn.utils import check_random_state
 
-from relflat_sk.minima import (
-    is_complete,
-    is_converged,
-    measure_columns,
-    minima_table,
-    numeric_column,
-)
+from relflat_sk.resampling import FEWEST, draw_seed, interval, judge, resample
 
 __all__ = ["correlate"]
 
 Floats = NDArray[np.float64]
-
-CONFIDENCE = 0.95
-FEWEST = 3  # with two minima every coefficient is 1 or -1
-BASELINE = "train_loss"
 
 
 def correlate(
@@ -88,6 +70,8 @@ def correlate(
 
     See Also
     --------
+    granulated_kendall : Kendall's tau along one hyper-parameter at a time.
+    conditional_mutual_information : What a measure tells beyond the hyper-parameters.
     rank_minima : The minima in order of flatness.
     FlatnessGapDisplay : The same as a picture.
 
@@ -119,60 +103,15 @@ def correlate(
                  measure  spearman  kendall  n
     0  relative_flatness       0.8    0.667  4
     """
-    table = minima_table(minima)
-    if not isinstance(n_bootstrap, Integral) or n_bootstrap < 1:
-        raise ValueError(
-            f"n_bootstrap must be a positive integer, got {n_bootstrap!r}: the number of "
-            "resamples behind each interval, 1000 as a rule."
-        )
-    y = numeric_column(table, target, argument="target")
-    used = is_complete(table) & is_converged(table) & np.isfinite(y)
-    if used.sum() < FEWEST:
-        raise ValueError(
-            f"{used.sum()} of the {len(table)} minima converged and have a finite "
-            f"{target!r}, and a correlation needs at least {FEWEST}. {_hint(target)}"
-        )
-    names = [name for name in _columns_to_correlate(table) if name != target]
-    seed = _draw_seed(random_state)
+    judged = judge(minima, target, n_bootstrap)
+    seed = draw_seed(random_state)
     rows = []
-    for name in names:
-        x = numeric_column(table, name, argument="measure")
-        rows_used = used & np.isfinite(x)
-        counts = _resample(int(rows_used.sum()), int(n_bootstrap), seed)
-        row = {"measure": name} | _coefficients(x[rows_used], y[rows_used], counts)
-        n = int(rows_used.sum())
-        rows.append(row | {"n": n, "n_left_out": len(table) - n})
+    for name in judged.measures:
+        _, x, y = judged.of(name)
+        counts = resample(len(x), int(n_bootstrap), seed)
+        row = {"measure": name} | _coefficients(x, y, counts)
+        rows.append(row | {"n": len(x), "n_left_out": len(judged.table) - len(x)})
     return pd.DataFrame(rows, columns=["measure", *_COLUMNS, "n", "n_left_out"])
-
-
-def _hint(target: str) -> str:
-    """Return what to do about too few minima."""
-    if target in ("generalization_gap", "test_loss", "test_score"):
-        return (
-            "Pass X_test and y_test to the search to have held-out values recorded, and see "
-            "the columns 'converged' and 'reason' of the table for minima that were left out."
-        )
-    return "See the columns 'converged' and 'reason' of the table for what was left out."
-
-
-def _columns_to_correlate(table: pd.DataFrame) -> list[str]:
-    """Return the measures of a table, and the baseline if it is there."""
-    return [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]
-
-
-def _draw_seed(random_state: Any) -> int:
-    """Return one seed from anything scikit-learn or NumPy take for a random state."""
-    if isinstance(random_state, np.random.Generator):
-        return int(random_state.integers(2**31 - 1))
-    return int(check_random_state(random_state).randint(2**31 - 1))
-
-
-def _resample(n: int, n_bootstrap: int, seed: int) -> Floats:
-    """Return the counts of `n_bootstrap` resamples of n minima, shape (n_bootstrap, n)."""
-    if n == 0:
-        return np.zeros((n_bootstrap, 0))
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float64)
 
 
 def _coefficients(x: Floats, y: Floats, counts: Floats) -> dict[str, float]:
@@ -183,12 +122,8 @@ def _coefficients(x: Floats, y: Floats, counts: Floats) -> dict[str, float]:
     everything = np.ones((1, len(x)))
     for name, coefficient in _COEFFICIENTS.items():
         row[name] = float(coefficient(x, y, everything)[0])
-        resampled = coefficient(x, y, counts)
-        resampled = resampled[np.isfinite(resampled)]
-        if np.isfinite(row[name]) and len(resampled):
-            tail = (1 - CONFIDENCE) / 2
-            low, high = np.quantile(resampled, [tail, 1 - tail])
-            row |= {f"{name}_low": float(low), f"{name}_high": float(high)}
+        if np.isfinite(row[name]):
+            row[f"{name}_low"], row[f"{name}_high"] = interval(coefficient(x, y, counts))
     return row
 
 

@@ -13,7 +13,8 @@ from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 from scipy import stats
 
-from relflat_sk.correlation import _COEFFICIENTS, _resample, correlate
+from relflat_sk.correlation import _COEFFICIENTS, correlate
+from relflat_sk.resampling import resample
 
 COEFFICIENTS = ["pearson", "spearman", "kendall"]
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}  # float64, sums of a few dozen terms
@@ -81,7 +82,7 @@ def test_coefficients_agree_with_their_definitions(name, ties):
 def test_resamples_agree_with_repeating_the_minima(name):
     minima = make_minima(ties=True)
     x, y = minima["relative_flatness"].to_numpy(), minima["generalization_gap"].to_numpy()
-    counts = _resample(len(x), 25, seed=1)
+    counts = resample(len(x), 25, seed=1)
     expected = [
         SCIPY[name](np.repeat(x, row.astype(int)), np.repeat(y, row.astype(int)))[0]
         for row in counts
@@ -94,7 +95,7 @@ def test_interval_is_the_percentiles_of_the_resamples(name):
     minima = make_minima()
     row = correlate(minima, n_bootstrap=500, random_state=3).iloc[0]
     seed = np.random.RandomState(3).randint(2**31 - 1)
-    resampled = _COEFFICIENTS[name](*minima.to_numpy().T, _resample(20, 500, seed))
+    resampled = _COEFFICIENTS[name](*minima.to_numpy().T, resample(20, 500, seed))
     expected = np.quantile(resampled, [0.025, 0.975])
     np.testing.assert_allclose(row[[f"{name}_low", f"{name}_high"]].tolist(), expected)
     assert row[f"{name}_low"] < row[name] < row[f"{name}_high"]
@@ -192,6 +193,13 @@ def test_same_seed_same_intervals(make_random_state):
     assert_frame_equal(first, second)
     other = correlate(make_minima(), random_state=6)
     assert first["kendall_low"].item() != other["kendall_low"].item()
+
+
+def test_without_a_seed_the_global_random_state_stays_as_it_was():
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    first, second = (correlate(make_minima()) for _ in "ab")
+    assert first["kendall_low"].item() != second["kendall_low"].item()
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
 
 
 def test_a_measure_keeps_its_interval_when_another_joins():

@@ -1,4 +1,4 @@
-"""Tests for ``relflat_sk.plots``: scikit-learn's conventions, and what is drawn."""
+"""Tests for ``relflat_sk.minima_plots``: scikit-learn's conventions, and what is drawn."""
 
 import subprocess
 import sys
@@ -176,7 +176,7 @@ def test_arguments_reach_matplotlib():
 def test_other_measures_and_targets():
     minima = table(hessian_trace=np.arange(12.0), test_score=np.linspace(0.8, 0.9, 12))
     made = FlatnessGapDisplay.from_minima(minima, "hessian_trace", "test_score", random_state=0)
-    assert made.ax_.get_xlabel() == "hessian trace"
+    assert made.ax_.get_xlabel() == "Hessian trace"
     assert made.ax_.get_ylabel() == "held-out score"
 
 
@@ -224,3 +224,43 @@ def test_drawing_imports_matplotlib_and_importing_does_not():
         "relflat_sk.FlatnessGapDisplay.from_minima(d)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_draws_into_a_part_of_a_figure():
+    figure = plt.figure(layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    for display, part in [(FlatnessGapDisplay, left), (MinimaRankingDisplay, right)]:
+        made = display.from_minima(table(), random_state=0, ax=part.subplots())
+        assert made.figure_ is figure
+    figure.canvas.draw()
+
+
+@pytest.mark.parametrize("display", DISPLAYS)
+def test_the_legend_stands_off_the_data(display):
+    minima = table()
+    minima.loc[1, "converged"] = False
+    made = display.from_minima(minima, random_state=0)
+    made.figure_.canvas.draw()
+    panel = made.ax_ if display is FlatnessGapDisplay else made.target_ax_
+    legend, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
+    assert legend.y1 < axes.y0
+    assert legend.y0 >= 0
+    labels = [*panel.get_xticklabels(), panel.xaxis.label]
+    assert legend.y1 < min(label.get_window_extent().y0 for label in labels if label.get_text())
+
+
+@pytest.mark.parametrize("display", DISPLAYS)
+def test_the_legend_is_inside_where_there_is_no_room_below(display):
+    _, ax = plt.subplots()  # without a layout engine
+    minima = table()
+    minima.loc[1, "converged"] = False
+    made = display.from_minima(minima, random_state=0, ax=ax)
+    made.figure_.canvas.draw()
+    panel = made.ax_ if display is FlatnessGapDisplay else made.target_ax_
+    legend, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
+    assert axes.y0 < legend.y0 < legend.y1 < axes.y1
+
+
+def test_ranks_are_whole_numbers():
+    panel = MinimaRankingDisplay.from_minima(table(3), random_state=0).target_ax_
+    assert all(float(tick).is_integer() for tick in panel.get_xticks())
