@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from relflat_sk.layers import WEIGHT_LAYERS
 
-__all__ = ["KINDS", "NORMS", "Change", "Walk", "is_plain"]
+__all__ = ["KINDS", "NORMS", "Change", "Walk", "describe_step", "is_plain"]
 
 Floats = NDArray[np.float64]
 
@@ -186,7 +186,7 @@ class Walk:
     def refusal(self, node: fx.Node, reason: str) -> ValueError:
         """Make the error that says why a step cannot be passed."""
         return ValueError(
-            f"{_describe(node, self.modules)} {reason}; the copy would not compute the same "
+            f"{describe_step(node, self.modules)} {reason}; the copy would not compute the same "
             "function."
         )
 
@@ -217,8 +217,20 @@ class Walk:
 _Rule = Callable[[Walk, fx.Node], _Scale]
 
 
-def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
-    """Say which step of the forward pass a node is."""
+def describe_step(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """Say which step of the forward pass a node is.
+
+    Parameters
+    ----------
+    node : fx.Node
+    modules : mapping of str to nn.Module
+        All modules of the network, by dotted name.
+
+    Returns
+    -------
+    str
+        The subject of a sentence.
+    """
     if node.op == "call_module":
         name = str(node.target)
         return f"module {name!r} ({type(modules[name]).__name__})"

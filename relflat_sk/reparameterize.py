@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 from relflat_sk.homogeneity import KINDS, NORMS, Change, Walk, is_plain
 from relflat_sk.layers import WEIGHT_LAYERS, Layer, find_layer
 
-__all__ = ["reparameterize"]
+__all__ = ["reparameterize", "trace"]
 
 Floats = NDArray[np.float64]
 
@@ -130,7 +130,7 @@ def reparameterize(
         )
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}.")
-    graph = _trace(module)
+    graph = trace(module)
     order = _layer_order(module, graph)
     if not order:
         raise ValueError(
@@ -160,8 +160,23 @@ class _Tracer(fx.Tracer):
         )
 
 
-def _trace(module: nn.Module) -> fx.Graph:
-    """Record the forward pass in evaluation mode, on a copy that shares the parameters."""
+def trace(module: nn.Module) -> fx.Graph:
+    """Record the forward pass in evaluation mode, on a copy that shares the parameters.
+
+    Parameters
+    ----------
+    module : nn.Module
+
+    Returns
+    -------
+    fx.Graph
+        Its nodes name modules and tensors as `module` does.
+
+    Raises
+    ------
+    ValueError
+        If torch.fx cannot follow the forward pass.
+    """
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(
             "the network has lazy layers, which have no weights yet; run it once on data first."

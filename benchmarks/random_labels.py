@@ -1,0 +1,160 @@
+"""Norms of networks that fit true labels, and of networks that fit random ones.
+
+Networks with random labels generalise worse than any other, so a measure of generalisation must
+be larger for them, at every number of training samples: Figure 1 of Neyshabur et al.,
+"Exploring Generalization in Deep Learning", NeurIPS 2017, in small.
+
+Run ``python -m benchmarks.random_labels``; ``--figure PATH`` draws it (needs matplotlib),
+``--quick`` for a smoke run.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from benchmarks.timing import Budget, environment, table, verdict
+from relflat_sk import MLP, flatness_report
+
+NORMS = ["l2_norm", "frobenius_product", "spectral_product", "l1_path_norm", "l2_path_norm"]
+LABELS = {"true": "tab:blue", "random": "tab:red"}
+SIZES = [100, 200, 400, 800, 1600]
+CRITERION = nn.CrossEntropyLoss()
+# where training stops: all samples right, and a mean cross-entropy of this
+LOSS = 0.01
+MOST_EPOCHS = 3000
+BATCH_SIZE = 50
+
+
+def draw_data(n: int, labels: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Take n of the 1,797 digits of scikit-learn, with their labels or with random ones."""
+    rng = np.random.default_rng(seed)
+    X, y = load_digits(return_X_y=True)
+    chosen = rng.permutation(len(X))[:n]
+    y = y[chosen] if labels == "true" else rng.integers(10, size=n)
+    return torch.tensor(X[chosen] / 16 - 0.3, dtype=torch.float32), torch.tensor(y)
+
+
+def train(X: Tensor, y: Tensor, seed: int) -> nn.Module:
+    """Train an MLP with SGD until it fits all labels.
+
+    Raises
+    ------
+    RuntimeError
+        If it does not; a network that does not fit has no margin.
+    """
+    torch.manual_seed(seed)
+    net = MLP(X.shape[1], 10, hidden_layer_sizes=(256, 256))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(MOST_EPOCHS):
+        for rows in torch.randperm(len(X)).split(BATCH_SIZE):
+            optimizer.zero_grad()
+            CRITERION(net(X[rows]), y[rows]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            output = net(X)
+        if CRITERION(output, y) <= LOSS and bool((output.argmax(dim=1) == y).all()):
+            return net.eval()
+    raise RuntimeError(f"{len(X)} samples are not fit after {MOST_EPOCHS} epochs.")
+
+
+def measure_norms(net: nn.Module, X: Tensor, y: Tensor) -> dict[str, float]:
+    """Measure all norms over the margin, one over the squared margin, and all norms alone."""
+    found = {}
+    for names, over in [([*NORMS, "inverse_margin"], True), (NORMS, False)]:
+        report = flatness_report(net, X, y, measures=names, criterion=CRITERION, over_margin=over)
+        values = report.set_index("measure")["value"]
+        found |= {name if over else f"{name} alone": values[name] for name in names}
+    return found
+
+
+def compare(sizes: list[int], seeds: int) -> pd.DataFrame:
+    """Train and measure everything: columns size, seed, labels, and one for each norm."""
+    rows = []
+    for n in sizes:
+        for seed in range(seeds):
+            for labels in LABELS:
+                X, y = draw_data(n, labels, seed)
+                found = measure_norms(train(X, y, seed), X, y)
+                rows.append({"size": n, "seed": seed, "labels": labels, **found})
+    return pd.DataFrame(rows)
+
+
+def random_over_true(minima: pd.DataFrame) -> pd.DataFrame:
+    """Divide what random labels give by what true ones give, for each size and seed."""
+    pairs = minima.set_index(["size", "seed", "labels"]).unstack("labels").swaplevel(axis=1)
+    return pairs["random"] / pairs["true"]
+
+
+def describe(ratios: pd.DataFrame, names: list[str]) -> str:
+    """Lay out the geometric mean over seeds, with the smallest and largest in brackets."""
+    rows = [["random / true", *(f"n = {n}" for n in ratios.index.unique("size"))]]
+    for name in names:
+        groups = ratios[name].groupby("size")
+        cells = [
+            f"{np.exp(np.log(one).mean()):.3g} [{one.min():.3g}, {one.max():.3g}]"
+            for _, one in groups
+        ]
+        rows.append([name, *cells])
+    return table(rows)
+
+
+def draw(minima: pd.DataFrame, names: list[str], path: Path) -> None:
+    """Draw every norm against the number of samples, one line for each kind of labels."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (drawing is an extra)
+
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True)
+    for ax, name in zip(axes.flat, names, strict=True):
+        for labels, color in LABELS.items():
+            groups = minima[minima["labels"] == labels].groupby("size")[name]
+            mean = groups.apply(lambda one: np.exp(np.log(one).mean()))
+            ax.fill_between(mean.index, groups.min(), groups.max(), color=color, alpha=0.2, lw=0)
+            ax.plot(mean.index, mean, "o-", color=color, label=f"{labels} labels")
+        decades = np.log10(minima[name].max() / minima[name].min())
+        ax.set(title=name, xscale="log", yscale="log" if decades > 1 else "linear")
+        ax.set_xticks(mean.index, labels=map(str, mean.index))
+        ax.minorticks_off()
+    for ax in axes[1]:
+        ax.set_xlabel("training samples")
+    axes[0, 0].legend()
+    figure.suptitle("Norms over the margin; mean and range over seeds")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    """Train, measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--seeds", type=int, help="networks of each kind (default: 5)")
+    parser.add_argument("--figure", type=Path, help="where to save a figure")
+    arguments = parser.parse_args()
+    sizes = [60, 120] if arguments.quick else SIZES
+    seeds = arguments.seeds or (1 if arguments.quick else 5)
+    print(f"MLPs 64-256-256-10 on digits, SGD until cross-entropy {LOSS}, {seeds} seeds each")
+    print(environment())
+    start = time.perf_counter()
+    minima = compare(sizes, seeds)
+    ratios = random_over_true(minima)
+    shown = [*NORMS, "inverse_margin"]
+    print(f"\nOver the margin\n\n{describe(ratios, shown)}")
+    print(f"\nNorms alone\n\n{describe(ratios, [f'{name} alone' for name in NORMS])}")
+    print(f"\n{len(minima)} networks in {time.perf_counter() - start:.0f} s")
+    if arguments.figure:
+        draw(minima, shown, arguments.figure)
+    means = np.exp(np.log(ratios).groupby("size").mean())
+    budgets = [
+        Budget(f"{name}, random / true, the least of all sizes", means[name].min(), 1, True)
+        for name in NORMS
+    ]
+    return verdict(budgets, judged=not arguments.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
