@@ -33,6 +33,19 @@ INVARIANCES: dict[str, dict[str, Verdict]] = {
     "hessian_trace": _row("different", "different", "different"),
     "hessian_max_eigenvalue": _row("different", "different", "different"),
     "gradient_norm": _row("different", "different", "different"),
+    "l2_norm": _row("different", "different", "different"),
+    "frobenius_product": _row("same", "different", "different"),
+    "spectral_product": _row("same", "different", "different"),
+    "l1_path_norm": _row("same", "same", "same"),
+    "l2_path_norm": _row("same", "same", "same"),
+    "inverse_margin": _row("same", "same", "same"),
+    "fisher_rao_norm": _row("same", "same", "same"),
+    "pac_bayes_flatness": _row("different", "different", "different"),
+    # as much as `eps` counts beside the weights
+    "pac_bayes_magnitude_flatness": _row("different", "different", "different"),
+    "expected_sharpness": _row("different", "different", "different"),
+    "keskar_sharpness": _row("different", "different", "different"),
+    "adaptive_sharpness": _row("same", "same", "same"),
 }
 
 

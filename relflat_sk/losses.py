@@ -156,7 +156,8 @@ class Loss:
             divisors = row.divisors(self.criterion, output, target)
             return losses.reshape(n, -1).sum(dim=1), divisors
         ones = output.new_ones(n)
-        summed = getattr(self.criterion, "reduction", "mean") == "sum"
+        reduction = getattr(self.criterion, "reduction", "mean")
+        summed = reduction == "sum"
         if losses.numel() == 1 and not (each and n > 1):
             return losses.reshape(()) / (n if summed else 1) * ones, ones
         if losses.ndim == 0 or len(losses) != n:
@@ -165,13 +166,16 @@ class Loss:
                 f"samples; expected one {'for each sample, to weigh them' if each else 'number'}."
             )
         rows = losses.reshape(n, -1)
-        return (rows.sum(dim=1) if summed else rows.mean(dim=1)), ones
+        over_outputs = summed or reduction == "batchmean"
+        return (rows.sum(dim=1) if over_outputs else rows.mean(dim=1)), ones
 
     def _call(self, output: Tensor, target: Tensor, each: bool) -> Tensor:
-        criterion = self.criterion
-        if each and hasattr(criterion, "reduction"):
+        criterion: Any = self.criterion
+        if each and isinstance(criterion, nn.Module) and hasattr(criterion, "reduction"):
             criterion = copy.copy(criterion)
             criterion.reduction = "none"
+            # accelerate leaves a forward behind that is bound to the original
+            vars(criterion).pop("forward", None)
         try:
             losses = criterion(output, target)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

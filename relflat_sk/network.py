@@ -13,7 +13,7 @@ from relflat_sk.batches import Batch, Batches, cast_inputs, check_finite, count_
 from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
 
-__all__ = ["Network", "borrowed", "mean_loss", "sample_weight"]
+__all__ = ["Network", "Outcome", "borrowed", "mean_loss", "outcomes", "sample_weight"]
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,65 @@ def mean_loss(network: Network) -> float:
     """
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
-        for batch in network.batches():
-            output = network(batch.x)
-            loss = network.loss.to(output.device, output.dtype)
-            output = loss.classes_second(output, batch.y)
-            if batch.y is None:
-                raise ValueError("y is needed to compute a loss. Pass y.")
-            target = loss.check_target(output, batch.y.to(output.device))
-            losses, divisors = loss.terms(output, target, each=batch.weight is not None)
-            weight = sample_weight(batch, len(output), output.device)
-            total += float(weight @ losses.double())
-            divisor += float(weight @ divisors.double())
+        for outcome in outcomes(network):
+            loss, share = outcome.total()
+            total += float(loss)
+            divisor += share
     return total / divisor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one batch of n samples."""
+
+    output: Tensor  # (n, ...)
+    target: Tensor
+    loss: Loss
+    weight: Tensor  # (n,), float64
+    weighted: bool  # whether the weights are other than one
+
+    def each(self) -> tuple[Tensor, Tensor]:
+        """Losses and divisors of the samples by themselves, (n,) both."""
+        if self.loss.row is not None:
+            return self.loss.terms(self.output, self.target, each=True)
+        # an unknown criterion may know no more than means: give it one sample at a time
+        rows = [slice(i, i + 1) for i in range(len(self.output))]
+        terms = [self.loss.terms(self.output[row], self.target[row]) for row in rows]
+        losses, divisors = zip(*terms, strict=True)
+        return torch.cat(losses), torch.cat(divisors)
+
+    def total(self) -> tuple[Tensor, float]:
+        """Weighted sums of losses and of divisors, whose ratio is the mean loss."""
+        losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
+        return self.weight @ losses.double(), float(self.weight @ divisors.detach().double())
+
+
+def outcomes(network: Network) -> Iterator[Outcome]:
+    """Stream the data through the network. To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+
+    Yields
+    ------
+    Outcome
+        One for each batch.
+
+    Raises
+    ------
+    ValueError
+        Without labels, or if they do not fit the network's output.
+    """
+    for batch in network.batches():
+        output = network(batch.x)
+        loss = network.loss.to(output.device, output.dtype)
+        output = loss.classes_second(output, batch.y)
+        if batch.y is None:
+            raise ValueError("y is needed to compute a loss. Pass y.")
+        target = loss.check_target(output, batch.y.to(output.device))
+        weight = sample_weight(batch, len(output), output.device)
+        yield Outcome(output, target, loss, weight, batch.weight is not None)
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:

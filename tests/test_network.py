@@ -162,3 +162,26 @@ def test_diverged_weights_give_nan():
     assert np.isnan(found.value)
     assert np.isnan(found.risk)
     assert np.isnan(relative_flatness(net, X, y, criterion=CE, method="hutchinson"))
+
+
+def test_samples_of_a_divergence_are_summed_over_outputs():
+    torch.manual_seed(0)
+    X, weight = torch.randn(4, 3).double(), torch.tensor([1.0, 2.0, 0.0, 1.0])
+    y = torch.rand(4, 3).double().softmax(dim=1)
+    net = nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(dim=1)).double()
+    each = nn.functional.kl_div(net(X).detach(), y, reduction="none").sum(dim=1)
+    loss = Loss(nn.KLDivLoss(reduction="batchmean"))
+    network = Network(net, loss, make_batches(X, y, sample_weight=weight))
+    assert mean_loss(network) == pytest.approx(float(weight.double() @ each / weight.sum()))
+    assert loss.criterion.reduction == "batchmean"
+
+
+def test_a_function_with_a_reduction_keeps_it():
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target, reduction="none")
+
+    loss.reduction = "mean"
+    X, y, weight = torch.randn(4, 3), torch.randn(4, 1), torch.tensor([1.0, 2.0, 0.0, 1.0])
+    network = Network(nn.Linear(3, 1), Loss(loss), make_batches(X, y, sample_weight=weight))
+    mean_loss(network)
+    assert loss.reduction == "mean"
