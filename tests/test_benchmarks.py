@@ -36,7 +36,7 @@ def run(module, *arguments, **variables):
                 "peak memory, scoring / forward",
             ],
         ),
-        ("benchmarks.training", ["training step, regularised / plain"]),
+        ("benchmarks.training", ["LeNet-5, last layer / plain", "MLP, first layer / plain"]),
         ("benchmarks.layers", ["flatness_report / forward-backward"]),
     ],
     ids=["scoring", "training", "layers"],
@@ -90,3 +90,21 @@ def test_images_come_from_a_file_and_are_decoded_once(tmp_path):
         )
         assert done.stdout.strip() == "(4, 3, 32, 32) [0, 1, 3, 4] 0.0"
     assert len(list((tmp_path / "cache" / "relflat_sk").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("benchmarks.reparameterization", "relative_flatness "),
+        ("benchmarks.synthetic", "relative flatness orders the gaps"),
+    ],
+    ids=["reparameterization", "synthetic"],
+)
+def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run(module, "--quick", "--figure", str(tmp_path / "figure.png"))
+    assert done.returncode == 0, done.stderr
+    assert line in done.stdout
+    assert "not judged (quick)" in done.stdout
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,362 @@
+"""How good a network each way of choosing picks, and what the choice costs.
+
+On each data set at least 40 candidates (batch sizes, learning rates, seeds) are trained to the
+same training loss on all the training data. Then each way picks one of them:
+
+flattest             the smallest relative flatness at the last layer; no data held out
+flattest + risk      the smallest training loss + n^(-2/(4+m)) kappa/(2m), the first terms of the
+                     bound of Petzka et al. (2021), Theorem 6
+normalized flattest  the smallest normalised relative flatness
+5-fold CV            the best mean score of five folds; five fits more per candidate
+hold-out             the best score on a fifth of the training data; one fit more per candidate
+random               any of them
+
+The regret is the test score of the best candidate minus that of the pick, as trained on all the
+data; the cost is the time of all fits a way needs, in units of one fit per candidate. Data is
+split into training and test several times; the table shows means over the splits and their
+standard errors.
+
+Run ``python -m benchmarks.selection --results FILE``: what is in the file is not trained again.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from joblib import Parallel, delayed
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks.data import add_data_argument, load_images
+from benchmarks.timing import environment, table
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+)
+from relflat_sk.measures import evaluate
+
+N_SEEDS = 4
+MEASURES = ("relative_flatness", "normalized_relative_flatness")
+
+
+class SmallConv(nn.Sequential):
+    """Three convolutions with stride 2 and two linear layers, for images of 32 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(512, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+def net(estimator: Any, goal: float, max_epochs: int, **arguments: Any) -> Any:
+    """Make a net that trains to a goal, without penalty."""
+    return estimator(
+        flatness_weight=0.0,
+        optimizer=torch.optim.SGD,
+        optimizer__momentum=0.9,
+        iterator_train__shuffle=True,
+        max_epochs=max_epochs,
+        callbacks=[("stop", StopAtLoss(goal))],
+        verbose=0,
+        **arguments,
+    )
+
+
+def digits() -> tuple[Any, Any]:
+    """1,797 images of 8 x 8 pixels, ten classes."""
+    X, y = load_digits(return_X_y=True)
+    return (X / 16).astype(np.float32), y.astype(np.int64)
+
+
+def cancer() -> tuple[Any, Any]:
+    """569 tumours with 30 measurements, two classes."""
+    X, y = load_breast_cancer(return_X_y=True)
+    return X.astype(np.float32), y.astype(np.int64)
+
+
+def diabetes() -> tuple[Any, Any]:
+    """442 patients with 10 measurements, the progress of their illness."""
+    X, y = load_diabetes(return_X_y=True)
+    return X.astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
+
+
+def images(path: str | None) -> tuple[Any, Any]:
+    """10,000 images of CIFAR-10, half of them to test on."""
+    X, y = load_images(10_000, path)
+    return X.numpy(), y.numpy()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with the network that is trained on it, and the learning rates to try."""
+
+    load: Callable[[], tuple[Any, Any]]
+    n_train: int
+    estimator: Any
+    learning_rates: tuple[float, ...]
+    batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
+    scaled: bool = False
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """All combinations of batch size, learning rate and seed."""
+        return [
+            {"batch_size": size, "lr": lr, "random_state": seed}
+            for size, lr, seed in product(self.batch_sizes, self.learning_rates, range(N_SEEDS))
+        ]
+
+    def make(self, params: dict[str, Any]) -> Any:
+        """Make a candidate, scaling inputs by what it is trained on if need be."""
+        candidate = clone(self.estimator).set_params(**params)
+        return make_pipeline(StandardScaler(), candidate) if self.scaled else candidate
+
+    def splits(self, n_splits: int) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Split the data into training and test, at random, several times."""
+        X, y = self.load()
+        split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
+        for train, test in split(n_splits, train_size=self.n_train, random_state=0).split(X, y):
+            yield X[train], y[train], X[test], y[test]
+
+
+def tasks(data: str | None) -> dict[str, Task]:
+    """List the data sets by name."""
+    classifier = RelativeFlatnessRegularizedClassifier
+    found = {
+        "digits": Task(
+            digits,
+            600,
+            net(classifier, 0.05, 200, module__hidden_layer_sizes=(64, 32)),
+            (0.02, 0.1),
+        ),
+        "breast cancer": Task(
+            cancer,
+            280,
+            net(classifier, 0.02, 400, module__hidden_layer_sizes=(32, 16)),
+            (0.02, 0.1),
+            scaled=True,
+        ),
+        "diabetes": Task(
+            diabetes,
+            300,
+            net(
+                RelativeFlatnessRegularizedRegressor,
+                0.25,
+                400,
+                module__hidden_layer_sizes=(32, 16),
+            ),
+            (0.005, 0.02),
+            scaled=True,
+        ),
+    }
+    if data is not None:
+        found["CIFAR-10, 5,000 images"] = Task(
+            partial(images, data),  # can be sent to other processes
+            5_000,
+            net(classifier, 0.5, 60, module=SmallConv),
+            (0.003, 0.01),
+            (16, 32, 64, 128, 256),
+        )
+    return found
+
+
+# -- what is measured of a candidate ------------------------------------------------------
+
+
+def on_all(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
+    """Train on all of X, as every way does in the end, and measure."""
+    start = time.perf_counter()
+    candidate = task.make(params).fit(X, y)
+    seconds = time.perf_counter() - start
+    final = candidate[-1] if task.scaled else candidate
+    found = {name: evaluate(name, candidate, X, y) for name in MEASURES}
+    return {
+        "seconds": seconds,
+        "converged": final.converged_,
+        "train_loss": found[MEASURES[0]].risk,
+        "n_features": found[MEASURES[0]].seen.weights.popitem()[1].shape[1],
+        "test_score": candidate.score(*test),
+        **{name: one.value for name, one in found.items()},
+    }
+
+
+def by_folds(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
+    """Score by five folds of X."""
+    start = time.perf_counter()
+    scores = cross_val_score(task.make(params), X, y, cv=5, error_score="raise")
+    return {"seconds": time.perf_counter() - start, "score": float(scores.mean())}
+
+
+def by_fifth(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
+    """Score on a fifth of X, the same for all candidates."""
+    split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
+    start = time.perf_counter()
+    one = split(1, test_size=0.2, random_state=0)
+    scores = cross_val_score(task.make(params), X, y, cv=one, error_score="raise")
+    return {"seconds": time.perf_counter() - start, "score": float(scores.mean())}
+
+
+WORK = {"all": on_all, "5-fold CV": by_folds, "hold-out": by_fifth}
+
+
+def run(task: Task, data: tuple[Any, ...], what: str, index: int) -> dict[str, Any]:
+    """Do one piece of work in a process of its own."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what did not converge is in the table
+        found = WORK[what](task, task.candidates()[index], *data)
+    return {"what": what, "candidate": index, **found}
+
+
+class Results:
+    """Finished work, one line each in a file if there is one."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.rows: dict[tuple[str, int, str, int], dict[str, Any]] = {}
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                self.add(json.loads(line), write=False)
+
+    def add(self, row: dict[str, Any], *, write: bool = True) -> None:
+        """Take a row in, and write it down."""
+        self.rows[row["task"], row["split"], row["what"], row["candidate"]] = row
+        if write and self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def of(self, task: str, split: int, what: str) -> list[dict[str, Any]]:
+        """Rows of all candidates, in their order."""
+        keys = sorted(key for key in self.rows if key[:3] == (task, split, what))
+        return [self.rows[key] for key in keys]
+
+
+def train(name: str, task: Task, n_splits: int, results: Results, n_jobs: int) -> None:
+    """Do all work that is missing."""
+    for at, data in enumerate(task.splits(n_splits)):
+        missing = [
+            (what, index)
+            for what in WORK
+            for index in range(len(task.candidates()))
+            if (name, at, what, index) not in results.rows
+        ]
+        work = (delayed(run)(task, data, what, i) for what, i in missing)
+        done = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(work)
+        for row in tqdm(done, total=len(missing), desc=f"{name}, split {at}", disable=not missing):
+            results.add({"task": name, "split": at, **row})
+
+
+# -- the ways to choose -----------------------------------------------------------------
+
+
+def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    """One number of all candidates."""
+    return np.array([row[name] for row in rows], dtype=float)
+
+
+def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]:
+    """Say which candidate each way picks."""
+    fits = rows["all"]
+    converged = column(fits, "converged").astype(bool)
+    m = column(fits, "n_features")
+    kappa = column(fits, "relative_flatness")
+    bound = column(fits, "train_loss") + n_train ** (-2 / (4 + m)) * kappa / (2 * m)
+    flat = {
+        "flattest": kappa,
+        "flattest + risk": bound,
+        "normalized flattest": column(fits, "normalized_relative_flatness"),
+    }
+    found = {way: int(np.where(converged, v, np.inf).argmin()) for way, v in flat.items()}
+    for way in ("5-fold CV", "hold-out"):
+        found[way] = int(column(rows[way], "score").argmax())
+    return found
+
+
+def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[list[str]]:
+    """Lay out regrets and costs on one data set."""
+    regrets: dict[str, list[float]] = {}
+    costs: dict[str, list[float]] = {}
+    for at in range(n_splits):
+        rows = {what: results.of(name, at, what) for what in WORK}
+        scores = column(rows["all"], "test_score")
+        once = column(rows["all"], "seconds").sum()
+        for way, index in picks(rows, task.n_train).items():
+            regrets.setdefault(way, []).append(scores.max() - scores[index])
+            more = column(rows[way], "seconds").sum() if way in rows else 0.0
+            # who chooses by held-out data trains the chosen one alone on all the data
+            own = rows["all"][index]["seconds"] if way in rows else once
+            costs.setdefault(way, []).append((more + own) / once)
+        regrets.setdefault("random", []).append(scores.max() - scores.mean())
+        one = column(rows["all"], "seconds").mean()
+        costs.setdefault("random", []).append(one / once)
+    return [
+        [
+            name,
+            way,
+            f"{100 * np.mean(found):.2f} +- {100 * standard_error(found):.2f}",
+            f"{np.mean(costs[way]):.2f}",
+        ]
+        for way, found in regrets.items()
+    ]
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the mean; nan for a single value."""
+    n = len(values)
+    return float(np.std(values, ddof=1) / n**0.5) if n > 1 else float("nan")
+
+
+def main() -> int:
+    """Train what is missing, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one split of one data set")
+    parser.add_argument("--results", metavar="FILE", help="where finished work is kept")
+    parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
+    parser.add_argument("--tasks", nargs="*", help="names of data sets (default: all)")
+    parser.add_argument("--n-jobs", type=int, default=2, help="processes (default: 2)")
+    add_data_argument(parser)
+    arguments = parser.parse_args()
+    known = tasks(arguments.data)
+    names = ["breast cancer"] if arguments.quick else arguments.tasks or list(known)
+    n_splits = 1 if arguments.quick else arguments.splits
+    results = Results(arguments.results)
+    print(environment())
+    rows = [["data set", "way to choose", "regret, points of score", "cost, fits"]]
+    for name in names:
+        train(name, known[name], n_splits, results, arguments.n_jobs)
+        fits = [row for at in range(n_splits) for row in results.of(name, at, "all")]
+        print(
+            f"{name}: {len(known[name].candidates())} candidates, {n_splits} splits, "
+            f"{100 * column(fits, 'converged').mean():.0f} % converged"
+        )
+        rows += summarize(name, known[name], n_splits, results)
+    print("\nCost: seconds of training, in units of one fit of every candidate.\n")
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
