@@ -20,7 +20,7 @@ from relflat_sk.network import Network
 from relflat_sk.quantities import Quantity
 from relflat_sk.views import LayerView, View, observe
 
-__all__ = ["METHODS", "Pass", "Sums", "sum_quantities"]
+__all__ = ["METHODS", "Pass", "Sums", "make_generator", "sum_quantities"]
 
 METHODS = ("auto", "exact", "hutchinson")
 
@@ -135,7 +135,7 @@ def sum_quantities(
     _check_arguments(method, n_probes, rtol)
     most = {"auto": _FEW, "exact": math.inf, "hutchinson": 0}[method]
     exact = _Exact(quantities, most)
-    sampled = _Sampled(quantities, _generator(random_state, network.device))
+    sampled = _Sampled(quantities, make_generator(random_state, network.device))
     seen = Pass()
     for view in observe(network, layers):
         seen.look(view)
@@ -352,10 +352,16 @@ def _warn_if_loose(key: Key, found: Sums, rtol: float, cap: int) -> None:
         )
 
 
-def _generator(
+def make_generator(
     random_state: int | np.random.RandomState | None, device: torch.device
 ) -> torch.Generator:
-    """Make a generator of our own, so that torch's global random state is left alone."""
+    """Make a generator of our own, so that torch's global random state is left alone.
+
+    Raises
+    ------
+    ValueError
+        If `random_state` is none of these.
+    """
     generator = torch.Generator(device=device)
     if random_state is None:
         generator.seed()

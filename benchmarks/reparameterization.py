@@ -1,0 +1,209 @@
+"""Which measures still predict the gap after scale has moved between layers.
+
+Trains small networks on scikit-learn's digits to one training loss, with batch sizes and seeds
+that differ, and correlates measures at the last layer with the gap between test and training
+loss. Then every network is rescaled: each layer but the last by a random factor in [5, 25], and
+the last by what undoes them. No prediction changes, so no correlation should.
+
+    python -m benchmarks.reparameterization                      # 40 minima, 3 minutes
+    python -m benchmarks.reparameterization --figure gap.png     # needs matplotlib
+    python -m benchmarks.reparameterization --quick              # a smoke run, judges nothing
+"""
+
+import argparse
+import copy
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+from benchmarks.timing import environment, table
+from relflat_sk import correlate, flatness_report, get_measure_names, reparameterize
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.invariances import INVARIANCES
+
+BATCH_SIZES = (8, 16, 32, 64, 128)
+WIDTHS = (64, 48, 32, 10)
+LOSS = 0.03
+LOW, HIGH = 5.0, 25.0
+CRITERION = nn.CrossEntropyLoss()
+TOLERANCE = 1e-6
+COEFFICIENTS = ("pearson", "spearman", "kendall")
+# "destroyed": what is left of the rank correlation is less than half of it
+LEFT = 0.5
+DESTROYED = "hessian_trace"
+
+
+def load_data(n_train: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split the digits, few of them for training."""
+    X, y = load_digits(return_X_y=True)
+    parts = train_test_split(X / 16, y, train_size=n_train, stratify=y, random_state=0)
+    X_train, X_test, y_train, y_test = (torch.from_numpy(part) for part in parts)
+    return X_train.float(), X_test.float(), y_train, y_test
+
+
+def train(X: Tensor, y: Tensor, batch_size: int, seed: int, max_epochs: int) -> nn.Module | None:
+    """Train by SGD until the mean loss on all of X is at `LOSS`; None if it never is."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for narrow, wide in itertools.pairwise(WIDTHS):
+        layers += [nn.Linear(narrow, wide), nn.ReLU()]
+    net = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(max_epochs):
+        for step, rows in enumerate(torch.randperm(len(X)).split(batch_size)):
+            optimizer.zero_grad()
+            CRITERION(net(X[rows]), y[rows]).backward()
+            optimizer.step()
+            # within the epoch too: the losses should be equal, not only low
+            if step % 2 == 0 and mean_loss(net, X, y) <= LOSS:
+                return net
+    return None
+
+
+def mean_loss(net: nn.Module, X: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return float(CRITERION(net(X), y))
+
+
+def rescale(net: nn.Module, rng: np.random.Generator) -> nn.Module:
+    """Multiply all layers but the last by random factors, which the last undoes."""
+    factors = rng.uniform(LOW, HIGH, size=len(WIDTHS) - 2)
+    return reparameterize(net, [*factors, 1 / factors.prod()])
+
+
+def measure_all(
+    net: nn.Module, X: Tensor, y: Tensor, names: Sequence[str] | None
+) -> dict[str, float]:
+    """Measure at the last layer, or of the network as a whole; nan where it does not apply."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)
+        report = flatness_report(
+            net, X, y, measures=names, layers=[-1], criterion=CRITERION, random_state=0
+        )
+    return dict(zip(report["measure"], report["value"], strict=True))
+
+
+def find_minima(
+    data: tuple[Tensor, ...], seeds: int, max_epochs: int
+) -> Iterator[tuple[nn.Module, dict[str, float]]]:
+    """Train the networks; those that do not get to the loss are reported and left out."""
+    X, X_test, y, y_test = data
+    for batch_size, seed in itertools.product(BATCH_SIZES, range(seeds)):
+        net = train(X, y, batch_size, seed, max_epochs)
+        if net is None:
+            print(f"batch size {batch_size}, seed {seed}: not at a loss of {LOSS}, left out")
+            continue
+        # from here on in float64, in which factors of hundreds leave no trace
+        net = copy.deepcopy(net).double()
+        losses = mean_loss(net, X.double(), y), mean_loss(net, X_test.double(), y_test)
+        row = {
+            "param_batch_size": batch_size,
+            "param_seed": seed,
+            "train_loss": losses[0],
+            "test_loss": losses[1],
+            "generalization_gap": losses[1] - losses[0],
+        }
+        yield net, row
+
+
+def judge(before: pd.DataFrame, after: pd.DataFrame) -> tuple[list[list[str]], bool]:
+    """Compare the coefficients, measure by measure, with the table of invariances."""
+    rows = [["measure", "kendall", "after", "spearman", "after", "largest change", "verdict"]]
+    fine = True
+    for name in before.index:
+        one, other = before.loc[name], after.loc[name]
+        change = max(abs(one[c] - other[c]) for c in COEFFICIENTS)
+        promised = INVARIANCES[name]["layer"] == "same"
+        verdict = "unchanged, as promised" if change <= TOLERANCE else "changed"
+        if other["n"] < one["n"]:
+            verdict = f"changed, {other['n']:.0f} of {one['n']:.0f} measured"
+        if promised and not change <= TOLERANCE:
+            verdict, fine = "CHANGED, AGAINST THE TABLE", False
+        if name == DESTROYED:
+            destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
+            verdict, fine = ("destroyed" if destroyed else "NOT DESTROYED"), fine and destroyed
+        numbers = (one["kendall"], other["kendall"], one["spearman"], other["spearman"])
+        rows.append([name, *(f"{n:.3f}" for n in numbers), f"{change:.1e}", verdict])
+    return rows, fine
+
+
+def draw(before: pd.DataFrame, after: pd.DataFrame, path: Path) -> None:
+    """Draw the gap against an invariant measure and one that is not."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    scales = {"relative_flatness": "linear", DESTROYED: "log"}
+    for ax, (name, scale) in zip(figure.subplots(1, 2), scales.items(), strict=True):
+        for minima, label, marker in ((before, "as trained", "o"), (after, "rescaled", "x")):
+            ax.scatter(minima[name], minima["generalization_gap"], marker=marker, label=label)
+        ax.set(xscale=scale, xlabel=name.replace("_", " "), ylabel="test loss - training loss")
+        ax.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    """Train, measure, print, and return the exit code."""
+    arguments = _parse()
+    names = arguments.measures or get_measure_names()
+    print(f"Digits, {arguments.n_train} for training; measures at the last layer")
+    print(environment())
+    data = load_data(arguments.n_train)
+    X, y = data[0].double(), data[2]
+    rng = np.random.default_rng(0)
+    tables: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    difference = 0.0
+    for net, row in find_minima(data, arguments.seeds, arguments.max_epochs):
+        same = rescale(net, rng)
+        with torch.no_grad():
+            difference = max(difference, float((net(X) - same(X)).abs().max()))
+        for which, one in (("before", net), ("after", same)):
+            tables[which].append({**row, **measure_all(one, X, y, arguments.measures)})
+    before, after = (pd.DataFrame(tables[which]) for which in ("before", "after"))
+    print(
+        f"\n{len(before)} minima at training losses of {before['train_loss'].min():.4f} to "
+        f"{before['train_loss'].max():.4f}, gaps of {before['generalization_gap'].min():.3f} to "
+        f"{before['generalization_gap'].max():.3f}; largest difference between logits before "
+        f"and after: {difference:.0e}\n"
+    )
+    coefficients = [
+        correlate(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
+        for minima in (before, after)
+    ]
+    rows, fine = judge(*coefficients)
+    print(table(rows))
+    if arguments.figure:
+        draw(before, after, arguments.figure)
+        print(f"\nfigure: {arguments.figure}")
+    if arguments.quick:
+        print("\nnot judged (quick)")
+        return 0
+    print(f"\n{'as the table of invariances says' if fine else 'NOT AS PROMISED'}")
+    return int(not fine)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--seeds", type=int, help="networks for each batch size (8)")
+    parser.add_argument("--n-train", type=int, default=400, help="training images (400)")
+    parser.add_argument("--max-epochs", type=int, default=2000)
+    parser.add_argument("--measures", nargs="+", help="names (default: all there are)")
+    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
+    arguments = parser.parse_args()
+    arguments.seeds = arguments.seeds or (1 if arguments.quick else 8)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

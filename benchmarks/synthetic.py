@@ -1,0 +1,246 @@
+"""Flatness and the gap on synthetic data, by how far apart the classes are.
+
+Two classes of two Gaussians each, 500 samples, as in figures 3 and 4 of Petzka et al., "Relative
+Flatness and Generalization", NeurIPS 2021. A small network is trained on each draw; fresh data
+from the same Gaussians show the gap between test and training loss. First, how flatness and gap
+correlate over the draws of one class separation: the theory needs labels that are constant in
+the neighbourhood of a sample, and so classes that are apart. Second, the gap next to the bound
+that `generalization_bound` approximates, with representativeness from refits on random splits.
+
+    python -m benchmarks.synthetic                              # 100 draws each, 3 minutes
+    python -m benchmarks.synthetic --figure synthetic.png       # needs matplotlib
+    python -m benchmarks.synthetic --quick                      # few draws, judges nothing
+"""
+
+import argparse
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from sklearn.datasets import make_classification
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import log_loss
+from sklearn.neural_network import MLPClassifier
+
+from benchmarks.timing import environment, table
+from relflat_sk import (
+    correlate,
+    feature_robustness,
+    generalization_bound,
+    label_constancy,
+    relative_flatness,
+)
+
+SEPARATIONS = (0.5, 1.0, 1.5, 2.0, 3.0)
+N_TRAIN, N_TEST = 500, 4500
+N_SPLITS = 5
+# from here on classes count as separated
+APART = 1.5
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A sample of the Gaussians, more data from them, and a network trained on the sample."""
+
+    X: NDArray[np.float64]
+    y: NDArray[np.int64]
+    X_test: NDArray[np.float64]
+    y_test: NDArray[np.int64]
+    network: MLPClassifier
+
+    def losses(self) -> tuple[float, float]:
+        """Mean losses on the sample and on the other data."""
+        return (
+            log_loss(self.y, self.network.predict_proba(self.X)),
+            log_loss(self.y_test, self.network.predict_proba(self.X_test)),
+        )
+
+
+def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Draw:
+    """Draw Gaussians, samples of them, and initial weights."""
+    X, y = make_classification(
+        n_samples=N_TRAIN + N_TEST,
+        n_features=8,
+        n_informative=6,
+        n_redundant=2,
+        n_clusters_per_class=2,
+        class_sep=separation,
+        flip_y=0.001,
+        random_state=seed,
+    )
+    # some weight decay, so that there is a minimum where the classes are apart
+    network = MLPClassifier(
+        (hidden,), solver="lbfgs", alpha=alpha, max_iter=1000, random_state=seed
+    )
+    network.fit(X[:N_TRAIN], y[:N_TRAIN])
+    return Draw(X[:N_TRAIN], y[:N_TRAIN], X[N_TRAIN:], y[N_TRAIN:], network)
+
+
+def look_at(draw: Draw, separation: float, seed: int) -> dict[str, float]:
+    """Measure a draw: one row of figure 3."""
+    train_loss, test_loss = draw.losses()
+    return {
+        "param_separation": separation,
+        "param_seed": seed,
+        "train_loss": train_loss,
+        "test_loss": test_loss,
+        "generalization_gap": test_loss - train_loss,
+        "relative_flatness": relative_flatness(draw.network, draw.X, draw.y),
+        "normalized_relative_flatness": relative_flatness(
+            draw.network, draw.X, draw.y, normalize=True
+        ),
+    }
+
+
+def bound(draw: Draw, separation: float, seed: int) -> dict[str, float]:
+    """Approximate the bound on a draw: one row of figure 4."""
+    train_loss, test_loss = draw.losses()
+    found = generalization_bound(
+        draw.network, draw.X, draw.y, refit=True, n_splits=N_SPLITS, random_state=seed
+    )
+    # what the flatness term is the second order of
+    rise, _ = feature_robustness(
+        draw.network,
+        draw.X,
+        draw.y,
+        found.delta,
+        matrices="truncated_normal",
+        random_state=seed,
+    )
+    return {
+        "separation": separation,
+        "gap": test_loss - train_loss,
+        "bound": found.total - found.empirical_risk,
+        "representativeness": found.representativeness,
+        "flatness term": found.flatness_term,
+        "rise": rise,
+        "constancy": label_constancy(draw.network, draw.X, draw.y),
+    }
+
+
+def correlations(rows: pd.DataFrame) -> pd.DataFrame:
+    """Correlate flatness with the gap over the draws of each separation."""
+    found = []
+    for separation, some in rows.groupby("param_separation"):
+        one = correlate(some.drop(columns="param_separation"), random_state=0)
+        found.append(one.assign(separation=separation))
+    return pd.concat(found)
+
+
+def show_correlations(found: pd.DataFrame, rows: pd.DataFrame) -> None:
+    print("\nCorrelation with the gap over draws, 95% intervals")
+    lines = [["separation", "measure", "train loss", "gap", "pearson", "spearman", "kendall"]]
+    means = rows.groupby("param_separation")[["train_loss", "generalization_gap"]].mean()
+    for _, one in found.iterrows():
+        loss, gap = means.loc[one["separation"]]
+        coefficients = (
+            f"{one[name]:.2f} [{one[f'{name}_low']:.2f}, {one[f'{name}_high']:.2f}]"
+            for name in ("pearson", "spearman", "kendall")
+        )
+        lines.append([
+            f"{one['separation']}",
+            one["measure"],
+            f"{loss:.4f}",
+            f"{gap:.4f}",
+            *coefficients,
+        ])
+    print(table(lines))
+
+
+def show_bounds(rows: pd.DataFrame) -> None:
+    print("\nThe gap and its approximated bound, means over draws")
+    means = rows.groupby("separation").mean()
+    covered = (rows["bound"] >= rows["gap"]).groupby(rows["separation"]).mean()
+    lines = [["separation", *means.columns, "draws below bound"]]
+    for separation, one in means.iterrows():
+        share = f"{covered[separation]:.0%}"
+        lines.append([f"{separation}", *(f"{value:.4f}" for value in one), share])
+    print(table(lines))
+
+
+def draw_figure(found: pd.DataFrame, bounds: pd.DataFrame, path: Path) -> None:
+    """Draw figures 3 and 4."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    shift = 0.0
+    for name, some in found.groupby("measure"):
+        low, high = some["spearman"] - some["spearman_low"], some["spearman_high"]
+        errors = np.maximum([low, high - some["spearman"]], 0)
+        label = str(name).replace("_", " ")
+        left.errorbar(some["separation"] + shift, some["spearman"], errors, marker="o", label=label)
+        shift += 0.03  # intervals side by side
+    left.axhline(0, color="grey", linewidth=0.8)
+    left.set(xlabel="class separation", ylabel="Spearman correlation with the gap")
+    left.legend(fontsize="small", loc="lower center")
+    means = bounds.groupby("separation").mean()
+    for name in ("bound", "gap"):
+        right.plot(means.index, means[name], marker="o", label=name)
+    right.axhline(0, color="grey", linewidth=0.8)  # the bound can be below
+    right.set(xlabel="class separation", ylabel="loss")
+    right.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    """Train, measure, print, and return the exit code."""
+    arguments = _parse()
+    print(
+        f"Two classes of two Gaussians, {N_TRAIN} samples, {arguments.draws} draws; "
+        f"{arguments.hidden} hidden neurons, alpha={arguments.alpha:g}"
+    )
+    print(environment())
+    looks, bounds = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for separation in SEPARATIONS:
+            for seed in range(arguments.draws):
+                draw = make_draw(separation, seed, hidden=arguments.hidden, alpha=arguments.alpha)
+                looks.append(look_at(draw, separation, seed))
+                if seed < arguments.bounds:
+                    bounds.append(bound(draw, separation, seed))
+    rows, parts = pd.DataFrame(looks), pd.DataFrame(bounds)
+    found = correlations(rows)
+    show_correlations(found, rows)
+    show_bounds(parts)
+    if arguments.figure:
+        draw_figure(found, parts, arguments.figure)
+        print(f"\nfigure: {arguments.figure}")
+    return verdict(found, parts, judged=not arguments.quick)
+
+
+def verdict(found: pd.DataFrame, bounds: pd.DataFrame, *, judged: bool) -> int:
+    """Judge what the paper says of separated classes, and count where the bound is one."""
+    means = bounds.groupby("separation").mean()
+    above = int((means["bound"] > means["gap"]).sum())
+    print(f"\nthe mean bound is above the mean gap at {above} of {len(means)} separations")
+    apart = found[(found["measure"] == "relative_flatness") & (found["separation"] >= APART)]
+    holds = bool((apart["spearman_low"] > 0).all())
+    outcome = ("yes" if holds else "NO") if judged else "not judged (quick)"
+    print(f"relative flatness orders the gaps of classes {APART} or more apart: {outcome}")
+    return int(judged and not holds)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few draws, judges nothing")
+    parser.add_argument("--draws", type=int, help="draws of each separation (100)")
+    parser.add_argument("--bounds", type=int, help="of these, with a bound (20)")
+    parser.add_argument("--hidden", type=int, default=8, help="hidden neurons (8)")
+    parser.add_argument("--alpha", type=float, default=0.5, help="weight decay (0.5)")
+    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
+    arguments = parser.parse_args()
+    arguments.draws = arguments.draws or (5 if arguments.quick else 100)
+    arguments.bounds = arguments.bounds or (2 if arguments.quick else 20)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
