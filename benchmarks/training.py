@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.data import add_data_argument, load_images
 from benchmarks.models import LeNet5
 from benchmarks.timing import Budget, environment, interleave, ratio, table, verdict
-from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
 BATCH_SIZE = 128
 OURS = RelativeFlatnessRegularizedClassifier
@@ -48,6 +48,10 @@ class DenseHessianNet(NeuralNetClassifier):
         return loss + 0.1 * (traces * (head.weight @ head.weight.T)).sum() / (2 * m)
 
 
+class SharpnessAwareNet(SharpnessAwareMixin, NeuralNetClassifier):
+    """Plain, with SAM's steps."""
+
+
 def make_net(estimator: Callable[..., NeuralNet], module: Any, **arguments: object) -> NeuralNet:
     """Make a net that differs from the others in nothing but its class."""
     torch.manual_seed(0)
@@ -71,6 +75,7 @@ METHODS: dict[str, Callable[..., NeuralNet]] = {
     "last layer": partial(make_net, OURS, flatness_layer=-1),
     "first layer": partial(make_net, OURS, flatness_layer=0),
     "all layers": partial(make_net, OURS, flatness_layer="all"),
+    "SAM": partial(make_net, SharpnessAwareNet),
     "dense Hessian, last layer": partial(make_net, DenseHessianNet),
 }
 IMAGE_MLP: dict[str, Any] = {
