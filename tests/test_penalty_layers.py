@@ -278,3 +278,18 @@ def test_refuses_normalisation_by_a_function():
     with pytest.raises(ValueError, match=r"LayerNormBackward.*called as a function.*nn.LayerNorm"):
         evaluate(RelativeFlatnessPenalty(0), net, CE, X, y)
     assert evaluate(RelativeFlatnessPenalty(), net, CE, X, y) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), [*AT, ("residual", "out"), ("mlp relu", "4")])
+def test_on_cuda_as_on_cpu(kind, name):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    net, X, y = make(kind)
+    net.eval()
+    truth = truth_at(net, name, X, y)
+    net, X, y = net.cuda(), X.cuda(), y.cuda()
+    penalty = RelativeFlatnessPenalty(name, probes=4)
+    assert_right_on_average(penalty, net, CE, X, y, truth)
+    evaluate(penalty, net, CE, X, y).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
