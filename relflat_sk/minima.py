@@ -20,11 +20,12 @@ one per measure         float    its name, such as ``relative_flatness``; small 
 ``rank``                int      1 is flattest; only in ranked tables
 ======================  =======  ===========================================================
 
-A study keeps the same names as flat keys in ``trial.user_attrs``. Every other numeric column
-is taken for a measure, so that a table can be extended by hand.
+A study keeps the same names as flat keys in ``trial.user_attrs``; what is measured later, when
+Optuna lets no trial be changed any more, in ``study.user_attrs`` under `later`. Every other
+numeric column is taken for a measure, so that a table can be extended by hand.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -154,7 +155,7 @@ def minima_table(source: Any) -> pd.DataFrame:
         return source
     if isinstance(source, optuna.Study):
         trials = source.get_trials(deepcopy=False)
-        return _table_of_trials(trial for trial in trials if trial.state in STATES)
+        return _table_of_trials((t for t in trials if t.state in STATES), source.user_attrs)
     table = getattr(source, "minima_", None)
     if isinstance(table, pd.DataFrame):
         return table
@@ -242,9 +243,14 @@ def _is_numeric(column: Any) -> bool:
     return pd.api.types.is_numeric_dtype(column) and not pd.api.types.is_bool_dtype(column)
 
 
-def _table_of_trials(trials: Iterable[FrozenTrial]) -> pd.DataFrame:
+def later(trial: FrozenTrial) -> str:
+    """Say where a study keeps what was measured of a trial after it was finished."""
+    return f"measures of trial {trial.number}"
+
+
+def _table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
     """Return the unranked table of finished trials."""
-    rows = [_row(trial) for trial in trials]
+    rows = [_row(trial) | study_attrs.get(later(trial), {}) for trial in trials]
     names = dict.fromkeys(name for row in rows for name in row)
     params = [name for name in names if name.startswith(PARAM_PREFIX)]
     measures = [name for name in names if name not in FIXED and name not in params]

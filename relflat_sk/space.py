@@ -14,6 +14,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from skorch import NeuralNet
 
+from relflat_sk.labels import DATA_NAMES, is_data_name
+
 __all__ = ["Space"]
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -122,7 +124,11 @@ class Space:
                 f"{estimator!r}."
             )
         for name in self.entries:
+            if name in DATA_NAMES:
+                continue
             problem = _why_not(estimator, name, self.entries)
+            if is_data_name(name) and problem:
+                problem = f"of the data there are {list(DATA_NAMES)}"
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}.")
 

@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 import pandas as pd
 from joblib import effective_n_jobs
+from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial
@@ -20,22 +21,25 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from tqdm import tqdm
 
+from relflat_sk.candidates import CandidateSampler, Draws, Grid
+from relflat_sk.claims import Wanted, give_up, is_cut_short
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.minima import is_complete, is_converged, minima_table, rank_minima
+from relflat_sk.html_report import render
+from relflat_sk.minima import is_converged, minima_table, rank_minima
 from relflat_sk.objective import MinimaObjective
+from relflat_sk.remeasure import remeasure
+from relflat_sk.results import cv_results, list_reasons
 from relflat_sk.space import Space
+from relflat_sk.storages import open_storage
 from relflat_sk.sweep import (
-    CandidateSampler,
     Kept,
     Sweep,
     check_resumable,
-    give_up,
     in_memory,
-    is_cut_short,
     log_level,
-    plan,
     run_in_processes,
 )
+from relflat_sk.weights import ARTIFACT
 
 __all__ = ["FlatMinimaSearch"]
 
@@ -65,10 +69,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         instance by a `StopAtLoss` callback: only minima can be ranked.
     space : dict
         By parameter name, a list of choices, an Optuna distribution or a function of the
-        trial.
+        trial. Names that begin with ``data__`` vary the training data, see `MinimaObjective`.
     measure : str or sequence of str, default="relative_flatness"
         What to rank by, see `get_measure_names`; of several, the first ranks and the
-        others are recorded.
+        others are recorded. With `NSGAIISampler` or `NSGAIIISampler` the study has an objective
+        for each, ``"train_loss"`` may be one, and the column `pareto` of `minima_` says which
+        minima no other one beats in all of them.
     n_trials : int, optional
         How many candidates in all, those of a resumed study included; all combinations if
         None, which needs a space of choices.
@@ -86,9 +92,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     n_jobs : int, optional
         Processes; None or 1 trains in this one. A `sampler` of one's own then draws without
         its seed.
+    artifact_store : str, path or optuna artifact store, optional
+        Where to keep the weights of every minimum, in a folder if it is a path: for
+        `remeasure`, and to refit what an earlier session trained.
+    lr_scaling : "linear", optional
+        Scale learning rates in proportion to the batch size, relative to the estimator's own;
+        what came out is the column ``param_scaled_...``.
     refit : bool, default=True
         Provide `best_estimator_`: the very network that was measured, or, if an earlier
-        session trained it, one trained again, which is the same if it is seeded.
+        session trained it, one with its weights if they were kept, or else one trained again,
+        which is the same if it is seeded.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while
         a candidate trains, so that plain skorch nets can be reproduced too.
@@ -124,9 +137,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     Notes
     -----
-    A candidate that fails, diverges or is no better than a constant is recorded as failed,
-    with its reason, and one that did not reach its goal as not converged; both rank behind
-    every minimum. Ctrl-C ends the search with what was finished.
+    A candidate that fails, diverges, runs out of memory or is no better than a constant is
+    recorded as failed, with its reason, and one that did not reach its goal as not converged;
+    both rank behind every minimum. What failed is not tried again; with `n_jobs`, a candidate
+    whose process is killed is tried once more, on its own.
+
+    Ctrl-C ends the search with what was finished. Searches with the same `storage` and
+    `study_name` share the work, from one machine or several, and no candidate is trained twice.
+    What a killed process was at is trained again by whoever comes next: of another machine one
+    knows only through a heartbeat, ``RDBStorage(url, heartbeat_interval=60)``.
 
     Examples
     --------
@@ -150,6 +169,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         study_name: str | None = None,
         pruner: Any = None,
         n_jobs: int | None = None,
+        artifact_store: Any = None,
+        lr_scaling: str | None = None,
         refit: bool = True,
         random_state: Any = None,
         verbose: int = 0,
@@ -163,6 +184,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.study_name = study_name
         self.pruner = pruner
         self.n_jobs = n_jobs
+        self.artifact_store = artifact_store
+        self.lr_scaling = lr_scaling
         self.refit = refit
         self.random_state = random_state
         self.verbose = verbose
@@ -183,36 +206,43 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             After Ctrl-C too, with what was finished.
         """
         self.__dict__.pop("best_estimator_", None)
-        measures = [self.measure] if isinstance(self.measure, str) else list(self.measure)
         rng = check_random_state(self.random_state)
         seeds = (None, None) if self.random_state is None else rng.randint(2**31 - 1, size=2)
-        objective = MinimaObjective(
-            self.estimator,
-            X,
-            y,
-            self.space,
-            measures=measures,
-            X_test=X_test,
-            y_test=y_test,
-            random_state=seeds[1],
-        )
+        self._seed = seeds[1]
+        objective = self._make_objective(X, y, X_test, y_test)
         self._check_arguments()
-        grid = self._grid(objective.space)
+        wanted = self._wanted(objective.space)
         quiet = self.verbose < 2
         with log_level(quiet), tempfile.TemporaryDirectory() as folder:
             study = self._create_study(folder)
-            check_resumable(study, objective)
-            plan(study, grid)
+            check_resumable(study, objective, self._n_objectives())
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )
-            sweep = Sweep(objective, None if grid else int(self.n_trials or 0), quiet)
+            sweep = Sweep(objective, wanted, quiet)
             interrupted, kept = self._optimize(study, sweep)
             if self.storage is None and self._processes() > 1:
                 study = in_memory(study)  # the journal goes with the folder
         self.study_ = study
+        self._objective = objective
         self._finish(objective, kept, interrupted)
         return self
+
+    def _make_objective(
+        self, X: Any, y: Any, X_test: Any = None, y_test: Any = None
+    ) -> MinimaObjective:
+        return MinimaObjective(
+            self.estimator,
+            X,
+            y,
+            self.space,
+            measures=[self.measure] if isinstance(self.measure, str) else list(self.measure),
+            X_test=X_test,
+            y_test=y_test,
+            artifact_store=self.artifact_store,
+            lr_scaling=self.lr_scaling,
+            random_state=self._seed,
+        )
 
     def _check_arguments(self) -> None:
         if self.n_trials is not None and (
@@ -234,31 +264,35 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 "out, or give a file, such as 'sqlite:///minima.db'."
             )
 
-    def _grid(self, space: Space) -> list[dict[str, Any]] | None:
-        """List the candidates if they are all combinations there are."""
-        if self.sampler is not None:
-            if self.n_trials is None:
-                raise ValueError("n_trials is needed with a sampler: say how many candidates.")
-            return None
-        grid = space.grid()
-        if grid is None and self.n_trials is None:
+    def _wanted(self, space: Space) -> Wanted:
+        """Say what to train: all combinations if that is no more than was asked for."""
+        grid = space.grid() if self.sampler is None else None
+        if self.n_trials is None and grid is None:
             raise ValueError(
-                "n_trials is needed: the space has distributions or functions, so that there is "
-                "no whole grid to train."
+                "n_trials is needed with a sampler: say how many candidates."
+                if self.sampler is not None
+                else "n_trials is needed: the space has distributions or functions, so that there "
+                "is no whole grid to train."
             )
-        if grid is not None and (self.n_trials is None or self.n_trials >= len(grid)):
-            return grid
-        return None
+        if self.n_trials is None or (grid is not None and self.n_trials >= len(grid)):
+            return Grid(grid or [])
+        return Draws(int(self.n_trials))
 
     def _processes(self) -> int:
         return 1 if self.n_jobs is None else int(effective_n_jobs(self.n_jobs))
+
+    def _n_objectives(self) -> int:
+        """Say how many measures the sampler trades against each other."""
+        several = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
+        return len(self.measure) if several and not isinstance(self.measure, str) else 1
 
     def _create_study(self, folder: str) -> optuna.Study:
         storage = self.storage
         if storage is None and self._processes() > 1:
             storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
         return optuna.create_study(
-            storage=storage,
+            directions=["minimize"] * self._n_objectives(),
+            storage=open_storage(storage),
             pruner=self.pruner or optuna.pruners.NopPruner(),
             study_name=self.study_name,
             load_if_exists=self.study_name is not None,
@@ -266,40 +300,37 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _optimize(self, study: optuna.Study, sweep: "Sweep") -> tuple[bool, "Kept"]:
         """Train what is missing; say whether Ctrl-C ended that, and what is worth keeping."""
-        n_trials = sweep.n_left(study)
         kept = Kept(self.refit)
-        with tqdm(total=n_trials, desc="minima", unit="net", disable=not self.verbose) as bar:
+        with tqdm(
+            total=sweep.n_open(study), desc="minima", unit="net", disable=not self.verbose
+        ) as bar:
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
+                bar.total = bar.n + 1 + sweep.n_open(study)  # others may train, too, or die
                 bar.update()
                 kept.offer(trial, estimator)
 
             try:
-                if self._processes() == 1:
-                    if n_trials:
-                        sweep.run(study, n_trials, keep)
-                    return False, kept
-                while n_trials:
-                    run_in_processes(study, sweep, self._processes(), n_trials, keep)
-                    n_trials = sweep.n_left(study)
+                if self._processes() > 1:
+                    run_in_processes(study, sweep, self._processes(), keep)
+                else:
+                    while sweep.run(study, keep):
+                        pass
             except KeyboardInterrupt:
                 # the processes that trained are gone, and so is what they were at
-                give_up(study, lambda trial: trial.user_attrs.get("sweep") == sweep.name)
+                give_up(study, sweep.has)
                 return True, kept
         return False, kept
 
     def _finish(self, objective: MinimaObjective, kept: "Kept", interrupted: bool) -> None:
-        by = objective.measures[0]
         trials = self.study_.get_trials(deepcopy=False)
-        cut_short = [trial.number for trial in trials if is_cut_short(trial)]
-        table = minima_table(self.study_)
-        table = table[~table["trial"].isin(cut_short)].reset_index(drop=True)
+        table = self._table()
         if interrupted and not table["state"].eq("complete").any():
             raise KeyboardInterrupt("before any candidate was finished.")
         if not table["state"].eq("complete").any():
             raise ValueError(
                 f"none of {len(table)} candidates could be trained and measured:\n"
-                + _list_reasons(table)
+                + list_reasons(table)
             )
         if interrupted:
             warnings.warn(
@@ -308,17 +339,19 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 FlatnessWarning,
                 stacklevel=3,
             )
-        self.minima_ = rank_minima(table, by=by)
+        self.minima_ = rank_minima(table, by=objective.names[0])
         if not is_converged(table).any():
             warnings.warn(
                 "no candidate converged, so that this is a ranking of networks on their way, not "
                 "of minima: train longer (max_epochs), or to a goal within reach (StopAtLoss).\n"
-                + _list_reasons(table),
+                + list_reasons(table),
                 FlatnessWarning,
                 stacklevel=3,
             )
         best = int(self.minima_["trial"].iloc[0])
-        self.cv_results_ = _cv_results(table, self.minima_, by, objective.space, trials)
+        self.cv_results_ = cv_results(
+            table, self.minima_, objective.names[0], objective.space, trials
+        )
         self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
         self.best_params_ = objective.space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
@@ -326,8 +359,74 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return
         if kept.number == best:
             self.best_estimator_ = kept.estimator
+        elif self.artifact_store is not None and ARTIFACT in trials[best].user_attrs:
+            self.best_estimator_ = objective.restore(self.best_params_, trials[best])
         else:  # trained in an earlier session
             self.best_estimator_ = objective.train(self.best_params_, trials[best].params)
+
+    def _table(self) -> pd.DataFrame:
+        """Arrange what there is in the order of the trials."""
+        trials = self.study_.get_trials(deepcopy=False)
+        cut_short = [trial.number for trial in trials if is_cut_short(trial)]
+        table = minima_table(self.study_)
+        if len(self.study_.directions) > 1:
+            front = [trial.number for trial in self.study_.best_trials]
+            table["pareto"] = table["trial"].isin(front)
+        return table[~table["trial"].isin(cut_short)].reset_index(drop=True)
+
+    def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
+        """Take more measures of the minima found, by their weights, without training again.
+
+        Parameters
+        ----------
+        measures : sequence of str
+            See `get_measure_names`.
+        X, y : array-like, optional
+            The data that `fit` was given; not needed in the same session.
+
+        Returns
+        -------
+        DataFrame
+            `minima_`, in which they are now too, nan where there is no network. The study
+            keeps them, and what was measured already is not measured again.
+
+        Raises
+        ------
+        ValueError
+            If no weights were kept: give the search an `artifact_store` before it trains.
+        """
+        check_is_fitted(self, "minima_")
+        objective = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
+        if objective is None:
+            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+        remeasure(self.study_, objective, measures)
+        self.minima_ = rank_minima(self._table(), by=objective.names[0])
+        return self.minima_
+
+    def report(self, path: Any) -> Path:
+        """Write the search down as one HTML page, to be opened in any browser.
+
+        It holds the table of minima, which can be sorted, plots, the correlation of every
+        measure with the gap (where held-out data were given to `fit`), the settings and the
+        versions of all libraries, and loads nothing from elsewhere. It needs matplotlib.
+
+        Parameters
+        ----------
+        path : str or path
+            The file to write, such as ``"minima.html"``.
+
+        Returns
+        -------
+        Path
+        """
+        check_is_fitted(self, "minima_")
+        file = Path(path)
+        file.write_text(render(self), encoding="utf-8")
+        return file
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_objective"}
 
     # -- what the best estimator does --------------------------------------------------------
 
@@ -436,40 +535,3 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         tags.target_tags = inner.target_tags
         tags.input_tags = inner.input_tags
         return tags
-
-
-def _list_reasons(table: pd.DataFrame) -> str:
-    """Say how often what went wrong, most frequent first."""
-    counts = table["reason"].value_counts().head(5)
-    return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
-
-
-def _cv_results(
-    table: pd.DataFrame,
-    ranked: pd.DataFrame,
-    by: str,
-    space: Space,
-    trials: Sequence[FrozenTrial],
-) -> dict[str, Any]:
-    """Arrange the table as scikit-learn's searches do, one entry per candidate."""
-    minima = is_converged(table) & is_complete(table)
-    counted = minima if minima.any() else is_complete(table)
-    scores = np.where(counted, -table[by].to_numpy(dtype=float), np.nan)
-    params = [space.values(trials[number]) for number in table["trial"].tolist()]
-    results: dict[str, Any] = {
-        "mean_fit_time": table["seconds"].to_numpy(dtype=float),
-        "std_fit_time": np.zeros(len(table)),
-    }
-    for name in space.entries:
-        values = np.ma.array(np.empty(len(table), dtype=object), mask=True)
-        for index, drawn in enumerate(params):
-            if name in drawn:
-                values[index] = drawn[name]
-        results[f"param_{name}"] = values
-    results["params"] = params
-    results["split0_test_score"] = scores
-    results["mean_test_score"] = scores.copy()
-    results["std_test_score"] = np.zeros(len(table))
-    ranks = ranked.set_index("trial")["rank"]
-    results["rank_test_score"] = ranks.loc[table["trial"]].to_numpy(dtype=np.int32)
-    return results

@@ -1,7 +1,6 @@
 """Tests for `relflat_sk.study`: what is trained, measured, kept, resumed and refused."""
 
 import copy
-import os
 import pickle
 import signal
 import subprocess
@@ -48,8 +47,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk import objective as objective_module
-from relflat_sk import sweep as sweep_module
+from relflat_sk import fitting as fitting_module
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -153,15 +151,6 @@ class PressCtrlC(Callback):
     def on_epoch_end(self, net, **kwargs):
         if self.path.stat().st_size == self.at:
             signal.raise_signal(signal.SIGINT)
-
-
-class DiesOnce(LogisticRegression):
-    """Kills its process, as the kernel does when memory runs out."""
-
-    def fit(self, X, y):
-        if self.C == 1.0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().fit(X, y)
 
 
 # -- MinimaObjective ---------------------------------------------------------------------------
@@ -521,41 +510,6 @@ def test_processes_share_a_database(tmp_path):
     assert_same_results(search, logistic().fit(X, Y))
 
 
-def test_a_trial_that_two_processes_took_counts_once(monkeypatch):
-    search = logistic()
-    run, raced = sweep_module.Sweep.__call__, []
-
-    def finished_by_another(self, trial):
-        value = run(self, trial)
-        if not raced:
-            raced.append(trial.number)
-            trial.study._storage.set_trial_state_values(
-                trial._trial_id, TrialState.COMPLETE, [value]
-            )
-        return value
-
-    monkeypatch.setattr(sweep_module.Sweep, "__call__", finished_by_another)
-    study = optuna.create_study()
-    objective = MinimaObjective(search.estimator, X, Y, search.space)
-    sweep = sweep_module.Sweep(objective, None, quiet=True)
-    sweep_module.plan(study, objective.space.grid())
-    n_points = sweep.n_left(study)
-    while sweep.n_left(study):
-        sweep.run(study, 1, lambda *_: None)
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * n_points
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
-def test_a_killed_process_does_not_end_the_sweep():
-    space = {"C": [1.0, 0.01, 0.1, 0.2, 0.5]}
-    search = make_search(DiesOnce(max_iter=1000), space, n_jobs=2).fit(X, Y)
-    reasons = search.minima_.set_index("param_C")["reason"]
-    assert len(reasons) == 5
-    assert "a process that trained was killed" in reasons[1.0]
-    assert (reasons == "").sum() >= 3
-
-
 @pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "tpe"])
 def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, n_trials):
     path = tmp_path / "trained"
@@ -605,48 +559,6 @@ FlatMinimaSearch(
     storage=sys.argv[1], study_name="sweep",
 ).fit(*load_iris(return_X_y=True))
 """
-
-
-@pytest.mark.slow
-def test_a_killed_trial_is_trained_again(tmp_path):
-    storage = f"sqlite:///{tmp_path / 'minima.db'}"
-    died = subprocess.run([sys.executable, "-c", KILLED, storage], check=False)
-    assert died.returncode == -signal.SIGKILL
-    states = [t.state for t in optuna.load_study(study_name="sweep", storage=storage).trials]
-    assert states == [TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING]
-    data = load_iris(return_X_y=True)
-    search = logistic(storage=storage, study_name="sweep").fit(*data)
-    assert sorted(search.minima_["param_C"]) == [0.01, 0.1, 1.0]
-    assert (search.minima_["state"] == "complete").all()
-    assert_same_results(search, logistic().fit(*data))
-
-
-def test_a_trial_that_is_running_elsewhere_is_left_alone(tmp_path):
-    storage = f"sqlite:///{tmp_path / 'minima.db'}"
-    logistic(n_trials=1, storage=storage, study_name="sweep").fit(X, Y)
-    study = optuna.load_study(study_name="sweep", storage=storage)
-    done = study.trials[0].params["C"]
-    elsewhere, here = sorted({0.01, 0.1, 1.0} - {done})
-    this = sweep_module.socket.gethostname()
-    for c, host, process in ((elsewhere, "elsewhere", 1), (here, this, os.getppid())):
-        study.enqueue_trial({"C": c})
-        trial = study.ask()
-        trial.suggest_categorical("C", [0.01, 0.1, 1.0])
-        trial.set_user_attr("process", [host, process])
-    search = logistic(storage=storage, study_name="sweep").fit(X, Y)
-    assert search.minima_["param_C"].tolist() == [done]
-    assert [trial.state.name for trial in search.study_.trials[1:]] == ["RUNNING"] * 2
-
-
-def test_two_searches_at_once_train_nothing_twice(tmp_path):
-    """Both queue the whole grid, and one of them is faster."""
-    storage = f"sqlite:///{tmp_path / 'minima.db'}"
-    study = optuna.create_study(storage=storage, study_name="sweep")
-    for _ in range(2):
-        for c in (0.01, 0.1, 1.0):
-            study.enqueue_trial({"C": c})
-    search = logistic(storage=storage, study_name="sweep").fit(X, Y)
-    assert sorted(search.minima_["param_C"]) == [0.01, 0.1, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -859,7 +771,7 @@ def test_the_pruner_stops_hopeless_nets(wrap):
     assert len(search.study_.trials[2].intermediate_values) == 1
     # nothing in the result holds on to the study
     net = search.best_estimator_.regressor_ if wrap else search.best_estimator_
-    reporter = objective_module._ReportToPruner
+    reporter = fitting_module._ReportToPruner
     for callbacks in (net.callbacks or [], [one for _, one in net.callbacks_]):
         assert not any(isinstance(one, reporter) for one in callbacks)
     assert b"ReportToPruner" not in pickle.dumps(search.best_estimator_)

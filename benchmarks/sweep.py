@@ -1,0 +1,165 @@
+"""What a search costs beside its training, and what is left of one whose processes are killed.
+
+Run ``python -m benchmarks.sweep``; ``--quick`` for a smoke run.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import TrialState
+from sklearn.datasets import load_digits
+from sklearn.preprocessing import scale
+
+from benchmarks.timing import Budget, environment, table, verdict
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+
+LIMIT = 0.05 * 10  # seconds: 5% of a trial of ten
+
+
+def open_journal(path: Path) -> JournalStorage:
+    # whoever is killed while it holds the lock leaves it behind: for 30 s by default
+    lock = JournalFileSymlinkLock(str(path), grace_period=3)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+STORAGES: dict[str, Callable[[Path], Any]] = {
+    "in memory": lambda folder: None,
+    "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
+    "journal": lambda folder: open_journal(folder / "minima.log"),
+}
+
+
+def load() -> tuple[Any, Any]:
+    X, y = load_digits(return_X_y=True)
+    return scale(X).astype(np.float32), y
+
+
+def make_search(n_trials: int, **arguments: Any) -> FlatMinimaSearch:
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0,
+        module__hidden_layer_sizes=(32,),
+        batch_size=64,
+        max_epochs=20,
+        callbacks=[StopAtLoss(0.3)],
+        verbose=0,
+    )
+    space = {"batch_size": [32, 64], "lr": FloatDistribution(0.003, 0.03, log=True)}
+    return FlatMinimaSearch(net, space, n_trials=n_trials, random_state=0, refit=False, **arguments)
+
+
+# -- what a trial costs ------------------------------------------------------------------------
+
+
+def overhead(n_trials: int) -> list[Budget]:
+    """Time searches, and within them the trainings: both on the machine as it is then."""
+    X, y = load()
+    rows = [["storage", "s per trial", "training", "the rest"]]
+    budgets = []
+    for name, make in STORAGES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            search = make_search(n_trials, storage=make(Path(folder)), study_name=name)
+            start = time.perf_counter()
+            search.fit(X, y)
+            whole = (time.perf_counter() - start) / n_trials
+        training = float(search.minima_["seconds"].mean())
+        rest = whole - training
+        rows.append([name, *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
+        budgets.append(Budget(f"seconds beside the training of a trial, {name}", rest, LIMIT))
+    print(f"\n{n_trials} trials each; the rest draws, measures, scores and records\n{table(rows)}")
+    return budgets
+
+
+# -- what is left when processes are killed ----------------------------------------------------
+
+
+def work(storage: str, folder: Path, n_trials: int) -> None:
+    """Be one of the processes that share a study."""
+    X, y = load()
+    search = make_search(n_trials, storage=STORAGES[storage](folder), study_name="sweep")
+    search.fit(X, y)
+
+
+def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
+    """Share a study between two processes and kill one of them, in turn, every few seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.sweep"])
+    n_killed, start = 0, time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def begin() -> Any:
+            worker = context.Process(target=work, args=(storage, folder, n_trials))
+            worker.start()
+            return worker
+
+        workers = [begin(), begin()]
+        while True:
+            turn = n_killed % 2
+            workers[turn].join(every)
+            if workers[turn].exitcode is None:
+                os.kill(workers[turn].pid, signal.SIGKILL)
+                workers[turn].join()
+                n_killed += 1
+            elif workers[turn].exitcode == 0:
+                break  # nothing was left for it to do
+            else:
+                raise RuntimeError(f"a worker failed with exit code {workers[turn].exitcode}")
+            workers[turn] = begin()
+        for worker in workers:
+            worker.join()
+        study = optuna.load_study(study_name="sweep", storage=STORAGES[storage](folder))
+        trials = study.get_trials()
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    minima = Counter(trial.system_attrs["candidate"] for trial in complete)
+    reasons = Counter(str(t.user_attrs["reason"])[:200] for t in trials if "failed" in t.user_attrs)
+    distinct = {tuple(sorted(trial.params.items())) for trial in complete}
+    print(
+        f"\n{storage}: {n_trials} trials by two processes, one killed every {every:g} s, "
+        f"{n_killed} times; {time.perf_counter() - start:.0f} s\n"
+        f"{dict(Counter(trial.state.name for trial in trials))}, {len(minima)} candidates "
+        f"finished with {len(distinct)} different parameters; failed by themselves: {dict(reasons)}"
+    )
+    return [
+        Budget(f"{storage}, distinct minima", min(len(minima), len(distinct)), n_trials, True),
+        Budget(f"{storage}, minima found twice", len(complete) - len(minima), 0),
+    ]
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--only", choices=["overhead", "killed"])
+    parser.add_argument("--n-trials", type=int, help="of the killed search (default: 200)")
+    parser.add_argument("--kill-every", type=float, help="seconds (default: 20)")
+    arguments = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    print("A search over nets on digits")
+    print(environment())
+    budgets: list[Budget] = []
+    if arguments.only != "killed":
+        budgets += overhead(2 if arguments.quick else 20)
+    if arguments.only != "overhead":
+        n_trials = arguments.n_trials or (6 if arguments.quick else 200)
+        every = arguments.kill_every or (6 if arguments.quick else 20)
+        for storage in ("sqlite", "journal"):
+            budgets += killed(storage, n_trials, every)
+    return verdict(budgets, judged=not arguments.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
