@@ -196,7 +196,7 @@ CRITERION_ALONE: set[Any] = {NeuralNetClassifier.get_loss, NeuralNet.get_loss}
 
 
 def _net_criterion(net: NeuralNet) -> Any:
-    criterion = net.criterion_
+    criterion = getattr(net.criterion_, "_orig_mod", net.criterion_)  # of a compiled one
     get_loss = type(net).get_loss
     if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
         # skorch's classifiers take the logarithm of the module's probabilities

@@ -73,7 +73,7 @@ def make_batches(
     if n == 0:
         raise ValueError("X has no samples, and flatness is a mean over samples.")
     targets = None if y is None else check_labels(y, n)
-    weights = None if sample_weight is None else _check_weights(sample_weight, n)
+    weights = None if sample_weight is None else check_weights(sample_weight, n)
     return lambda: _from_arrays(inputs, targets, weights, n, batch_size)
 
 
@@ -102,7 +102,14 @@ def check_labels(y: Any, n: int) -> Any:
     return y
 
 
-def _check_weights(sample_weight: Any, n: int) -> np.ndarray:
+def check_weights(sample_weight: Any, n: int) -> np.ndarray:
+    """Return sample weights as an array of n numbers.
+
+    Raises
+    ------
+    ValueError
+        If there is not one weight per sample, or they are negative or all zero.
+    """
     weights = np.asarray(sample_weight, dtype=np.float64)
     if weights.shape != (n,):
         raise ValueError(

@@ -8,13 +8,13 @@ import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
-from skorch.utils import data_from_dataset, to_tensor
+from skorch.utils import to_tensor
 from torch import Tensor
 
-from relflat_sk._estimators import DataOptions, skorch_batches, skorch_network
+from relflat_sk._sample_weights import split_target, training_network
 from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
-from relflat_sk.network import Network, borrowed, mean_loss
+from relflat_sk.network import borrowed, mean_loss
 
 __all__ = ["StopAtGradientNorm", "StopAtLoss"]
 
@@ -97,7 +97,7 @@ class StopAtLoss(_StopWhenReached):
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        self.loss_ = mean_loss(_network(net, dataset))
+        self.loss_ = mean_loss(training_network(net, dataset))
         return self.loss_ <= self.loss
 
     def _goal(self) -> str:
@@ -173,7 +173,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     """
     parameters = [p for _, p in net.get_all_learnable_params() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in parameters]
-    loss = _network(net, dataset).loss
+    loss = training_network(net, dataset).loss
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
     divisor = 0.0
     with borrowed(net.module_), torch.enable_grad():
@@ -181,7 +181,9 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
             # batches of means add up by what each mean divides by
-            share = _divisor(loss, primary_output(output), to_tensor(y, device=net.device))
+            target, weight = split_target(y)
+            target = to_tensor(target, device=net.device)
+            share = _divisor(loss, primary_output(output), target, weight)
             grads = torch.autograd.grad(objective, parameters, allow_unused=True)
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
@@ -190,21 +192,14 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
 
 
-def _divisor(loss: Loss, output: Tensor, target: Tensor) -> float:
+def _divisor(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> float:
+    """Sum what the mean over a batch divides by."""
     if loss.row is None:
-        return len(output)
-    target = loss.check_target(output, target)
-    return float(loss.row.divisors(loss.criterion, output, target).sum())
-
-
-def _network(net: NeuralNet, dataset: Any) -> Network:
-    """Read a net and its data set, in large batches where the data are plain arrays."""
-    options = DataOptions()
-    try:
-        X, y = data_from_dataset(dataset)
-    except AttributeError:  # the user's own kind of data set
-        X, y = dataset, None
-    return skorch_network(net, skorch_batches(net, X, y, options), options)
+        divisors = output.new_ones(len(output))
+    else:
+        target = loss.check_target(output, target)
+        divisors = loss.row.divisors(loss.criterion, output, target)
+    return float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -155,7 +155,7 @@ def minima_table(source: Any) -> pd.DataFrame:
         return source
     if isinstance(source, optuna.Study):
         trials = source.get_trials(deepcopy=False)
-        return _table_of_trials((t for t in trials if t.state in STATES), source.user_attrs)
+        return table_of_trials((t for t in trials if t.state in STATES), source.user_attrs)
     table = getattr(source, "minima_", None)
     if isinstance(table, pd.DataFrame):
         return table
@@ -248,8 +248,19 @@ def later(trial: FrozenTrial) -> str:
     return f"measures of trial {trial.number}"
 
 
-def _table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the unranked table of finished trials."""
+def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the unranked table of some finished trials.
+
+    Parameters
+    ----------
+    trials : iterable of optuna.trial.FrozenTrial
+    study_attrs : mapping
+        User attributes of their study, among which is what was measured `later`.
+
+    Returns
+    -------
+    pandas.DataFrame
+    """
     rows = [_row(trial) | study_attrs.get(later(trial), {}) for trial in trials]
     names = dict.fromkeys(name for row in rows for name in row)
     params = [name for name in names if name.startswith(PARAM_PREFIX)]

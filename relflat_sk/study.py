@@ -25,7 +25,7 @@ from relflat_sk.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.claims import Wanted, give_up, is_cut_short
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.html_report import render
-from relflat_sk.minima import is_converged, minima_table, rank_minima
+from relflat_sk.minima import STATES, is_converged, rank_minima, table_of_trials
 from relflat_sk.objective import MinimaObjective
 from relflat_sk.remeasure import remeasure
 from relflat_sk.results import cv_results, list_reasons
@@ -367,12 +367,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def _table(self) -> pd.DataFrame:
         """Arrange what there is in the order of the trials."""
         trials = self.study_.get_trials(deepcopy=False)
-        cut_short = [trial.number for trial in trials if is_cut_short(trial)]
-        table = minima_table(self.study_)
+        ended = [t for t in trials if t.state in STATES and not is_cut_short(t)]
+        table = table_of_trials(ended, self.study_.user_attrs)
         if len(self.study_.directions) > 1:
             front = [trial.number for trial in self.study_.best_trials]
             table["pareto"] = table["trial"].isin(front)
-        return table[~table["trial"].isin(cut_short)].reset_index(drop=True)
+        return table
 
     def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
         """Take more measures of the minima found, by their weights, without training again.

@@ -273,7 +273,8 @@ def test_a_lone_last_sample_squeezed_away():
 def test_unknown_measure():
     net, criterion, X, y, _ = make("cross-entropy")
     with pytest.raises(
-        ValueError, match=r"no measure 'sharp'; choose from \['eigenvalue_flatness'"
+        ValueError,
+        match=r"no measure 'sharp'; choose from \['adaptive_sharpness', 'eigenvalue_flatness'",
     ):
         relflat_sk.measure("sharp", net, X, y, criterion=criterion)
 

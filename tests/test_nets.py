@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, Checkpoint, EarlyStopping, EpochScoring
 from skorch.dataset import ValidSplit
@@ -157,8 +156,44 @@ def test_train_loss_is_an_epoch_s_mean_without_penalty():
 def test_warm_up_grows_linearly():
     params = {"optimizer": torch.optim.SGD, "lr": 1e-30, "max_epochs": 4, "flatness_weight": 2.0}
     full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
-    ramp = make(**params, flatness_warmup=3).fit(X, NAMES).history[:, "flatness_penalty"]
-    assert np.divide(ramp, full) == pytest.approx([1 / 3, 2 / 3, 1, 1], rel=1e-6)
+    for warmup, shares in [
+        (3, [1 / 3, 2 / 3, 1, 1]),  # the first epoch has some weight, epoch 3 all of it
+        (2.5, [1 / 2.5, 2 / 2.5, 1, 1]),
+        (0.5, [1, 1, 1, 1]),
+        (8, [1 / 8, 2 / 8, 3 / 8, 4 / 8]),
+    ]:
+        net = make(**params, flatness_warmup=warmup).fit(X, NAMES)
+        ramp = net.history[:, "flatness_penalty"]
+        assert np.divide(ramp, full) == pytest.approx(shares, rel=1e-6)
+    # it goes on with the training, and starts anew with a new one
+    net.partial_fit(X, NAMES)
+    assert net.history[:, "flatness_penalty"][4:] == pytest.approx(
+        np.multiply(full, [5 / 8, 6 / 8, 7 / 8, 1]).tolist(), rel=1e-6
+    )
+    net.fit(X, NAMES)
+    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])
+def test_an_objective_outside_of_epochs(warmup, share):
+    net = make(max_epochs=0, flatness_weight=2.0, flatness_warmup=warmup).fit(X, NAMES)
+    inputs, targets = torch.tensor(X), torch.tensor(INDEX)
+    kappa = relative_flatness(net, X, NAMES)
+    losses = [net.get_loss(net.infer(inputs), targets, training=t).item() for t in (True, False)]
+    assert losses[0] - losses[1] == pytest.approx(share * 2 * kappa / 200, rel=1e-4)
+
+
+def test_lbfgs_is_refused_with_a_penalty_only():
+    params = {"optimizer": torch.optim.LBFGS, "lr": 0.5, "batch_size": -1}
+    net = make(flatness_weight=0, **params).fit(X, NAMES)
+    assert net.history[-1, "train_loss"] < 0.2
+    # what is recorded is at the weights that the step starts from
+    start = make(flatness_weight=0, batch_size=-1).fit(X, NAMES)
+    assert net.history[0, "train_loss"] == start.history[0, "train_loss"]
+    net.set_params(flatness_weight=0.1)
+    for fit in (net.fit, net.partial_fit):
+        with pytest.raises(ValueError, match="LBFGS evaluates the objective several times"):
+            fit(X, NAMES)
 
 
 def test_lowers_flatness_at_similar_loss_on_digits():
@@ -285,7 +320,9 @@ def read_only(array):
 def test_inputs_of_any_kind(convert):
     inputs = convert(X)
     net = make().fit(inputs, NAMES)
-    same(net, make().fit(X, NAMES))
+    double = np.asarray(inputs).dtype == np.float64
+    assert next(net.module_.parameters()).dtype == (torch.float64 if double else torch.float32)
+    same(net, make().fit(X.astype(np.float64) if double else X, NAMES))
     assert net.n_features_in_ == 4
     assert net.predict(inputs).tolist() == net.predict(X).tolist()
 
@@ -840,20 +877,25 @@ def test_flatness_that_cannot_be_measured_is_nan_with_a_warning():
     assert np.isnan(net.relative_flatness_)
 
 
+@pytest.mark.parametrize("layer", [-1, "1"])
+def test_warns_of_a_net_that_died(layer):
+    class Dead(MLP):
+        def __init__(self, n_features, n_outputs):
+            super().__init__(n_features, n_outputs)
+            with torch.no_grad():
+                self[1].bias.fill_(-100.0)
+
+    with pytest.warns(
+        FlatnessWarning, match=r"has probably died.*GradientNormClipping.*below 0\.3"
+    ):
+        net = make(module=Dead, flatness_layer=layer, flatness_weight=0.3).fit(X, NAMES)
+    assert net.relative_flatness_ == 0
+    # a loss without curvature is perfectly flat with any network
+    assert make(Regressor, criterion=nn.L1Loss).fit(X, VALUES).relative_flatness_ == 0
+
+
 def test_a_net_that_diverges_is_not_flat():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = make(optimizer=torch.optim.SGD, lr=1e8).fit(X, NAMES)
     assert not np.isfinite(net.relative_flatness_) or net.relative_flatness_ > 1
-
-
-# -- the whole of scikit-learn's contract ------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-@parametrize_with_checks([
-    kind(verbose=0, random_state=0, max_epochs=epochs)
-    for kind, epochs in [(Classifier, 30), (Binary, 20), (Regressor, 30)]
-])
-def test_sklearn_contract(estimator, check):
-    check(estimator)

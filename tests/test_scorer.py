@@ -648,6 +648,7 @@ def test_recorded_value_of_what_a_search_found():
     assert search.score(X, NAMES) == -search.best_estimator_.relative_flatness_
 
 
+@pytest.mark.filterwarnings("ignore:the network is perfectly flat:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}])
 def test_recorded_value_of_a_model_at_no_minimum_is_not_taken(bad):
     model = flat_net(**bad).fit(X, NAMES)

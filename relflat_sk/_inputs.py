@@ -1,0 +1,119 @@
+"""What a net takes as X, checked as scikit-learn does, and networks sized after it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from sklearn.utils.validation import validate_data
+from torch import Tensor
+from torch.utils.data import Dataset
+
+__all__ = ["check_inputs", "with_sizes"]
+
+
+def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
+    """Check X, and learn its size or compare it with what was learned.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        Keeps `n_features_in_`, `n_inputs_` and `is_double_`.
+    X : array-like, tensor, dict or tuple of these, or Dataset
+    reset : bool
+        Learn instead of compare.
+
+    Returns
+    -------
+    As X, array-likes as arrays.
+
+    Raises
+    ------
+    ValueError
+        If X is not finite, has no samples, or has other features than those learned.
+    """
+    if isinstance(X, Dataset):
+        return X
+    if isinstance(X, Mapping | tuple) and not issparse(X):  # a dok_matrix is a Mapping too
+        for part in X.values() if isinstance(X, Mapping) else X:
+            _check_finite(part)
+        return X
+    if isinstance(X, Tensor):
+        _check_tensor(net, X, reset)
+    else:
+        X = validate_data(net, X, reset=reset, dtype="numeric", allow_nd=True, order="C")
+        if not X.flags.writeable:  # as joblib's memory maps; torch wants to own its arrays
+            X = X.copy()
+    if reset:
+        net.n_inputs_ = int(np.prod(X.shape[1:]))
+        net.is_double_ = X.dtype in (np.float64, torch.float64)
+    return X
+
+
+def _check_finite(X: Any) -> None:
+    finite = True
+    if isinstance(X, Tensor):
+        finite = bool(torch.isfinite(X).all())
+    elif isinstance(X, np.ndarray) and X.dtype.kind in "fc":
+        finite = bool(np.isfinite(X).all())
+    if not finite:
+        raise ValueError("Input X contains NaN or infinity.")
+
+
+def _check_tensor(net: Any, X: Tensor, reset: bool) -> None:
+    """Check as validate_data does, without a detour through numpy."""
+    _check_finite(X)
+    if X.ndim < 2:
+        raise ValueError(
+            f"X must have shape (n_samples, n_features, ...), got {tuple(X.shape)}. Use "
+            "X.reshape(-1, 1) if there is a single feature."
+        )
+    if not X.numel():
+        raise ValueError(f"X has shape {tuple(X.shape)}: there is nothing to learn from.")
+    if reset:
+        net.n_features_in_ = X.shape[1]
+    elif getattr(net, "n_features_in_", X.shape[1]) != X.shape[1]:
+        raise ValueError(
+            f"X has {X.shape[1]} features, but {type(net).__name__} is expecting "
+            f"{net.n_features_in_} features as input."
+        )
+
+
+def with_sizes(
+    factory: Callable[..., Any], given: dict[str, Any], sizes: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """Add the sizes that a network's constructor asks for and the user did not give.
+
+    Parameters
+    ----------
+    factory : callable
+        The network's class.
+    given : dict
+        Arguments that the user gave.
+    sizes : mapping
+        Sizes by the name of the argument, None where the data did not tell.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    ValueError
+        If it cannot do without a size that is not known.
+    """
+    accepted = inspect.signature(factory).parameters
+    found = dict(given)
+    for name, size in sizes.items():
+        if name not in accepted or name in given:
+            continue
+        if size is not None:
+            found[name] = size
+        elif accepted[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"the module needs {name}, which cannot be told here: that takes fitting on "
+                f"arrays, and for outputs a known criterion. Pass module__{name}."
+            )
+    return found

@@ -1,0 +1,235 @@
+"""The training step of a net that minimises its loss and a flatness penalty."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from skorch import NeuralNet
+from skorch.utils import to_tensor
+from torch import Tensor, nn
+
+from relflat_sk._sample_weights import plain, split_target, training_network, weigh, with_weights
+from relflat_sk.batches import cast_inputs
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.flatness import measure_flatness
+from relflat_sk.layers import primary_output, weight_layers
+from relflat_sk.losses import Loss
+from relflat_sk.penalty import RelativeFlatnessPenalty
+
+__all__ = ["IN_TRAINING", "PenalisedNet", "original"]
+
+# what a net knows while it is trained only
+IN_TRAINING = ("_captured", "_known_penalty", "_terms", "_trained_on", "_weights")
+
+
+def original(module: Any) -> Any:
+    """Return what `torch.compile` or torch's data parallelism was wrapped around."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return original(module.module)
+    return original(module._orig_mod) if hasattr(module, "_orig_mod") else module
+
+
+class PenalisedNet(NeuralNet):
+    """A skorch net whose training step knows sample weights and the penalty.
+
+    Everything happens in `infer` and `get_loss`, so that whatever else changes skorch's
+    training step (accelerate, gradient accumulation, two passes as in SAM) goes together
+    with it. Its arguments and their meaning are those of `RelativeFlatnessRegularizedNet`.
+    """
+
+    flatness_weight: float
+    flatness_layer: Any
+    flatness_normalize: bool
+    flatness_probes: int
+    flatness_warmup: float
+    criterion_: Any
+
+    # of the training step in progress
+    _captured: RelativeFlatnessPenalty | None = None
+    _terms: tuple[Tensor, Tensor] | None = None
+    # of the training in progress
+    _weights: np.ndarray | None = None
+
+    def _check_penalty(self) -> None:
+        for name in ("flatness_weight", "flatness_warmup"):
+            value = getattr(self, name)
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (number and 0 <= value < np.inf):
+                raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
+        self._penalty()
+        if any(isinstance(layer, nn.Module) for layer in self._layers(None)):
+            raise TypeError(
+                "flatness_layer must be a position or a dotted name, got a module: the net "
+                "trains a copy of its own. Use the layer's name, as in module.named_modules()."
+            )
+        optimizer = self.optimizer
+        searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
+        if self.flatness_weight > 0 and searches:
+            raise ValueError(
+                f"{optimizer.__name__} evaluates the objective several times per step and "
+                "compares the values, but the penalty may be drawn anew each time (random "
+                "probes) and changes with the batch. Use SGD or Adam, say, or flatness_weight=0."
+            )
+
+    def _penalty(self) -> RelativeFlatnessPenalty:
+        return RelativeFlatnessPenalty(
+            self.flatness_layer, self.flatness_normalize, self.flatness_probes
+        )
+
+    def _layers(self, module: nn.Module | None) -> list[Any]:
+        if isinstance(self.flatness_layer, str) and self.flatness_layer == "all":
+            return [] if module is None else list(weight_layers(module))
+        several = isinstance(self.flatness_layer, list | tuple)
+        return list(self.flatness_layer) if several else [self.flatness_layer]
+
+    def _watcher(self) -> RelativeFlatnessPenalty:
+        """Return one penalty for all steps with the same settings: it knows its way around."""
+        settings = self.flatness_layer, self.flatness_normalize, self.flatness_probes
+        known = self.__dict__.get("_known_penalty")
+        if known is None or known[0] != settings:
+            known = self.__dict__["_known_penalty"] = settings, self._penalty()
+        return known[1]
+
+    def _ramp(self) -> float:
+        """Share of the penalty's weight that counts in the epoch in progress."""
+        epoch = max(1, len(self.history or ()))
+        return min(1.0, epoch / self.flatness_warmup) if self.flatness_warmup else 1.0
+
+    # -- what skorch calls in each step --------------------------------------------------
+
+    def infer(self, x: Any, **fit_params: Any) -> Any:
+        """Run the module on a batch; watch the penalised layers if there will be gradients."""
+        x = cast_inputs(to_tensor(x, device=self.device), self.module_)
+        if not (torch.is_grad_enabled() and self.flatness_weight > 0):
+            return _full_precision(super().infer(x, **fit_params))
+        # past __setattr__, which skorch looks through all its components in
+        penalty = self.__dict__["_captured"] = self._watcher()
+        with self._uncompiled(), penalty.capture(original(self.module_)):
+            return _full_precision(super().infer(x, **fit_params))
+
+    @contextmanager
+    def _uncompiled(self) -> Iterator[None]:
+        """Run the module as it was before `torch.compile`.
+
+        Compiled code may have been traced without our hooks, be it of another instance of the
+        class, and then ignores them; and its graph does not tell what follows a layer.
+        """
+        compiled = self.module_
+        self.__dict__["module_"] = getattr(compiled, "_orig_mod", compiled)
+        try:
+            yield
+        finally:
+            self.__dict__["module_"] = compiled
+
+    def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
+        """Compute the loss of a batch, in training with the penalty added."""
+        penalty: RelativeFlatnessPenalty | None = self.__dict__.pop("_captured", None)
+        criterion = Loss(original(self.criterion_))
+        y_true, weight = split_target(y_true)
+        y_pred = _full_precision(primary_output(y_pred))
+        self._check_output(criterion, y_pred)
+        y_true = criterion.check_target(y_pred, to_tensor(y_true, device=self.device))
+        if weight is None:
+            weighted = {}
+            loss: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
+        else:
+            weighted = {"sample_weight": weight.to(y_pred)}
+            loss = weigh(criterion, y_pred, y_true, weighted["sample_weight"])
+        if not training:
+            return loss
+        if penalty is None or (weight is not None and not bool((weight > 0).any())):
+            term = torch.zeros_like(loss)
+        else:
+            share = self._ramp() * self.flatness_weight
+            term = share * penalty.of_batch(criterion, y_pred, y_true, **weighted)
+        # of several passes in a step, the first is at the weights the step starts from
+        self.__dict__.setdefault("_terms", (loss.detach(), term.detach()))
+        return loss + term
+
+    def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
+        """Refuse outputs that do not fit the task."""
+
+    def evaluation_step(self, batch: Any, training: bool = False) -> Any:
+        """Run the module for its output alone."""
+        try:
+            return super().evaluation_step(batch, training=training)
+        finally:
+            self.__dict__.pop("_captured", None)  # keeps no graph alive
+
+    def notify(self, method_name: str, **cb_kwargs: Any) -> None:
+        """Call the callbacks, which see batches without weights."""
+        if "batch" in cb_kwargs:
+            cb_kwargs["batch"] = plain(cb_kwargs["batch"])
+        super().notify(method_name, **cb_kwargs)
+
+    def on_batch_begin(self, net: Any, batch: Any = None, training: bool = False) -> None:
+        """Forget what was computed between steps."""
+        super().on_batch_begin(net, batch=batch, training=training)
+        self.__dict__.pop("_terms", None)
+
+    def on_batch_end(
+        self, net: Any, batch: Any = None, training: bool = False, **step: Any
+    ) -> None:
+        """Record loss and penalty of a training step apart."""
+        super().on_batch_end(net, batch=batch, training=training, **step)
+        if training and self._terms is not None:
+            loss, term = self.__dict__.pop("_terms")
+            self.history.record_batch("train_loss", loss.item())
+            self.history.record_batch("flatness_penalty", term.item())
+
+    def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
+        """Split as skorch does, weights along with the data; remember what is trained on."""
+        if self._weights is not None:
+            for name in ("iterator_train", "iterator_valid"):
+                if self.get_params_for(name).get("collate_fn") is not None:
+                    raise ValueError(
+                        f"sample_weight travels with the labels, which {name}__collate_fn may not "
+                        "expect: leave it out, or put the weights into a criterion of your own."
+                    )
+            X = with_weights(self.get_dataset(X, y), self._weights)
+        train, valid = super().get_split_datasets(X, y, **fit_params)
+        self._trained_on = train
+        return train, valid
+
+    # -- once it is trained --------------------------------------------------------------
+
+    def _record_flatness(self) -> None:
+        """Measure the flatness of the training data, as far as it can be measured."""
+        network = training_network(self, self._trained_on)
+        with torch.random.fork_rng(devices=[]):  # a seed for probes, without taking a number
+            seed = int(torch.randint(2**31 - 1, ()))
+        try:
+            self.relative_flatness_ = sum(
+                measure_flatness(
+                    network, layer, normalize=self.flatness_normalize, random_state=seed
+                ).value
+                for layer in self._layers(network.module)
+            )
+        except (TypeError, ValueError) as error:
+            warnings.warn(
+                f"relative_flatness_ could not be measured: {error}",
+                FlatnessWarning,
+                stacklevel=3,
+            )
+            self.relative_flatness_ = np.nan
+        curved = network.loss.row is not None and bool(network.loss.row.links)
+        if self.relative_flatness_ == 0 and self.flatness_weight > 0 and curved:
+            warnings.warn(
+                "the network is perfectly flat: it has probably died (constant outputs). Clip "
+                "gradients (callbacks=[skorch.callbacks.GradientNormClipping(1.0)]), use "
+                f"flatness_warmup, or a flatness_weight below {self.flatness_weight!r}.",
+                FlatnessWarning,
+                stacklevel=3,
+            )
+
+
+def _full_precision(output: Any) -> Any:
+    """Return outputs in float32 at least, for losses and numpy."""
+    if type(output) is tuple:
+        return tuple(map(_full_precision, output))
+    half = isinstance(output, Tensor) and output.dtype in {torch.float16, torch.bfloat16}
+    return output.float() if half else output

@@ -1,0 +1,348 @@
+"""SAM and ASAM in skorch's loop, against steps worked out by hand."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback, GradientNormClipping
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk import (
+    MLP,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
+)
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(30, 4)).astype(np.float32)
+INDEX = X[:, :3].argmax(axis=1)
+
+
+class Classifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+class Stock(SharpnessAwareMixin, NeuralNetClassifier):
+    pass
+
+
+class Double(MLP):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs, (6,), activation="tanh")
+        self.double()
+
+
+def make(kind=Classifier, **params):
+    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 2, "batch_size": 10}
+    return kind(**{**defaults, "flatness_weight": 0, "optimizer": torch.optim.SGD, **params})
+
+
+def same(net, other, **tolerance):
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    assert_close(net.module_.state_dict(), other.module_.state_dict(), **tolerance)
+
+
+# -- one step by hand --------------------------------------------------------------------
+
+
+def by_hand(w, loss, radius, eta):
+    """Gradient at the worst point of a ball, all parameters in one vector (eq. 2 and 7)."""
+    w = w.clone().requires_grad_()
+    (g,) = torch.autograd.grad(loss(w), w)
+    scale = 1 if eta is None else w.detach().abs() + eta
+    step = radius * scale**2 * g / (scale * g).norm()
+    worst = (w.detach() + step).requires_grad_()
+    return torch.autograd.grad(loss(worst), worst)[0]
+
+
+@pytest.mark.parametrize("eta", [None, 0.0, 0.01, 0.5])
+@pytest.mark.parametrize("radius", [0.05, 2.0])
+def test_a_step_is_that_of_the_papers(radius, eta):
+    net = make(
+        module=Double,
+        sharpness_radius=radius,
+        sharpness_adaptive=eta is not None,
+        sharpness_eta=0.01 if eta is None else eta,
+        lr=0.3,
+        batch_size=-1,
+        max_epochs=0,
+    ).fit(X, INDEX)
+    start = [p.detach().clone() for p in net.module_.parameters()]
+    net.set_params(max_epochs=1).partial_fit(X, INDEX)
+
+    sizes = [p.shape for p in start]
+    inputs, targets = torch.tensor(X).double(), torch.tensor(INDEX)
+
+    def loss(w):
+        parts = w.split([size.numel() for size in sizes])
+        a, b, c, d = (part.reshape(size) for part, size in zip(parts, sizes, strict=True))
+        logits = (inputs @ a.T + b).tanh() @ c.T + d
+        return nn.functional.cross_entropy(logits, targets)
+
+    w = torch.cat([p.flatten() for p in start])
+    expected = w - 0.3 * by_hand(w, loss, radius, eta)
+    found = torch.cat([p.detach().flatten() for p in net.module_.parameters()])
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert net.history[-1, "train_loss"] == pytest.approx(loss(w).item(), rel=1e-10)
+
+
+class TwoLinear(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        hidden = nn.Linear(n_features, 6, bias=False), nn.Linear(6, n_outputs, bias=False)
+        super().__init__(*hidden)
+        self.double()
+        self.losses = []
+
+    def forward(self, x):
+        output = super().forward(x)
+        if self.training:
+            loss = nn.functional.cross_entropy(output, torch.tensor(INDEX))
+            self.losses.append(loss.item())
+        return output
+
+
+def test_asam_does_not_see_scale():
+    """Scale that moves between layers changes SAM's worst point, not ASAM's (Kw21, sec. 3)."""
+    worst = {}
+    for adaptive in (False, True):
+        for factor in (1.0, 4.0):
+            net = make(
+                module=TwoLinear,
+                sharpness_adaptive=adaptive,
+                sharpness_eta=0.0,
+                sharpness_radius=0.5,
+                batch_size=-1,
+                max_epochs=0,
+            ).fit(X, INDEX)
+            with torch.no_grad():
+                net.module_[0].weight.mul_(factor)
+                net.module_[1].weight.div_(factor)
+            net.set_params(max_epochs=1).partial_fit(X, INDEX)
+            _, worst[adaptive, factor] = net.module_.losses
+    assert worst[True, 4.0] == pytest.approx(worst[True, 1.0], rel=1e-9)
+    assert worst[False, 4.0] != pytest.approx(worst[False, 1.0], rel=1e-2)
+
+
+# -- what is given back ------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Batch norm and dropout, with a record of what each pass saw."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.first = nn.Linear(n_features, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, n_outputs)
+        self.masks, self.weights = [], []
+
+    def forward(self, x):
+        h = self.norm(self.first(x)).exp()
+        dropped = self.drop(h)
+        if self.training:
+            self.masks.append((dropped == 0).detach())
+            self.weights.append(self.first.weight.detach().clone())
+        return self.last(dropped)
+
+
+def test_batch_norm_and_dropout_see_one_step():
+    params = {"module": Watched, "lr": 1e-30, "max_epochs": 1}
+    net = make(sharpness_radius=0.5, **params).fit(X, INDEX)
+    plain = make(RelativeFlatnessRegularizedClassifier, **params).fit(X, INDEX)
+    masks, weights = net.module_.masks, net.module_.weights
+    assert len(masks) == 2 * len(plain.module_.masks) == 6
+    for first, second, expected in zip(masks[::2], masks[1::2], plain.module_.masks, strict=True):
+        assert_close(first, expected)
+        assert_close(second, first)
+    for first, second in zip(weights[::2], weights[1::2], strict=True):
+        assert_close(first, weights[0], rtol=0, atol=0)  # restored bit by bit
+        assert 1e-3 < (second - first).norm() <= 0.5
+    for buffer, expected in zip(net.module_.buffers(), plain.module_.buffers(), strict=True):
+        assert_close(buffer, expected, rtol=0, atol=0)
+    assert net.module_.norm.num_batches_tracked == 3
+
+
+class Failing(Watched):
+    def forward(self, x):
+        if len(self.masks) == 3:  # the second pass of the second step
+            raise RuntimeError("out of memory, say")
+        return super().forward(x)
+
+
+def test_weights_come_back_after_an_exception():
+    net = make(module=Failing, sharpness_radius=0.5, lr=1e-30)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        net.fit(X, INDEX)
+    assert_close(net.module_.first.weight, net.module_.weights[0], rtol=0, atol=0)
+    assert net.module_.norm.num_batches_tracked == 2
+
+
+def test_radius_zero_is_the_plain_step():
+    params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "1"}
+    net = make(sharpness_radius=0.0, **params).fit(X, INDEX)
+    same(net, make(RelativeFlatnessRegularizedClassifier, **params).fit(X, INDEX))
+
+
+class Regressor(SharpnessAwareMixin, RelativeFlatnessRegularizedRegressor):
+    pass
+
+
+def test_a_gradient_of_zero_moves_nothing():
+    net = make(Regressor, module=nn.Linear, module__in_features=4, module__out_features=1)
+    net.set_params(max_epochs=0).fit(X, np.zeros(30))
+    with torch.no_grad():
+        for p in net.module_.parameters():
+            p.zero_()
+    net.set_params(max_epochs=1).partial_fit(X, np.zeros(30))
+    assert all(bool((p == 0).all()) for p in net.module_.parameters())
+
+
+# -- together with the rest --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
+)
+def test_any_optimizer(optimizer):
+    net = make(optimizer=optimizer, lr=0.05, max_epochs=30).fit(X, INDEX)
+    assert net.history[-1, "train_loss"] < 0.5 * net.history[0, "train_loss"]
+    plain = make(RelativeFlatnessRegularizedClassifier, optimizer=optimizer, lr=0.05)
+    assert net.history[0, "train_loss"] != plain.fit(X, INDEX).history[-1, "train_loss"]
+
+
+def test_on_stock_skorch_nets():
+    params = {"module__n_features": 4, "module__n_outputs": 3, "train_split": None, "verbose": 0}
+    params |= {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 10, "lr": 0.1}
+    torch.manual_seed(0)
+    net = Stock(MLP, sharpness_radius=0.3, **params).fit(X, INDEX)
+    torch.manual_seed(0)
+    same(net, make(sharpness_radius=0.3, random_state=None, lr=0.1).fit(X, INDEX))
+
+
+def test_goes_uphill_of_loss_and_penalty():
+    net = make(flatness_weight=2.0, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
+    other = make(flatness_weight=0.0, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
+    net.fit(X, INDEX)
+    plain = make(RelativeFlatnessRegularizedClassifier, flatness_weight=2.0, batch_size=-1)
+    plain.set_params(max_epochs=1).fit(X, INDEX)
+    # recorded at the weights, as without SAM
+    for name in ("train_loss", "flatness_penalty"):
+        assert net.history[0, name] == plain.history[0, name]
+    with pytest.raises(AssertionError):
+        same(net, plain, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError):
+        same(net, other.fit(X, INDEX), rtol=1e-4, atol=1e-5)
+
+
+def test_sample_weights():
+    weights = rng.integers(0, 4, size=30)
+    rows = np.arange(30).repeat(weights)
+    params = {"module": Double, "batch_size": -1, "max_epochs": 3, "sharpness_radius": 0.3}
+    net = make(**params).fit(X, INDEX, sample_weight=weights)
+    same(net, make(**params).fit(X[rows], INDEX[rows]), rtol=1e-9, atol=1e-12)
+
+
+class Accumulating(Classifier):
+    def get_loss(self, *args, training=False, **kwargs):
+        loss = super().get_loss(*args, training=training, **kwargs)
+        return loss / 3 if training else loss
+
+    def train_step(self, batch, **fit_params):
+        step = self.train_step_single(batch, **fit_params)
+        if len(self.history[-1, "batches"]) % 3 == 0:
+            self.optimizer_.step()
+            self.optimizer_.zero_grad()
+        return step
+
+
+class Gradients(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_grad_computed(self, net, named_parameters=None, **kwargs):
+        self.seen.append(torch.cat([p.grad.flatten().clone() for _, p in named_parameters]))
+
+
+def test_accumulates_the_gradients_of_each_batch():
+    params = {"module": Double, "max_epochs": 1, "sharpness_radius": 0.3}
+    net = make(Accumulating, lr=0.1, **params).fit(X, INDEX)
+    gradients = Gradients()
+    make(lr=1e-300, callbacks=[gradients], **params).fit(X, INDEX)  # all at one point
+    start = make(**{**params, "max_epochs": 0}).fit(X, INDEX)
+    w, found = (
+        torch.cat([p.detach().flatten() for p in which.module_.parameters()])
+        for which in (start, net)
+    )
+    assert_close(found, w - 0.1 * torch.stack(gradients.seen).mean(dim=0), rtol=1e-9, atol=1e-12)
+
+
+def test_clipping():
+    gradients = Gradients()
+    callbacks = [GradientNormClipping(0.01), gradients]
+    make(callbacks=callbacks, sharpness_radius=0.5).fit(X, INDEX)
+    assert gradients.seen[0].norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_weights_cast_by_autocast_are_not_those_of_the_first_pass():
+    class Whole(Classifier):  # around both passes
+        def train_step_single(self, batch, **fit_params):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().train_step_single(batch, **fit_params)
+
+    params = {"sharpness_radius": 1.0, "lr": 0.1}
+    cast, full = make(Whole, **params).fit(X, INDEX), make(**params).fit(X, INDEX)
+    plain = make(RelativeFlatnessRegularizedClassifier, lr=0.1).fit(X, INDEX)
+    found, truth, without = (
+        torch.cat([p.detach().flatten() for p in net.module_.parameters()])
+        for net in (cast, full, plain)
+    )
+    assert (found - truth).norm() < 0.2 * (without - truth).norm()
+
+
+def test_with_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from skorch.hf import AccelerateMixin
+
+    class Accelerated(SharpnessAwareMixin, AccelerateMixin, RelativeFlatnessRegularizedClassifier):
+        pass
+
+    params = {"sharpness_radius": 0.3, "flatness_weight": 1.0}
+    net = make(Accelerated, accelerator=accelerate.Accelerator(cpu=True), **params)
+    same(net.fit(X, INDEX), make(**params).fit(X, INDEX), rtol=1e-6, atol=1e-7)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_clone_pickle_and_parameters():
+    class_ = type(make())
+    net = make(sharpness_radius=0.3, sharpness_adaptive=True).fit(X, INDEX)
+    fresh = clone(net)
+    assert isinstance(fresh, class_)
+    assert fresh.get_params()["sharpness_radius"] == 0.3
+    same(fresh.fit(X, INDEX), net)
+    loaded = pickle.loads(pickle.dumps(net))
+    same(loaded.partial_fit(X, INDEX), net.partial_fit(X, INDEX))
+    same(
+        fresh.set_params(sharpness_radius=0.05, sharpness_adaptive=False).fit(X, INDEX),
+        make().fit(X, INDEX),
+    )
+
+
+def test_regression():
+    y = X @ np.array([1.0, -2.0, 0.5, 0.0])
+    net = make(Regressor, optimizer=torch.optim.Adam, max_epochs=60).fit(X, y)
+    assert net.score(X, y) > 0.8
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, "0.1", True, None], ids=str)
+@pytest.mark.parametrize("name", ["sharpness_radius", "sharpness_eta"])
+def test_refuses_arguments(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0, got"):
+        make(**{name: value}).fit(X, INDEX)
