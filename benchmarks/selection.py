@@ -51,7 +51,6 @@ from relflat_sk import (
 )
 from relflat_sk.measures import evaluate
 
-N_SEEDS = 4
 MEASURES = ("relative_flatness", "normalized_relative_flatness")
 
 
@@ -120,13 +119,15 @@ class Task:
     estimator: Any
     learning_rates: tuple[float, ...]
     batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
+    n_seeds: int = 4
     scaled: bool = False
 
     def candidates(self) -> list[dict[str, Any]]:
         """All combinations of batch size, learning rate and seed."""
+        seeds = range(self.n_seeds)
         return [
             {"batch_size": size, "lr": lr, "random_state": seed}
-            for size, lr, seed in product(self.batch_sizes, self.learning_rates, range(N_SEEDS))
+            for size, lr, seed in product(self.batch_sizes, self.learning_rates, seeds)
         ]
 
     def make(self, params: dict[str, Any]) -> Any:
@@ -155,7 +156,7 @@ def tasks(data: str | None) -> dict[str, Task]:
         "breast cancer": Task(
             cancer,
             280,
-            net(classifier, 0.02, 400, module__hidden_layer_sizes=(32, 16)),
+            net(classifier, 0.02, 100, module__hidden_layer_sizes=(32, 16)),
             (0.02, 0.1),
             scaled=True,
         ),
@@ -165,7 +166,7 @@ def tasks(data: str | None) -> dict[str, Task]:
             net(
                 RelativeFlatnessRegularizedRegressor,
                 0.25,
-                400,
+                200,
                 module__hidden_layer_sizes=(32, 16),
             ),
             (0.005, 0.02),
@@ -176,9 +177,10 @@ def tasks(data: str | None) -> dict[str, Task]:
         found["CIFAR-10, 5,000 images"] = Task(
             partial(images, data),  # can be sent to other processes
             5_000,
-            net(classifier, 0.5, 60, module=SmallConv),
-            (0.003, 0.01),
-            (16, 32, 64, 128, 256),
+            net(classifier, 0.5, 40, module=SmallConv),
+            (0.01, 0.02),
+            (32, 64, 128, 256),
+            n_seeds=5,
         )
     return found
 
