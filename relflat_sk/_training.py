@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from relflat_sk._sample_weights import plain, split_target, training_network, weigh, with_weights
 from relflat_sk.batches import cast_inputs
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.flatness import measure_flatness
-from relflat_sk.layers import primary_output, weight_layers
+from relflat_sk.flatness import measure_layers
+from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
 from relflat_sk.penalty import RelativeFlatnessPenalty
 
@@ -61,7 +61,7 @@ class PenalisedNet(NeuralNet):
             if not (number and 0 <= value < np.inf):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
         self._penalty()
-        if any(isinstance(layer, nn.Module) for layer in self._layers(None)):
+        if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
                 "flatness_layer must be a position or a dotted name, got a module: the net "
                 "trains a copy of its own. Use the layer's name, as in module.named_modules()."
@@ -80,11 +80,10 @@ class PenalisedNet(NeuralNet):
             self.flatness_layer, self.flatness_normalize, self.flatness_probes
         )
 
-    def _layers(self, module: nn.Module | None) -> list[Any]:
-        if isinstance(self.flatness_layer, str) and self.flatness_layer == "all":
-            return [] if module is None else list(weight_layers(module))
-        several = isinstance(self.flatness_layer, list | tuple)
-        return list(self.flatness_layer) if several else [self.flatness_layer]
+    def _layers(self) -> Any:
+        """List the penalised layers as the measures take them: "all" stays "all"."""
+        several = isinstance(self.flatness_layer, list | tuple) or self.flatness_layer == "all"
+        return self.flatness_layer if several else [self.flatness_layer]
 
     def _watcher(self) -> RelativeFlatnessPenalty:
         """Return one penalty for all steps with the same settings: it knows its way around."""
@@ -203,12 +202,11 @@ class PenalisedNet(NeuralNet):
         with torch.random.fork_rng(devices=[]):  # a seed for probes, without taking a number
             seed = int(torch.randint(2**31 - 1, ()))
         try:
-            self.relative_flatness_ = sum(
-                measure_flatness(
-                    network, layer, normalize=self.flatness_normalize, random_state=seed
-                ).value
-                for layer in self._layers(network.module)
+            name = (
+                "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
             )
+            found = measure_layers(network, [name], self._layers(), random_state=seed)
+            self.relative_flatness_ = sum(one.value for one in found.values())
         except (TypeError, ValueError) as error:
             warnings.warn(
                 f"relative_flatness_ could not be measured: {error}",
