@@ -96,8 +96,8 @@ def granulated_kendall(
     nothing. Groups that lost minima, because these did not converge, count with the pairs
     that are left.
 
-    Resamples are drawn from all minima, not within each combination of hyper-parameters, so
-    that there are intervals without repeats too; with repeats they are on the wide side.
+    Where every combination of hyper-parameters has repeats, resamples are drawn within each
+    combination; otherwise, since a single minimum can only be drawn again, from all minima.
 
     References
     ----------
@@ -139,7 +139,7 @@ def granulated_kendall(
         used, x, y = judged.of(measure)
         granules = _Granules.of(levels[used])
         psi = granules.psi(x, y, np.ones((1, len(x))))[0]
-        resampled = granules.psi(x, y, resample(len(x), int(n_bootstrap), seed))
+        resampled = granules.psi(x, y, resample_cells(levels[used], int(n_bootstrap), seed))
         row: dict[str, Any] = {"measure": measure}
         for name, value, values in zip(names, psi, resampled.T, strict=True):
             low, high = interval(values)
@@ -147,6 +147,29 @@ def granulated_kendall(
         rows.append(row | {"n": len(x), "n_left_out": len(judged.table) - len(x)})
     ends = [name + end for name in names for end in ("", "_low", "_high")]
     return pd.DataFrame(rows, columns=["measure", *ends, "n", "n_left_out"])
+
+
+def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
+    """Return the counts of resamples of minima, within cells of equal levels where they can.
+
+    Parameters
+    ----------
+    levels : ndarray of int of shape (n, k)
+    n_bootstrap : int
+    seed : int
+
+    Returns
+    -------
+    ndarray of shape (n_bootstrap, n)
+    """
+    cells, cell, sizes = np.unique(levels, axis=0, return_inverse=True, return_counts=True)
+    if len(cells) == 0 or sizes.min() < 2:
+        return resample(len(levels), n_bootstrap, seed)
+    counts = np.empty((n_bootstrap, len(levels)))
+    seeds = np.random.default_rng(seed).integers(2**31 - 1, size=len(cells))
+    for k, size in enumerate(sizes):
+        counts[:, cell.ravel() == k] = resample(int(size), n_bootstrap, int(seeds[k]))
+    return counts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import granulated_kendall
-from relflat_sk.granulated import _Granules
+from relflat_sk.granulated import _Granules, resample_cells
 from relflat_sk.resampling import resample
 
 AXES = {"batch_size": [8, 32, 128], "lr": [0.1, 0.2], "activation": ["relu", "tanh", "elu"]}
@@ -109,6 +109,19 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     covered = np.mean([row["psi_low"] <= 0.5 <= row["psi_high"] for row in tables])
     assert 0.9 <= covered <= 1.0
     assert np.mean([row["psi_low"] > 0 for row in tables]) > 0.5
+
+
+def test_resamples_stay_within_cells_that_have_repeats():
+    levels = np.array([[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]])
+    counts = resample_cells(levels, 200, seed=0)
+    assert (counts[:, [0, 2]].sum(axis=1) == 2).all()
+    assert (counts[:, [1, 3, 4]].sum(axis=1) == 3).all()
+    assert counts.std(axis=0).min() > 0.3
+    assert abs(np.corrcoef(counts[:, 0], counts[:, 1])[0, 1]) < 0.3  # cells by themselves
+    # a cell of one would never vary: then all minima are one
+    counts = resample_cells(levels[[0, 1, 3, 4]], 200, seed=0)
+    assert (counts.sum(axis=1) == 4).all()
+    assert counts.std(axis=0).min() > 0.3
 
 
 @settings(max_examples=25, deadline=None)
