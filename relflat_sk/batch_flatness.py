@@ -181,10 +181,10 @@ def _probe(
     edges = [layer.tap.edge for layer in layers]
     base, curvature = _base(loss, output, target, last)
     nodes = [layer.tap.node for layer in layers]
-    check_thrice(output, *nodes)
     if curvature is not None and is_piecewise_linear(base, *nodes, by_batch=True):
         forms_along = _by_tangents(base, curvature, edges)
     else:
+        check_thrice(output, *nodes)
         forms_along = _by_products(loss.terms(output, target)[0], edges)
     draws = [forms_along([_draw(layer, normalize) for layer in layers]) for _ in range(probes)]
     return draws[0] if probes == 1 else torch.stack(draws).mean(dim=0)

@@ -391,7 +391,7 @@ def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bo
         `Tap.node` of each layer.
     by_batch : bool, default=False
         Take the statistics by which batch norm divides in training for given, so that it
-        counts as linear.
+        counts as linear; see `relflat_sk.norm_layers`.
 
     Returns
     -------
@@ -488,8 +488,8 @@ def _keeps_linear(step: Any, reached: list[bool], by_batch: bool) -> bool:
     if kind in _MULTILINEAR:
         return sum(reached) == 1
     if kind in _LINEAR_IN_FIRST:
-        by_itself = kind == "_OfBatch" or getattr(step, "_saved_training", False)
-        return not any(reached[1:]) and (by_batch or not by_itself)
+        fused = getattr(step, "_saved_training", False)  # see `check_thrice`
+        return not any(reached[1:]) and not fused and (by_batch or kind != "_OfBatch")
     return False
 
 
