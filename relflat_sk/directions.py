@@ -7,39 +7,48 @@ For a random matrix ``D`` of the weight's shape with mean zero and
     = \kappa .
 
 ``D = W v u^T`` is such a matrix for independent ``v``, ``u`` with ``E[v v^T] = E[u u^T] = I``.
-Each sample has its own: columns of the identity times ``sqrt(m)`` and a random sign, so that
-nothing is multiplied with the weight or with patches. Columns are dealt out without
-replacement, which has less variance over a batch than signs in all entries have. Where a sample
-has one position, ``u^T phi`` is replaced by its root mean square ``|phi|``.
+Each sample has its own. ``v`` are signs (single columns of the identity would save the product
+with the weight and have no more variance, but their slope in the weight is that of few of its
+columns, and trains worse); of ``u`` there are two kinds, both without any product with patches: where a sample has one position, ``u^T phi`` is replaced by its root mean
+square ``|phi|``; otherwise ``u`` is one column of the identity times ``sqrt(m)``, which has
+less variance than signs because neighbouring inputs are alike.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from relflat_sk.layer_maps import LayerMap
 
-__all__ = ["deal", "draw_change"]
+__all__ = ["draw_change", "rademacher"]
+
+# the signs that the bits of a byte stand for
+_BYTES = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1
 
 
-def deal(n: int, m: int, device: torch.device) -> Tensor:
-    """Draw n of m numbers, each as often as any other up to once, in random order.
+def rademacher(n: int, m: int, like: Tensor) -> Tensor:
+    """Draw signs of shape (n, m) from torch's random state, ten times as fast as one by one.
 
     Parameters
     ----------
     n, m : int
-    device : torch.device
+    like : Tensor
+        Of the dtype and on the device that the signs are to have.
 
     Returns
     -------
-    Tensor of shape (n,)
+    Tensor of shape (n, m)
 
     Examples
     --------
-    >>> deal(6, 3, torch.device("cpu")).bincount()
-    tensor([2, 2, 2])
+    >>> rademacher(2, 3, torch.zeros(())).abs()
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
     """
-    decks = [torch.randperm(m, device=device) for _ in range(-(-n // m))]
-    return (decks[0] if len(decks) == 1 else torch.cat(decks))[:n]
+    size = -(-n * m // 64)
+    words = torch.randint(-(2**63), 2**63 - 1, (size,), device=like.device)
+    signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like))
+    return signs.flatten()[: n * m].view(n, m)
 
 
 def draw_change(layer: LayerMap, features: Tensor, weight: Tensor, spread: Tensor | None) -> Tensor:
@@ -60,14 +69,12 @@ def draw_change(layer: LayerMap, features: Tensor, weight: Tensor, spread: Tenso
     Tensor of shape (n, d, P)
         One change per sample, with the graph of features, weight and spread.
     """
-    n, (d, m), device = len(features), weight.shape, features.device
+    n, (d, m) = len(features), weight.shape
     inverse = None
     if spread is not None:
         weight = weight * spread[layer.column_channels()]
         inverse = torch.where(spread > 0, 1 / spread.where(spread > 0, 1.0), 0.0)
-    # signs, since changes of several layers add up
-    signs = (torch.randint(0, 2, (n,), device=device) * 2 - 1).to(weight.dtype)
-    left = weight.index_select(1, deal(n, m, device)).T * (m**0.5 * signs)[:, None]
+    left = rademacher(n, m, weight) @ weight.T
     if layer.is_flat(features):
         scaled = features if inverse is None else features * inverse
         norms = torch.linalg.vecdot(scaled, scaled)
@@ -75,7 +82,7 @@ def draw_change(layer: LayerMap, features: Tensor, weight: Tensor, spread: Tenso
         size = norms.where(norms > 0, 1.0).sqrt() * (norms > 0)
         change: Tensor = left * size[:, None]
         return change[:, :, None]
-    channel = deal(n, m // layer.n_offsets, device)
+    channel = torch.randint(m // layer.n_offsets, (n,), device=features.device)
     plane = layer.plane(features, channel, int(torch.randint(layer.n_offsets, ()))) * m**0.5
     if inverse is not None:
         plane = plane * inverse.view(layer.groups, -1)[:, channel].T[:, :, None]

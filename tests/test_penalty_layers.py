@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty, measure
-from relflat_sk.directions import deal
+from relflat_sk.directions import rademacher
 from tests import oracles
 from tests.test_layer_kinds import CE, NETS
 from tests.test_layer_kinds import make as make_kind
@@ -200,16 +200,16 @@ def test_refuses_shared_weights():
         nn.Sequential(*list(net)[:5])(X)
 
 
-@pytest.mark.parametrize(("n", "m"), [(3, 7), (7, 7), (20, 7), (5, 1)])
-def test_columns_are_dealt_out_evenly(n, m):
+def test_signs_are_signs():
     torch.manual_seed(0)
-    counts = torch.stack([
-        deal(n, m, torch.device("cpu")).bincount(minlength=m) for _ in range(900)
-    ])
-    assert (counts.sum(dim=1) == n).all()
-    assert int((counts.amax(dim=1) - counts.amin(dim=1)).max()) <= 1
-    share = counts.double().mean(dim=0) * m / n
-    assert (share - 1).abs().max() < 0.2  # every column as often as any other
+    signs = rademacher(3001, 37, torch.zeros((), dtype=torch.float64))
+    assert signs.shape == (3001, 37)
+    assert signs.dtype == torch.float64
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    covariance = signs.T @ signs / len(signs)
+    error = (covariance - torch.eye(37)).abs().max()
+    assert error < 5 / len(signs) ** 0.5
+    assert signs.mean(dim=0).abs().max() < 5 / len(signs) ** 0.5
 
 
 NORMS = {
