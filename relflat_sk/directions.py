@@ -7,11 +7,12 @@ For a random matrix ``D`` of the weight's shape with mean zero and
     = \kappa .
 
 ``D = W v u^T`` is such a matrix for independent ``v``, ``u`` with ``E[v v^T] = E[u u^T] = I``.
-Each sample has its own. ``v`` are signs (single columns of the identity would save the product
+Each sample has its own. ``v`` are signs. (Single columns of the identity would save the product
 with the weight and have no more variance, but their slope in the weight is that of few of its
-columns, and trains worse); of ``u`` there are two kinds, both without any product with patches: where a sample has one position, ``u^T phi`` is replaced by its root mean
-square ``|phi|``; otherwise ``u`` is one column of the identity times ``sqrt(m)``, which has
-less variance than signs because neighbouring inputs are alike.
+columns, and trains worse.) Of ``u`` there are two kinds, both without any product with patches:
+where a sample has one position, ``u^T phi`` is replaced by its root mean square ``|phi|``;
+otherwise ``u`` is one column of the identity times ``sqrt(m)``, which has less variance than
+signs because neighbouring inputs are alike.
 """
 
 import torch
