@@ -110,6 +110,12 @@ def images(path: str | None) -> tuple[Any, Any]:
     return X.numpy(), y.numpy()
 
 
+def shuffle_split(y: Any, n_splits: int, **sizes: Any) -> Any:
+    """Split at random, classes in proportion."""
+    split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
+    return split(n_splits, random_state=0, **sizes)
+
+
 @dataclass(frozen=True)
 class Task:
     """A data set with the network that is trained on it, and the learning rates to try."""
@@ -138,8 +144,7 @@ class Task:
     def splits(self, n_splits: int) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Split the data into training and test, at random, several times."""
         X, y = self.load()
-        split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
-        for train, test in split(n_splits, train_size=self.n_train, random_state=0).split(X, y):
+        for train, test in shuffle_split(y, n_splits, train_size=self.n_train).split(X, y):
             yield X[train], y[train], X[test], y[test]
 
 
@@ -205,23 +210,21 @@ def on_all(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> di
     }
 
 
-def by_folds(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
-    """Score by five folds of X."""
+def by_validation(
+    folds: Any, task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any
+) -> dict[str, Any]:
+    """Score on parts of X that are held out, the same for all candidates."""
     start = time.perf_counter()
-    scores = cross_val_score(task.make(params), X, y, cv=5, error_score="raise")
+    cv = shuffle_split(y, 1, test_size=0.2) if folds is None else folds
+    scores = cross_val_score(task.make(params), X, y, cv=cv, error_score="raise")
     return {"seconds": time.perf_counter() - start, "score": float(scores.mean())}
 
 
-def by_fifth(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
-    """Score on a fifth of X, the same for all candidates."""
-    split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
-    start = time.perf_counter()
-    one = split(1, test_size=0.2, random_state=0)
-    scores = cross_val_score(task.make(params), X, y, cv=one, error_score="raise")
-    return {"seconds": time.perf_counter() - start, "score": float(scores.mean())}
-
-
-WORK = {"all": on_all, "5-fold CV": by_folds, "hold-out": by_fifth}
+WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "all": on_all,
+    "5-fold CV": partial(by_validation, 5),
+    "hold-out": partial(by_validation, None),  # a fifth
+}
 
 
 def run(task: Task, data: tuple[Any, ...], what: str, index: int) -> dict[str, Any]:

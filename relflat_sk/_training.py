@@ -18,6 +18,7 @@ from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.flatness import measure_layers
 from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
+from relflat_sk.numerics import full_precision
 from relflat_sk.penalty import RelativeFlatnessPenalty
 
 __all__ = ["IN_TRAINING", "PenalisedNet", "original"]
@@ -229,5 +230,4 @@ def _full_precision(output: Any) -> Any:
     """Return outputs in float32 at least, for losses and numpy."""
     if type(output) is tuple:
         return tuple(map(_full_precision, output))
-    half = isinstance(output, Tensor) and output.dtype in {torch.float16, torch.bfloat16}
-    return output.float() if half else output
+    return full_precision(output) if isinstance(output, Tensor) else output

@@ -28,6 +28,7 @@ from relflat_sk.directions import draw_change
 from relflat_sk.layer_maps import LayerMap
 from relflat_sk.layers import Tap, check_thrice, find_link, hands_on, is_piecewise_linear
 from relflat_sk.losses import Loss
+from relflat_sk.numerics import full_precision, inverse_spread, varies
 
 __all__ = ["BatchLayer", "batch_flatness"]
 
@@ -44,14 +45,9 @@ class BatchLayer:
     tap: Tap
 
     @property
-    def features(self) -> Tensor:
-        """What the layer received, in full precision."""
-        return _full(self.tap.check(self.name)[0])
-
-    @property
     def weight(self) -> Tensor:
         """The weight as a matrix, in full precision."""
-        return _full(self.map.matrix)
+        return full_precision(self.map.matrix)
 
     def check(self) -> None:
         """Refuse what was computed without gradients, and what nothing is to be trained in.
@@ -110,7 +106,7 @@ def batch_flatness(
         If the pass ran without gradients, or a layer was not used exactly once.
     """
     weights = output.new_ones(len(output)) if sample_weight is None else sample_weight
-    weights = _full(weights.to(output.device))
+    weights = full_precision(weights.to(output.device))
     totals, probed = [], []
     for name in names:
         layer = layers[name]
@@ -133,8 +129,8 @@ def batch_flatness(
 def _divisors(loss: Loss, output: Tensor, target: Tensor) -> Tensor:
     """Return what each sample adds to the divisor of the criterion's mean."""
     if loss.row is None:
-        return _full(output.new_ones(len(output)))
-    return _full(loss.row.divisors(loss.criterion, output, target))
+        return full_precision(output.new_ones(len(output)))
+    return full_precision(loss.row.divisors(loss.criterion, output, target))
 
 
 def _closed_form(
@@ -144,13 +140,13 @@ def _closed_form(
     features, z = layer.tap.check(layer.name)
     if layer.map.is_flat(features):
         link = find_link(output, layer.tap.node)
-        closed = loss.closed_form(link, _full(z), target)
-        return None if closed is None else (_full(features), closed)
+        closed = loss.closed_form(link, full_precision(z), target)
+        return None if closed is None else (full_precision(features), closed)
     if not (loss.has_closed_form("identity") and hands_on(output, layer.tap.node, z)):
         return None
-    tokens = _full(z).reshape(-1, z.shape[-1])
+    tokens = full_precision(z).reshape(-1, z.shape[-1])
     closed = loss.closed_form("identity", tokens, loss.per_token(target))
-    return None if closed is None else (_full(features).reshape(len(tokens), -1), closed)
+    return None if closed is None else (full_precision(features).reshape(len(tokens), -1), closed)
 
 
 def _exact(
@@ -160,7 +156,7 @@ def _exact(
     if normalize:
         spread = _spread(features)
         weight = weight * spread
-        features = features * torch.where(spread > 0, 1 / spread.where(spread > 0, 1.0), 0.0)
+        features = features * inverse_spread(spread)
     norms = torch.linalg.vecdot(features, features)
     forms = norms * summed_forms(closed, weight)
     each = weights.repeat_interleave(len(forms) // len(weights))
@@ -198,11 +194,11 @@ def _by_tangents(base: Tensor, curvature: ClosedForm, edges: Sequence[Any]) -> F
     def forms(changes: Sequence[Tensor]) -> Tensor:
         pairs = [(g, dz) for g, dz in zip(pulled, changes, strict=True) if g is not None]
         if not pairs:
-            return _full(base).new_zeros(len(base))
+            return full_precision(base).new_zeros(len(base))
         gradients, along = zip(*pairs, strict=True)
         (tangent,) = pull_back(gradients, [cotangent], along, create_graph=True)
         assert tangent is not None
-        return summed_forms(curvature, _full(tangent)[:, :, None])
+        return summed_forms(curvature, full_precision(tangent)[:, :, None])
 
     return forms
 
@@ -216,14 +212,14 @@ def _by_products(losses: Tensor, edges: Sequence[Any]) -> FormsAlong:
             for g, edge, dz in zip(pulled, edges, changes, strict=True)
             if g is not None and g.requires_grad
         ]
-        total = _full(losses).new_zeros(len(losses))
+        total = full_precision(losses).new_zeros(len(losses))
         if not curved:
             return total
         gradients, where, along = zip(*curved, strict=True)
         products = pull_back(gradients, where, along, create_graph=True)
         for product, dz in zip(products, along, strict=True):
             if product is not None:
-                total = total + (_full(product) * _full(dz)).flatten(1).sum(dim=1)
+                total = total + (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
         return total
 
     return forms
@@ -232,7 +228,7 @@ def _by_products(losses: Tensor, edges: Sequence[Any]) -> FormsAlong:
 def _draw(layer: BatchLayer, normalize: bool) -> Tensor:
     """Draw a change of the layer's output whose form has the mean ``kappa / (2 m)``."""
     features, z = layer.tap.check(layer.name)
-    features, weight = _full(features), layer.weight
+    features, weight = full_precision(features), layer.weight
     spread = _spread(layer.map.channels(features)) if normalize else None
     rows = draw_change(layer.map, features, weight, spread) / (2 * weight.shape[1]) ** 0.5
     return layer.map.from_rows(rows.to(z.dtype), z)
@@ -249,20 +245,13 @@ def _base(
     if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):
         return base, None
     base = base.reshape(len(base), -1)
-    return base, loss.closed_form(applies, _full(base), target)
+    return base, loss.closed_form(applies, full_precision(base), target)
 
 
 def _spread(rows: Tensor) -> Tensor:
     """Compute standard deviations of features in the batch, 0 for what never varies: (c,)."""
     variance = rows.var(dim=0, correction=0)
-    # rounding noise on a constant is no variation
     low, high = rows.detach().aminmax(dim=0)
-    eps = torch.finfo(rows.dtype).eps
-    varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
+    moves = varies(low, high, torch.finfo(rows.dtype).eps)
     # a root has no slope at zero
-    return variance.where(varies, 1.0).sqrt() * varies
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """Half-precision arrays as float32; others as they are."""
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+    return variance.where(moves, 1.0).sqrt() * moves

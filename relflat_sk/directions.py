@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from relflat_sk.layer_maps import LayerMap
+from relflat_sk.numerics import inverse_spread
 
 __all__ = ["draw_change", "rademacher"]
 
@@ -74,7 +75,7 @@ def draw_change(layer: LayerMap, features: Tensor, weight: Tensor, spread: Tenso
     inverse = None
     if spread is not None:
         weight = weight * spread[layer.column_channels()]
-        inverse = torch.where(spread > 0, 1 / spread.where(spread > 0, 1.0), 0.0)
+        inverse = inverse_spread(spread)
     left = rademacher(n, m, weight) @ weight.T
     if layer.is_flat(features):
         scaled = features if inverse is None else features * inverse

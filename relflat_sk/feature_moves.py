@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from relflat_sk.batches import Batch
 from relflat_sk.layers import Layer, find_link, tap
 from relflat_sk.loss_table import LINKS
-from relflat_sk.network import Network, sample_weight
+from relflat_sk.network import Network, outcome_of, sample_weight
 from relflat_sk.views import observe
 
 __all__ = [
@@ -313,10 +313,9 @@ def _run_with(site: Site, x: Any, move: Tensor) -> Tensor:
 
 def _losses(network: Network, batch: Batch, output: Tensor, each: bool) -> tuple[Tensor, Tensor]:
     """Losses and divisors of the samples, see `relflat_sk.losses.Loss.terms`."""
-    labels = _labels(batch).to(output.device)
-    loss = network.loss.to(output.device, output.dtype)
     with torch.no_grad():
-        output = loss.classes_second(output, labels)
-        target = loss.check_target(output, labels)
-        losses, divisors = loss.terms(output, target, each=each or batch.weight is not None)
+        outcome = outcome_of(network, batch, output)
+        losses, divisors = outcome.loss.terms(
+            outcome.output, outcome.target, each=each or outcome.weighted
+        )
     return losses.double(), divisors.double()

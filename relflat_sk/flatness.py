@@ -31,6 +31,7 @@ from torch import Tensor
 
 from relflat_sk.layers import Layer, call_order, find_layer
 from relflat_sk.network import Network, borrowed, sample_weight
+from relflat_sk.numerics import inverse_spread, varies
 from relflat_sk.quantities import Neurons, Quantity, Trace, left_factor
 from relflat_sk.spectrum import largest_eigenvalue
 from relflat_sk.summation import Pass, Sums, sum_quantities
@@ -74,8 +75,7 @@ class TraceLike:
 def _normalized(weight: Tensor, spread: Tensor | None) -> Quantity:
     assert spread is not None
     # a feature that never varies acts as a bias: it drops out of both factors
-    inverse = torch.where(spread > 0, spread, torch.inf).reciprocal()
-    return Trace(left_factor(weight * spread), inverse)
+    return Trace(left_factor(weight * spread), inverse_spread(spread))
 
 
 def _square(weight: Tensor) -> Tensor:
@@ -401,9 +401,9 @@ class _Spread:
 
     def spread(self, eps: float) -> Tensor:
         low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
-        # rounding noise on a constant is no variation; relative, so that scale does not matter
-        varies = (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
-        return torch.where(varies, torch.as_tensor(self.squares / self.n).sqrt(), 0.0)
+        return torch.where(
+            varies(low, high, eps), torch.as_tensor(self.squares / self.n).sqrt(), 0.0
+        )
 
 
 def feature_spreads(network: Network, layers: Sequence[Layer] | str) -> dict[str, Tensor]:

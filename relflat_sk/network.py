@@ -13,7 +13,7 @@ from relflat_sk.batches import Batch, Batches, cast_inputs, check_finite, count_
 from relflat_sk.layers import primary_output
 from relflat_sk.losses import Loss
 
-__all__ = ["Network", "Outcome", "borrowed", "mean_loss", "outcomes", "sample_weight"]
+__all__ = ["Network", "Outcome", "borrowed", "mean_loss", "outcome_of", "outcomes", "sample_weight"]
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,34 @@ def outcomes(network: Network) -> Iterator[Outcome]:
         Without labels, or if they do not fit the network's output.
     """
     for batch in network.batches():
-        output = network(batch.x)
-        loss = network.loss.to(output.device, output.dtype)
-        output = loss.classes_second(output, batch.y)
-        if batch.y is None:
-            raise ValueError("y is needed to compute a loss. Pass y.")
-        target = loss.check_target(output, batch.y.to(output.device))
-        weight = sample_weight(batch, len(output), output.device)
-        yield Outcome(output, target, loss, weight, batch.weight is not None)
+        yield outcome_of(network, batch, network(batch.x))
+
+
+def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
+    """Judge what came out of a batch.
+
+    Parameters
+    ----------
+    network : Network
+    batch : Batch
+    output : Tensor of shape (n, ...)
+
+    Returns
+    -------
+    Outcome
+
+    Raises
+    ------
+    ValueError
+        Without labels, or if they do not fit the output.
+    """
+    loss = network.loss.to(output.device, output.dtype)
+    output = loss.classes_second(output, batch.y)
+    if batch.y is None:
+        raise ValueError("y is needed to compute a loss. Pass y.")
+    target = loss.check_target(output, batch.y.to(output.device))
+    weight = sample_weight(batch, len(output), output.device)
+    return Outcome(output, target, loss, weight, batch.weight is not None)
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from relflat_sk.numerics import full_precision
+
 __all__ = ["explicit_norms", "norm_layers"]
 
 
@@ -101,7 +103,7 @@ class _OfBatch(_OfSample):
 
 def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute what a layer does in terms of means."""
-    x = x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
+    x = full_precision(x)
     rows, axes, shape = _arrange(layer, x)
     eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
     centred = rows if isinstance(layer, nn.RMSNorm) else rows - rows.mean(axes, keepdim=True)

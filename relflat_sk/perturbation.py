@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from relflat_sk.estimates import Estimate
 from relflat_sk.network import Network, borrowed, mean_loss, outcomes
+from relflat_sk.random_states import RandomState, seed_from
 
 __all__ = [
     "RandomState",
@@ -37,7 +38,6 @@ __all__ = [
 
 # tensors by the names of the parameters that they stand for
 Weights = dict[str, Tensor]
-RandomState = int | np.random.RandomState | None
 
 
 def own_weights(network: Network) -> Weights:
@@ -186,14 +186,10 @@ def draw_seeds(random_state: RandomState, size: int) -> list[int]:
     ValueError
         If `random_state` is no such thing.
     """
-    seed = random_state
-    if isinstance(seed, np.random.RandomState):
-        seed = int(seed.randint(2**31 - 1))
-    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
-        raise ValueError(
-            f"random_state must be an int, a numpy RandomState or None, got {random_state!r}."
-        )
-    return [int(one) for one in np.random.default_rng(seed).integers(2**63 - 1, size=size)]
+    return [
+        int(one)
+        for one in np.random.default_rng(seed_from(random_state)).integers(2**63 - 1, size=size)
+    ]
 
 
 def draw_noise(weights: Weights, seed: int) -> Weights:

@@ -30,8 +30,8 @@ from relflat_sk.feature_moves import Site, make_scheme, move_features
 from relflat_sk.flatness import measure_flatness
 from relflat_sk.layers import Layer
 from relflat_sk.network import borrowed, mean_loss
+from relflat_sk.random_states import make_generator
 from relflat_sk.robustness import check_delta, open_network
-from relflat_sk.summation import make_generator
 
 __all__ = [
     "GeneralizationBound",

@@ -9,7 +9,7 @@ from relflat_sk._estimators import DataOptions, to_network
 from relflat_sk.feature_moves import Site, find_site, make_scheme, move_features
 from relflat_sk.layers import Layer, find_layer
 from relflat_sk.network import borrowed
-from relflat_sk.summation import make_generator
+from relflat_sk.random_states import make_generator
 
 __all__ = ["check_delta", "feature_robustness", "open_network"]
 

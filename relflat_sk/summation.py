@@ -18,9 +18,10 @@ from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.layers import Layer
 from relflat_sk.network import Network
 from relflat_sk.quantities import Quantity
+from relflat_sk.random_states import make_generator
 from relflat_sk.views import LayerView, View, observe
 
-__all__ = ["METHODS", "Pass", "Sums", "make_generator", "sum_quantities"]
+__all__ = ["METHODS", "Pass", "Sums", "sum_quantities"]
 
 METHODS = ("auto", "exact", "hutchinson")
 
@@ -350,27 +351,3 @@ def _warn_if_loose(key: Key, found: Sums, rtol: float, cap: int) -> None:
             FlatnessWarning,
             stacklevel=5,
         )
-
-
-def make_generator(
-    random_state: int | np.random.RandomState | None, device: torch.device
-) -> torch.Generator:
-    """Make a generator of our own, so that torch's global random state is left alone.
-
-    Raises
-    ------
-    ValueError
-        If `random_state` is none of these.
-    """
-    generator = torch.Generator(device=device)
-    if random_state is None:
-        generator.seed()
-    elif isinstance(random_state, np.random.RandomState):
-        generator.manual_seed(int(random_state.randint(2**31 - 1)))
-    elif isinstance(random_state, int | np.integer) and not isinstance(random_state, bool):
-        generator.manual_seed(int(random_state))
-    else:
-        raise ValueError(
-            f"random_state must be an int, a numpy RandomState or None, got {random_state!r}."
-        )
-    return generator

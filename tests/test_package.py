@@ -17,6 +17,8 @@ MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PA
 CORE = {
     "exceptions",
     "estimates",
+    "numerics",
+    "random_states",
     "norms",
     "folding",
     "margin",
