@@ -4,36 +4,35 @@ For every layer there are the three ways of `relflat_sk.views`, each with its gr
 
 closed form
     Where the layer's output is what the criterion takes. Exact.
-tangents
-    Where the network behind is piecewise linear, with Jacobian ``J``, and the table has the
-    curvature ``C`` of the loss in its output: the forms of ``C`` along ``J dz`` for a random
-    change ``dz`` of the layer's output, see `relflat_sk.directions`. Batch norm counts as the
-    linear map that it is for the statistics of the batch.
+gradients
+    Where the network behind is piecewise linear, with Jacobian ``J``, and the table has a root
+    of the curvature of the loss in its output, ``C = R R^T``: with random signs ``s``, squared
+    slopes along random changes of the layer, given the gradients ``J^T R s``. One backward
+    pass for all layers together. Batch norm counts as the linear map that it is for the
+    statistics of the batch.
 products
-    Anything else: the forms of the Hessian along ``dz`` itself, a second derivative.
+    Anything else: the forms of the Hessian along random changes, a second derivative. Changes
+    of several layers are independent and have mean zero, so one product along all of them
+    together has the sum of the layers' forms as its mean.
 
-Random changes of several layers are independent of each other and have mean zero, so one
-tangent or product along all of them together has the sum of the layers' forms as its mean.
+For the random changes see `relflat_sk.directions`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from relflat_sk.curvature import ClosedForm, pull_back, summed_forms
-from relflat_sk.directions import draw_change
+from relflat_sk.directions import Directions, rademacher
 from relflat_sk.layer_maps import LayerMap
 from relflat_sk.layers import Tap, check_thrice, find_link, hands_on, is_piecewise_linear
 from relflat_sk.losses import Loss
-from relflat_sk.numerics import full_precision, inverse_spread, varies
+from relflat_sk.numerics import full_precision, inverse_spread, safe_root, varies
 
 __all__ = ["BatchLayer", "batch_flatness"]
-
-# from changes of the layers' outputs, one array for each, to one number per sample
-FormsAlong = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,9 @@ def batch_flatness(
             totals.append(_exact(layer, *found, weights, normalize))
     if probed:
         last = list(layers.values())[-1]
-        forms = _probe(loss, output, target, probed, last, probes, normalize)
-        totals.append(weights @ forms)
+        estimate = _estimator(loss, output, target, probed, last, weights, normalize)
+        draws = [estimate() for _ in range(probes)]
+        totals.append(draws[0] if probes == 1 else torch.stack(draws).mean())
     total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total
@@ -164,74 +164,76 @@ def _exact(
     return total
 
 
-def _probe(
+def _estimator(
     loss: Loss,
     output: Tensor,
     target: Tensor,
     layers: Sequence[BatchLayer],
     last: BatchLayer,
-    probes: int,
+    weights: Tensor,
     normalize: bool,
-) -> Tensor:
-    """Sum the samples' ``kappa / (2 m)`` over layers, from random changes: (n,)."""
-    edges = [layer.tap.edge for layer in layers]
+) -> Callable[[], Tensor]:
+    """Make what draws estimates of the layers' and samples' weighted ``kappa / (2 m)``."""
     base, curvature = _base(loss, output, target, last)
     nodes = [layer.tap.node for layer in layers]
+    directions = [_directions(layer, normalize) for layer in layers]
     if curvature is not None and is_piecewise_linear(base, *nodes, by_batch=True):
-        forms_along = _by_tangents(base, curvature, edges)
-    else:
-        check_thrice(output, *nodes)
-        forms_along = _by_products(loss.terms(output, target)[0], edges)
-    draws = [forms_along([_draw(layer, normalize) for layer in layers]) for _ in range(probes)]
-    return draws[0] if probes == 1 else torch.stack(draws).mean(dim=0)
-
-
-def _by_tangents(base: Tensor, curvature: ClosedForm, edges: Sequence[Any]) -> FormsAlong:
-    # a vector-Jacobian product is linear in the vector, and its transpose is the tangent
-    cotangent = torch.zeros_like(base, requires_grad=True)
-    pulled = pull_back([base], edges, [cotangent], create_graph=True)
-
-    def forms(changes: Sequence[Tensor]) -> Tensor:
-        pairs = [(g, dz) for g, dz in zip(pulled, changes, strict=True) if g is not None]
-        if not pairs:
-            return full_precision(base).new_zeros(len(base))
-        gradients, along = zip(*pairs, strict=True)
-        (tangent,) = pull_back(gradients, [cotangent], along, create_graph=True)
-        assert tangent is not None
-        return summed_forms(curvature, full_precision(tangent)[:, :, None])
-
-    return forms
-
-
-def _by_products(losses: Tensor, edges: Sequence[Any]) -> FormsAlong:
+        return partial(_by_gradients, base, curvature, layers, directions, weights)
+    check_thrice(output, *nodes)
+    losses = loss.terms(output, target)[0]
+    edges = [layer.tap.edge for layer in layers]
     pulled = pull_back([losses.sum()], edges, create_graph=True)
-
-    def forms(changes: Sequence[Tensor]) -> Tensor:
-        curved = [
-            (g, edge, dz)
-            for g, edge, dz in zip(pulled, edges, changes, strict=True)
-            if g is not None and g.requires_grad
-        ]
-        total = full_precision(losses).new_zeros(len(losses))
-        if not curved:
-            return total
-        gradients, where, along = zip(*curved, strict=True)
-        products = pull_back(gradients, where, along, create_graph=True)
-        for product, dz in zip(products, along, strict=True):
-            if product is not None:
-                total = total + (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
-        return total
-
-    return forms
+    return partial(_by_products, losses, pulled, layers, directions, weights)
 
 
-def _draw(layer: BatchLayer, normalize: bool) -> Tensor:
-    """Draw a change of the layer's output whose form has the mean ``kappa / (2 m)``."""
-    features, z = layer.tap.check(layer.name)
-    features, weight = full_precision(features), layer.weight
+def _directions(layer: BatchLayer, normalize: bool) -> Directions:
+    features = full_precision(layer.tap.check(layer.name)[0])
     spread = _spread(layer.map.channels(features)) if normalize else None
-    rows = draw_change(layer.map, features, weight, spread) / (2 * weight.shape[1]) ** 0.5
-    return layer.map.from_rows(rows.to(z.dtype), z)
+    return Directions(layer.map, features, layer.weight, spread)
+
+
+def _by_gradients(
+    base: Tensor,
+    curvature: ClosedForm,
+    layers: Sequence[BatchLayer],
+    directions: Sequence[Directions],
+    weights: Tensor,
+) -> Tensor:
+    n, d = base.shape
+    signs = rademacher(n, d, full_precision(base)) * weights.sqrt()[:, None]
+    cotangent = curvature.root_product(signs).to(base.dtype)
+    edges = [layer.tap.edge for layer in layers]
+    pulled = pull_back([base], edges, [cotangent], create_graph=True)
+    squares = [
+        along.slopes(layer.map.to_rows(full_precision(g))).square().sum()
+        for g, layer, along in zip(pulled, layers, directions, strict=True)
+        if g is not None
+    ]
+    return torch.stack(squares).sum() if squares else weights.new_zeros(())
+
+
+def _by_products(
+    losses: Tensor,
+    pulled: Sequence[Tensor | None],
+    layers: Sequence[BatchLayer],
+    directions: Sequence[Directions],
+    weights: Tensor,
+) -> Tensor:
+    curved = [
+        (g, layer.tap.edge, layer.map.from_rows(along.changes().to(g.dtype), g))
+        for g, layer, along in zip(pulled, layers, directions, strict=True)
+        if g is not None and g.requires_grad
+    ]
+    if not curved:
+        return weights.new_zeros(())
+    gradients, edges, changes = zip(*curved, strict=True)
+    products = pull_back(gradients, edges, changes, create_graph=True)
+    forms = [
+        (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
+        for product, dz in zip(products, changes, strict=True)
+        if product is not None
+    ]
+    return weights @ torch.stack(forms).sum(dim=0) if forms else weights.new_zeros(())
 
 
 def _base(
@@ -253,5 +255,4 @@ def _spread(rows: Tensor) -> Tensor:
     variance = rows.var(dim=0, correction=0)
     low, high = rows.detach().aminmax(dim=0)
     moves = varies(low, high, torch.finfo(rows.dtype).eps)
-    # a root has no slope at zero
-    return variance.where(moves, 1.0).sqrt() * moves
+    return safe_root(variance) * moves

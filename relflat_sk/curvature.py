@@ -25,10 +25,13 @@ anything else through Hessian-vector products.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from relflat_sk.numerics import safe_root
 
 __all__ = [
     "ClosedForm",
@@ -58,14 +61,21 @@ class ClosedForm(Curvature, Protocol):
         """Return the diagonals of the ``B_i``: (n, d)."""
 
     def root(self) -> Tensor:
-        """Matrices ``R_i`` with ``R_i R_i^T = B_i``: (n, d, r)."""
+        """Matrices ``R_i`` with ``R_i R_i^T = B_i``: (n, d, d)."""
+
+    def root_product(self, vectors: Tensor) -> Tensor:
+        """Products ``R_i v_i`` of vectors of the shape of ``z``, with their graph: (n, d)."""
 
 
 @dataclass(frozen=True)
 class _Softmax:
     p: Tensor  # (n, d) probabilities
-    top: Tensor  # (n,) the likeliest class
     scale: Tensor | None  # (n,) what multiplies diag(p) - p p^T, or None for one
+
+    @cached_property
+    def top(self) -> Tensor:
+        """The likeliest class: (n,)."""
+        return self.p.argmax(dim=1)
 
     def __call__(self, factor: Tensor) -> Tensor:
         # q_k is the variance of column k of F under p. As E[F^2] - E[F]^2 it would cancel
@@ -99,6 +109,13 @@ class _Softmax:
         others = torch.diag_embed(self._others())
         away = torch.where(identity.bool(), others, -self.p[:, :, None])
         return away * self._scaled(self.p).sqrt()[:, None, :]
+
+    def root_product(self, vectors: Tensor) -> Tensor:
+        # for confident predictions this cancels, to something that is as small as rounding and
+        # is going to be squared: no need for the care that forms take
+        parts = safe_root(self.p) * vectors
+        products = parts - self.p * parts.sum(dim=1, keepdim=True)
+        return products if self.scale is None else products * self.scale.sqrt()[:, None]
 
     def _others(self) -> Tensor:
         """1 - p, for the likeliest class as the sum of the others: uncancelled."""
@@ -161,6 +178,9 @@ class _Diagonal:
     def root(self) -> Tensor:
         return torch.diag_embed(self.beta.sqrt())
 
+    def root_product(self, vectors: Tensor) -> Tensor:
+        return safe_root(self.beta) * vectors
+
 
 @dataclass(frozen=True)
 class _Products:
@@ -208,7 +228,7 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
     tensor([[0.1875]])
     """
-    return _Softmax(z.softmax(dim=1), z.argmax(dim=1), scale)
+    return _Softmax(z.softmax(dim=1), scale)
 
 
 def summed_forms(curvature: Curvature, factor: Tensor) -> Tensor:

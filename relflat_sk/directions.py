@@ -1,4 +1,4 @@
-r"""Random changes of a layer's output, by which its relative flatness is probed in training.
+r"""Random changes of a layer's weight, by which its relative flatness is probed in training.
 
 For a random matrix ``D`` of the weight's shape with mean zero and
 ``E[D_st D_s't'] = <w_s, w_s'> 1[t = t']``, the form of the Hessian along it has the mean
@@ -7,12 +7,17 @@ For a random matrix ``D`` of the weight's shape with mean zero and
     = \kappa .
 
 ``D = W v u^T`` is such a matrix for independent ``v``, ``u`` with ``E[v v^T] = E[u u^T] = I``.
-Each sample has its own. ``v`` are signs. (Single columns of the identity would save the product
-with the weight and have no more variance, but their slope in the weight is that of few of its
-columns, and trains worse.) Of ``u`` there are two kinds, both without any product with patches:
-where a sample has one position, ``u^T phi`` is replaced by its root mean square ``|phi|``;
-otherwise ``u`` is one column of the identity times ``sqrt(m)``, which has less variance than
-signs because neighbouring inputs are alike.
+It moves the layer's output by ``(W v) (u^T phi)``, the change of the units times the reading of
+the features.
+
+``v`` are signs: one vector for each sample, or, where the slopes in the layer's output are known
+and any number of changes costs little, some vectors that all samples share, so that few products
+with the weight are needed. (Single columns of the identity would need none and have no more
+variance, but their slope in the weight is that of few of its columns, and trains worse.) Of ``u``
+there are two kinds, both without any product with patches: where a sample has one position,
+``u^T phi`` is replaced by its root mean square ``|phi|``; otherwise ``u`` is one column of the
+identity times ``sqrt(m)``, which has less variance than signs because neighbouring inputs are
+alike.
 """
 
 import torch
@@ -22,10 +27,83 @@ from torch.nn import functional as F
 from relflat_sk.layer_maps import LayerMap
 from relflat_sk.numerics import inverse_spread
 
-__all__ = ["draw_change", "rademacher"]
+__all__ = ["Directions", "rademacher"]
 
 # the signs that the bits of a byte stand for
 _BYTES = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1
+# vectors that all samples of a batch share
+_SHARED = 32
+
+
+class Directions:
+    """What random changes of a layer's weight do to its output, as shares of `kappa / (2 m)`.
+
+    Parameters
+    ----------
+    layer : LayerMap
+    features : Tensor
+        What the layer received, of n samples.
+    weight : Tensor of shape (d, m)
+        The weight as a matrix.
+    spread : Tensor of shape (c,) or None
+        Units to measure the input channels in, 0 for what never varies; None for ones.
+    """
+
+    def __init__(
+        self, layer: LayerMap, features: Tensor, weight: Tensor, spread: Tensor | None
+    ) -> None:
+        self.layer = layer
+        self.features = features
+        self.weight = weight if spread is None else weight * spread[layer.column_channels()]
+        self.inverse = None if spread is None else inverse_spread(spread)
+
+    def changes(self) -> Tensor:
+        """Draw one change of the layer's output for each sample, with its graph: (n, d, P)."""
+        n, (d, m) = len(self.features), self.weight.shape
+        units = rademacher(n, m, self.weight) @ self.weight.T
+        blocks: Tensor = self._in_blocks(units[:, :, None]) * self._reading(1.0)[:, :, None]
+        return blocks.reshape(n, d, -1)
+
+    def slopes(self, rows: Tensor) -> Tensor:
+        """Draw slopes along changes, given the slopes ``rows`` in the layer's output.
+
+        Parameters
+        ----------
+        rows : Tensor of shape (n, d, P)
+
+        Returns
+        -------
+        Tensor of shape (n, k)
+            Their squares sum to a sample's estimate.
+        """
+        d, m = self.weight.shape
+        if m <= 2 * _SHARED:  # all columns of the weight cost no more, and leave nothing to chance
+            scale, columns = 1.0, self.weight
+        else:
+            scale, columns = _SHARED**-0.5, self.weight @ rademacher(_SHARED, m, self.weight).T
+        along = self._in_blocks(rows) * self._reading(scale)[:, :, None]
+        return along.sum(dim=3).reshape(-1, d) @ columns
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        """Tell the groups of outputs apart: (n, groups, d / groups, P)."""
+        return rows.view(len(rows), self.layer.groups, -1, rows.shape[2])
+
+    def _reading(self, scale: float) -> Tensor:
+        """Read each sample's features, scaled by ``scale / sqrt(2 m)``: (n, groups, P)."""
+        layer, features, inverse = self.layer, self.features, self.inverse
+        m = self.weight.shape[1]
+        if layer.is_flat(features):
+            scaled = features if inverse is None else features * inverse
+            # unlike those of other roots, its slope at zero is zero
+            norms: Tensor = torch.linalg.vector_norm(scaled, dim=1)
+            norms = norms * (scale / (2 * m) ** 0.5)
+            return norms[:, None, None]
+        channel = torch.randint(m // layer.n_offsets, (len(features),), device=features.device)
+        plane = layer.plane(features, channel, int(torch.randint(layer.n_offsets, ())))
+        plane = plane * (scale / 2**0.5)
+        if inverse is None:
+            return plane
+        return plane * inverse.view(layer.groups, -1)[:, channel].T[:, :, None]
 
 
 def rademacher(n: int, m: int, like: Tensor) -> Tensor:
@@ -51,43 +129,3 @@ def rademacher(n: int, m: int, like: Tensor) -> Tensor:
     words = torch.randint(-(2**63), 2**63 - 1, (size,), device=like.device)
     signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like))
     return signs.flatten()[: n * m].view(n, m)
-
-
-def draw_change(layer: LayerMap, features: Tensor, weight: Tensor, spread: Tensor | None) -> Tensor:
-    """Draw what a random change of the weight does to the layer's output.
-
-    Parameters
-    ----------
-    layer : LayerMap
-    features : Tensor
-        What the layer received, of n samples.
-    weight : Tensor of shape (d, m)
-        The weight as a matrix.
-    spread : Tensor of shape (c,) or None
-        Units to measure the input channels in, 0 for what never varies; None for ones.
-
-    Returns
-    -------
-    Tensor of shape (n, d, P)
-        One change per sample, with the graph of features, weight and spread.
-    """
-    n, (d, m) = len(features), weight.shape
-    inverse = None
-    if spread is not None:
-        weight = weight * spread[layer.column_channels()]
-        inverse = inverse_spread(spread)
-    left = rademacher(n, m, weight) @ weight.T
-    if layer.is_flat(features):
-        scaled = features if inverse is None else features * inverse
-        norms = torch.linalg.vecdot(scaled, scaled)
-        # a root has no slope at zero
-        size = norms.where(norms > 0, 1.0).sqrt() * (norms > 0)
-        change: Tensor = left * size[:, None]
-        return change[:, :, None]
-    channel = torch.randint(m // layer.n_offsets, (n,), device=features.device)
-    plane = layer.plane(features, channel, int(torch.randint(layer.n_offsets, ()))) * m**0.5
-    if inverse is not None:
-        plane = plane * inverse.view(layer.groups, -1)[:, channel].T[:, :, None]
-    blocks = left.view(n, layer.groups, d // layer.groups, 1)
-    changes: Tensor = blocks * plane[:, :, None]
-    return changes.reshape(n, d, -1)

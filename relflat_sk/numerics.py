@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "inverse_spread", "varies"]
+__all__ = ["full_precision", "inverse_spread", "safe_root", "varies"]
 
 
 def full_precision(tensor: Tensor) -> Tensor:
@@ -31,3 +31,8 @@ def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:
 def inverse_spread(spread: Tensor) -> Tensor:
     """Divide one by features' spreads; 0 where a feature never varies and acts as a bias."""
     return torch.where(spread > 0, spread, torch.inf).reciprocal()
+
+
+def safe_root(array: Tensor) -> Tensor:
+    """Take square roots, with slope 0 in place of infinity at 0."""
+    return array.where(array > 0, 1.0).sqrt() * (array > 0)

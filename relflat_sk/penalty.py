@@ -63,7 +63,7 @@ class RelativeFlatnessPenalty:
     Raises
     ------
     ValueError
-        If `probes` is not a positive integer; when called, if the layer or target do not fit.
+        If `probes` is not a positive integer; when called, if layer, target or weights do not fit.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
@@ -165,7 +165,7 @@ class RelativeFlatnessPenalty:
         y : Tensor
             The targets.
         sample_weight : Tensor of shape (n,), optional
-            Weight of each sample in the mean loss whose flatness is penalised.
+            Weight of each sample in the mean loss whose flatness is penalised, not negative.
 
         Returns
         -------
@@ -174,6 +174,7 @@ class RelativeFlatnessPenalty:
         """
         loss = Loss(as_criterion(criterion))
         output = primary_output(y_pred)
+        _check_weight(sample_weight, len(output))
         output = loss.classes_second(output, y)
         return self.of_batch(loss, output, loss.check_target(output, y), sample_weight)
 
@@ -216,6 +217,15 @@ class RelativeFlatnessPenalty:
                 normalize=self.normalize,
                 sample_weight=sample_weight,
             )
+
+
+def _check_weight(weight: Tensor | None, n: int) -> None:
+    if weight is None:
+        return
+    if weight.shape != (n,):
+        raise ValueError(f"expected sample_weight of shape ({n},), got {tuple(weight.shape)}.")
+    if bool((weight < 0).any()):
+        raise ValueError(f"sample_weight must not be negative, got {weight.min().item():g}.")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,17 @@ def test_products_diagonals_and_roots(case):
     assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
     root = curvature.root()
     assert_close(root @ root.transpose(1, 2), B)
+    # a root, not necessarily the same one
+    columns = [curvature.root_product(e.expand(7, 5)) for e in torch.eye(5).double()]
+    root = torch.stack(columns, dim=2)
+    assert_close(root @ root.transpose(1, 2), B)
+
+
+def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
+    z = torch.tensor([[0.0, -2000.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    for curvature in (softmax_curvature(z), diagonal_curvature(z.relu().square())):
+        (slope,) = torch.autograd.grad(curvature.root_product(torch.ones(1, 3).double()).sum(), z)
+        assert slope.isfinite().all()
 
 
 @pytest.mark.parametrize("gap", [40.0, 300.0, 700.0])

@@ -123,6 +123,17 @@ def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
     assert stderr < 0.05 * truth
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_wide_layers(activation):
+    # too wide for all columns of the weight to be taken
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(12, 150).double(), torch.arange(12) % 3
+    penalty = RelativeFlatnessPenalty(0, probes=2)
+    assert_right_on_average(penalty, net, CE, X, y, truth_at(net, "0", X, y))
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
+
+
 def test_slope_with_batch_norm_in_training():
     net, X, y = make("residual")
     net.train()
