@@ -1,8 +1,10 @@
-"""The network that the budgets are stated for."""
+"""The networks that the budgets are stated for."""
+
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-__all__ = ["Head", "LeNet5"]
+__all__ = ["Head", "LeNet5", "ResNet18"]
 
 
 class LeNet5(nn.Module):
@@ -49,3 +51,37 @@ class Head(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Turn (n, 84) features into (n, 10) logits."""
         return self.head(features)
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(n_out),
+            nn.ReLU(),
+            nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(n_out),
+        )
+        self.around = nn.Sequential()
+        if n_in != n_out:
+            around = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+            self.around = nn.Sequential(around, nn.BatchNorm2d(n_out))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn (n, n_in, h, w) into (n, n_out, h / stride, w / stride)."""
+        return self.relu(self.main(x) + self.around(x))
+
+
+class ResNet18(nn.Sequential):
+    """ResNet-18 as it is commonly trained on CIFAR-10: no pooling after the first convolution."""
+
+    def __init__(self) -> None:
+        stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+        widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        blocks = [Block(n_in, n_out, 1 if n_in == n_out else 2) for n_in, n_out in pairwise(widths)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+        super().__init__(*stem, *blocks, *head)

@@ -1,6 +1,7 @@
 """What the penalty costs in training: steps with and without it, at the last layer and earlier.
 
-Run ``python -m benchmarks.training``; ``--quick`` for a smoke run.
+Run ``python -m benchmarks.training``; ``--quick`` for a smoke run. Where there is a CUDA device,
+ResNet-18 is trained there, too.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from skorch import NeuralNet, NeuralNetClassifier
 from torch import Tensor, nn
 
 from benchmarks.data import add_data_argument, load_images
-from benchmarks.models import LeNet5
+from benchmarks.models import LeNet5, ResNet18
 from benchmarks.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
@@ -89,7 +90,8 @@ class Steps:
     """Training steps of one net, batch after batch, as skorch's own loop makes them.
 
     With `loader`, batches come from the net's own iterator over the data, as in `fit`;
-    without, they are cut out beforehand, which leaves the optimisation step alone.
+    without, they are cut out beforehand, which leaves the optimisation step alone. On a GPU
+    a step ends when the GPU is done.
     """
 
     def __init__(self, net: NeuralNet, X: Tensor, y: Tensor, *, loader: bool) -> None:
@@ -108,6 +110,8 @@ class Steps:
             self.batches = iter(self.source)
             one = [next(self.batches)]
         self.net.run_single_epoch(one, training=True, prefix="train", step_fn=self.net.train_step)
+        if self.net.device.startswith("cuda"):
+            torch.cuda.synchronize(self.net.device)
 
 
 def main() -> int:
@@ -115,6 +119,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
     parser.add_argument("--steps", type=int, help="steps of each net (default: 300)")
+    parser.add_argument(
+        "--resnet",
+        metavar="DEVICE",
+        default="cuda" if torch.cuda.is_available() else None,
+        help="also time ResNet-18, there (default: on a CUDA device if there is one)",
+    )
     add_data_argument(parser)
     arguments = parser.parse_args()
     steps = arguments.steps or (10 if arguments.quick else 300)
@@ -125,13 +135,23 @@ def main() -> int:
 
     rows = [["training step", "median ms", "/ plain [quartiles]"]]
     found = {}
-    for network, (module, sizes, X, names) in {
-        "LeNet-5": (LeNet5, {}, images, list(METHODS)),
-        "MLP 784-256-128-10": (MLP, IMAGE_MLP, pixels, list(METHODS)[:-1]),
-    }.items():
+    networks: list[tuple[str, Any, dict[str, Any], Tensor, list[str]]] = [
+        ("LeNet-5", LeNet5, {}, images, list(METHODS)),
+        ("MLP 784-256-128-10", MLP, IMAGE_MLP, pixels, list(METHODS)[:-1]),
+    ]
+    if arguments.resnet:
+        networks.append((
+            "ResNet-18",
+            ResNet18,
+            {"device": arguments.resnet},
+            images,
+            list(METHODS)[:-1],
+        ))
+    for network, module, settings, X, names in networks:
         for loader in (True, False):
             runs = {
-                name: Steps(METHODS[name](module, **sizes), X, y, loader=loader) for name in names
+                name: Steps(METHODS[name](module, **settings), X, y, loader=loader)
+                for name in names
             }
             # the dense Hessian takes its time: fewer rounds would do, but they take turns
             times = interleave(runs, steps, warmup=2 if arguments.quick else 20)
@@ -146,6 +166,9 @@ def main() -> int:
         Budget("LeNet-5, last layer / plain", found["LeNet-5", True, "last layer"], 1.05),
         Budget("MLP, first layer / plain", found["MLP 784-256-128-10", True, "first layer"], 2.0),
     ]
+    if arguments.resnet:
+        last = found["ResNet-18", True, "last layer"]
+        budgets.append(Budget(f"ResNet-18 on {arguments.resnet}, last layer / plain", last, 1.05))
     return verdict(budgets, judged=not arguments.quick)
 
 
