@@ -15,24 +15,26 @@ and any number of changes costs little, some vectors that all samples share, so 
 with the weight are needed. (Single columns of the identity would need none and have no more
 variance, but their slope in the weight is that of few of its columns, and trains worse.) Of ``u``
 there are two kinds, both without any product with patches: where a sample has one position,
-``u^T phi`` is replaced by its root mean square ``|phi|``; otherwise ``u`` is one column of the
+``u^T phi`` is replaced by its root mean square ``|phi|``; otherwise ``u`` is a column of the
 identity times ``sqrt(m)``, which has less variance than signs because neighbouring inputs are
-alike.
+alike; for slopes, several columns, which read different channels at the same place of the kernel.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relflat_sk.layer_maps import LayerMap
+from relflat_sk.layer_maps import LayerMap, chosen
 from relflat_sk.numerics import inverse_spread
 
 __all__ = ["Directions", "rademacher"]
 
 # the signs that the bits of a byte stand for
 _BYTES = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1
-# vectors that all samples of a batch share
+# vectors v that all samples of a batch share
 _SHARED = 32
+# columns u of each sample, where slopes are known
+_CHANNELS = 16
 
 
 class Directions:
@@ -61,7 +63,7 @@ class Directions:
         """Draw one change of the layer's output for each sample, with its graph: (n, d, P)."""
         n, (d, m) = len(self.features), self.weight.shape
         units = rademacher(n, m, self.weight) @ self.weight.T
-        blocks: Tensor = self._in_blocks(units[:, :, None]) * self._reading(1.0)[:, :, None]
+        blocks: Tensor = self._in_blocks(units[:, :, None]) * self._readings(1)
         return blocks.reshape(n, d, -1)
 
     def slopes(self, rows: Tensor) -> Tensor:
@@ -73,37 +75,48 @@ class Directions:
 
         Returns
         -------
-        Tensor of shape (n, k)
-            Their squares sum to a sample's estimate.
+        Tensor of shape (..., k)
+            Their squares sum to the estimate of all samples.
         """
         d, m = self.weight.shape
         if m <= 2 * _SHARED:  # all columns of the weight cost no more, and leave nothing to chance
             scale, columns = 1.0, self.weight
         else:
             scale, columns = _SHARED**-0.5, self.weight @ rademacher(_SHARED, m, self.weight).T
-        along = self._in_blocks(rows) * self._reading(scale)[:, :, None]
-        return along.sum(dim=3).reshape(-1, d) @ columns
+        readings = self._readings(_CHANNELS, scale)
+        along = self._in_blocks(rows) @ readings.transpose(2, 3)
+        return along.permute(0, 3, 1, 2).reshape(-1, d) @ columns
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """Tell the groups of outputs apart: (n, groups, d / groups, P)."""
         return rows.view(len(rows), self.layer.groups, -1, rows.shape[2])
 
-    def _reading(self, scale: float) -> Tensor:
-        """Read each sample's features, scaled by ``scale / sqrt(2 m)``: (n, groups, P)."""
+    def _readings(self, at_most: int, scale: float = 1.0) -> Tensor:
+        """Read each sample's features, times ``scale / sqrt(2 m)``: (n, groups, k, P)."""
         layer, features, inverse = self.layer, self.features, self.inverse
-        m = self.weight.shape[1]
+        n, m = len(features), self.weight.shape[1]
         if layer.is_flat(features):
             scaled = features if inverse is None else features * inverse
             # unlike those of other roots, its slope at zero is zero
             norms: Tensor = torch.linalg.vector_norm(scaled, dim=1)
             norms = norms * (scale / (2 * m) ** 0.5)
-            return norms[:, None, None]
-        channel = torch.randint(m // layer.n_offsets, (len(features),), device=features.device)
-        plane = layer.plane(features, channel, int(torch.randint(layer.n_offsets, ())))
-        plane = plane * (scale / 2**0.5)
+            return norms[:, None, None, None]
+        offset = int(torch.randint(layer.n_offsets, ()))
+        n_channels = m // layer.n_offsets
+        if n_channels <= at_most:
+            k, channels = n_channels, None
+        else:
+            k = at_most
+            first = torch.randint(n_channels, (n, 1), device=features.device)
+            steps = torch.arange(k, device=features.device) * (n_channels // k)
+            channels = (first + steps) % n_channels
+        planes: Tensor = layer.planes(features, channels, offset) * (scale / (2 * k) ** 0.5)
         if inverse is None:
-            return plane
-        return plane * inverse.view(layer.groups, -1)[:, channel].T[:, :, None]
+            return planes
+        units = chosen(
+            inverse.view(1, layer.groups, -1).expand(n, -1, -1).transpose(1, 2), channels
+        )
+        return planes * units.transpose(1, 2)[:, :, :, None]
 
 
 def rademacher(n: int, m: int, like: Tensor) -> Tensor:

@@ -18,15 +18,16 @@ that is all that curvature in the weight of any layer needs. With groups, a row 
 sees the patches of its own group only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MAPS", "LayerMap", "layer_map"]
+__all__ = ["MAPS", "LayerMap", "chosen", "layer_map"]
 
 # numbers of patches that are copied at a time
 _PATCHES = 2**22
@@ -64,8 +65,12 @@ class LayerMap:
         """How many columns read the same input channel."""
         return 1
 
-    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
-        """Select what one column multiplies, of a channel (n,) for each sample: (n, groups, P)."""
+    def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
+        """Select what columns multiply: (n, groups, k, P).
+
+        Of channels (n, k) for each sample, or of all. With an offset, columns are those that
+        read the channels there.
+        """
         raise NotImplementedError
 
     def to_rows(self, z: Tensor) -> Tensor:
@@ -101,6 +106,15 @@ class LayerMap:
         return False
 
 
+def chosen(features: Tensor, channels: Tensor | None) -> Tensor:
+    """Select from features (n, c, ...) by channels (n, k), all by None."""
+    if channels is None:
+        return features
+    rows = torch.arange(len(features), device=features.device)[:, None]
+    found: Tensor = features[rows, channels]
+    return found
+
+
 class LinearMap(LayerMap):
     """`nn.Linear`, on (n, m) inputs or with positions on the axes in between."""
 
@@ -120,10 +134,9 @@ class LinearMap(LayerMap):
         """Multiply every position with the matrix."""
         return matrices @ self.to_rows(features)
 
-    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
-        """Select one feature of each sample at all positions."""
-        rows = self.to_rows(features)
-        return rows[torch.arange(len(rows), device=rows.device), channel][:, None]
+    def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
+        """Select some features of each sample at all positions."""
+        return chosen(self.to_rows(features), channels)[:, None]
 
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over samples and positions."""
@@ -168,16 +181,21 @@ class ConvMap(LayerMap):
         """How many columns read the same input channel: the size of the kernel."""
         return prod(self.layer.kernel_size)
 
-    def plane(self, features: Tensor, channel: Tensor, offset: int) -> Tensor:
-        """Convolve one channel of each group with a kernel that is one at the offset."""
-        n, groups = len(features), self.groups
-        grouped = features.reshape(n, groups, -1, *features.shape[2:])
-        chosen = grouped[torch.arange(n, device=features.device), :, channel]
-        kernel = features.new_zeros(self.n_offsets)
-        kernel[offset] = 1
-        padded = self._padded(chosen.reshape(n * groups, 1, *features.shape[2:]))
-        kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
-        return self._convolve(padded, kernel, 1).reshape(n, groups, -1)
+    def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
+        """Select the entry of the patches at the offset, in some channels of each group."""
+        n, groups, space = len(features), self.groups, features.shape[2:]
+        grouped = features.reshape(n, groups, -1, *space).transpose(1, 2)
+        some = chosen(grouped, channels)
+        images = some.reshape(-1, 1, *space)
+        if self._transposed:
+            # a convolution with a kernel that is one at the offset
+            kernel = features.new_zeros(self.n_offsets)
+            kernel[offset] = 1
+            kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
+            planes = self._convolve(self._padded(images), kernel, 1)
+        else:
+            planes = self._at(self._fully_padded(images), offset)
+        return planes.reshape(n, some.shape[1], groups, -1).transpose(1, 2)
 
     @property
     def _transposed(self) -> bool:
@@ -247,17 +265,35 @@ class ConvMap(LayerMap):
 
     def _patches(self, features: Tensor) -> Tensor:
         """View all patches, without a copy: (n, c, positions ..., kernel ...)."""
-        layer = self.layer
-        x = self._padded(features)
-        if layer.padding_mode == "zeros" and layer.padding != "valid":
-            if layer.padding == "same":
-                x = self._pad_same(x)
-            elif any(layer.padding):
-                x = F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
-        axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-        for axis, (size, stride, dilation) in enumerate(axes):
+        x = self._fully_padded(features)
+        for axis, (size, stride, dilation) in enumerate(self._axes()):
             x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
         return x
+
+    def _at(self, x: Tensor, offset: int) -> Tensor:
+        """View the same at one place in the kernel: (n, c, positions ...)."""
+        steps: list[slice] = []
+        where = np.unravel_index(offset, self.layer.kernel_size)
+        for i, length, (size, stride, dilation) in zip(
+            where, x.shape[2:], self._axes(), strict=True
+        ):
+            count = (length - dilation * (size - 1) - 1) // stride + 1
+            first = int(i) * dilation
+            steps.append(slice(first, first + (count - 1) * stride + 1, stride))
+        return x[:, :, *steps]
+
+    def _axes(self) -> Iterator[tuple[int, int, int]]:
+        layer = self.layer
+        return zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+
+    def _fully_padded(self, features: Tensor) -> Tensor:
+        layer = self.layer
+        x = self._padded(features)
+        if layer.padding_mode != "zeros" or layer.padding == "valid":
+            return x
+        if layer.padding == "same":
+            return self._pad_same(x)
+        return F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
 
     def _pad_same(self, x: Tensor) -> Tensor:
         return F.pad(x, self.layer._reversed_padding_repeated_twice)

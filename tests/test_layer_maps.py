@@ -94,3 +94,23 @@ def test_gradient_in_the_weight_is_that_of_autograd(case):
 def test_other_layers_are_refused_by_name(layer):
     with pytest.raises(TypeError, match=f"not defined at a {type(layer).__name__}: .*'Linear'"):
         layer_map(layer)
+
+
+def test_planes_are_what_columns_multiply(case):
+    layer, features = case
+    seen = layer_map(layer)
+    d, m = seen.weight.shape
+    groups, n_channels = seen.groups, m // seen.n_offsets
+    channels = torch.randint(n_channels, (5, 2))
+    everything = torch.arange(n_channels).expand(5, -1)
+    for offset in {0, seen.n_offsets // 2, seen.n_offsets - 1}:
+        some = seen.planes(features, channels, offset)
+        for given, found in [
+            (channels, some),
+            (everything, seen.planes(features, None, offset)),
+        ]:
+            for k in range(given.shape[1]):
+                ones = torch.zeros(5, d, m).double()
+                ones[torch.arange(5), :, given[:, k] * seen.n_offsets + offset] = 1
+                expected = seen.apply(features, ones)  # the same in all rows of a group
+                assert_close(found[:, :, k].repeat_interleave(d // groups, dim=1), expected)
