@@ -299,7 +299,7 @@ class EstimatorNet(PenalisedNet):
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         n_outputs = self._n_outputs()
-        if n_outputs is not None and y_pred[:1].numel() != n_outputs:
+        if n_outputs is not None and y_pred.shape[1:].numel() != n_outputs:
             raise ValueError(
                 f"y has {self._task.describe(self)}, which takes {n_outputs} output(s) for each "
                 f"sample, but the module put out shape {tuple(y_pred.shape)} for a batch. Size "

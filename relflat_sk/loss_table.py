@@ -97,7 +97,7 @@ def _are_indices(classes: Tensor, n_classes: int) -> bool:
     if not classes.numel():
         return True
     low, high = classes.aminmax()  # one look at them, in each training step
-    return bool(low >= 0) and bool(high < n_classes)
+    return low.item() >= 0 and high.item() < n_classes
 
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
 
 def _all_count(criterion: Any, target: Tensor) -> bool:
     """Whether no label is ignored, by one look at them: the usual case, in a training step."""
-    return criterion.ignore_index < 0 and bool(target.min() >= 0)
+    return criterion.ignore_index < 0 and target.min().item() >= 0
 
 
 def _class_target_matters(criterion: Any) -> bool:
