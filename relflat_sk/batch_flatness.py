@@ -104,8 +104,7 @@ def batch_flatness(
     ValueError
         If the pass ran without gradients, or a layer was not used exactly once.
     """
-    weights = output.new_ones(len(output)) if sample_weight is None else sample_weight
-    weights = full_precision(weights.to(output.device))
+    weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
     totals, probed = [], []
     for name in names:
         layer = layers[name]
@@ -120,10 +119,20 @@ def batch_flatness(
         estimate = _estimator(loss, output, target, probed, last, weights, normalize)
         draws = [estimate() for _ in range(probes)]
         totals.append(draws[0] if probes == 1 else torch.stack(draws).mean())
-    total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+    total = _sum(totals)
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total
-    return total / (weights @ _divisors(loss, output, target))
+    return total / _weighted(weights, _divisors(loss, output, target))
+
+
+def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:
+    """Sum the samples' values with their weights, if they have any."""
+    return values.sum() if weights is None else weights @ values
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    # each small operation is noticeable in a training step
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
 
 
 def _divisors(loss: Loss, output: Tensor, target: Tensor) -> Tensor:
@@ -150,7 +159,7 @@ def _closed_form(
 
 
 def _exact(
-    layer: BatchLayer, features: Tensor, closed: ClosedForm, weights: Tensor, normalize: bool
+    layer: BatchLayer, features: Tensor, closed: ClosedForm, weights: Tensor | None, normalize: bool
 ) -> Tensor:
     weight = layer.weight
     if normalize:
@@ -159,9 +168,9 @@ def _exact(
         features = features * inverse_spread(spread)
     norms = torch.linalg.vecdot(features, features)
     forms = norms * summed_forms(closed, weight)
-    each = weights.repeat_interleave(len(forms) // len(weights))
-    total: Tensor = (each @ forms) / (2 * weight.shape[1])
-    return total
+    if weights is not None:  # of samples, of each of their tokens
+        weights = weights.repeat_interleave(len(forms) // len(weights))
+    return _weighted(weights, forms) / (2 * weight.shape[1])
 
 
 def _estimator(
@@ -170,7 +179,7 @@ def _estimator(
     target: Tensor,
     layers: Sequence[BatchLayer],
     last: BatchLayer,
-    weights: Tensor,
+    weights: Tensor | None,
     normalize: bool,
 ) -> Callable[[], Tensor]:
     """Make what draws estimates of the layers' and samples' weighted ``kappa / (2 m)``."""
@@ -197,19 +206,21 @@ def _by_gradients(
     curvature: ClosedForm,
     layers: Sequence[BatchLayer],
     directions: Sequence[Directions],
-    weights: Tensor,
+    weights: Tensor | None,
 ) -> Tensor:
     n, d = base.shape
-    signs = rademacher(n, d, full_precision(base)) * weights.sqrt()[:, None]
+    signs = rademacher(n, d, full_precision(base))
+    if weights is not None:
+        signs = signs * weights.sqrt()[:, None]
     cotangent = curvature.root_product(signs).to(base.dtype)
     edges = [layer.tap.edge for layer in layers]
     pulled = pull_back([base], edges, [cotangent], create_graph=True)
     squares = [
-        along.slopes(layer.map.to_rows(full_precision(g))).square().sum()
-        for g, layer, along in zip(pulled, layers, directions, strict=True)
+        along.slopes(full_precision(g)).square().sum()
+        for g, along in zip(pulled, directions, strict=True)
         if g is not None
     ]
-    return torch.stack(squares).sum() if squares else weights.new_zeros(())
+    return _sum(squares) if squares else full_precision(base).new_zeros(())
 
 
 def _by_products(
@@ -217,15 +228,15 @@ def _by_products(
     pulled: Sequence[Tensor | None],
     layers: Sequence[BatchLayer],
     directions: Sequence[Directions],
-    weights: Tensor,
+    weights: Tensor | None,
 ) -> Tensor:
     curved = [
-        (g, layer.tap.edge, layer.map.from_rows(along.changes().to(g.dtype), g))
+        (g, layer.tap.edge, along.changes(g).to(g.dtype))
         for g, layer, along in zip(pulled, layers, directions, strict=True)
         if g is not None and g.requires_grad
     ]
     if not curved:
-        return weights.new_zeros(())
+        return full_precision(losses).new_zeros(())
     gradients, edges, changes = zip(*curved, strict=True)
     products = pull_back(gradients, edges, changes, create_graph=True)
     forms = [
@@ -233,7 +244,9 @@ def _by_products(
         for product, dz in zip(products, changes, strict=True)
         if product is not None
     ]
-    return weights @ torch.stack(forms).sum(dim=0) if forms else weights.new_zeros(())
+    if not forms:
+        return full_precision(losses).new_zeros(())
+    return _weighted(weights, torch.stack(forms).sum(dim=0))
 
 
 def _base(

@@ -59,19 +59,22 @@ class Directions:
         self.weight = weight if spread is None else weight * spread[layer.column_channels()]
         self.inverse = None if spread is None else inverse_spread(spread)
 
-    def changes(self) -> Tensor:
-        """Draw one change of the layer's output for each sample, with its graph: (n, d, P)."""
-        n, (d, m) = len(self.features), self.weight.shape
+    def changes(self, z: Tensor) -> Tensor:
+        """Draw one change of the layer's output `z` for each sample, with its graph."""
+        n, m = len(self.features), self.weight.shape[1]
         units = rademacher(n, m, self.weight) @ self.weight.T
-        blocks: Tensor = self._in_blocks(units[:, :, None]) * self._readings(1)
-        return blocks.reshape(n, d, -1)
+        if self.layer.is_flat(self.features):
+            return units * self._sizes(1.0)
+        blocks: Tensor = self._in_blocks(units[:, :, None]) * self._planes(1, 1.0)
+        return self.layer.from_rows(blocks.flatten(1, 2), z)
 
-    def slopes(self, rows: Tensor) -> Tensor:
-        """Draw slopes along changes, given the slopes ``rows`` in the layer's output.
+    def slopes(self, gradient: Tensor) -> Tensor:
+        """Draw slopes along changes, given the gradient in the layer's output.
 
         Parameters
         ----------
-        rows : Tensor of shape (n, d, P)
+        gradient : Tensor
+            Of the output's shape.
 
         Returns
         -------
@@ -83,24 +86,28 @@ class Directions:
             scale, columns = 1.0, self.weight
         else:
             scale, columns = _SHARED**-0.5, self.weight @ rademacher(_SHARED, m, self.weight).T
-        readings = self._readings(_CHANNELS, scale)
-        along = self._in_blocks(rows) @ readings.transpose(2, 3)
+        if self.layer.is_flat(self.features):
+            return (gradient * self._sizes(scale)) @ columns
+        blocks = self._in_blocks(self.layer.to_rows(gradient))
+        along = blocks @ self._planes(_CHANNELS, scale).transpose(2, 3)
         return along.permute(0, 3, 1, 2).reshape(-1, d) @ columns
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """Tell the groups of outputs apart: (n, groups, d / groups, P)."""
         return rows.view(len(rows), self.layer.groups, -1, rows.shape[2])
 
-    def _readings(self, at_most: int, scale: float = 1.0) -> Tensor:
-        """Read each sample's features, times ``scale / sqrt(2 m)``: (n, groups, k, P)."""
+    def _sizes(self, scale: float) -> Tensor:
+        """Lengths of features with one position, times ``scale / sqrt(2 m)``: (n, 1)."""
+        scaled = self.features if self.inverse is None else self.features * self.inverse
+        # unlike those of other roots, its slope at zero is zero
+        norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+        sizes: Tensor = norms * (scale / (2 * self.weight.shape[1]) ** 0.5)
+        return sizes
+
+    def _planes(self, at_most: int, scale: float) -> Tensor:
+        """Columns of the patches, times ``scale / sqrt(2 k)``: (n, groups, k, P)."""
         layer, features, inverse = self.layer, self.features, self.inverse
         n, m = len(features), self.weight.shape[1]
-        if layer.is_flat(features):
-            scaled = features if inverse is None else features * inverse
-            # unlike those of other roots, its slope at zero is zero
-            norms: Tensor = torch.linalg.vector_norm(scaled, dim=1)
-            norms = norms * (scale / (2 * m) ** 0.5)
-            return norms[:, None, None, None]
         offset = int(torch.randint(layer.n_offsets, ()))
         n_channels = m // layer.n_offsets
         if n_channels <= at_most:

@@ -34,5 +34,5 @@ def inverse_spread(spread: Tensor) -> Tensor:
 
 
 def safe_root(array: Tensor) -> Tensor:
-    """Take square roots, with slope 0 in place of infinity at 0."""
-    return array.where(array > 0, 1.0).sqrt() * (array > 0)
+    """Take square roots with slope 0, not infinity, at 0 (whose root is next to nothing here)."""
+    return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()
