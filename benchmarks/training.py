@@ -135,18 +135,14 @@ def main() -> int:
 
     rows = [["training step", "median ms", "/ plain [quartiles]"]]
     found = {}
+    all_but_dense = list(METHODS)[:-1]
     networks: list[tuple[str, Any, dict[str, Any], Tensor, list[str]]] = [
         ("LeNet-5", LeNet5, {}, images, list(METHODS)),
-        ("MLP 784-256-128-10", MLP, IMAGE_MLP, pixels, list(METHODS)[:-1]),
+        ("MLP 784-256-128-10", MLP, IMAGE_MLP, pixels, all_but_dense),
     ]
     if arguments.resnet:
-        networks.append((
-            "ResNet-18",
-            ResNet18,
-            {"device": arguments.resnet},
-            images,
-            list(METHODS)[:-1],
-        ))
+        where = {"device": arguments.resnet}
+        networks.append(("ResNet-18", ResNet18, where, images, all_but_dense))
     for network, module, settings, X, names in networks:
         for loader in (True, False):
             runs = {
@@ -155,10 +151,10 @@ def main() -> int:
             }
             # the dense Hessian takes its time: fewer rounds would do, but they take turns
             times = interleave(runs, steps, warmup=2 if arguments.quick else 20)
-            where = network if loader else f"{network} without the loader"
+            title = network if loader else f"{network} without the loader"
             for name, seconds in times.items():
                 median = f"{1000 * torch.tensor(seconds).median():.2f}"
-                rows.append([f"{where}, {name}", median, str(ratio(seconds, times["plain"]))])
+                rows.append([f"{title}, {name}", median, str(ratio(seconds, times["plain"]))])
                 found[network, loader, name] = ratio(seconds, times["plain"]).value
     print()
     print(table(rows))

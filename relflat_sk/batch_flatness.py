@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from relflat_sk.curvature import ClosedForm, pull_back, summed_forms
 from relflat_sk.directions import Directions, rademacher
@@ -119,7 +120,7 @@ def batch_flatness(
         estimate = _estimator(loss, output, target, probed, last, weights, normalize)
         draws = [estimate() for _ in range(probes)]
         totals.append(draws[0] if probes == 1 else torch.stack(draws).mean())
-    total = _sum(totals)
+    total = _sum(totals, output)
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total
     return total / _weighted(weights, _divisors(loss, output, target))
@@ -130,9 +131,11 @@ def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:
     return values.sum() if weights is None else weights @ values
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    # each small operation is noticeable in a training step
-    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
+def _sum(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Sum numbers; zero without any."""
+    if len(parts) == 1:  # each small operation is noticeable in a training step
+        return parts[0]
+    return torch.stack(list(parts)).sum() if parts else full_precision(like).new_zeros(())
 
 
 def _divisors(loss: Loss, output: Tensor, target: Tensor) -> Tensor:
@@ -185,14 +188,14 @@ def _estimator(
     """Make what draws estimates of the layers' and samples' weighted ``kappa / (2 m)``."""
     base, curvature = _base(loss, output, target, last)
     nodes = [layer.tap.node for layer in layers]
+    edges = [layer.tap.edge for layer in layers]
     directions = [_directions(layer, normalize) for layer in layers]
     if curvature is not None and is_piecewise_linear(base, *nodes, by_batch=True):
-        return partial(_by_gradients, base, curvature, layers, directions, weights)
+        return partial(_by_gradients, base, curvature, edges, directions, weights)
     check_thrice(output, *nodes)
     losses = loss.terms(output, target)[0]
-    edges = [layer.tap.edge for layer in layers]
     pulled = pull_back([losses.sum()], edges, create_graph=True)
-    return partial(_by_products, losses, pulled, layers, directions, weights)
+    return partial(_by_products, losses, pulled, edges, directions, weights)
 
 
 def _directions(layer: BatchLayer, normalize: bool) -> Directions:
@@ -204,7 +207,7 @@ def _directions(layer: BatchLayer, normalize: bool) -> Directions:
 def _by_gradients(
     base: Tensor,
     curvature: ClosedForm,
-    layers: Sequence[BatchLayer],
+    edges: Sequence[GradientEdge | None],
     directions: Sequence[Directions],
     weights: Tensor | None,
 ) -> Tensor:
@@ -213,40 +216,37 @@ def _by_gradients(
     if weights is not None:
         signs = signs * weights.sqrt()[:, None]
     cotangent = curvature.root_product(signs).to(base.dtype)
-    edges = [layer.tap.edge for layer in layers]
     pulled = pull_back([base], edges, [cotangent], create_graph=True)
     squares = [
         along.slopes(full_precision(g)).square().sum()
         for g, along in zip(pulled, directions, strict=True)
         if g is not None
     ]
-    return _sum(squares) if squares else full_precision(base).new_zeros(())
+    return _sum(squares, base)
 
 
 def _by_products(
     losses: Tensor,
     pulled: Sequence[Tensor | None],
-    layers: Sequence[BatchLayer],
+    edges: Sequence[GradientEdge | None],
     directions: Sequence[Directions],
     weights: Tensor | None,
 ) -> Tensor:
     curved = [
-        (g, layer.tap.edge, along.changes(g).to(g.dtype))
-        for g, layer, along in zip(pulled, layers, directions, strict=True)
+        (g, edge, along.changes(g).to(g.dtype))
+        for g, edge, along in zip(pulled, edges, directions, strict=True)
         if g is not None and g.requires_grad
     ]
     if not curved:
-        return full_precision(losses).new_zeros(())
-    gradients, edges, changes = zip(*curved, strict=True)
-    products = pull_back(gradients, edges, changes, create_graph=True)
+        return _sum([], losses)
+    gradients, where, changes = zip(*curved, strict=True)
+    products = pull_back(gradients, where, changes, create_graph=True)
     forms = [
-        (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
+        _weighted(weights, (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1))
         for product, dz in zip(products, changes, strict=True)
         if product is not None
     ]
-    if not forms:
-        return full_precision(losses).new_zeros(())
-    return _weighted(weights, torch.stack(forms).sum(dim=0))
+    return _sum(forms, losses)
 
 
 def _base(

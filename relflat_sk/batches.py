@@ -116,7 +116,10 @@ def check_weights(sample_weight: Any, n: int) -> np.ndarray:
             f"sample_weight must have shape ({n},), one weight per sample, got {weights.shape}."
         )
     if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.sum() > 0):
-        raise ValueError("sample_weight must be finite, not negative, and not all zero.")
+        raise ValueError(
+            "sample_weight must be finite, not negative, and not all zero, got values from "
+            f"{weights.min():g} to {weights.max():g}."
+        )
     return weights
 
 

@@ -293,6 +293,8 @@ class ConvMap(LayerMap):
             return x
         if layer.padding == "same":
             return self._pad_same(x)
+        if not any(layer.padding):  # which `F.pad` would copy
+            return x
         return F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
 
     def _pad_same(self, x: Tensor) -> Tensor:

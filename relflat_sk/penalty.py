@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from relflat_sk.attention import explicit_attention
 from relflat_sk.batch_flatness import BatchLayer, batch_flatness
+from relflat_sk.batches import check_weights
 from relflat_sk.layer_maps import layer_map
 from relflat_sk.layers import (
     Layer,
@@ -165,7 +166,8 @@ class RelativeFlatnessPenalty:
         y : Tensor
             The targets.
         sample_weight : Tensor of shape (n,), optional
-            Weight of each sample in the mean loss whose flatness is penalised, not negative.
+            Weight of each sample in the mean loss whose flatness is penalised: finite, not
+            negative, and not all zero.
 
         Returns
         -------
@@ -174,7 +176,8 @@ class RelativeFlatnessPenalty:
         """
         loss = Loss(as_criterion(criterion))
         output = primary_output(y_pred)
-        _check_weight(sample_weight, len(output))
+        if sample_weight is not None:
+            check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
         return self.of_batch(loss, output, loss.check_target(output, y), sample_weight)
 
@@ -217,15 +220,6 @@ class RelativeFlatnessPenalty:
                 normalize=self.normalize,
                 sample_weight=sample_weight,
             )
-
-
-def _check_weight(weight: Tensor | None, n: int) -> None:
-    if weight is None:
-        return
-    if weight.shape != (n,):
-        raise ValueError(f"expected sample_weight of shape ({n},), got {tuple(weight.shape)}.")
-    if bool((weight < 0).any()):
-        raise ValueError(f"sample_weight must not be negative, got {weight.min().item():g}.")
 
 
 @dataclass(frozen=True)

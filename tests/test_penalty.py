@@ -154,7 +154,7 @@ def assert_slope_is_that_of_differences(penalty, net, criterion, X, y, step=1e-5
         truth.append((values[0] - values[1]) / (2 * step))
         found.append((slope * direction).sum().item())
     largest = max(map(abs, truth))
-    assert largest > 1e-5  # there is a slope to get right
+    assert largest > 1e-4  # there is a slope to get right
     assert found == pytest.approx(truth, rel=SLOPE, abs=SLOPE * largest)
 
 
@@ -252,8 +252,9 @@ def test_refuses_probes(probes):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(3), r"sample_weight of shape \(5,\), got \(3,\)"),
-        (torch.tensor([1.0, 1, -2, 1, 1]), "must not be negative, got -2"),
+        (torch.ones(3), r"sample_weight must have shape \(5,\), .*got \(3,\)"),
+        (torch.tensor([1.0, 1, -2, 1, 1]), "finite, not negative, .*got values from -2 to 1"),
+        (torch.zeros(5), "not all zero, got values from 0 to 0"),
     ],
 )
 def test_refuses_weights(weight, message):
