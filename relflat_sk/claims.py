@@ -89,7 +89,7 @@ def claim(study: optuna.Study, wanted: Wanted, sweep: str) -> Claimed | None:
     """
     storage = study._storage
     while True:
-        give_up_abandoned(study)
+        give_up_abandoned(study, except_of=sweep)
         trials = study.get_trials(deepcopy=False)
         found = wanted.free(study, trials)
         if found is None:
@@ -182,12 +182,25 @@ def give_up(
     return found
 
 
-def give_up_abandoned(study: optuna.Study) -> None:
-    """Give up what was being trained by processes that are gone."""
+def give_up_abandoned(study: optuna.Study, except_of: str = "") -> None:
+    """Give up what was being trained by processes that are gone.
+
+    Parameters
+    ----------
+    study : optuna.Study
+    except_of : str, optional
+        A sweep whose trials are left as they are. Of processes that train side by side, one is
+        not to judge the other: when one dies, joblib ends them all, so that whatever this one
+        claimed next would seem to be what it died of.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)  # of storages with a heartbeat
-    give_up(study, _is_abandoned, lambda trial: {"killed": True})
+    give_up(
+        study,
+        lambda trial: trial.user_attrs.get("sweep") != except_of and _is_abandoned(trial),
+        lambda trial: {"killed": True},
+    )
 
 
 def _this_process() -> list[Any]:

@@ -15,7 +15,14 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk.claims import Wanted, claim, give_up, is_cut_short, was_killed
+from relflat_sk.claims import (
+    Wanted,
+    claim,
+    give_up,
+    give_up_abandoned,
+    is_cut_short,
+    was_killed,
+)
 from relflat_sk.minima import later
 from relflat_sk.objective import MinimaObjective
 
@@ -51,8 +58,14 @@ class Sweep:
         self.name = uuid.uuid4().hex
 
     def n_left(self, study: optuna.Study) -> int:
-        """How many candidates are to be trained."""
+        """How many candidates are to be trained, now that this sweep is at none."""
+        give_up_abandoned(study)
         return self.wanted.n_left(study.get_trials(deepcopy=False))
+
+    def n_killed(self, study: optuna.Study) -> int:
+        """How many trials of this sweep ended with their process."""
+        trials = study.get_trials(deepcopy=False)
+        return sum("killed" in trial.user_attrs and self.has(trial) for trial in trials)
 
     def n_open(self, study: optuna.Study) -> int:
         """How many candidates are to be trained, those included that this sweep is at."""
@@ -127,14 +140,15 @@ class Kept:
 def run_in_processes(study: optuna.Study, sweep: Sweep, n_jobs: int, keep: Keep) -> None:
     """Train in processes: threads would race for torch's random state."""
     while n_left := sweep.n_left(study):
+        n_killed = sweep.n_killed(study)
         runs = (delayed(sweep.run_one)(study) for _ in range(n_left))
         try:
             for found in Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs):
                 for result in found:
                     keep(*result)
-        except TerminatedWorkerError:
-            blame = partial(_blame, trials=study.get_trials(deepcopy=False))
-            if not give_up(study, sweep.has, blame):
+        except TerminatedWorkerError:  # joblib has ended them all
+            give_up(study, sweep.has, partial(_blame, trials=study.get_trials(deepcopy=False)))
+            if sweep.n_killed(study) == n_killed:
                 raise  # processes die by themselves
 
 

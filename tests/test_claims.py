@@ -10,6 +10,7 @@ from multiprocessing import get_context
 
 import optuna
 import pytest
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -148,6 +149,25 @@ def test_what_was_abandoned_is_taken_over(study):
     assert [trial.params for trial in study.trials[3:]] == POINTS
 
 
+def test_what_a_process_of_the_same_sweep_died_of_is_left_to_the_sweep(study):
+    """This process may be ended, too, at any moment: what it claims now is not what it dies of."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    sweep = sweep_module.Sweep(None, Grid(POINTS[:2]), quiet=True)
+    dead = {"process": [socket.gethostname(), gone.pid, "1", 1], "sweep": sweep.name}
+    add_running(study, POINTS[0], killed=True, **dead)
+    give_up(study, lambda trial: True)
+    add_running(study, POINTS[0], **dead)
+    fresh = claim(study, sweep.wanted, sweep.name)
+    finish(fresh)
+    assert study.trials[-1].params == POINTS[1]
+    assert claim(study, sweep.wanted, sweep.name) is None
+    assert states(study) == ["FAIL", "RUNNING", "COMPLETE"]
+    assert (sweep.n_killed(study), sweep.n_left(study), sweep.n_killed(study)) == (1, 1, 2)
+    finish(claim(study, sweep.wanted, sweep.name))
+    assert states(study) == ["FAIL", "FAIL", "COMPLETE", "COMPLETE"]
+
+
 def test_a_zombie_is_gone(study):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     start = claims_module._started(child.pid)
@@ -186,9 +206,9 @@ def test_a_draw_whose_process_died_is_drawn_again(study):
 
     study.sampler = CandidateSampler(0, space)
     claim(study, Draws(3), "a")
-    second = claim(study, Draws(3), "a")  # which gives up the first: this thread has moved on
+    second = claim(study, Draws(3), "b")  # which gives up the first: this thread has moved on
     second.optimize(draw, n_trials=1)
-    while claimed := claim(study, Draws(3), "a"):
+    while claimed := claim(study, Draws(3), "b"):
         claimed.optimize(draw, n_trials=1)
     expected = optuna.create_study()
     expected.sampler = CandidateSampler(0, space)
@@ -295,6 +315,24 @@ def test_of_a_killed_process_only_the_culprit_is_lost():
     assert len(reasons) == 5
     assert "a process that trained was killed, twice" in reasons[1.0]
     assert (reasons.drop(1.0) == "").all()
+
+
+class Kills(Grid):
+    """Kills the process that looks for something to train."""
+
+    def free(self, study, trials):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
+def test_processes_that_die_by_themselves_are_an_error(tmp_path):
+    study = optuna.create_study(storage=STORAGES["sqlite"](tmp_path))
+    objective = MinimaObjective(LogisticRegression(), X, Y, {"C": C})
+    sweep = sweep_module.Sweep(objective, Kills(POINTS), quiet=True)
+    with pytest.raises(TerminatedWorkerError, match="unexpectedly terminated"):
+        sweep_module.run_in_processes(study, sweep, 2, keep=print)
+    assert not study.trials
 
 
 KILLED = """
