@@ -9,8 +9,7 @@ name          shape          meaning
 ``features``  ``(n, m)``     ``phi(x_i)``, what the layer receives
 ``z``         ``(n, d)``     ``W phi(x_i) + b``, what the layer puts out
 ``B_i``       ``(d, d)``     Hessian of the loss of sample ``i`` in ``z_i``; never stored
-``factor``    ``(d, k)``     a matrix ``F``, shared by all samples, or
-              ``(n, d, k)``  one matrix ``F_i`` for each sample
+``factor``    ``(d, k)``     a matrix ``F``, shared by all samples
 ============  =============  ==========================================================
 
 Because ``z`` is linear in ``W``, the Hessian of the loss in ``W`` is exactly
@@ -18,9 +17,9 @@ Because ``z`` is linear in ``W``, the Hessian of the loss in ``W`` is exactly
 
 .. math:: q_i(F)_k = F_{:,k}^\top B_i F_{:,k} .
 
-A *curvature* knows those numbers, and with them all that any measure asks for. The three
-below are all there are: the softmax family, losses that act on each output alone, and
-anything else through Hessian-vector products.
+A curvature in *closed form* knows those numbers, and with them all that any measure asks for.
+There are two: that of the softmax family, and that of losses that act on each output alone.
+Anything else is known through its products with vectors.
 """
 
 from collections.abc import Sequence
@@ -47,15 +46,15 @@ __all__ = [
 class Curvature(Protocol):
     """The Hessians ``B_i`` of the samples' losses in an array of shape (n, d)."""
 
-    def __call__(self, factor: Tensor) -> Tensor:
-        """Quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
-
     def product(self, vectors: Tensor) -> Tensor:
         """Products ``B_i v_i`` of vectors of the shape of ``z``, or of several such arrays."""
 
 
 class ClosedForm(Curvature, Protocol):
     """A curvature that is known, not differentiated."""
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        """Quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
 
     def diagonal(self) -> Tensor:
         """Return the diagonals of the ``B_i``: (n, d)."""
@@ -83,11 +82,11 @@ class _Softmax:
         # row c of the likeliest class: with r = sum of the other probabilities,
         #   Var = sum_{s != top} p_s (F_s - c)^2 - (sum_{s != top} p_s (F_s - c))^2,
         # where the first term is of order r and the second of order r^2.
-        c = factor[self.top] if factor.ndim == 2 else _rows(factor, self.top)
+        c = factor[self.top]
         rest = self.p.scatter(1, self.top[:, None], 0.0)
         r = rest.sum(dim=1, keepdim=True)
-        first = _mix(rest, factor)
-        second = _mix(rest, factor.square())
+        first = rest @ factor
+        second = rest @ factor.square()
         spread = second - 2 * c * first + r * c.square()
         forms = (spread - (first - r * c).square()).clamp_min(0)
         return self._scaled(forms)
@@ -167,7 +166,7 @@ class _Diagonal:
     beta: Tensor  # (n, d): second derivative of the loss in each output
 
     def __call__(self, factor: Tensor) -> Tensor:
-        return _mix(self.beta, factor.square())
+        return self.beta @ factor.square()
 
     def product(self, vectors: Tensor) -> Tensor:
         return self.beta * vectors
@@ -186,13 +185,6 @@ class _Diagonal:
 class _Products:
     z: Tensor  # (n, d), part of the graph of `gradient`
     gradient: Tensor | None  # (n, d) of the summed loss in z; None where it is constant
-
-    def __call__(self, factor: Tensor) -> Tensor:
-        columns = factor.expand(len(self.z), *factor.shape[-2:]).unbind(dim=-1)
-        return torch.stack([self._form(v.to(self.z.dtype)) for v in columns], dim=1)
-
-    def _form(self, v: Tensor) -> Tensor:
-        return (self.product(v) * v).sum(dim=1)
 
     def product(self, vectors: Tensor) -> Tensor:
         found = None
@@ -217,7 +209,7 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
 
     Returns
     -------
-    Curvature
+    ClosedForm
         Never negative, and exact to rounding also where ``p`` is nearly one-hot.
 
     Examples
@@ -231,13 +223,13 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     return _Softmax(z.softmax(dim=1), scale)
 
 
-def summed_forms(curvature: Curvature, factor: Tensor) -> Tensor:
+def summed_forms(curvature: ClosedForm, factor: Tensor) -> Tensor:
     """Sum the column quadratic forms over columns: ``Tr(F^T B_i F)``, for training.
 
     Parameters
     ----------
-    curvature : Curvature
-    factor : Tensor of shape (d, k) or (n, d, k)
+    curvature : ClosedForm
+    factor : Tensor of shape (d, k)
 
     Returns
     -------
@@ -250,7 +242,7 @@ def summed_forms(curvature: Curvature, factor: Tensor) -> Tensor:
     >>> summed_forms(softmax_curvature(z), torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
     tensor([0.9375])
     """
-    if isinstance(curvature, _Softmax) and factor.ndim == 2 and len(factor) <= factor.shape[1]:
+    if isinstance(curvature, _Softmax) and len(factor) <= factor.shape[1]:
         return curvature.total(factor)
     return curvature(factor).sum(dim=1)
 
@@ -265,7 +257,7 @@ def diagonal_curvature(beta: Tensor) -> ClosedForm:
 
     Returns
     -------
-    Curvature
+    ClosedForm
 
     Examples
     --------
@@ -276,7 +268,7 @@ def diagonal_curvature(beta: Tensor) -> ClosedForm:
 
 
 def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
-    """Curvature of any twice differentiable loss, one double backward pass per column.
+    """Curvature of any twice differentiable loss: one double backward pass for each product.
 
     Parameters
     ----------
@@ -292,7 +284,7 @@ def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
     Examples
     --------
     >>> z = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    >>> product_curvature(z.pow(3).sum(), z)(torch.eye(2))
+    >>> product_curvature(z.pow(3).sum(), z).product(torch.ones(1, 2))
     tensor([[ 6., 12.]])
     """
     gradient = None
@@ -300,18 +292,6 @@ def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
         (gradient,) = pull_back([loss], [z], create_graph=True)
     curved = gradient is not None and gradient.requires_grad
     return _Products(z, gradient if curved else None)
-
-
-def _mix(p: Tensor, factor: Tensor) -> Tensor:
-    """Combine the rows of `factor` with the weights `p`: (n, d) -> (n, k)."""
-    if factor.ndim == 2:
-        return p @ factor
-    return (p[:, None] @ factor).squeeze(1)
-
-
-def _rows(factor: Tensor, index: Tensor) -> Tensor:
-    """Row ``index[i]`` of the matrix of sample i: (n, d, k) -> (n, k)."""
-    return factor[torch.arange(len(index), device=index.device), index]
 
 
 def pull_back(

@@ -36,13 +36,11 @@ def case(request):
     return diagonal_curvature(z.square()), dense_diagonal(z.square())
 
 
-def test_forms_of_shared_and_own_factors(case):
+def test_forms(case):
     curvature, B = case
     F = torch.randn(5, 9).double()
     assert_close(curvature(F), torch.einsum("sk,nst,tk->nk", F, B, F))
     assert_close(summed_forms(curvature, F), torch.einsum("sk,nst,tk->n", F, B, F))
-    own = torch.randn(7, 5, 3).double()
-    assert_close(curvature(own), torch.einsum("nsk,nst,ntk->nk", own, B, own))
 
 
 def test_products_diagonals_and_roots(case):
@@ -92,6 +90,6 @@ def test_summed_forms_can_be_differentiated_twice():
 
 def test_products_of_what_has_no_curvature():
     z = torch.randn(4, 3, requires_grad=True)
-    F = torch.randn(3, 2)
+    v = torch.randn(4, 3)
     for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):
-        assert_close(product_curvature(loss, z)(F), torch.zeros(4, 2))
+        assert_close(product_curvature(loss, z).product(v), torch.zeros(4, 3))
