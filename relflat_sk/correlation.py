@@ -48,7 +48,7 @@ def correlate(
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
-        Seed of the resampling. Measures known for the same minima see the same resamples.
+        Seed of the resampling. The order of the minima does not matter.
 
     Returns
     -------

@@ -68,10 +68,15 @@ class Judged:
     used: Bools
     measures: list[str]
 
-    def of(self, measure: str) -> tuple[Bools, Floats, Floats]:
-        """Return which minima have a finite measure, and that measure and their target."""
+    def of(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
+        """Return which minima have a finite measure, that measure, and their target.
+
+        In an order of their own, by target and measure, so that the same minima are resampled
+        alike in whatever order they come.
+        """
         x = numeric_column(self.table, measure, argument="measure")
-        rows = self.used & np.isfinite(x)
+        order = np.lexsort((x, self.target))
+        rows = order[(self.used & np.isfinite(x))[order]]
         return rows, x[rows], self.target[rows]
 
     def measures_but(self, columns: list[str]) -> list[str]:

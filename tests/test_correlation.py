@@ -92,13 +92,20 @@ def test_resamples_agree_with_repeating_the_minima(name):
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_interval_is_the_percentiles_of_the_resamples(name):
-    minima = make_minima()
+    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
     row = correlate(minima, n_bootstrap=500, random_state=3).iloc[0]
     seed = np.random.RandomState(3).randint(2**31 - 1)
     resampled = _COEFFICIENTS[name](*minima.to_numpy().T, resample(20, 500, seed))
     expected = np.quantile(resampled, [0.025, 0.975])
     np.testing.assert_allclose(row[[f"{name}_low", f"{name}_high"]].tolist(), expected)
     assert row[f"{name}_low"] < row[name] < row[f"{name}_high"]
+
+
+def test_the_order_of_the_minima_does_not_matter():
+    minima = make_minima(ties=True)
+    shuffled = minima.sample(frac=1, random_state=1)
+    one, other = (correlate(m, n_bootstrap=50, random_state=0) for m in (minima, shuffled))
+    assert_frame_equal(one, other)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

@@ -87,7 +87,7 @@ def test_resamples_agree_with_repeating_the_minima():
 
 
 def test_interval_is_the_percentiles_of_the_resamples():
-    minima = make_minima()
+    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
     row = granulated_kendall(minima, n_bootstrap=300, random_state=3).iloc[0]
     x, y = (minima[name].to_numpy() for name in ("relative_flatness", "generalization_gap"))
     levels = np.stack([pd.factorize(minima[f"param_{name}"])[0] for name in AXES], axis=1)
@@ -97,6 +97,13 @@ def test_interval_is_the_percentiles_of_the_resamples():
         ends = np.nanquantile(values, [0.025, 0.975])
         np.testing.assert_allclose(row[[f"{name}_low", f"{name}_high"]].tolist(), ends)
     assert row["psi_low"] < row["psi"] < row["psi_high"]
+
+
+def test_the_order_of_the_minima_does_not_matter():
+    minima = make_minima()
+    shuffled = minima.sample(frac=1, random_state=1)
+    one, other = (granulated_kendall(m, n_bootstrap=50, random_state=0) for m in (minima, shuffled))
+    assert_frame_equal(one, other)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

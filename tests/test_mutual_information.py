@@ -111,7 +111,7 @@ def share_without_copies(rows, chosen):
 
 
 def test_interval_is_the_percentiles_of_the_resamples():
-    minima = make_minima()
+    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
     row = conditional_mutual_information(minima, n_bootstrap=200, random_state=3).iloc[0]
     levels, x, y = arrays_of(minima)
     seed = np.random.RandomState(3).randint(2**31 - 1)
@@ -119,6 +119,16 @@ def test_interval_is_the_percentiles_of_the_resamples():
     expected = np.quantile(resampled, [0.025, 0.975])
     np.testing.assert_allclose(row[["cmi_low", "cmi_high"]].tolist(), expected)
     assert 0 <= row["cmi_low"] < row["cmi_high"] <= 1
+
+
+def test_the_order_of_the_minima_does_not_matter():
+    minima = make_minima()
+    shuffled = minima.sample(frac=1, random_state=1)
+    one, other = (
+        conditional_mutual_information(m, n_bootstrap=50, random_state=0)
+        for m in (minima, shuffled)
+    )
+    assert_frame_equal(one, other)
 
 
 @settings(max_examples=20, deadline=None)
