@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from relflat_sk.homogeneity import KINDS, NORMS, Change, Walk, is_plain
 from relflat_sk.layers import WEIGHT_LAYERS, Layer, find_layer
+from relflat_sk.scale_rules import find_rule
 
 __all__ = ["reparameterize", "trace"]
 
@@ -139,7 +140,7 @@ def reparameterize(
         )
     named = _PARSERS[kind](module, factors, order)
     walk = Walk(module, graph, KINDS[kind], named)
-    walk.run()
+    walk.run(find_rule)
     result = _copy(module, {})
     for name, change in walk.layers.items():
         _rescale_layer(name, result.get_submodule(name), change)

@@ -49,6 +49,7 @@ CORE = {
     "batch_flatness",
     "models",
     "homogeneity",
+    "scale_rules",
     "reparameterize",
 }
 FACE = {
