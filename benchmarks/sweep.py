@@ -1,6 +1,6 @@
 """What a search costs beside its training, and what is left of one whose processes are killed.
 
-Run ``python -m benchmarks.sweep``; ``--quick`` for a smoke run.
+Run ``python -m benchmarks.sweep``; ``--quick`` for a smoke run, ``--url`` for another database.
 """
 
 import argparse
@@ -9,8 +9,9 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ STORAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def open_storage(name: str, folder: Path) -> Any:
+    """Make one of the storages above, or take the name for the URL of a database."""
+    return STORAGES[name](folder) if name in STORAGES else name
+
+
+def in_words(name: str) -> str:
+    return name.partition(":")[0]  # of a URL, which may hold a password, the kind of database
+
+
 def load() -> tuple[Any, Any]:
     X, y = load_digits(return_X_y=True)
     return scale(X).astype(np.float32), y
@@ -64,21 +74,24 @@ def make_search(n_trials: int, **arguments: Any) -> FlatMinimaSearch:
 # -- what a trial costs ------------------------------------------------------------------------
 
 
-def overhead(n_trials: int) -> list[Budget]:
+def overhead(names: Iterable[str], n_trials: int) -> list[Budget]:
     """Time searches, and within them the trainings: both on the machine as it is then."""
     X, y = load()
     rows = [["storage", "s per trial", "training", "the rest"]]
     budgets = []
-    for name, make in STORAGES.items():
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            search = make_search(n_trials, storage=make(Path(folder)), study_name=name)
+            storage = open_storage(name, Path(folder))
+            search = make_search(n_trials, storage=storage, study_name=uuid.uuid4().hex)
             start = time.perf_counter()
             search.fit(X, y)
             whole = (time.perf_counter() - start) / n_trials
         training = float(search.minima_["seconds"].mean())
         rest = whole - training
-        rows.append([name, *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
-        budgets.append(Budget(f"seconds beside the training of a trial, {name}", rest, LIMIT))
+        rows.append([in_words(name), *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
+        budgets.append(
+            Budget(f"seconds beside the training of a trial, {in_words(name)}", rest, LIMIT)
+        )
     print(f"\n{n_trials} trials each; the rest draws, measures, scores and records\n{table(rows)}")
     return budgets
 
@@ -86,10 +99,10 @@ def overhead(n_trials: int) -> list[Budget]:
 # -- what is left when processes are killed ----------------------------------------------------
 
 
-def work(storage: str, folder: Path, n_trials: int) -> None:
+def work(storage: str, folder: Path, study_name: str, n_trials: int) -> None:
     """Be one of the processes that share a study."""
     X, y = load()
-    search = make_search(n_trials, storage=STORAGES[storage](folder), study_name="sweep")
+    search = make_search(n_trials, storage=open_storage(storage, folder), study_name=study_name)
     search.fit(X, y)
 
 
@@ -98,11 +111,12 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
     context = get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.sweep"])
     n_killed, start = 0, time.perf_counter()
+    study_name = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def begin() -> Any:
-            worker = context.Process(target=work, args=(storage, folder, n_trials))
+            worker = context.Process(target=work, args=(storage, folder, study_name, n_trials))
             worker.start()
             return worker
 
@@ -121,21 +135,23 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
             workers[turn] = begin()
         for worker in workers:
             worker.join()
-        study = optuna.load_study(study_name="sweep", storage=STORAGES[storage](folder))
+        study = optuna.load_study(study_name=study_name, storage=open_storage(storage, folder))
         trials = study.get_trials()
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     minima = Counter(trial.system_attrs["candidate"] for trial in complete)
     reasons = Counter(str(t.user_attrs["reason"])[:200] for t in trials if "failed" in t.user_attrs)
     distinct = {tuple(sorted(trial.params.items())) for trial in complete}
     print(
-        f"\n{storage}: {n_trials} trials by two processes, one killed every {every:g} s, "
+        f"\n{in_words(storage)}: {n_trials} trials by two processes, one killed every {every:g} s, "
         f"{n_killed} times; {time.perf_counter() - start:.0f} s\n"
         f"{dict(Counter(trial.state.name for trial in trials))}, {len(minima)} candidates "
         f"finished with {len(distinct)} different parameters; failed by themselves: {dict(reasons)}"
     )
     return [
-        Budget(f"{storage}, distinct minima", min(len(minima), len(distinct)), n_trials, True),
-        Budget(f"{storage}, minima found twice", len(complete) - len(minima), 0),
+        Budget(
+            f"{in_words(storage)}, distinct minima", min(len(minima), len(distinct)), n_trials, True
+        ),
+        Budget(f"{in_words(storage)}, minima found twice", len(complete) - len(minima), 0),
     ]
 
 
@@ -146,17 +162,19 @@ def main() -> int:
     parser.add_argument("--only", choices=["overhead", "killed"])
     parser.add_argument("--n-trials", type=int, help="of the killed search (default: 200)")
     parser.add_argument("--kill-every", type=float, help="seconds (default: 20)")
+    parser.add_argument("--url", help="a database of Optuna's, in place of all other storages")
     arguments = parser.parse_args()
+    url = [arguments.url] if arguments.url else None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     print("A search over nets on digits")
     print(environment())
     budgets: list[Budget] = []
     if arguments.only != "killed":
-        budgets += overhead(2 if arguments.quick else 20)
+        budgets += overhead(url or STORAGES, 2 if arguments.quick else 20)
     if arguments.only != "overhead":
         n_trials = arguments.n_trials or (6 if arguments.quick else 200)
         every = arguments.kill_every or (6 if arguments.quick else 20)
-        for storage in ("sqlite", "journal"):
+        for storage in url or ("sqlite", "journal"):
             budgets += killed(storage, n_trials, every)
     return verdict(budgets, judged=not arguments.quick)
 

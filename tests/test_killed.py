@@ -103,9 +103,11 @@ def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
 
 
 @pytest.mark.slow
-def test_quick_run_of_the_benchmark():
+@pytest.mark.parametrize("url", [False, True])
+def test_quick_run_of_the_benchmark(tmp_path, url):
+    other = ["--url", sqlite(tmp_path)] if url else []
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.sweep", "--quick"],
+        [sys.executable, "-m", "benchmarks.sweep", "--quick", *other],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -115,6 +117,9 @@ def test_quick_run_of_the_benchmark():
     assert done.returncode == 0, done.stderr
     *_, budgets = done.stdout.strip().split("\n\n")
     values = dict(line.split(": ", 1) for line in budgets.splitlines())
-    assert len(values) == 7
-    assert values["sqlite, distinct minima"].startswith("6.00")
-    assert values["journal, minima found twice"].startswith("0.00")
+    kinds = ["sqlite"] if url else ["sqlite", "journal"]
+    assert len(values) == (3 if url else 7)
+    for kind in kinds:
+        assert values[f"{kind}, distinct minima"].startswith("6.00")
+        assert values[f"{kind}, minima found twice"].startswith("0.00")
+    assert (tmp_path / "minima.db").exists() == url

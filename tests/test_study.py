@@ -600,13 +600,14 @@ def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
     path = tmp_path / "trained"
     net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
     search = make_search(net, **parameters)
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.warns(FlatnessWarning, match="interrupted: .* 2 candidates that were finished"):
         search.fit(X, Y)
     assert path.stat().st_size == 3
     assert search.minima_["state"].tolist() == ["complete"] * 2
     assert -search.best_score_ == relative_flatness(search.best_estimator_, X, Y)
     assert len(search.predict(X)) == len(X)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     # the third one was not finished: it is trained again, and the fourth one for the first time
     resumed = make_search(net, **parameters).fit(X, Y)
     assert path.stat().st_size == 3 + 2 + int(resumed.minima_["trial"][0] < 2)
@@ -615,9 +616,10 @@ def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
 
 def test_ctrl_c_before_anything_is_done(tmp_path):
     net = make_net(callbacks=[PressCtrlC(tmp_path / "trained", at=1)])
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         make_search(net).fit(X, Y)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
@@ -655,11 +657,13 @@ def test_ctrl_c_ends_processes_too(tmp_path):
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", press)
     code = code.replace('study_name="sweep"', 'study_name="sweep", n_jobs=2')
     code = code.replace("class ", PRESS + "class ", 1)
+    # a process started in the background may have been told to ignore Ctrl-C
+    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code = code.replace(
         "return super().fit",
         "import time; time.sleep(60 if self.C >= 0.1 else 0)\n        return super().fit",
     )
-    code = code.replace("FlatMinimaSearch(\n", "search = FlatMinimaSearch(\n") + (
+    code = code.replace("FlatMinimaSearch(\n", f"{listen}search = FlatMinimaSearch(\n") + (
         "assert search.minima_['param_C'].tolist() == [0.01], search.minima_\n"
     )
     ended = subprocess.run(
