@@ -138,7 +138,7 @@ def show_correlations(found: pd.DataFrame, rows: pd.DataFrame) -> None:
     for _, one in found.iterrows():
         loss, gap = means.loc[one["separation"]]
         coefficients = (
-            f"{one[name]:.2f} [{one[f'{name}_low']:.2f}, {one[f'{name}_high']:.2f}]"
+            f"{one[name]:z.2f} [{one[f'{name}_low']:z.2f}, {one[f'{name}_high']:z.2f}]"
             for name in ("pearson", "spearman", "kendall")
         )
         lines.append([

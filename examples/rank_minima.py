@@ -116,8 +116,8 @@ def in_words(table, correlation, n_test):
     times = table["training seconds"]
     ratio = times["5-fold cross-validation"] / times["flattest minimum"]
     return (
-        f"Flatness against the generalisation gap: Kendall tau {tau:.2f} "
-        f"[{low:.2f}, {high:.2f}]: {verdict}.\n"
+        f"Flatness against the generalisation gap: Kendall tau {tau:z.2f} "
+        f"[{low:z.2f}, {high:z.2f}]: {verdict}.\n"
         f"The flattest minimum has a held-out accuracy of {flat:.3f}: "
         f"{100 * (flat - average):+.1f} points against the average candidate, "
         f"{100 * (flat - cv):+.1f} against the pick of cross-validation, which trained "
@@ -171,7 +171,7 @@ def main(arguments=None):
     print(minima[columns].to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     correlation = correlate(minima, random_state=0)
     print("\nCorrelation with the generalisation gap, with 95% intervals:")
-    print(correlation.to_string(index=False, float_format=lambda v: f"{v:.2f}"))
+    print(correlation.to_string(index=False, float_format=lambda v: f"{v:z.2f}"))
     table = compare(minima, cv.best_params_, cv_seconds)
     print("\nWhat each way to choose found and cost:")
     print(table.to_string(float_format=lambda v: f"{v:.3f}", na_rep="-"))

@@ -197,5 +197,5 @@ def describe(correlation: pd.Series, names: Sequence[str] = ("pearson", "kendall
     parts = []
     for name in names:
         value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
-        parts.append(f"{SYMBOLS[name]} = {value:.2f} [{low:.2f}, {high:.2f}]")
+        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
     return ",  ".join([*parts, f"$n$ = {correlation['n']}"])

@@ -67,7 +67,7 @@ def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
     for name, panel in zip(MEASURES, display.axes_, strict=True):
         assert_allclose(points(panel), minima[[name, "generalization_gap"]])
         row = expected.loc[name]
-        tau = f"{row['kendall']:.2f} [{row['kendall_low']:.2f}, {row['kendall_high']:.2f}]"
+        tau = f"{row['kendall']:z.2f} [{row['kendall_low']:z.2f}, {row['kendall_high']:z.2f}]"
         assert tau in panel.get_title()
         assert "= 24" in panel.get_title()
         assert panel.get_ylim() == display.ax_.get_ylim()

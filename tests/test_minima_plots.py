@@ -85,8 +85,8 @@ def test_the_gap_is_drawn_against_the_measure():
     assert display.ax_.get_xscale() == "linear"
     expected = correlate(minima, random_state=0).set_index("measure").loc["relative_flatness"]
     title = display.ax_.get_title()
-    assert f"= {expected['pearson']:.2f} [" in title
-    assert f"{expected['kendall']:.2f} [{expected['kendall_low']:.2f}" in title
+    assert f"= {expected['pearson']:z.2f} [" in title
+    assert f"{expected['kendall']:z.2f} [{expected['kendall_low']:z.2f}" in title
     assert "= 12" in title
 
 
