@@ -34,7 +34,7 @@ weights are in the criterion, class weights are.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,13 +52,18 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import check_array, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-__all__ = ["MarginLoss", "SquaredEpsilonInsensitiveLoss", "TorchModel", "to_torch"]
+from relflat_sk._sklearn_losses import (
+    MLP_REGRESSION_LOSSES,
+    SGD_CLASSIFICATION_LOSSES,
+    SGD_REGRESSION_LOSSES,
+    own_loss,
+)
+
+__all__ = ["TorchModel", "to_torch"]
 
 Array = npt.NDArray[Any]
-_Loss = TypeVar("_Loss")
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def _least_squares(estimator: Any, y: Any) -> TorchModel:
 
 @_convert.register(SGDRegressor)
 def _sgd_regressor(estimator: Any, y: Any) -> TorchModel:
-    return _linear_regressor(estimator, _own_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
+    return _linear_regressor(estimator, own_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
 
 
 @_convert.register(LogisticRegression)
@@ -184,7 +189,7 @@ def _logistic_regression(estimator: Any, y: Any) -> TorchModel:
 @_convert.register(SGDClassifier)
 def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
     classes = estimator.classes_
-    criterion = _own_loss(estimator, SGD_CLASSIFICATION_LOSSES)(estimator)
+    criterion = own_loss(estimator, SGD_CLASSIFICATION_LOSSES)(estimator)
     weights = _class_weights(estimator, y)
     module = _network([(estimator.coef_, estimator.intercept_)])
     if len(classes) == 2:
@@ -215,7 +220,7 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
 def _mlp_regressor(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(
         _mlp(estimator),
-        _own_loss(estimator, MLP_REGRESSION_LOSSES)(estimator),
+        own_loss(estimator, MLP_REGRESSION_LOSSES)(estimator),
         partial(_regression_targets, n_outputs=estimator.n_outputs_),
     )
 
@@ -266,173 +271,6 @@ def _linear(coef: Any, intercept: Any) -> nn.Linear:
     layer.weight = nn.Parameter(torch.from_numpy(weight))
     layer.bias = nn.Parameter(torch.from_numpy(bias))
     return layer
-
-
-# -- losses ---------------------------------------------------------------------------------
-
-
-def _keep(losses: Tensor) -> Tensor:
-    return losses
-
-
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "none": _keep,
-    "sum": torch.sum,
-}
-
-
-def _check_reduction(reduction: str) -> str:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}, expected one of {sorted(REDUCTIONS)}.")
-    return reduction
-
-
-class SquaredEpsilonInsensitiveLoss(nn.Module):
-    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``.
-
-    Parameters
-    ----------
-    epsilon : float
-        Half the width of the tube, in the unit of the targets.
-    reduction : {"mean", "sum", "none"}, default="mean"
-        As for torch's losses; the mean is over all elements.
-
-    Raises
-    ------
-    ValueError
-        If the reduction is none of these.
-
-    Examples
-    --------
-    >>> loss = SquaredEpsilonInsensitiveLoss(epsilon=1.0, reduction="none")
-    >>> loss(torch.tensor([0.5, 3.0]), torch.tensor([0.0, 0.0])).tolist()
-    [0.0, 4.0]
-    """
-
-    def __init__(self, epsilon: float, reduction: str = "mean") -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.reduction = _check_reduction(reduction)
-
-    def extra_repr(self) -> str:
-        """Show the width of the tube."""
-        return f"epsilon={self.epsilon}"
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of predictions and targets of the same shape."""
-        losses = _squared_epsilon_insensitive(input - target, self.epsilon)
-        return REDUCTIONS[self.reduction](losses)
-
-
-class MarginLoss(nn.Module):
-    """A function of the margin ``s z``, where ``s`` is 1 for positives and -1 otherwise.
-
-    Parameters
-    ----------
-    of_margin : callable
-        Elementwise function of the margins, as a tensor of losses.
-    weight, pos_weight : Tensor of shape (k,), default=None
-        Factors of every loss and of those of positives, as ``BCEWithLogitsLoss`` has them.
-    reduction : {"mean", "sum", "none"}, default="mean"
-        As for torch's losses; the mean is over all elements.
-
-    Raises
-    ------
-    ValueError
-        If the reduction is none of these.
-
-    Examples
-    --------
-    >>> loss = MarginLoss(lambda margin: torch.relu(1 - margin).square(), reduction="none")
-    >>> loss(torch.tensor([[3.0], [3.0]]), torch.tensor([[0.0], [1.0]])).tolist()
-    [[16.0], [0.0]]
-    """
-
-    weight: Tensor | None
-    pos_weight: Tensor | None
-
-    def __init__(
-        self,
-        of_margin: Callable[[Tensor], Tensor],
-        weight: Tensor | None = None,
-        pos_weight: Tensor | None = None,
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__()
-        self.of_margin = of_margin
-        self.register_buffer("weight", weight)
-        self.register_buffer("pos_weight", pos_weight)
-        self.reduction = _check_reduction(reduction)
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of scores of shape (n, k) and targets of 0 and 1."""
-        losses = self.of_margin((2 * target - 1) * input)
-        if self.pos_weight is not None:
-            losses = losses * (1 + (self.pos_weight - 1) * target)
-        if self.weight is not None:
-            losses = losses * self.weight
-        return REDUCTIONS[self.reduction](losses)
-
-
-def _modified_huber(margin: Tensor) -> Tensor:
-    return torch.where(margin < -1, -4 * margin, _squared_hinge(margin))
-
-
-def _squared_hinge(margin: Tensor) -> Tensor:
-    return torch.relu(1 - margin).square()
-
-
-def _squared_error(margin: Tensor) -> Tensor:
-    return (1 - margin).square()
-
-
-def _huber(margin: Tensor, delta: float) -> Tensor:
-    return F.huber_loss(margin, torch.ones_like(margin), reduction="none", delta=delta)
-
-
-def _squared_epsilon_insensitive(residual: Tensor, epsilon: float) -> Tensor:
-    return torch.relu(residual.abs() - epsilon).square()
-
-
-def _squared_epsilon_insensitive_margin(margin: Tensor, epsilon: float) -> Tensor:
-    return _squared_epsilon_insensitive(1 - margin, epsilon)
-
-
-# Loss by name, as a function of the estimator (some have parameters). The classifier's are
-# criteria yet to be given class weights. scikit-learn codes classes as -1 and 1, so that a
-# residual of a classifier is 1 - margin up to its sign.
-SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
-    "huber": lambda sgd: partial(MarginLoss, partial(_huber, delta=sgd.epsilon)),
-    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
-    "modified_huber": lambda sgd: partial(MarginLoss, _modified_huber),
-    "squared_epsilon_insensitive": lambda sgd: partial(
-        MarginLoss, partial(_squared_epsilon_insensitive_margin, epsilon=sgd.epsilon)
-    ),
-    "squared_error": lambda sgd: partial(MarginLoss, _squared_error),
-    "squared_hinge": lambda sgd: partial(MarginLoss, _squared_hinge),
-}
-SGD_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
-    "huber": lambda sgd: nn.HuberLoss(delta=sgd.epsilon),
-    "squared_epsilon_insensitive": lambda sgd: SquaredEpsilonInsensitiveLoss(sgd.epsilon),
-    "squared_error": lambda sgd: nn.MSELoss(),
-}
-MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
-    "poisson": lambda mlp: nn.PoissonNLLLoss(log_input=True),
-    "squared_error": lambda mlp: nn.MSELoss(),
-}
-
-
-def _own_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
-    """Look up the loss an estimator was fitted with, or say why it has no flatness."""
-    try:
-        return losses[estimator.loss]
-    except KeyError:
-        raise ValueError(
-            f"{type(estimator).__name__}(loss={estimator.loss!r}) has no flatness: the loss "
-            "is piecewise linear, so that its second derivative is zero or does not exist. "
-            f"Losses that work: {', '.join(losses)}."
-        ) from None
 
 
 # -- class weights --------------------------------------------------------------------------

@@ -54,6 +54,7 @@ CORE = {
 }
 FACE = {
     "conditions",
+    "_sklearn_losses",
     "_sklearn_models",
     "_estimator_net",
     "_estimators",

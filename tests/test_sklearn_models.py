@@ -1,4 +1,4 @@
-"""Tests for ``relflat_sk._sklearn_models``: every estimator, loss and target encoding."""
+"""Tests for scikit-learn estimators as modules: every estimator, loss and target encoding."""
 
 import copy
 import pickle
@@ -26,14 +26,13 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import compute_class_weight
 from torch import nn
 
-from relflat_sk._sklearn_models import (
+from relflat_sk._sklearn_losses import (
     SGD_CLASSIFICATION_LOSSES,
     SGD_REGRESSION_LOSSES,
     MarginLoss,
     SquaredEpsilonInsensitiveLoss,
-    _convert,
-    to_torch,
 )
+from relflat_sk._sklearn_models import _convert, to_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 

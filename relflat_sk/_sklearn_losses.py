@@ -1,0 +1,188 @@
+"""The losses scikit-learn fits by, as criteria of torch: those torch lacks, and all by name.
+
+Criteria of classifiers take scores before any link function and targets of 0 and 1, and
+weigh classes as ``BCEWithLogitsLoss`` does.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "MLP_REGRESSION_LOSSES",
+    "SGD_CLASSIFICATION_LOSSES",
+    "SGD_REGRESSION_LOSSES",
+    "MarginLoss",
+    "SquaredEpsilonInsensitiveLoss",
+    "own_loss",
+]
+
+_Loss = TypeVar("_Loss")
+
+
+def _keep(losses: Tensor) -> Tensor:
+    return losses
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "none": _keep,
+    "sum": torch.sum,
+}
+
+
+def _check_reduction(reduction: str) -> str:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}, expected one of {sorted(REDUCTIONS)}.")
+    return reduction
+
+
+class SquaredEpsilonInsensitiveLoss(nn.Module):
+    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``.
+
+    Parameters
+    ----------
+    epsilon : float
+        Half the width of the tube, in the unit of the targets.
+    reduction : {"mean", "sum", "none"}, default="mean"
+        As for torch's losses; the mean is over all elements.
+
+    Raises
+    ------
+    ValueError
+        If the reduction is none of these.
+
+    Examples
+    --------
+    >>> loss = SquaredEpsilonInsensitiveLoss(epsilon=1.0, reduction="none")
+    >>> loss(torch.tensor([0.5, 3.0]), torch.tensor([0.0, 0.0])).tolist()
+    [0.0, 4.0]
+    """
+
+    def __init__(self, epsilon: float, reduction: str = "mean") -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.reduction = _check_reduction(reduction)
+
+    def extra_repr(self) -> str:
+        """Show the width of the tube."""
+        return f"epsilon={self.epsilon}"
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of predictions and targets of the same shape."""
+        losses = _squared_epsilon_insensitive(input - target, self.epsilon)
+        return REDUCTIONS[self.reduction](losses)
+
+
+class MarginLoss(nn.Module):
+    """A function of the margin ``s z``, where ``s`` is 1 for positives and -1 otherwise.
+
+    Parameters
+    ----------
+    of_margin : callable
+        Elementwise function of the margins, as a tensor of losses.
+    weight, pos_weight : Tensor of shape (k,), default=None
+        Factors of every loss and of those of positives, as ``BCEWithLogitsLoss`` has them.
+    reduction : {"mean", "sum", "none"}, default="mean"
+        As for torch's losses; the mean is over all elements.
+
+    Raises
+    ------
+    ValueError
+        If the reduction is none of these.
+
+    Examples
+    --------
+    >>> loss = MarginLoss(lambda margin: torch.relu(1 - margin).square(), reduction="none")
+    >>> loss(torch.tensor([[3.0], [3.0]]), torch.tensor([[0.0], [1.0]])).tolist()
+    [[16.0], [0.0]]
+    """
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        of_margin: Callable[[Tensor], Tensor],
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.of_margin = of_margin
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+        self.reduction = _check_reduction(reduction)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of scores of shape (n, k) and targets of 0 and 1."""
+        losses = self.of_margin((2 * target - 1) * input)
+        if self.pos_weight is not None:
+            losses = losses * (1 + (self.pos_weight - 1) * target)
+        if self.weight is not None:
+            losses = losses * self.weight
+        return REDUCTIONS[self.reduction](losses)
+
+
+def _modified_huber(margin: Tensor) -> Tensor:
+    return torch.where(margin < -1, -4 * margin, _squared_hinge(margin))
+
+
+def _squared_hinge(margin: Tensor) -> Tensor:
+    return torch.relu(1 - margin).square()
+
+
+def _squared_error(margin: Tensor) -> Tensor:
+    return (1 - margin).square()
+
+
+def _huber(margin: Tensor, delta: float) -> Tensor:
+    return F.huber_loss(margin, torch.ones_like(margin), reduction="none", delta=delta)
+
+
+def _squared_epsilon_insensitive(residual: Tensor, epsilon: float) -> Tensor:
+    return torch.relu(residual.abs() - epsilon).square()
+
+
+def _squared_epsilon_insensitive_margin(margin: Tensor, epsilon: float) -> Tensor:
+    return _squared_epsilon_insensitive(1 - margin, epsilon)
+
+
+# Loss by name, as a function of the estimator (some have parameters). The classifier's are
+# criteria yet to be given class weights. scikit-learn codes classes as -1 and 1, so that a
+# residual of a classifier is 1 - margin up to its sign.
+SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
+    "huber": lambda sgd: partial(MarginLoss, partial(_huber, delta=sgd.epsilon)),
+    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
+    "modified_huber": lambda sgd: partial(MarginLoss, _modified_huber),
+    "squared_epsilon_insensitive": lambda sgd: partial(
+        MarginLoss, partial(_squared_epsilon_insensitive_margin, epsilon=sgd.epsilon)
+    ),
+    "squared_error": lambda sgd: partial(MarginLoss, _squared_error),
+    "squared_hinge": lambda sgd: partial(MarginLoss, _squared_hinge),
+}
+SGD_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "huber": lambda sgd: nn.HuberLoss(delta=sgd.epsilon),
+    "squared_epsilon_insensitive": lambda sgd: SquaredEpsilonInsensitiveLoss(sgd.epsilon),
+    "squared_error": lambda sgd: nn.MSELoss(),
+}
+MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "poisson": lambda mlp: nn.PoissonNLLLoss(log_input=True),
+    "squared_error": lambda mlp: nn.MSELoss(),
+}
+
+
+def own_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
+    """Look up the loss an estimator was fitted with, or say why it has no flatness."""
+    try:
+        return losses[estimator.loss]
+    except KeyError:
+        raise ValueError(
+            f"{type(estimator).__name__}(loss={estimator.loss!r}) has no flatness: the loss "
+            "is piecewise linear, so that its second derivative is zero or does not exist. "
+            f"Losses that work: {', '.join(losses)}."
+        ) from None
