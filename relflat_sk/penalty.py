@@ -113,8 +113,10 @@ class RelativeFlatnessPenalty:
             The network that is trained.
         """
         self._seen = {}  # nothing old must be taken for new if the forward pass fails
+        several = isinstance(self.layer, list | tuple)
+        asked: Any = tuple(self.layer) if several else self.layer  # type: ignore[arg-type]
         plan = self._plan
-        if plan is None or not plan.is_of(module):
+        if plan is None or not plan.is_of(module, asked):
             # the order of the calls is known only afterwards, so watch all layers; training
             # keeps what goes into each of them for the backward pass anyway
             modules = list(module.modules())
@@ -127,7 +129,8 @@ class RelativeFlatnessPenalty:
                 named = dict(module.named_modules())
                 for name in penalised:
                     check_unshared(name, named)
-                self._plan = plan = _Plan.make(modules, named, penalised, list(taps), norms)
+                plan = _Plan.make(asked, modules, named, penalised, list(taps), norms)
+                self._plan = plan
         else:
             attention = explicit_attention(module) if plan.in_attention else nullcontext()
             with attention, explicit_norms(plan.norms):
@@ -226,6 +229,7 @@ class RelativeFlatnessPenalty:
 class _Plan:
     """Where to look in a network: nothing to find out again in each training step."""
 
+    asked: Layer | tuple[Layer, ...]  # as the user named the layers
     modules: list[nn.Module]
     watched: list[str]
     penalised: list[str]
@@ -235,6 +239,7 @@ class _Plan:
     @classmethod
     def make(
         cls,
+        asked: Layer | tuple[Layer, ...],
         modules: list[nn.Module],
         named: Mapping[str, nn.Module],
         penalised: list[str],
@@ -246,11 +251,12 @@ class _Plan:
         inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
         # nothing is behind the last layer that would be differentiated again
         earlier = any(name != order[-1] for name in penalised)
-        return cls(modules, watched, penalised, inside, norms if earlier else [])
+        return cls(asked, modules, watched, penalised, inside, norms if earlier else [])
 
-    def is_of(self, module: nn.Module) -> bool:
+    def is_of(self, module: nn.Module, asked: Layer | tuple[Layer, ...]) -> bool:
         modules = list(module.modules())
-        return len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
+        same = len(modules) == len(self.modules) and asked == self.asked
+        return same and all(map(operator.is_, modules, self.modules))
 
 
 @contextmanager

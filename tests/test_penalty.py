@@ -265,6 +265,31 @@ def test_refuses_weights(weight, message):
         penalty(nn.CrossEntropyLoss(), output, torch.zeros(5).long(), weight)
 
 
+@pytest.mark.parametrize("layer", [0, "0", ["0", -1], "all"])
+def test_another_layer_can_be_asked_for_later(layer):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    X, y, criterion = (
+        torch.randn(5, 4).double(),
+        torch.tensor([0, 1, 2, 0, 1]),
+        nn.CrossEntropyLoss(),
+    )
+
+    def value(penalty):
+        torch.manual_seed(1)
+        with penalty.capture(net):
+            output = net(X)
+        return penalty(criterion, output, y).item()
+
+    penalty = RelativeFlatnessPenalty()
+    last = value(penalty)
+    penalty.layer = layer
+    assert value(penalty) == value(RelativeFlatnessPenalty(layer=layer)) != last
+    if isinstance(layer, list):
+        layer.pop(0)
+        assert value(penalty) == last
+
+
 def test_refuses_no_layer():
     with pytest.raises(ValueError, match="at least one layer"):
         RelativeFlatnessPenalty([])
