@@ -1,12 +1,14 @@
 """Compare the time of two or more ways of doing something, and say whether it is in budget.
 
-The ways take turns, A B A B ..., so that whatever else the machine does slows them alike;
-what is quoted is the median of the ratios within each turn, not a ratio of absolute times.
+The ways take turns, in an order drawn anew for each, so that whatever else the machine does
+slows them alike; what is quoted is the median of the ratios within each turn, not a ratio of
+absolute times.
 """
 
 import gc
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,10 @@ Times = dict[str, list[float]]
 
 
 def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> Times:
-    """Time every way once per round, in turn.
+    """Time every way once per round, in an order that each round draws anew.
+
+    What ran before leaves its own data in the caches, or none after a garbage collection: in
+    a fixed order one of the ways would always pay for that.
 
     Parameters
     ----------
@@ -38,13 +43,15 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
         Seconds, one number per round.
     """
     times: Times = {name: [] for name in ways}
+    order, generator = list(ways), random.Random(0)
     gc.collect()
     gc.disable()  # a collection would hit one of the two ways by chance
     try:
         for done in range(-warmup, rounds):
-            for name, way in ways.items():
+            generator.shuffle(order)
+            for name in order:
                 start = time.perf_counter()
-                way()
+                ways[name]()
                 seconds = time.perf_counter() - start
                 if done >= 0:
                     times[name].append(seconds)

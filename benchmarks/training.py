@@ -64,6 +64,7 @@ def make_net(estimator: Callable[..., NeuralNet], module: Any, **arguments: obje
         lr=0.01,
         batch_size=BATCH_SIZE,
         train_split=None,
+        max_epochs=1,  # for the batch that sets a net up
         verbose=0,
         **arguments,
     )
@@ -150,7 +151,7 @@ def main() -> int:
                 for name in names
             }
             # the dense Hessian takes its time: fewer rounds would do, but they take turns
-            times = interleave(runs, steps, warmup=2 if arguments.quick else 20)
+            times = interleave(runs, steps, warmup=max(2, steps // 15))
             title = network if loader else f"{network} without the loader"
             for name, seconds in times.items():
                 median = f"{1000 * torch.tensor(seconds).median():.2f}"

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from benchmarks import timing
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,3 +112,13 @@ def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
     assert line in done.stdout
     assert "not judged (quick)" in done.stdout
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_way_is_timed_once_a_round_in_changing_orders():
+    calls = []
+    ways = {name: partial(calls.append, name) for name in ("a", "b", "c")}
+    times = timing.interleave(ways, rounds=40, warmup=2)
+    rounds = [tuple(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert len(rounds) == 42
+    assert set(rounds) == set(permutations("abc"))
+    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abc", 40)
