@@ -21,7 +21,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
 
     Each training step minimises ``criterion + flatness_weight * kappa / (2 m)``, where
     :math:`\kappa` is the relative flatness of the batch at a layer with `m` inputs. At the
-    last layer it costs next to nothing; there is no second forward pass.
+    last layer it costs little; there is no second forward pass.
 
     The criterion decides the task: with a classification loss the net is a scikit-learn
     classifier (labels of any type, `classes_`, `predict_proba`), with a regression loss a
