@@ -113,9 +113,7 @@ class RelativeFlatnessPenalty:
             The network that is trained.
         """
         self._seen = {}  # nothing old must be taken for new if the forward pass fails
-        several = isinstance(self.layer, list | tuple)
-        asked: Any = tuple(self.layer) if several else self.layer  # type: ignore[arg-type]
-        plan = self._plan
+        asked, plan = self._asked(), self._plan
         if plan is None or not plan.is_of(module, asked):
             # the order of the calls is known only afterwards, so watch all layers; training
             # keeps what goes into each of them for the backward pass anyway
@@ -123,9 +121,9 @@ class RelativeFlatnessPenalty:
             norms = norm_layers(module)
             with explicit_attention(module), explicit_norms(norms):
                 layers = weight_layers(module)
-                with _watch(layers, self._names(module, list(layers))) as taps:
+                with _watch(layers, _names(module, asked, list(layers))) as taps:
                     yield
-                penalised = self._names(module, list(taps))
+                penalised = _names(module, asked, list(taps))
                 named = dict(module.named_modules())
                 for name in penalised:
                     check_unshared(name, named)
@@ -142,18 +140,12 @@ class RelativeFlatnessPenalty:
             for name in plan.watched
         }
 
-    def _names(self, module: nn.Module, order: list[str]) -> list[str]:
-        if isinstance(self.layer, str) and self.layer == "all":
-            return order
-        several = isinstance(self.layer, list | tuple)
-        layers: Sequence[Layer] = self.layer if several else [self.layer]  # type: ignore[assignment, list-item]
-        # `find_layer` walks through the network, which is noticeable in each training step
-        return [
-            order[layer]
-            if type(layer) is int and -len(order) <= layer < len(order)
-            else find_layer(module, layer, order)
-            for layer in layers
-        ]
+    def _asked(self) -> tuple[Layer, ...] | None:
+        """Return the layers as the user names them now, None for all."""
+        layer: Any = self.layer
+        if isinstance(layer, str) and layer == "all":
+            return None
+        return tuple(layer) if isinstance(layer, list | tuple) else (layer,)
 
     def __call__(
         self, criterion: Any, y_pred: Any, y: Tensor, sample_weight: Tensor | None = None
@@ -229,7 +221,7 @@ class RelativeFlatnessPenalty:
 class _Plan:
     """Where to look in a network: nothing to find out again in each training step."""
 
-    asked: Layer | tuple[Layer, ...]  # as the user named the layers
+    asked: tuple[Layer, ...] | None  # as the user named the layers
     modules: list[nn.Module]
     watched: list[str]
     penalised: list[str]
@@ -239,7 +231,7 @@ class _Plan:
     @classmethod
     def make(
         cls,
-        asked: Layer | tuple[Layer, ...],
+        asked: tuple[Layer, ...] | None,
         modules: list[nn.Module],
         named: Mapping[str, nn.Module],
         penalised: list[str],
@@ -253,10 +245,16 @@ class _Plan:
         earlier = any(name != order[-1] for name in penalised)
         return cls(asked, modules, watched, penalised, inside, norms if earlier else [])
 
-    def is_of(self, module: nn.Module, asked: Layer | tuple[Layer, ...]) -> bool:
+    def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         modules = list(module.modules())
         same = len(modules) == len(self.modules) and asked == self.asked
         return same and all(map(operator.is_, modules, self.modules))
+
+
+def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+    if asked is None:
+        return order
+    return [find_layer(module, layer, order) for layer in asked]
 
 
 @contextmanager
