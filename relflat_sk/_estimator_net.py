@@ -273,7 +273,8 @@ class EstimatorNet(PenalisedNet):
         return hasattr(self, self._task.learned)
 
     def _n_outputs(self) -> int | None:
-        return self._task.n_outputs(self) if self._knows_targets() else None
+        task = self._task
+        return task.n_outputs(self) if hasattr(self, task.learned) else None
 
     def initialize_criterion(self) -> "EstimatorNet":
         """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""

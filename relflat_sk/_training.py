@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from skorch import NeuralNet
+from skorch.history import History
 from skorch.utils import to_tensor
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._sample_weights import plain, split_target, training_network, weigh, with_weights
 from relflat_sk.batches import cast_inputs
@@ -24,14 +26,23 @@ from relflat_sk.penalty import RelativeFlatnessPenalty
 __all__ = ["IN_TRAINING", "PenalisedNet", "original"]
 
 # what a net knows while it is trained only
-IN_TRAINING = ("_captured", "_known_penalty", "_terms", "_trained_on", "_weights")
+IN_TRAINING = (
+    "_captured",
+    "_first_parameter",
+    "_known_penalty",
+    "_terms",
+    "_trained_on",
+    "_weights",
+)
 
 
 def original(module: Any) -> Any:
     """Return what `torch.compile` or torch's data parallelism was wrapped around."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return original(module.module)
-    return original(module._orig_mod) if hasattr(module, "_orig_mod") else module
+    children = getattr(module, "_modules", {})
+    if "_orig_mod" in children:
+        return original(children["_orig_mod"])
+    wrapped = "module" in children and isinstance(module, DistributedDataParallel)
+    return original(children["module"]) if wrapped else module
 
 
 class PenalisedNet(NeuralNet):
@@ -51,7 +62,7 @@ class PenalisedNet(NeuralNet):
 
     # of the training step in progress
     _captured: RelativeFlatnessPenalty | None = None
-    _terms: tuple[Tensor, Tensor] | None = None
+    _terms: tuple[Tensor, Tensor | None] | None = None  # loss and penalty
     # of the training in progress
     _weights: np.ndarray | None = None
 
@@ -96,30 +107,45 @@ class PenalisedNet(NeuralNet):
 
     def _ramp(self) -> float:
         """Share of the penalty's weight that counts in the epoch in progress."""
+        if not self.flatness_warmup:
+            return 1.0
         epoch = max(1, len(self.history or ()))
-        return min(1.0, epoch / self.flatness_warmup) if self.flatness_warmup else 1.0
+        return min(1.0, epoch / self.flatness_warmup)
 
     # -- what skorch calls in each step --------------------------------------------------
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; watch the penalised layers if there will be gradients."""
-        x = cast_inputs(to_tensor(x, device=self.device), self.module_)
-        if not (torch.is_grad_enabled() and self.flatness_weight > 0):
+        module = self.module_
+        learns = torch.is_grad_enabled()
+        if not (learns and isinstance(x, Tensor) and x.dtype == self._type_of(module)):
+            x = cast_inputs(to_tensor(x, device=self.device), module)
+        if not (learns and self.flatness_weight > 0):
             return _full_precision(super().infer(x, **fit_params))
+        if "_orig_mod" in module._modules:
+            with self._uncompiled():
+                return self.infer(x, **fit_params)
         # past __setattr__, which skorch looks through all its components in
         penalty = self.__dict__["_captured"] = self._watcher()
-        with self._uncompiled(), penalty.capture(original(self.module_)):
+        with penalty.capture(original(module)):
             return _full_precision(super().infer(x, **fit_params))
+
+    def _type_of(self, module: nn.Module) -> torch.dtype | None:
+        """Return that of the first parameter, which is looked for once in a training."""
+        known = self.__dict__.get("_first_parameter")
+        if known is None or known[0] is not module:
+            known = self.__dict__["_first_parameter"] = module, next(module.parameters(), None)
+        return None if known[1] is None else known[1].dtype
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:
         """Run the module as it was before `torch.compile`.
 
-        Compiled code may have been traced without our hooks, be it of another instance of the
-        class, and then ignores them; and its graph does not tell what follows a layer.
+        Compiled code may have been traced without our recording, be it of another instance of
+        the class, and then ignores it; and its graph does not tell what follows a layer.
         """
         compiled = self.module_
-        self.__dict__["module_"] = getattr(compiled, "_orig_mod", compiled)
+        self.__dict__["module_"] = compiled._orig_mod
         try:
             yield
         finally:
@@ -132,23 +158,24 @@ class PenalisedNet(NeuralNet):
         y_true, weight = split_target(y_true)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
-        y_true = criterion.check_target(y_pred, to_tensor(y_true, device=self.device))
+        if not isinstance(y_true, Tensor):
+            y_true = to_tensor(y_true, device=self.device)
+        target = criterion.read_target(y_pred, y_true.to(y_pred.device))
         if weight is None:
             weighted = {}
-            loss: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
+            loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
         else:
             weighted = {"sample_weight": weight.to(y_pred)}
-            loss = weigh(criterion, y_pred, y_true, weighted["sample_weight"])
+            loss = weigh(criterion, y_pred, target.values, weighted["sample_weight"])
         if not training:
             return loss
-        if penalty is None or (weight is not None and not bool((weight > 0).any())):
-            term = torch.zeros_like(loss)
-        else:
-            share = self._ramp() * self.flatness_weight
-            term = share * penalty.of_batch(criterion, y_pred, y_true, **weighted)
+        term = None
+        if penalty is not None and (weight is None or bool((weight > 0).any())):
+            scale = float(self._ramp() * self.flatness_weight)
+            term = penalty.of_batch(criterion, y_pred, target, scale=scale, **weighted)
         # of several passes in a step, the first is at the weights the step starts from
-        self.__dict__.setdefault("_terms", (loss.detach(), term.detach()))
-        return loss + term
+        self.__dict__.setdefault("_terms", (loss, term))
+        return loss if term is None else loss + term
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs that do not fit the task."""
@@ -162,7 +189,7 @@ class PenalisedNet(NeuralNet):
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
         """Call the callbacks, which see batches without weights."""
-        if "batch" in cb_kwargs:
+        if "batch" in cb_kwargs and self._weights is not None:
             cb_kwargs["batch"] = plain(cb_kwargs["batch"])
         super().notify(method_name, **cb_kwargs)
 
@@ -178,8 +205,8 @@ class PenalisedNet(NeuralNet):
         super().on_batch_end(net, batch=batch, training=training, **step)
         if training and self._terms is not None:
             loss, term = self.__dict__.pop("_terms")
-            self.history.record_batch("train_loss", loss.item())
-            self.history.record_batch("flatness_penalty", term.item())
+            penalty = 0.0 if term is None else term.item()
+            _record(self.history, train_loss=loss.item(), flatness_penalty=penalty)
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
         """Split as skorch does, weights along with the data; remember what is trained on."""
@@ -224,6 +251,15 @@ class PenalisedNet(NeuralNet):
                 FlatnessWarning,
                 stacklevel=3,
             )
+
+
+def _record(history: Any, **values: float) -> None:
+    """Record several values of a batch, in a plain history by finding the batch only once."""
+    if type(history) is History:
+        history[-1]["batches"][-1].update(values)
+        return
+    for name, value in values.items():
+        history.record_batch(name, value)
 
 
 def _full_precision(output: Any) -> Any:

@@ -18,7 +18,7 @@ products
 For the random changes see `relflat_sk.directions`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk.curvature import ClosedForm, pull_back, summed_forms
+from relflat_sk.curvature import ClosedForm, pull_back
 from relflat_sk.directions import Directions, rademacher
 from relflat_sk.layer_maps import LayerMap
 from relflat_sk.layers import Tap, check_thrice, find_link, hands_on, is_piecewise_linear
-from relflat_sk.losses import Loss
+from relflat_sk.losses import Loss, Target
 from relflat_sk.numerics import full_precision, inverse_spread, safe_root, varies
 
 __all__ = ["BatchLayer", "batch_flatness"]
@@ -43,38 +43,41 @@ class BatchLayer:
     name: str
     map: LayerMap
     tap: Tap
+    penalised: bool
 
     @property
     def weight(self) -> Tensor:
         """The weight as a matrix, in full precision."""
         return full_precision(self.map.matrix)
 
-    def check(self) -> None:
-        """Refuse what was computed without gradients, and what nothing is to be trained in.
+    def check(self) -> tuple[Tensor, Tensor]:
+        """Return features and output if there is something to train in them.
 
         Raises
         ------
         ValueError
+            Also if the layer was not used exactly once.
         """
-        self.tap.check(self.name)
-        if self.tap.edge is None:
+        seen = self.tap.check(self.name)
+        if self.tap.node is None:
             raise ValueError(
                 f"there is nothing to train up to layer {self.name!r}: the forward pass ran "
                 "without gradients, or all parameters up to there are frozen. Penalise a later "
                 "layer; to measure, use relflat_sk.relative_flatness."
             )
+        return seen
 
 
 def batch_flatness(
     loss: Loss,
     output: Tensor,
-    target: Tensor,
-    layers: Mapping[str, BatchLayer],
-    names: Sequence[str],
+    target: Target,
+    layers: Sequence[BatchLayer],
     *,
     probes: int = 1,
     normalize: bool = False,
     sample_weight: Tensor | None = None,
+    scale: float | Tensor = 1.0,
 ) -> Tensor:
     r"""Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch.
 
@@ -83,17 +86,17 @@ def batch_flatness(
     loss : Loss
     output : Tensor of shape (n, ...)
         What the criterion takes, with its graph.
-    target : Tensor
-        As `Loss.check_target` returns it.
-    layers : dict of str to BatchLayer
+    target : Target
+        From `Loss.read_target`.
+    layers : sequence of BatchLayer
         Those that are penalised, and the last one of the network.
-    names : sequence of str
-        Those that are penalised.
     probes : int
         Random changes per sample where there is no closed form.
     normalize : bool
         Measure features in units of their standard deviation in the batch.
     sample_weight : Tensor of shape (n,), optional
+    scale : float or Tensor of shape ()
+        What to multiply the sum by.
 
     Returns
     -------
@@ -106,24 +109,23 @@ def batch_flatness(
         If the pass ran without gradients, or a layer was not used exactly once.
     """
     weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
+    relevant = target.relevant
+    scale = scale * _share(loss, output, relevant, weights)
     totals, probed = [], []
-    for name in names:
-        layer = layers[name]
-        layer.check()
-        found = _closed_form(loss, output, target, layer)
+    for layer in layers:
+        if not layer.penalised:
+            continue
+        found = _closed_form(loss, output, relevant, layer)
         if found is None:
             probed.append(layer)
         else:
-            totals.append(_exact(layer, *found, weights, normalize))
+            totals.append(_exact(layer, *found, weights, scale, normalize))
     if probed:
-        last = list(layers.values())[-1]
-        estimate = _estimator(loss, output, target, probed, last, weights, normalize)
+        curved = _base(loss, output, relevant, layers[-1])
+        estimate = _estimator(loss, output, target.values, curved, probed, weights, normalize)
         draws = [estimate() for _ in range(probes)]
-        totals.append(draws[0] if probes == 1 else torch.stack(draws).mean())
-    total = _sum(totals, output)
-    if getattr(loss.criterion, "reduction", "mean") == "sum":
-        return total
-    return total / _weighted(weights, _divisors(loss, output, target))
+        totals.append(scale * (draws[0] if probes == 1 else torch.stack(draws).mean()))
+    return _sum(totals, output)
 
 
 def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:
@@ -138,57 +140,65 @@ def _sum(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.stack(list(parts)).sum() if parts else full_precision(like).new_zeros(())
 
 
-def _divisors(loss: Loss, output: Tensor, target: Tensor) -> Tensor:
-    """Return what each sample adds to the divisor of the criterion's mean."""
-    if loss.row is None:
-        return full_precision(output.new_ones(len(output)))
-    return full_precision(loss.row.divisors(loss.criterion, output, target))
+def _share(
+    loss: Loss, output: Tensor, relevant: Tensor | None, weights: Tensor | None
+) -> float | Tensor:
+    """One over the divisor of the criterion's mean; one if it sums."""
+    if getattr(loss.criterion, "reduction", "mean") == "sum":
+        return 1.0
+    each = loss.each_divisor(output, relevant)
+    if isinstance(each, Tensor):
+        return 1 / _weighted(weights, full_precision(each))
+    return 1 / (each * (output.shape[0] if weights is None else weights.sum()))
 
 
 def _closed_form(
-    loss: Loss, output: Tensor, target: Tensor, layer: BatchLayer
+    loss: Loss, output: Tensor, relevant: Tensor | None, layer: BatchLayer
 ) -> tuple[Tensor, ClosedForm] | None:
     """Features (rows, m) and the curvature in the outputs (rows, d) that belong to them."""
-    features, z = layer.tap.check(layer.name)
+    features, z = layer.check()
     if layer.map.is_flat(features):
         link = find_link(output, layer.tap.node)
-        closed = loss.closed_form(link, full_precision(z), target)
+        closed = loss.closed_form(link, full_precision(z), relevant)
         return None if closed is None else (full_precision(features), closed)
     if not (loss.has_closed_form("identity") and hands_on(output, layer.tap.node, z)):
         return None
     tokens = full_precision(z).reshape(-1, z.shape[-1])
-    closed = loss.closed_form("identity", tokens, loss.per_token(target))
+    closed = loss.closed_form("identity", tokens, loss.per_token(relevant))
     return None if closed is None else (full_precision(features).reshape(len(tokens), -1), closed)
 
 
 def _exact(
-    layer: BatchLayer, features: Tensor, closed: ClosedForm, weights: Tensor | None, normalize: bool
+    layer: BatchLayer,
+    features: Tensor,
+    closed: ClosedForm,
+    weights: Tensor | None,
+    scale: float | Tensor,
+    normalize: bool,
 ) -> Tensor:
     weight = layer.weight
     if normalize:
         spread = _spread(features)
         weight = weight * spread
         features = features * inverse_spread(spread)
-    norms = torch.linalg.vecdot(features, features)
-    forms = norms * summed_forms(closed, weight)
     if weights is not None:  # of samples, of each of their tokens
-        weights = weights.repeat_interleave(len(forms) // len(weights))
-    return _weighted(weights, forms) / (2 * weight.shape[1])
+        weights = weights.repeat_interleave(len(features) // len(weights))
+    return closed.total(weight, features, weights, scale / (2 * weight.shape[1]))
 
 
 def _estimator(
     loss: Loss,
     output: Tensor,
     target: Tensor,
+    curved: tuple[Tensor, ClosedForm | None],
     layers: Sequence[BatchLayer],
-    last: BatchLayer,
     weights: Tensor | None,
     normalize: bool,
 ) -> Callable[[], Tensor]:
     """Make what draws estimates of the layers' and samples' weighted ``kappa / (2 m)``."""
-    base, curvature = _base(loss, output, target, last)
+    base, curvature = curved
     nodes = [layer.tap.node for layer in layers]
-    edges = [layer.tap.edge for layer in layers]
+    edges = [GradientEdge(layer.tap.node, layer.tap.output_nr) for layer in layers]
     directions = [_directions(layer, normalize) for layer in layers]
     if curvature is not None and is_piecewise_linear(base, *nodes, by_batch=True):
         return partial(_by_gradients, base, curvature, edges, directions, weights)
@@ -207,7 +217,7 @@ def _directions(layer: BatchLayer, normalize: bool) -> Directions:
 def _by_gradients(
     base: Tensor,
     curvature: ClosedForm,
-    edges: Sequence[GradientEdge | None],
+    edges: Sequence[GradientEdge],
     directions: Sequence[Directions],
     weights: Tensor | None,
 ) -> Tensor:
@@ -228,7 +238,7 @@ def _by_gradients(
 def _by_products(
     losses: Tensor,
     pulled: Sequence[Tensor | None],
-    edges: Sequence[GradientEdge | None],
+    edges: Sequence[GradientEdge],
     directions: Sequence[Directions],
     weights: Tensor | None,
 ) -> Tensor:
@@ -250,7 +260,7 @@ def _by_products(
 
 
 def _base(
-    loss: Loss, output: Tensor, target: Tensor, last: BatchLayer
+    loss: Loss, output: Tensor, relevant: Tensor | None, last: BatchLayer
 ) -> tuple[Tensor, ClosedForm | None]:
     """Find where the table's curvature applies: the output, or the logits before a softmax."""
     base, applies = output, "identity"
@@ -260,7 +270,7 @@ def _base(
     if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):
         return base, None
     base = base.reshape(len(base), -1)
-    return base, loss.closed_form(applies, full_precision(base), target)
+    return base, loss.closed_form(applies, full_precision(base), relevant)
 
 
 def _spread(rows: Tensor) -> Tensor:

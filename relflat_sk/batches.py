@@ -220,19 +220,30 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
     -------
     As `x`.
     """
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    dtype = _floating_type(module)
 
     def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value if device is None else value.to(device)
+            if value.dtype == dtype or dtype is None:
+                return value
+            return value if _looks_up(module) and not value.is_floating_point() else value.to(dtype)
         if isinstance(value, Mapping):
             return {name: cast(part) for name, part in value.items()}
         if isinstance(value, tuple | list):
             return type(value)(cast(part) for part in value)
-        if not isinstance(value, Tensor):
-            return value
-        keep = dtype is None or not (value.is_floating_point() or not _looks_up(module))
-        return value.to(device=device, dtype=value.dtype if keep else dtype)
+        return value
 
     return cast(x)
+
+
+def _floating_type(module: nn.Module) -> torch.dtype | None:
+    """Return that of the first parameter, found faster than through `Module.parameters`."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                return parameter.dtype
+    return None
 
 
 def _looks_up(module: nn.Module) -> bool:

@@ -194,11 +194,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
 
 def _divisor(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> float:
     """Sum what the mean over a batch divides by."""
-    if loss.row is None:
-        divisors = output.new_ones(len(output))
-    else:
-        target = loss.check_target(output, target)
-        divisors = loss.row.divisors(loss.criterion, output, target)
+    divisors = loss.divisors(output, loss.check_target(output, target))
     return float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
 
 

@@ -39,7 +39,6 @@ __all__ = [
     "product_curvature",
     "pull_back",
     "softmax_curvature",
-    "summed_forms",
 ]
 
 
@@ -65,11 +64,36 @@ class ClosedForm(Curvature, Protocol):
     def root_product(self, vectors: Tensor) -> Tensor:
         """Products ``R_i v_i`` of vectors of the shape of ``z``, with their graph: (n, d)."""
 
+    def total(
+        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
+    ) -> Tensor:
+        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)`` over samples, for training.
+
+        Weights (n,), one if None, and scale are constants.
+        """
+
+
+def _total(
+    curvature: ClosedForm,
+    factor: Tensor,
+    features: Tensor,
+    weights: Tensor | None,
+    scale: float | Tensor,
+) -> Tensor:
+    forms = curvature(factor).sum(dim=1) * torch.linalg.vecdot(features, features)
+    total: Tensor = scale * (forms.sum() if weights is None else weights @ forms)
+    return total
+
 
 @dataclass(frozen=True)
 class _Softmax:
-    p: Tensor  # (n, d) probabilities
+    z: Tensor  # (n, d) logits
     scale: Tensor | None  # (n,) what multiplies diag(p) - p p^T, or None for one
+
+    @cached_property
+    def p(self) -> Tensor:
+        """Probabilities: (n, d)."""
+        return self.z.softmax(dim=1)
 
     @cached_property
     def top(self) -> Tensor:
@@ -90,10 +114,6 @@ class _Softmax:
         spread = second - 2 * c * first + r * c.square()
         forms = (spread - (first - r * c).square()).clamp_min(0)
         return self._scaled(forms)
-
-    def total(self, factor: Tensor) -> Tensor:
-        forms: Tensor = _TotalVariance.apply(self.p, factor)  # type: ignore[no-untyped-call]
-        return forms if self.scale is None else forms * self.scale
 
     def product(self, vectors: Tensor) -> Tensor:
         spread = vectors - (self.p * vectors).sum(dim=1, keepdim=True)
@@ -116,6 +136,20 @@ class _Softmax:
         products = parts - self.p * parts.sum(dim=1, keepdim=True)
         return products if self.scale is None else products * self.scale.sqrt()[:, None]
 
+    def total(
+        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
+    ) -> Tensor:
+        d, k = factor.shape
+        if d > k:
+            return _total(self, factor, features, weights, scale)
+        if self.scale is not None:
+            weights = self.scale if weights is None else weights * self.scale
+        each = scale if weights is None else scale * weights[:, None]
+        total: Tensor = _SoftmaxTotal.apply(  # type: ignore[no-untyped-call]
+            self.z, features, factor, each
+        )
+        return total
+
     def _others(self) -> Tensor:
         """1 - p, for the likeliest class as the sum of the others: uncancelled."""
         index = self.top[:, None]
@@ -126,39 +160,74 @@ class _Softmax:
         return array if self.scale is None else array * self.scale[:, None]
 
 
-class _TotalVariance(torch.autograd.Function):
-    """The sum over the columns of F of their variances under p, with its gradient.
+# differences between rows that are so few numbers that one writes them all out
+_FEW = 2**16
 
-    It takes nothing of F but how far its rows lie apart:
-      sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2 = p^T A p,
-    without negative terms, in arrays of d columns in place of F's k. A training step
-    differentiates it, and each small kernel that autograd would run for it is noticeable.
+
+class _SoftmaxTotal(torch.autograd.Function):
+    """What `ClosedForm.total` is for a softmax, with its gradient.
+
+    Exact to rounding relative to the largest distance between rows of F. It takes nothing of F
+    but how far its rows lie apart:
+      Tr(F^T B_i F) = sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2 = 1/2 p^T D p,
+    without negative terms, in arrays of d columns in place of F's k. A training step does this
+    each time, just after the network has filled the caches with other things, so that what it
+    costs is the number of operations, and above all of kinds of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, factor: Tensor) -> Tensor:
-        centred = factor - factor.mean(dim=0)  # against cancellation; changes no distance
-        slope = p @ _half_distances(centred)
-        ctx.save_for_backward(p, factor, centred, slope)
-        return (slope * p).sum(dim=1)
+    def forward(
+        ctx: Any, z: Tensor, features: Tensor, factor: Tensor, weights: float | Tensor
+    ) -> Tensor:
+        p = z.softmax(dim=1)
+        gaps = None
+        if factor.shape[0] * factor.numel() > _FEW:
+            distances = _squared_distances(factor)
+        else:
+            gaps = factor.unsqueeze(1) - factor
+            distances = (gaps * gaps).sum(dim=2)
+        slope = p @ distances
+        forms = (slope * p).sum(dim=1, keepdim=True)  # twice the variances
+        norms = (features * features).sum(dim=1, keepdim=True)
+        ctx.save_for_backward(z, features, factor, gaps, p, slope, forms, norms)
+        ctx.weights = weights
+        total: Tensor = (forms * norms * (0.5 * weights)).sum()
+        return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, ...]:
-        p, factor, centred, slope = ctx.saved_tensors
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        z, features, factor, gaps, p, slope, forms, norms = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            forms = ((p @ _half_distances(factor)) * p).sum(dim=1)
-            return torch.autograd.grad(forms, (p, factor), outer, create_graph=True)
-        weighted = outer[:, None] * p
-        pairs = p.T @ weighted
-        towards = pairs.sum(dim=1, keepdim=True) * centred - pairs @ centred
-        return 2 * outer[:, None] * slope, 2 * towards
+            forms = _Softmax(z, None)(factor).sum(dim=1, keepdim=True)
+            norms = features.square().sum(dim=1, keepdim=True)
+            total = (forms * norms * ctx.weights).sum()
+            needed = ctx.needs_input_grad
+            inputs = [
+                x for x, want in zip((z, features, factor, None), needed, strict=True) if want
+            ]
+            found = iter(torch.autograd.grad(total, inputs, outer, create_graph=True))
+            return tuple(next(found) if want else None for want in needed)
+        weights = outer * ctx.weights
+        weighted = p * (norms * weights)
+        pairs = p.T @ (weighted + weighted)
+        if gaps is None:
+            towards = _summed_gaps(pairs, factor)
+        else:
+            towards = (pairs.unsqueeze(2) * gaps).sum(dim=1)
+        return weighted * (slope - forms), features * (forms * weights), towards, None
 
 
-def _half_distances(rows: Tensor) -> Tensor:
-    """Halves of the squared distances between rows: (d, d)."""
-    gram = rows @ rows.T
-    half = gram.diagonal() / 2
-    return (half[:, None] + half - gram).clamp_min(0)
+def _squared_distances(rows: Tensor) -> Tensor:
+    """``|F_s - F_t|^2``, without writing the differences out: (d, d)."""
+    rows = rows - rows[0]  # where torch multiplies matrices, a common part would cancel
+    distances = torch.cdist(rows, rows)
+    return distances * distances
+
+
+def _summed_gaps(pairs: Tensor, rows: Tensor) -> Tensor:
+    """``sum_t A_st (F_s - F_t)``, in the same way: of the shape of F."""
+    rows = rows - rows[0]
+    return pairs.sum(dim=1, keepdim=True) * rows - pairs @ rows
 
 
 @dataclass(frozen=True)
@@ -179,6 +248,11 @@ class _Diagonal:
 
     def root_product(self, vectors: Tensor) -> Tensor:
         return safe_root(self.beta) * vectors
+
+    def total(
+        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
+    ) -> Tensor:
+        return _total(self, factor, features, weights, scale)
 
 
 @dataclass(frozen=True)
@@ -220,31 +294,7 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
     tensor([[0.1875]])
     """
-    return _Softmax(z.softmax(dim=1), scale)
-
-
-def summed_forms(curvature: ClosedForm, factor: Tensor) -> Tensor:
-    """Sum the column quadratic forms over columns: ``Tr(F^T B_i F)``, for training.
-
-    Parameters
-    ----------
-    curvature : ClosedForm
-    factor : Tensor of shape (d, k)
-
-    Returns
-    -------
-    Tensor of shape (n,)
-        Exact to rounding relative to the largest distance between rows of `factor`.
-
-    Examples
-    --------
-    >>> z = torch.tensor([[0.25, 0.75]]).log()
-    >>> summed_forms(softmax_curvature(z), torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
-    tensor([0.9375])
-    """
-    if isinstance(curvature, _Softmax) and len(factor) <= factor.shape[1]:
-        return curvature.total(factor)
-    return curvature(factor).sum(dim=1)
+    return _Softmax(z, scale)
 
 
 def diagonal_curvature(beta: Tensor) -> ClosedForm:

@@ -202,7 +202,7 @@ class Tap:
     passed_on: Tensor | None = None  # the same where measuring, with the graph of the tail
     bump: Tensor | None = None  # zeros added to its output where measuring; requires grad
     node: Any = None  # the autograd node at which the tail of the network starts
-    edge: Any = None  # the same as what to differentiate by in training, also if z is overwritten
+    output_nr: int = 0  # which of the node's outputs that was, also if z is overwritten
     calls: int = 0
     version: int = 0  # of `features`, to notice when they are written over
 
@@ -501,6 +501,8 @@ def primary_output(output: Any) -> Tensor:
     TypeError
         If there is no tensor in the output.
     """
+    if isinstance(output, Tensor):
+        return output
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     elif isinstance(output, tuple | list) and output:

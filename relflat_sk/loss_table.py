@@ -10,14 +10,14 @@ divisors are summed beside them, so that batches add up whatever their sizes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk.curvature import ClosedForm, diagonal_curvature, softmax_curvature
 
-__all__ = ["LINKS", "TABLE", "ProbabilityNLLLoss", "Row"]
+__all__ = ["LINKS", "TABLE", "ProbabilityNLLLoss", "Row", "Target"]
 
 Task = Literal["classification", "binary", "regression"]
 BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
@@ -41,13 +41,22 @@ class ProbabilityNLLLoss(nn.NLLLoss):
         return super().forward(torch.log(input + torch.finfo(input.dtype).eps), target)
 
 
+class Target(NamedTuple):
+    """A batch's target as the criterion takes it."""
+
+    values: Tensor
+    # what of it matters to curvature and divisors: None if all labels count, and count the same
+    relevant: Tensor | None
+
+
 @dataclass(frozen=True)
 class Row:
     """What the package knows of one criterion."""
 
     task: Task
-    check_target: Callable[[Any, Tensor, Tensor], Tensor]
-    divisors: Callable[[Any, Tensor, Tensor | None], Tensor]
+    read_target: Callable[[Any, Tensor, Tensor], Target]
+    # what each sample adds, as one number where all add the same
+    divisors: Callable[[Any, Tensor, Tensor | None], float | Tensor]
     best_constant: BestConstant | None
     links: Mapping[str, CurvatureOf] = field(default_factory=dict)
     needs_target: Callable[[Any], bool] = lambda criterion: False
@@ -56,7 +65,7 @@ class Row:
 # -- classes: softmax cross-entropy in its spellings -------------------------------------
 
 
-def _check_classes(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
     if output.ndim < 2:
         raise ValueError(
             f"{type(criterion).__name__} needs one output per class, shape (n, n_classes), "
@@ -64,7 +73,8 @@ def _check_classes(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
             "per class, or use BCEWithLogitsLoss for a single logit."
         )
     if target.shape == output.shape and target.is_floating_point():
-        return target.to(output.dtype)
+        target = target.to(output.dtype)
+        return Target(target, target)
     if target.ndim == output.ndim and target.shape[1:] == (1,):
         target = target.squeeze(1)
     expected = (output.shape[0], *output.shape[2:])
@@ -80,17 +90,19 @@ def _check_classes(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
             f"as {target[classes != target][0].item():g}. Is this a regression target? Then "
             "use a regression criterion such as MSELoss."
         )
-    n_classes = output.shape[1]
-    if not _are_indices(classes, n_classes):
-        valid = classes[classes != getattr(criterion, "ignore_index", -100)]
-        if not _are_indices(valid, n_classes):
-            raise ValueError(
-                f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
-                f"values from {int(valid.min())} to {int(valid.max())}. Encode the labels, for "
-                "instance with sklearn.preprocessing.LabelEncoder, or give the network more "
-                "outputs."
-            )
-    return classes
+    n_classes, ignored = output.shape[1], criterion.ignore_index
+    if _are_indices(classes, n_classes):  # all count, the usual case
+        matter = ignored >= 0 or criterion.weight is not None
+        return Target(classes, classes if matter else None)
+    valid = classes[classes != ignored]
+    if not _are_indices(valid, n_classes):
+        raise ValueError(
+            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
+            f"values from {int(valid.min())} to {int(valid.max())}. Encode the labels, for "
+            "instance with sklearn.preprocessing.LabelEncoder, or give the network more "
+            "outputs."
+        )
+    return Target(classes, classes)
 
 
 def _are_indices(classes: Tensor, n_classes: int) -> bool:
@@ -118,27 +130,18 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     if target.is_floating_point() or _class_target_matters(criterion):
         totals = _class_totals(criterion, target, z.shape[1], z.dtype)
         return softmax_curvature(z, totals.sum(dim=1))
-    if _all_count(criterion, target):
-        return softmax_curvature(z)
-    return softmax_curvature(z, target != criterion.ignore_index)
-
-
-def _all_count(criterion: Any, target: Tensor) -> bool:
-    """Whether no label is ignored, by one look at them: the usual case, in a training step."""
-    return criterion.ignore_index < 0 and target.min().item() >= 0
+    return softmax_curvature(z, (target != criterion.ignore_index).to(z.dtype))
 
 
 def _class_target_matters(criterion: Any) -> bool:
     return criterion.weight is not None
 
 
-def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> Tensor:
+def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
     n, n_classes = output.shape[:2]
     if target is None or target.is_floating_point():  # class probabilities
-        return output.new_full((n,), output.numel() / (n * n_classes))
+        return output.numel() / (n * n_classes)
     unweighted = criterion.weight is None or criterion.reduction != "mean"
-    if unweighted and target.ndim == 1 and _all_count(criterion, target):
-        return output.new_ones(n)
     kept: Tensor = target != criterion.ignore_index
     each: Tensor = kept if unweighted else criterion.weight[target.where(kept, 0)] * kept
     return each.to(output.dtype).reshape(n, -1).sum(dim=1)
@@ -160,7 +163,7 @@ def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: to
 def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:
     return Row(
         "classification",
-        _check_classes,
+        _read_classes,
         _class_divisors,
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
         dict.fromkeys(links, _softmax),
@@ -206,10 +209,8 @@ def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> Tensor:
-    n = len(output)
-    size = 1 if criterion.reduction == "sum" else output.numel() / n
-    return output.new_full((n,), size)
+def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
+    return 1 if criterion.reduction == "sum" else output.numel() / len(output)
 
 
 def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -278,7 +279,11 @@ def _output_row(
     links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = lambda criterion: False,
 ) -> Row:
-    return Row(task, check, _output_divisors, best_constant, links, needs_target)
+    def read(criterion: Any, output: Tensor, target: Tensor) -> Target:
+        target = check(criterion, output, target)
+        return Target(target, target)
+
+    return Row(task, read, _output_divisors, best_constant, links, needs_target)
 
 
 TABLE: dict[type, Row] = {

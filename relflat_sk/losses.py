@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from relflat_sk.curvature import ClosedForm
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.loss_table import LINKS, TABLE, Row
+from relflat_sk.loss_table import LINKS, TABLE, Row, Target
 
-__all__ = ["Loss", "as_criterion"]
+__all__ = ["Loss", "Target", "as_criterion"]
 
 
 def as_criterion(criterion: Any) -> Any:
@@ -63,12 +63,11 @@ class Loss:
     """
 
     criterion: Any
+    row: Row | None = field(init=False, repr=False)  # of the table, None if it has none
 
-    @property
-    def row(self) -> Row | None:
-        """The row of the table, None for a criterion that is not in it."""
+    def __post_init__(self) -> None:
         # subclasses may compute anything, so only the very class counts
-        return TABLE.get(type(self.criterion))
+        object.__setattr__(self, "row", TABLE.get(type(self.criterion)))
 
     @property
     def needs_target(self) -> bool:
@@ -110,7 +109,26 @@ class Loss:
         ValueError
             If it does not fit the output: shape, range or kind of number.
         """
-        return self.row.check_target(self.criterion, output, target) if self.row else target
+        return self.read_target(output, target).values
+
+    def read_target(self, output: Tensor, target: Tensor) -> Target:
+        """Check the target, and say what `closed_form` and `divisors` need of it."""
+        row = self.row
+        if row is None:
+            return Target(target, target)
+        return row.read_target(self.criterion, output, target)
+
+    def each_divisor(self, output: Tensor, target: Tensor | None) -> float | Tensor:
+        """Return what each sample adds to the divisor of the criterion's mean.
+
+        Of shape (n,), or one number where all samples add the same.
+        """
+        return 1.0 if self.row is None else self.row.divisors(self.criterion, output, target)
+
+    def divisors(self, output: Tensor, target: Tensor | None) -> Tensor:
+        """Return the same, always of shape (n,)."""
+        each = self.each_divisor(output, target)
+        return each if isinstance(each, Tensor) else output.new_full((len(output),), each)
 
     @property
     def acts_on_each_output(self) -> bool:
@@ -134,9 +152,8 @@ class Loss:
 
     def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> ClosedForm | None:
         """Curvature of the summed loss in `z`, None where the table has no such entry."""
-        if self.row is None or link is None or link not in self.row.links or z.ndim != 2:
-            return None
-        return self.row.links[link](self.criterion, z, target)
+        curvature = None if self.row is None else self.row.links.get(link or "")
+        return None if curvature is None or z.ndim != 2 else curvature(self.criterion, z, target)
 
     def terms(self, output: Tensor, target: Tensor, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Losses and divisors of the samples, both of shape (n,).
@@ -152,14 +169,13 @@ class Loss:
         n = len(output)
         row = self.row
         losses = self._call(output, target, each or row is not None)
+        divisors = self.divisors(output, target)
         if row is not None:
-            divisors = row.divisors(self.criterion, output, target)
             return losses.reshape(n, -1).sum(dim=1), divisors
-        ones = output.new_ones(n)
         reduction = getattr(self.criterion, "reduction", "mean")
         summed = reduction == "sum"
         if losses.numel() == 1 and not (each and n > 1):
-            return losses.reshape(()) / (n if summed else 1) * ones, ones
+            return losses.reshape(()) / (n if summed else 1) * divisors, divisors
         if losses.ndim == 0 or len(losses) != n:
             raise ValueError(
                 f"{_name(self.criterion)} gave losses of shape {tuple(losses.shape)} for {n} "
@@ -167,7 +183,7 @@ class Loss:
             )
         rows = losses.reshape(n, -1)
         over_outputs = summed or reduction == "batchmean"
-        return (rows.sum(dim=1) if over_outputs else rows.mean(dim=1)), ones
+        return (rows.sum(dim=1) if over_outputs else rows.mean(dim=1)), divisors
 
     def _call(self, output: Tensor, target: Tensor, each: bool) -> Tensor:
         criterion: Any = self.criterion

@@ -6,16 +6,14 @@ from what the training step's own forward pass sends through the layer: no secon
 and the gradient flows to everything that influences features, weight and predictions.
 """
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from relflat_sk.attention import explicit_attention
 from relflat_sk.batch_flatness import BatchLayer, batch_flatness
@@ -29,7 +27,7 @@ from relflat_sk.layers import (
     primary_output,
     weight_layers,
 )
-from relflat_sk.losses import Loss, as_criterion
+from relflat_sk.losses import Loss, Target, as_criterion
 from relflat_sk.norm_layers import explicit_norms, norm_layers
 
 __all__ = ["RelativeFlatnessPenalty"]
@@ -100,7 +98,7 @@ class RelativeFlatnessPenalty:
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
-        self._seen: dict[str, BatchLayer] = {}
+        self._seen: list[BatchLayer] = []
         self._plan: _Plan | None = None
 
     @contextmanager
@@ -112,33 +110,28 @@ class RelativeFlatnessPenalty:
         module : nn.Module
             The network that is trained.
         """
-        self._seen = {}  # nothing old must be taken for new if the forward pass fails
+        self._seen = []  # nothing old must be taken for new if the forward pass fails
         asked, plan = self._asked(), self._plan
-        if plan is None or not plan.is_of(module, asked):
-            # the order of the calls is known only afterwards, so watch all layers; training
-            # keeps what goes into each of them for the backward pass anyway
-            modules = list(module.modules())
-            norms = norm_layers(module)
-            with explicit_attention(module), explicit_norms(norms):
-                layers = weight_layers(module)
-                with _watch(layers, _names(module, asked, list(layers))) as taps:
-                    yield
-                penalised = _names(module, asked, list(taps))
-                named = dict(module.named_modules())
-                for name in penalised:
-                    check_unshared(name, named)
-                plan = _Plan.make(asked, modules, named, penalised, list(taps), norms)
-                self._plan = plan
-        else:
-            attention = explicit_attention(module) if plan.in_attention else nullcontext()
-            with attention, explicit_norms(plan.norms):
-                layers = {name: module.get_submodule(name) for name in plan.watched}
-                with _watch(layers, plan.penalised) as taps:
-                    yield
-        self._seen = {
-            name: BatchLayer(name, layer_map(layers[name]), taps.get(name, Tap()))
-            for name in plan.watched
-        }
+        if plan is not None and plan.is_of(module, asked):
+            with plan.watch(module) as watch:
+                yield
+            self._seen = list(watch.seen.values())
+            return
+        # the order of the calls is known only afterwards, so watch all layers; training keeps
+        # what goes into each of them for the backward pass anyway
+        parts, norms = list(module.modules()), norm_layers(module)
+        with _explicit(module, norms):
+            layers = weight_layers(module)
+            with _Watch(layers, _names(module, asked, list(layers))) as watch:
+                yield
+            order = list(watch.order)
+            penalised = _names(module, asked, order)
+            named = dict(module.named_modules())
+            for name in penalised:
+                check_unshared(name, named)
+            plan = _Plan.make(asked, parts, named, penalised, order, norms)
+        self._plan = plan
+        self._seen = [watch.seen[name] for name in plan.layers]
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""
@@ -174,23 +167,27 @@ class RelativeFlatnessPenalty:
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
-        return self.of_batch(loss, output, loss.check_target(output, y), sample_weight)
+        return self.of_batch(loss, output, loss.read_target(output, y), sample_weight)
 
     def of_batch(
         self,
         loss: Loss,
         output: Tensor,
-        target: Tensor,
+        target: Target,
         sample_weight: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """Compute the same of a target that `loss.check_target` has gone over already.
+        """Compute the same of a target that has been read already.
 
         Parameters
         ----------
         loss : Loss
         output : Tensor of shape (n, ...)
-        target : Tensor
+        target : Target
+            From `loss.read_target`.
         sample_weight : Tensor of shape (n,), optional
+        scale : float, default=1.0
+            What to multiply it by.
 
         Returns
         -------
@@ -200,21 +197,23 @@ class RelativeFlatnessPenalty:
             raise RuntimeError(
                 "the penalty has seen no forward pass: call the network inside `with "
                 "penalty.capture(module):` before each call of the penalty. (A compiled "
-                "network may have been compiled without the hooks.)"
+                "network ignores what is to be recorded.)"
             )
-        assert self._plan is not None
-        seen, self._seen = self._seen, {}
-        with torch.autocast(device_type=output.device.type, enabled=False):
-            return batch_flatness(
-                loss,
-                output,
-                target,
-                seen,
-                self._plan.penalised,
-                probes=self.probes,
-                normalize=self.normalize,
-                sample_weight=sample_weight,
-            )
+        device = output.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device_type=device, enabled=False):
+                return self.of_batch(loss, output, target, sample_weight, scale)
+        seen, self._seen = self._seen, []
+        return batch_flatness(
+            loss,
+            output,
+            target,
+            seen,
+            probes=self.probes,
+            normalize=self.normalize,
+            sample_weight=sample_weight,
+            scale=scale,
+        )
 
 
 @dataclass(frozen=True)
@@ -222,33 +221,59 @@ class _Plan:
     """Where to look in a network: nothing to find out again in each training step."""
 
     asked: tuple[Layer, ...] | None  # as the user named the layers
-    modules: list[nn.Module]
-    watched: list[str]
+    parts: list[nn.Module]  # of the network
+    children: list[dict[str, nn.Module | None]]  # of each part
+    layers: dict[str, nn.Module]  # what is penalised, and the last one
     penalised: list[str]
-    in_attention: bool  # whether attention must be run step by step for that
+    in_attention: bool  # whether attention must be run step by step
     norms: list[nn.Module]  # to be differentiated three times
 
     @classmethod
     def make(
         cls,
         asked: tuple[Layer, ...] | None,
-        modules: list[nn.Module],
+        parts: list[nn.Module],
         named: Mapping[str, nn.Module],
         penalised: list[str],
         order: list[str],
         norms: list[nn.Module],
     ) -> "_Plan":
-        watched = list(dict.fromkeys([*penalised, *order[-1:]]))
-        owners = [named[name.rpartition(".")[0]] for name in watched]
+        layers = {name: named[name] for name in [*penalised, *order[-1:]]}
+        owners = [named[name.rpartition(".")[0]] for name in layers]
         inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
         # nothing is behind the last layer that would be differentiated again
         earlier = any(name != order[-1] for name in penalised)
-        return cls(asked, modules, watched, penalised, inside, norms if earlier else [])
+        children = [dict(part._modules) for part in parts]
+        return cls(asked, parts, children, layers, penalised, inside, norms if earlier else [])
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        modules = list(module.modules())
-        same = len(modules) == len(self.modules) and asked == self.asked
-        return same and all(map(operator.is_, modules, self.modules))
+        """Whether the network is the one it was made for, and is still made of the same."""
+        return (
+            module is self.parts[0]
+            and asked == self.asked
+            and [part._modules for part in self.parts] == self.children
+        )
+
+    def watch(self, module: nn.Module) -> AbstractContextManager["_Watch"]:
+        """Record what the network does, and run it so that all can be differentiated."""
+        if self.in_attention or self.norms:
+            return self._watch_explicit(module)
+        return _Watch(self.layers, self.penalised)
+
+    @contextmanager
+    def _watch_explicit(self, module: nn.Module) -> Iterator["_Watch"]:
+        attention = explicit_attention(module) if self.in_attention else nullcontext()
+        with attention, explicit_norms(self.norms):
+            # in attention, some are other modules each time
+            layers = {name: module.get_submodule(name) for name in self.layers}
+            with _Watch(layers, self.penalised) as watch:
+                yield watch
+
+
+@contextmanager
+def _explicit(module: nn.Module, norms: Sequence[nn.Module]) -> Iterator[None]:
+    with explicit_attention(module), explicit_norms(norms):
+        yield
 
 
 def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
@@ -257,35 +282,49 @@ def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -
     return [find_layer(module, layer, order) for layer in asked]
 
 
-@contextmanager
-def _watch(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Iterator[dict[str, Tap]]:
-    """Record what goes through each layer, in the order in which they are called.
+class _Watch:
+    """Record what goes through each layer, and in which order they are called.
 
     Does what `relflat_sk.layers.call_order` and `tap` do for one layer, with less to set up
-    in each training step.
+    in each training step, where generators and hooks would be noticeable.
     """
-    taps: dict[str, Tap] = {}
-    handles = []
-    for name, layer in layers.items():
 
-        def after(
-            module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
-        ) -> Tensor | None:
-            seen = taps.setdefault(name, Tap())
-            seen.calls += 1
-            seen.features = args[0] if args else next(iter(kwargs.values()))
-            seen.version = seen.features._version
-            start = output
-            if name in penalised and torch.is_grad_enabled() and not output.requires_grad:
+    def __init__(self, layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> None:
+        self.seen = {
+            name: BatchLayer(name, layer_map(layer), Tap(), name in penalised)
+            for name, layer in layers.items()
+        }
+        self.order: dict[str, None] = {}  # names
+        self._usual: list[tuple[dict[str, Any], Any]] = []
+
+    def __enter__(self) -> "_Watch":
+        for seen in self.seen.values():
+            layer = seen.map.layer
+            attributes = layer.__dict__
+            self._usual.append((attributes, attributes.get("forward")))
+            attributes["forward"] = self._recording(layer.forward, seen)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for attributes, forward in reversed(self._usual):
+            if forward is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = forward
+
+    def _recording(self, forward: Callable[..., Tensor], seen: BatchLayer) -> Callable[..., Tensor]:
+        tap = seen.tap
+
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            output = forward(*args, **kwargs)
+            self.order[seen.name] = None
+            tap.calls += 1
+            tap.features = args[0] if args else next(iter(kwargs.values()))
+            tap.version = tap.features._version
+            if seen.penalised and not output.requires_grad and torch.is_grad_enabled():
                 # all is frozen up to here, but what is behind may be trained to be flat here
-                start = output.detach().requires_grad_().view_as(output)
-            seen.z, seen.node = start, start.grad_fn
-            seen.edge = get_gradient_edge(start) if start.requires_grad else None
-            return start if start is not output else None
+                output = output.detach().requires_grad_().view_as(output)
+            tap.z, tap.node, tap.output_nr = output, output.grad_fn, output.output_nr
+            return output
 
-        handles.append(layer.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
+        return recorded

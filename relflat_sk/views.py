@@ -274,9 +274,9 @@ def _look(
         _check_samples(name, taps[name], output)
     loss = network.loss.to(output.device, output.dtype)
     output = loss.classes_second(output, batch.y)
-    target = None
+    target = relevant = None
     if batch.y is not None:
-        target = loss.check_target(output, batch.y.to(output.device))
+        target, relevant = loss.read_target(output, batch.y.to(output.device))
     links = {name: find_link(output, taps[name].node) for name in names}
     last = names[-1]
     loss.warn_of(links[last])
@@ -292,13 +292,12 @@ def _look(
     all_closed = by_token == set(names) or all(map(loss.has_closed_form, links.values()))
     base = curvature = None
     if not all_closed and target is not None:
-        base, curvature = _base(loss, output, links[last], taps[last], target)
-    losses, divisors = output.new_full((n,), torch.nan), output.new_ones(n)
-    if target is not None:
+        base, curvature = _base(loss, output, links[last], taps[last], relevant)
+    if target is None:
+        losses, divisors = output.new_full((n,), torch.nan), loss.divisors(output, None)
+    else:
         with torch.enable_grad():
             losses, divisors = loss.terms(output, target, each=batch.weight is not None)
-    elif loss.row is not None:
-        divisors = loss.row.divisors(loss.criterion, output, None)
     weights = sample_weight(batch, n, output.device)
     layers = {}
     for name in names:
@@ -307,11 +306,11 @@ def _look(
         assert bump is not None
         as_map = layer_map(check_layer(network.module, name))
         # float64 from here on: probabilities close to one keep their distance from one
-        closed_form = loss.closed_form(links[name], z.double(), target)
+        closed_form = loss.closed_form(links[name], z.double(), relevant)
         if name in by_token:
             features = features.reshape(-1, features.shape[-1])
             z = z.reshape(-1, z.shape[-1]).double()
-            closed_form = loss.closed_form("identity", z, loss.per_token(target))
+            closed_form = loss.closed_form("identity", z, loss.per_token(relevant))
         layers[name] = LayerView(
             name=name,
             map=as_map,
@@ -351,7 +350,7 @@ def _check_samples(name: str, seen: Tap, output: Tensor) -> None:
 
 
 def _base(
-    loss: Loss, output: Tensor, link: str | None, last: Tap, target: Tensor
+    loss: Loss, output: Tensor, link: str | None, last: Tap, relevant: Tensor | None
 ) -> tuple[Tensor | None, ClosedForm | None]:
     """Find where the table's curvature applies, and that curvature.
 
@@ -368,4 +367,4 @@ def _base(
         return None, None
     with torch.enable_grad():
         base = base.reshape(len(base), -1)
-    return base, loss.closed_form(applies, base.detach().double(), target)
+    return base, loss.closed_form(applies, base.detach().double(), relevant)

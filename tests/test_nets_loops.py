@@ -90,6 +90,7 @@ class Own(nn.Module):
         return self.last(self.first(x).relu())
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_penalty_that_starts_after_compilation(backend):
     params = {"module": Own, "flatness_weight": 0, "optimizer": torch.optim.SGD}

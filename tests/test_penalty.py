@@ -188,16 +188,37 @@ def count_calls(net):
     return calls
 
 
-def test_takes_one_forward_pass_and_leaves_no_hooks():
+def test_takes_one_forward_pass_and_leaves_nothing_behind():
     net, criterion, X, y = make("cross-entropy")
     calls = count_calls(net)
     penalty = RelativeFlatnessPenalty("all")
     evaluate(penalty, net, criterion, X, y).backward()
     assert len(calls) == 1
-    with pytest.raises(ZeroDivisionError), penalty.capture(net):
-        raise ZeroDivisionError
-    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in net if isinstance(m, nn.Linear)]
-    assert not any(after or before for after, before in hooks)
+    fresh = make("cross-entropy")[0]
+    for layer in (0, "all", -1):  # the first time anew, then as planned
+        penalty.layer = layer
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), penalty.capture(net):
+                _ = len(net(X)) / 0
+            with penalty.capture(net):
+                net(X)
+            assert [m.__dict__.keys() for m in net] == [m.__dict__.keys() for m in fresh]
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in net)
+
+
+def test_keeps_what_others_put_in_place_of_a_layers_forward():
+    net, criterion, X, y = make("cross-entropy")
+    expected = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    calls, usual = [], net[-1].forward
+    net[-1].forward = own = lambda x: calls.append(1) or usual(x)
+    inner, outer = RelativeFlatnessPenalty(), RelativeFlatnessPenalty("all")
+    for done in (1, 2):
+        with outer.capture(net), inner.capture(net):
+            output = net(X)
+        assert inner(criterion, output, y) == expected
+        assert outer(criterion, output, y) > expected
+        assert net[-1].forward is own
+        assert len(calls) == done
 
 
 class Wrapped(nn.Module):
