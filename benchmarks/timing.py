@@ -24,8 +24,10 @@ __all__ = ["Budget", "Ratio", "environment", "interleave", "ratio", "table", "ve
 Times = dict[str, list[float]]
 
 
-def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> Times:
-    """Time every way once per round, in an order that each round draws anew.
+def interleave(
+    ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1, turn: int = 1
+) -> Times:
+    """Let every way have its turn in each round, in an order that each round draws anew.
 
     What ran before leaves its own data in the caches, or none after a garbage collection: in
     a fixed order one of the ways would always pay for that.
@@ -36,11 +38,13 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
     rounds : int
     warmup : int, default=1
         Rounds that do not count.
+    turn : int, default=1
+        How often a way is run in its turn.
 
     Returns
     -------
     dict of str to list of float
-        Seconds, one number per round.
+        Seconds of each run, those of a round at the same places for all ways.
     """
     times: Times = {name: [] for name in ways}
     order, generator = list(ways), random.Random(0)
@@ -50,11 +54,12 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
         for done in range(-warmup, rounds):
             generator.shuffle(order)
             for name in order:
-                start = time.perf_counter()
-                ways[name]()
-                seconds = time.perf_counter() - start
-                if done >= 0:
-                    times[name].append(seconds)
+                for _ in range(turn):
+                    start = time.perf_counter()
+                    ways[name]()
+                    seconds = time.perf_counter() - start
+                    if done >= 0:
+                        times[name].append(seconds)
             if rounds <= 100:
                 gc.collect()
     finally:

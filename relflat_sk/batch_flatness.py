@@ -36,7 +36,7 @@ from relflat_sk.numerics import full_precision, inverse_spread, safe_root, varie
 __all__ = ["BatchLayer", "batch_flatness"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchLayer:
     """A layer and what a training step's forward pass sent through it."""
 

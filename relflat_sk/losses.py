@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,11 +63,12 @@ class Loss:
     """
 
     criterion: Any
-    row: Row | None = field(init=False, repr=False)  # of the table, None if it has none
 
-    def __post_init__(self) -> None:
+    @property
+    def row(self) -> Row | None:
+        """The row of the table, None for a criterion that is not in it."""
         # subclasses may compute anything, so only the very class counts
-        object.__setattr__(self, "row", TABLE.get(type(self.criterion)))
+        return TABLE.get(type(self.criterion))
 
     @property
     def needs_target(self) -> bool:
@@ -123,7 +124,8 @@ class Loss:
 
         Of shape (n,), or one number where all samples add the same.
         """
-        return 1.0 if self.row is None else self.row.divisors(self.criterion, output, target)
+        row = self.row
+        return 1.0 if row is None else row.divisors(self.criterion, output, target)
 
     def divisors(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Return the same, always of shape (n,)."""
@@ -152,7 +154,8 @@ class Loss:
 
     def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> ClosedForm | None:
         """Curvature of the summed loss in `z`, None where the table has no such entry."""
-        curvature = None if self.row is None else self.row.links.get(link or "")
+        row = self.row
+        curvature = None if row is None else row.links.get(link or "")
         return None if curvature is None or z.ndim != 2 else curvature(self.criterion, z, target)
 
     def terms(self, output: Tensor, target: Tensor, *, each: bool = False) -> tuple[Tensor, Tensor]:

@@ -101,37 +101,44 @@ class RelativeFlatnessPenalty:
         self._seen: list[BatchLayer] = []
         self._plan: _Plan | None = None
 
-    @contextmanager
-    def capture(self, module: nn.Module) -> Iterator[None]:
+    def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what the forward pass inside the context sends through the layers.
 
         Parameters
         ----------
         module : nn.Module
             The network that is trained.
+
+        Returns
+        -------
+        context manager
         """
         self._seen = []  # nothing old must be taken for new if the forward pass fails
         asked, plan = self._asked(), self._plan
         if plan is not None and plan.is_of(module, asked):
-            with plan.watch(module) as watch:
-                yield
-            self._seen = list(watch.seen.values())
-            return
+            return plan.watch(module, self._see)
+        return self._plan_anew(module, asked)
+
+    def _see(self, seen: list[BatchLayer]) -> None:
+        self._seen = seen
+
+    @contextmanager
+    def _plan_anew(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
         # the order of the calls is known only afterwards, so watch all layers; training keeps
         # what goes into each of them for the backward pass anyway
         parts, norms = list(module.modules()), norm_layers(module)
         with _explicit(module, norms):
             layers = weight_layers(module)
-            with _Watch(layers, _names(module, asked, list(layers))) as watch:
+            names = _names(module, asked, list(layers))
+            with _Watch(layers, names, lambda seen: None) as watch:
                 yield
             order = list(watch.order)
             penalised = _names(module, asked, order)
             named = dict(module.named_modules())
             for name in penalised:
                 check_unshared(name, named)
-            plan = _Plan.make(asked, parts, named, penalised, order, norms)
-        self._plan = plan
-        self._seen = [watch.seen[name] for name in plan.layers]
+            self._plan = _Plan.make(asked, parts, named, penalised, order, norms)
+        self._seen = [watch.seen[name] for name in self._plan.layers]
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""
@@ -223,7 +230,7 @@ class _Plan:
     asked: tuple[Layer, ...] | None  # as the user named the layers
     parts: list[nn.Module]  # of the network
     children: list[dict[str, nn.Module | None]]  # of each part
-    layers: dict[str, nn.Module]  # what is penalised, and the last one
+    layers: dict[str, nn.Module]  # what is penalised, then the last one in any case
     penalised: list[str]
     in_attention: bool  # whether attention must be run step by step
     norms: list[nn.Module]  # to be differentiated three times
@@ -238,7 +245,8 @@ class _Plan:
         order: list[str],
         norms: list[nn.Module],
     ) -> "_Plan":
-        layers = {name: named[name] for name in [*penalised, *order[-1:]]}
+        last = order[-1:]
+        layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
         owners = [named[name.rpartition(".")[0]] for name in layers]
         inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
         # nothing is behind the last layer that would be differentiated again
@@ -254,20 +262,24 @@ class _Plan:
             and [part._modules for part in self.parts] == self.children
         )
 
-    def watch(self, module: nn.Module) -> AbstractContextManager["_Watch"]:
+    def watch(
+        self, module: nn.Module, see: Callable[[list[BatchLayer]], None]
+    ) -> AbstractContextManager[Any]:
         """Record what the network does, and run it so that all can be differentiated."""
         if self.in_attention or self.norms:
-            return self._watch_explicit(module)
-        return _Watch(self.layers, self.penalised)
+            return self._watch_explicit(module, see)
+        return _Watch(self.layers, self.penalised, see)
 
     @contextmanager
-    def _watch_explicit(self, module: nn.Module) -> Iterator["_Watch"]:
+    def _watch_explicit(
+        self, module: nn.Module, see: Callable[[list[BatchLayer]], None]
+    ) -> Iterator[None]:
         attention = explicit_attention(module) if self.in_attention else nullcontext()
         with attention, explicit_norms(self.norms):
             # in attention, some are other modules each time
             layers = {name: module.get_submodule(name) for name in self.layers}
-            with _Watch(layers, self.penalised) as watch:
-                yield watch
+            with _Watch(layers, self.penalised, see):
+                yield
 
 
 @contextmanager
@@ -286,10 +298,17 @@ class _Watch:
     """Record what goes through each layer, and in which order they are called.
 
     Does what `relflat_sk.layers.call_order` and `tap` do for one layer, with less to set up
-    in each training step, where generators and hooks would be noticeable.
+    in each training step, where generators and hooks would be noticeable. `see` is given what
+    was recorded, unless there was an error.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        penalised: Sequence[str],
+        see: Callable[[list[BatchLayer]], None],
+    ) -> None:
+        self.see = see
         self.seen = {
             name: BatchLayer(name, layer_map(layer), Tap(), name in penalised)
             for name, layer in layers.items()
@@ -305,12 +324,14 @@ class _Watch:
             attributes["forward"] = self._recording(layer.forward, seen)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: Any, *_: object) -> None:
         for attributes, forward in reversed(self._usual):
             if forward is None:
                 del attributes["forward"]
             else:
                 attributes["forward"] = forward
+        if error is None:
+            self.see(list(self.seen.values()))
 
     def _recording(self, forward: Callable[..., Tensor], seen: BatchLayer) -> Callable[..., Tensor]:
         tap = seen.tap

@@ -40,7 +40,10 @@ def run(module, *arguments, **variables):
                 "peak memory, scoring / forward",
             ],
         ),
-        ("benchmarks.training", ["LeNet-5, last layer / plain", "MLP, first layer / plain"]),
+        (
+            "benchmarks.training",
+            ["LeNet-5, last layer / no penalty", "MLP, first layer / no penalty"],
+        ),
         ("benchmarks.layers", ["flatness_report / forward-backward"]),
     ],
     ids=["scoring", "training", "layers"],
@@ -114,11 +117,15 @@ def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_way_is_timed_once_a_round_in_changing_orders():
+@pytest.mark.parametrize("turn", [1, 4])
+def test_every_way_has_its_turn_in_each_round_in_changing_orders(turn):
     calls = []
     ways = {name: partial(calls.append, name) for name in ("a", "b", "c")}
-    times = timing.interleave(ways, rounds=40, warmup=2)
-    rounds = [tuple(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    times = timing.interleave(ways, rounds=40, warmup=2, turn=turn)
+    turns = [calls[i : i + turn] for i in range(0, len(calls), turn)]
+    assert all(len(set(one)) == 1 for one in turns)
+    rounds = [tuple(one[0] for one in turns[i : i + 3]) for i in range(0, len(turns), 3)]
     assert len(rounds) == 42
     assert set(rounds) == set(permutations("abc"))
-    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abc", 40)
+    lengths = {name: len(seconds) for name, seconds in times.items()}
+    assert lengths == dict.fromkeys("abc", 40 * turn)

@@ -79,6 +79,14 @@ def test_earlier_layers_are_right_on_average(case, layer, probes):
     assert_right_on_average(penalty, net, criterion, X, y, truth)
 
 
+@pytest.mark.parametrize("case", CLOSED)
+def test_the_order_in_which_layers_are_named_does_not_matter(case):
+    net, criterion, X, y = make(case)
+    values = [evaluate(RelativeFlatnessPenalty(order), net, criterion, X, y)
+              for order in ([-1, 0], [0, -1])]  # fmt: skip
+    assert_close(values[0], values[1], rtol=EXACT, atol=0)
+
+
 @pytest.mark.parametrize("case", REDUCIBLE)
 def test_sums_where_the_criterion_sums(case):
     net, criterion, X, y = make(case)
