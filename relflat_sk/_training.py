@@ -123,8 +123,8 @@ class PenalisedNet(NeuralNet):
         if not (learns and self.flatness_weight > 0):
             return _full_precision(super().infer(x, **fit_params))
         if "_orig_mod" in module._modules:
-            with self._uncompiled():
-                return self.infer(x, **fit_params)
+            with self._uncompiled():  # not `self.infer`, which may be a subclass's
+                return PenalisedNet.infer(self, x, **fit_params)
         # past __setattr__, which skorch looks through all its components in
         penalty = self.__dict__["_captured"] = self._watcher()
         with penalty.capture(original(module)):
@@ -158,9 +158,11 @@ class PenalisedNet(NeuralNet):
         y_true, weight = split_target(y_true)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
-        if not isinstance(y_true, Tensor):
+        if isinstance(y_true, Tensor):
+            y_true = y_true.to(y_pred.device)
+        else:
             y_true = to_tensor(y_true, device=self.device)
-        target = criterion.read_target(y_pred, y_true.to(y_pred.device))
+        target = criterion.read_target(y_pred, y_true)
         if weight is None:
             weighted = {}
             loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)

@@ -198,7 +198,14 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
                 f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}."
             )
         x, y = item
-        yield Batch(x, y if isinstance(y, Tensor) else torch.as_tensor(y), None)
+        try:
+            y = torch.as_tensor(y)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"the labels of a Dataset or DataLoader must make one array, got a "
+                f"{type(y).__name__}: {error}. Measure with a loader that gives tensors."
+            ) from error
+        yield Batch(x, y, None)
     if empty:
         raise ValueError("X has no samples, and flatness is a mean over samples.")
 

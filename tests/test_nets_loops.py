@@ -27,7 +27,9 @@ from torch.testing import assert_close
 from relflat_sk import (
     MLP,
     FlatnessScorer,
+    FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
     relative_flatness,
 )
@@ -120,6 +122,20 @@ def test_what_is_compiled():
     assert runs.count(False) > 0
     net.set_params(flatness_weight=0).partial_fit(X, NAMES)
     assert runs.count(True) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
+def test_a_compiled_net_calls_a_subclass_once_per_step():
+    calls = []
+
+    class Counting(Classifier):
+        def infer(self, x, **fit_params):
+            calls.append(torch.is_grad_enabled())
+            return super().infer(x, **fit_params)
+
+    params = {"module": Own, "batch_size": 42, "max_epochs": 2}
+    make(Counting, compile=True, compile__backend="eager", **params).fit(X, NAMES)
+    assert calls.count(True) == 2
 
 
 # -- mixed precision ---------------------------------------------------------------------
@@ -519,3 +535,37 @@ def test_the_penalty_looks_through_wrappers():
     module = MLP(4, 3)
     assert original(module) is module
     assert original(torch.compile(module, backend="eager")) is module
+
+
+class Parts(torch.utils.data.Dataset):
+    """Labels that are not one array."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i], {"half": X[i, :1] / 2, "rest": X[i, 1:2]}
+
+
+class PartsLoss(nn.Module):
+    def forward(self, output, target):
+        return (output - target["half"] - target["rest"]).square().mean()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_labels_of_a_criterion_of_ones_own_may_be_anything(weight):
+    net = RelativeFlatnessRegularizedNet(
+        nn.Linear(4, 1),
+        criterion=PartsLoss,
+        flatness_weight=weight,
+        max_epochs=5,
+        train_split=None,
+        verbose=0,
+        random_state=0,
+    )
+    with pytest.warns(FlatnessWarning, match="labels .* must make one array, got a dict"):
+        net.fit(Parts())
+    losses = net.history[:, "train_loss"]
+    assert losses[-1] < losses[0]
+    assert (penalties(net) > 0).all() == (weight > 0)
+    assert np.isnan(net.relative_flatness_)
