@@ -135,7 +135,8 @@ def main() -> int:
     steps = arguments.steps or (10 if arguments.quick else 300)
     images, y = load_images(2048 if arguments.quick else 12_800, arguments.data)
     pixels = images.flatten(1)[:, :784].contiguous()
-    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {TURN} in turn")
+    turn = min(TURN, steps)
+    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in turn")
     print(environment())
 
     rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
@@ -155,7 +156,6 @@ def main() -> int:
                 for name in names
             }
             # the dense Hessian takes its time: fewer rounds would do, but they take turns
-            turn = min(TURN, steps)
             times = interleave(runs, steps // turn, warmup=2, turn=turn)
             title = network if loader else f"{network} without the loader"
             for name, seconds in times.items():
