@@ -93,7 +93,7 @@ def test_does_not_change_training(data):
 
 def test_trains_on_the_training_part_only(data):
     X, y = data
-    net = make(StopAtLoss(0.35), train_split=ValidSplit(3)).fit(X, y)
+    net = make(StopAtLoss(0.3), train_split=ValidSplit(3)).fit(X, y)
     train, _ = ValidSplit(3)(net.get_dataset(X, np.unique(y, return_inverse=True)[1]))
     targets = torch.tensor([int(train[i][1]) for i in range(len(train))])
     inputs = torch.tensor(np.stack([train[i][0] for i in range(len(train))]))
@@ -214,7 +214,7 @@ def test_stops_at_a_stationary_point():
 def test_on_stock_skorch_nets(data, split):
     X, y = data
     classes = np.unique(y, return_inverse=True)[1]
-    stops = [StopAtLoss(0.35), StopAtGradientNorm(1e-9, every=5)]
+    stops = [StopAtLoss(0.3), StopAtGradientNorm(1e-9, every=5)]
     params = {"callbacks": stops, "verbose": 0, "max_epochs": 300, "train_split": split}
     net = NeuralNetClassifier(
         Dropping, module__softmax=True, criterion=nn.NLLLoss, optimizer=torch.optim.Adam, **params
@@ -265,7 +265,7 @@ def test_on_data_sets(data):
             return X[i], targets[i]
 
     for dataset in (Pairs(), torch.utils.data.TensorDataset(torch.tensor(X), targets)):
-        net = make(StopAtLoss(0.35), StopAtGradientNorm(1e-9), module=Dropping).fit(dataset)
+        net = make(StopAtLoss(0.3), StopAtGradientNorm(1e-9), module=Dropping).fit(dataset)
         assert net.converged_
 
 
