@@ -273,8 +273,7 @@ class EstimatorNet(PenalisedNet):
         return hasattr(self, self._task.learned)
 
     def _n_outputs(self) -> int | None:
-        task = self._task
-        return task.n_outputs(self) if hasattr(self, task.learned) else None
+        return self._task.n_outputs(self) if self._knows_targets() else None
 
     def initialize_criterion(self) -> "EstimatorNet":
         """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._sample_weights import plain, split_target, training_network, weigh, with_weights
-from relflat_sk.batches import cast_inputs
+from relflat_sk.batches import cast_inputs, floating_parameter
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.flatness import measure_layers
 from relflat_sk.layers import primary_output
@@ -131,10 +131,10 @@ class PenalisedNet(NeuralNet):
             return _full_precision(super().infer(x, **fit_params))
 
     def _type_of(self, module: nn.Module) -> torch.dtype | None:
-        """Return that of the first parameter, which is looked for once in a training."""
+        """Return that of the inputs, which is looked for once in a training."""
         known = self.__dict__.get("_first_parameter")
         if known is None or known[0] is not module:
-            known = self.__dict__["_first_parameter"] = module, next(module.parameters(), None)
+            known = self.__dict__["_first_parameter"] = module, floating_parameter(module)
         return None if known[1] is None else known[1].dtype
 
     @contextmanager

@@ -77,7 +77,7 @@ def batch_flatness(
     probes: int = 1,
     normalize: bool = False,
     sample_weight: Tensor | None = None,
-    scale: float | Tensor = 1.0,
+    scale: float = 1.0,
 ) -> Tensor:
     r"""Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch.
 
@@ -95,7 +95,7 @@ def batch_flatness(
     normalize : bool
         Measure features in units of their standard deviation in the batch.
     sample_weight : Tensor of shape (n,), optional
-    scale : float or Tensor of shape ()
+    scale : float
         What to multiply the sum by.
 
     Returns
@@ -110,7 +110,7 @@ def batch_flatness(
     """
     weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
     relevant = target.relevant
-    scale = scale * _share(loss, output, relevant, weights)
+    share = scale * _share(loss, output, relevant, weights)
     totals, probed = [], []
     for layer in layers:
         if not layer.penalised:
@@ -119,12 +119,12 @@ def batch_flatness(
         if found is None:
             probed.append(layer)
         else:
-            totals.append(_exact(layer, *found, weights, scale, normalize))
+            totals.append(_exact(layer, *found, weights, share, normalize))
     if probed:
         curved = _base(loss, output, relevant, layers[-1])
         estimate = _estimator(loss, output, target.values, curved, probed, weights, normalize)
         draws = [estimate() for _ in range(probes)]
-        totals.append(scale * (draws[0] if probes == 1 else torch.stack(draws).mean()))
+        totals.append(share * (draws[0] if probes == 1 else torch.stack(draws).mean()))
     return _sum(totals, output)
 
 
@@ -173,7 +173,7 @@ def _exact(
     features: Tensor,
     closed: ClosedForm,
     weights: Tensor | None,
-    scale: float | Tensor,
+    share: float | Tensor,
     normalize: bool,
 ) -> Tensor:
     weight = layer.weight
@@ -183,7 +183,7 @@ def _exact(
         features = features * inverse_spread(spread)
     if weights is not None:  # of samples, of each of their tokens
         weights = weights.repeat_interleave(len(features) // len(weights))
-    return closed.total(weight, features, weights, scale / (2 * weight.shape[1]))
+    return closed.total(weight, features, weights, share / (2 * weight.shape[1]))
 
 
 def _estimator(

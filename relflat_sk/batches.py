@@ -11,7 +11,15 @@ from scipy.sparse import issparse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Batch", "Batches", "cast_inputs", "check_finite", "count_samples", "make_batches"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "cast_inputs",
+    "check_finite",
+    "count_samples",
+    "floating_parameter",
+    "make_batches",
+]
 
 
 @dataclass(frozen=True)
@@ -227,7 +235,8 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
     -------
     As `x`.
     """
-    dtype = _floating_type(module)
+    first = floating_parameter(module)
+    dtype = None if first is None else first.dtype
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -244,13 +253,9 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
     return cast(x)
 
 
-def _floating_type(module: nn.Module) -> torch.dtype | None:
-    """Return that of the first parameter, found faster than through `Module.parameters`."""
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.is_floating_point():
-                return parameter.dtype
-    return None
+def floating_parameter(module: nn.Module) -> nn.Parameter | None:
+    """Return the first parameter of a floating type, which is that of the network's inputs."""
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
 def _looks_up(module: nn.Module) -> bool:

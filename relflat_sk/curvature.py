@@ -73,16 +73,15 @@ class ClosedForm(Curvature, Protocol):
         """
 
 
-def _total(
-    curvature: ClosedForm,
-    factor: Tensor,
-    features: Tensor,
-    weights: Tensor | None,
-    scale: float | Tensor,
-) -> Tensor:
-    forms = curvature(factor).sum(dim=1) * torch.linalg.vecdot(features, features)
-    total: Tensor = scale * (forms.sum() if weights is None else weights @ forms)
-    return total
+def _each(weights: Tensor | None, scale: float | Tensor) -> float | Tensor:
+    """Return what the samples' forms are multiplied by: a number or (n, 1)."""
+    return scale if weights is None else scale * weights[:, None]
+
+
+def _total(curvature: ClosedForm, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
+    forms = curvature(factor).sum(dim=1, keepdim=True)
+    norms = features.square().sum(dim=1, keepdim=True)
+    return (forms * norms * each).sum()
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,11 @@ class _Softmax:
     ) -> Tensor:
         d, k = factor.shape
         if d > k:
-            return _total(self, factor, features, weights, scale)
+            return _total(self, factor, features, _each(weights, scale))
         if self.scale is not None:
             weights = self.scale if weights is None else weights * self.scale
-        each = scale if weights is None else scale * weights[:, None]
         total: Tensor = _SoftmaxTotal.apply(  # type: ignore[no-untyped-call]
-            self.z, features, factor, each
+            self.z, features, factor, _each(weights, scale)
         )
         return total
 
@@ -177,7 +175,7 @@ class _SoftmaxTotal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, features: Tensor, factor: Tensor, weights: float | Tensor
+        ctx: Any, z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
     ) -> Tensor:
         p = z.softmax(dim=1)
         gaps = None
@@ -190,31 +188,29 @@ class _SoftmaxTotal(torch.autograd.Function):
         forms = (slope * p).sum(dim=1, keepdim=True)  # twice the variances
         norms = (features * features).sum(dim=1, keepdim=True)
         ctx.save_for_backward(z, features, factor, gaps, p, slope, forms, norms)
-        ctx.weights = weights
-        total: Tensor = (forms * norms * (0.5 * weights)).sum()
+        ctx.each = each
+        total: Tensor = (forms * norms * (0.5 * each)).sum()
         return total
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         z, features, factor, gaps, p, slope, forms, norms = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            forms = _Softmax(z, None)(factor).sum(dim=1, keepdim=True)
-            norms = features.square().sum(dim=1, keepdim=True)
-            total = (forms * norms * ctx.weights).sum()
+            total = _total(_Softmax(z, None), factor, features, ctx.each)
             needed = ctx.needs_input_grad
             inputs = [
                 x for x, want in zip((z, features, factor, None), needed, strict=True) if want
             ]
             found = iter(torch.autograd.grad(total, inputs, outer, create_graph=True))
             return tuple(next(found) if want else None for want in needed)
-        weights = outer * ctx.weights
-        weighted = p * (norms * weights)
+        each = outer * ctx.each
+        weighted = p * (norms * each)
         pairs = p.T @ (weighted + weighted)
         if gaps is None:
             towards = _summed_gaps(pairs, factor)
         else:
             towards = (pairs.unsqueeze(2) * gaps).sum(dim=1)
-        return weighted * (slope - forms), features * (forms * weights), towards, None
+        return weighted * (slope - forms), features * (forms * each), towards, None
 
 
 def _squared_distances(rows: Tensor) -> Tensor:
@@ -252,7 +248,7 @@ class _Diagonal:
     def total(
         self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
     ) -> Tensor:
-        return _total(self, factor, features, weights, scale)
+        return _total(self, factor, features, _each(weights, scale))
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
         )
     n_classes, ignored = output.shape[1], criterion.ignore_index
     if _are_indices(classes, n_classes):  # all count, the usual case
-        matter = ignored >= 0 or criterion.weight is not None
+        matter = ignored >= 0 or _class_target_matters(criterion)
         return Target(classes, classes if matter else None)
     valid = classes[classes != ignored]
     if not _are_indices(valid, n_classes):

@@ -127,7 +127,7 @@ class RelativeFlatnessPenalty:
         # the order of the calls is known only afterwards, so watch all layers; training keeps
         # what goes into each of them for the backward pass anyway
         parts, norms = list(module.modules()), norm_layers(module)
-        with _explicit(module, norms):
+        with explicit_attention(module), explicit_norms(norms):
             layers = weight_layers(module)
             names = _names(module, asked, list(layers))
             with _Watch(layers, names, lambda seen: None) as watch:
@@ -280,12 +280,6 @@ class _Plan:
             layers = {name: module.get_submodule(name) for name in self.layers}
             with _Watch(layers, self.penalised, see):
                 yield
-
-
-@contextmanager
-def _explicit(module: nn.Module, norms: Sequence[nn.Module]) -> Iterator[None]:
-    with explicit_attention(module), explicit_norms(norms):
-        yield
 
 
 def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
