@@ -26,10 +26,12 @@ demo: $(READY)  ## train candidates on digits, rank them by flatness, write out/
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-lint: $(READY)  ## check style and types
+lint: $(READY)  ## check style, types, imports and dependencies
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/deptry relflat_sk
 
 format: $(READY)  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.timing import environment, table
 from relflat_sk import correlate, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.invariances import INVARIANCES
+from relflat_sk.measures._registry import INVARIANCES
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
 WIDTHS = (64, 48, 32, 10)

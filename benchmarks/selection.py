@@ -49,7 +49,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
 )
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 
 MEASURES = ("relative_flatness", "normalized_relative_flatness")
 

@@ -1,40 +1,48 @@
 """Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
 
-from relflat_sk.callbacks import StopAtGradientNorm, StopAtLoss
-from relflat_sk.conditions import sharpness_conditions
-from relflat_sk.correlation import correlate
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
-from relflat_sk.granulated import granulated_kendall
-from relflat_sk.label_noise_plots import LabelNoiseDisplay
-from relflat_sk.measure_plots import MeasurePanelsDisplay
 from relflat_sk.measures import (
+    FlatnessScorer,
     flatness_report,
     get_measure_names,
     measure,
     relative_flatness,
 )
-from relflat_sk.minima import rank_minima
-from relflat_sk.minima_plots import FlatnessGapDisplay, MinimaRankingDisplay
-from relflat_sk.model_plots import LayerFlatnessDisplay, SharpnessKLDisplay
-from relflat_sk.models import MLP
-from relflat_sk.mutual_information import conditional_mutual_information
-from relflat_sk.neighbours import label_constancy
-from relflat_sk.nets import (
+from relflat_sk.minima import (
+    conditional_mutual_information,
+    correlate,
+    granulated_kendall,
+    rank_minima,
+)
+from relflat_sk.plots import (
+    FlatnessGapDisplay,
+    FlatnessHistoryDisplay,
+    LabelNoiseDisplay,
+    LayerFlatnessDisplay,
+    MeasurePanelsDisplay,
+    MinimaRankingDisplay,
+    SharpnessKLDisplay,
+)
+from relflat_sk.search import FlatMinimaSearch, MinimaObjective, flattest_within
+from relflat_sk.theory import (
+    feature_robustness,
+    generalization_bound,
+    label_constancy,
+    reparameterize,
+    representativeness,
+    sharpness_conditions,
+)
+from relflat_sk.training import (
+    MLP,
+    RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
+    StopAtGradientNorm,
+    StopAtLoss,
 )
-from relflat_sk.objective import MinimaObjective
-from relflat_sk.penalty import RelativeFlatnessPenalty
-from relflat_sk.reparameterize import reparameterize
-from relflat_sk.representativeness import generalization_bound, representativeness
-from relflat_sk.robustness import feature_robustness
-from relflat_sk.sam import SharpnessAwareMixin
-from relflat_sk.scorer import FlatnessScorer
-from relflat_sk.selection import flattest_within
-from relflat_sk.study import FlatMinimaSearch
-from relflat_sk.training_plots import FlatnessHistoryDisplay
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,93 @@
+"""Checks of scalar arguments, which all modules share."""
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = ["check_integer", "check_number", "is_integer", "is_number"]
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, numpy's included; booleans are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number, numpy's included; booleans are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_integer(
+    name: str, value: Any, *, minimum: int, optional: bool = False, reason: str = ""
+) -> None:
+    """Refuse a value that is not an integer of at least `minimum`.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    value : object
+        The argument, as the user gave it.
+    minimum : int
+        The smallest value allowed.
+    optional : bool, default=False
+        Whether None is allowed, too.
+    reason : str, optional
+        Why smaller values make no sense; ends the message.
+
+    Raises
+    ------
+    ValueError
+        If the value is not such an integer.
+
+    Examples
+    --------
+    >>> check_integer("n_draws", 1, minimum=2, reason="one draw has no standard error")
+    Traceback (most recent call last):
+    ...
+    ValueError: n_draws must be an integer of at least 2, got 1: one draw has no standard error.
+    """
+    if (optional and value is None) or (is_integer(value) and value >= minimum):
+        return
+    least = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+    ending = f": {reason}." if reason else "."
+    raise ValueError(f"{name} must be {least}{' or None' * optional}, got {value!r}{ending}")
+
+
+def check_number(
+    name: str, value: Any, *, positive: bool = True, optional: bool = False, reason: str = ""
+) -> None:
+    """Refuse a value that is not a finite positive number.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    value : object
+        The argument, as the user gave it.
+    positive : bool, default=True
+        Whether 0 is refused, too.
+    optional : bool, default=False
+        Whether None is allowed, too.
+    reason : str, optional
+        Why other values make no sense; ends the message.
+
+    Raises
+    ------
+    ValueError
+        If the value is not such a number.
+
+    Examples
+    --------
+    >>> check_number("weight_decay", -0.1, positive=False)
+    Traceback (most recent call last):
+    ...
+    ValueError: weight_decay must be a finite number of at least 0, got -0.1.
+    """
+    if optional and value is None:
+        return
+    if is_number(value) and math.isfinite(value) and (value > 0 if positive else value >= 0):
+        return
+    kind = "a finite positive number" if positive else "a finite number of at least 0"
+    ending = f": {reason}." if reason else "."
+    raise ValueError(f"{name} must be {kind}{' or None' * optional}, got {value!r}{ending}")

@@ -1,0 +1,76 @@
+"""A trained network with its loss and data; its layers, found and recorded."""
+
+from relflat_sk._network.attention import explicit_attention
+from relflat_sk._network.batches import (
+    Batch,
+    Batches,
+    cast_inputs,
+    check_weights,
+    count_samples,
+    floating_parameter,
+    make_batches,
+)
+from relflat_sk._network.layer_maps import LayerMap, chosen, layer_map
+from relflat_sk._network.layers import (
+    WEIGHT_LAYERS,
+    Layer,
+    Tap,
+    call_order,
+    check_layer,
+    check_thrice,
+    check_unshared,
+    find_layer,
+    find_link,
+    hands_on,
+    is_piecewise_linear,
+    primary_output,
+    tap,
+    weight_layers,
+)
+from relflat_sk._network.network import (
+    Network,
+    Outcome,
+    borrowed,
+    mean_loss,
+    outcome_of,
+    outcomes,
+    sample_weight,
+)
+from relflat_sk._network.norm_layers import explicit_norms, find_norm_layers
+
+__all__ = [
+    "WEIGHT_LAYERS",
+    "Batch",
+    "Batches",
+    "Layer",
+    "LayerMap",
+    "Network",
+    "Outcome",
+    "Tap",
+    "borrowed",
+    "call_order",
+    "cast_inputs",
+    "check_layer",
+    "check_thrice",
+    "check_unshared",
+    "check_weights",
+    "chosen",
+    "count_samples",
+    "explicit_attention",
+    "explicit_norms",
+    "find_layer",
+    "find_link",
+    "find_norm_layers",
+    "floating_parameter",
+    "hands_on",
+    "is_piecewise_linear",
+    "layer_map",
+    "make_batches",
+    "mean_loss",
+    "outcome_of",
+    "outcomes",
+    "primary_output",
+    "sample_weight",
+    "tap",
+    "weight_layers",
+]

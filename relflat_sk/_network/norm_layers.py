@@ -1,0 +1,127 @@
+"""Normalisation layers that can be differentiated as often as a penalty needs.
+
+The gradient of a penalty at an earlier layer is a third derivative of the loss. Torch's
+formula for the second derivative of its fused normalisations takes the mean and deviation
+that the forward pass saved for constants, so that every third derivative behind them is
+wrong, without an error. While `explicit_norms` is open, normalisation layers compute the same
+as ever, but are differentiated through their definition.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from relflat_sk._numerics import full_precision
+
+__all__ = ["explicit_norms", "find_norm_layers"]
+
+
+def find_norm_layers(module: nn.Module) -> list[nn.Module]:
+    """List the layers of a network that normalise by statistics of their input.
+
+    Parameters
+    ----------
+    module : nn.Module
+
+    Returns
+    -------
+    list of nn.Module
+    """
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
+             nn.GroupNorm, nn.RMSNorm)  # fmt: skip
+    return [m for m in module.modules() if isinstance(m, kinds) and "forward" not in m.__dict__]
+
+
+@contextmanager
+def explicit_norms(layers: Sequence[Any]) -> Iterator[None]:
+    """Differentiate these layers through their definition while the context is open.
+
+    Parameters
+    ----------
+    layers : sequence of nn.Module
+        From `find_norm_layers`.
+    """
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = partial(_forward, layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    given = isinstance(layer, _BatchNorm | _InstanceNorm) and not _by_input(layer)
+    if given or not torch.is_grad_enabled():
+        usual: Tensor = type(layer).forward(layer, x)
+        return usual
+    function = _OfBatch if isinstance(layer, _BatchNorm) else _OfSample
+    tensors = layer.weight, getattr(layer, "bias", None)
+    done: Tensor = function.apply(layer, x, *tensors)  # type: ignore[no-untyped-call]
+    return done
+
+
+def _by_input(layer: Any) -> bool:
+    """Whether batch or instance norm uses the input's statistics rather than running ones."""
+    return layer.training or layer.running_mean is None
+
+
+class _OfSample(torch.autograd.Function):
+    """A normalisation, with its fused forward pass and the gradient of its definition."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight, bias)
+        out: Tensor = type(layer).forward(layer, x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled()
+        tensors, used = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        if not again:  # nothing is to reach into the graph that is being torn down
+            tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
+        with torch.enable_grad():
+            out = _define(ctx.layer, *tensors).to(outer.dtype)
+        needed = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
+        found = iter(torch.autograd.grad(out, needed, outer, create_graph=again))
+        return None, *(next(found) if is_used else None for is_used in used)
+
+
+class _OfBatch(_OfSample):
+    """The same by statistics of the batch: for given statistics, a linear map of each sample."""
+
+
+def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Compute what a layer does in terms of means."""
+    x = full_precision(x)
+    rows, axes, shape = _arrange(layer, x)
+    eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+    centred = rows if isinstance(layer, nn.RMSNorm) else rows - rows.mean(axes, keepdim=True)
+    out = (centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()).reshape(x.shape)
+    out = out if weight is None else out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+def _arrange(layer: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return the input, the axes to take means over, and the shape of the layer's weight."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        shape = tuple(layer.normalized_shape)
+        return x, tuple(range(-len(shape), 0)), shape
+    if isinstance(layer, _InstanceNorm):
+        # there may be no axis of samples
+        positions = layer._get_no_batch_dim() - 1  # type: ignore[no-untyped-call]
+        return x, tuple(range(-positions, 0)), (-1, *[1] * positions)
+    shape = (-1, *[1] * (x.ndim - 2))
+    if isinstance(layer, nn.GroupNorm):
+        return x.reshape(len(x), layer.num_groups, -1), (2,), shape
+    return x, (0, *range(2, x.ndim)), shape

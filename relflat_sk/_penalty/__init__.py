@@ -1,0 +1,5 @@
+"""Relative flatness of a training batch, differentiable."""
+
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
+
+__all__ = ["RelativeFlatnessPenalty"]

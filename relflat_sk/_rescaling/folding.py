@@ -1,0 +1,196 @@
+r"""The layers of a network as the affine maps they are, with batch norm folded into them.
+
+In evaluation mode batch norm multiplies each channel by a number and adds another. Behind a
+layer with a weight matrix it is part of that layer:
+
+.. math::
+    \gamma \frac{W x + b - \mu}{\sqrt{v + \epsilon}} + \beta = W' x + b', \qquad
+    W' = \mathrm{diag}\Big(\frac{\gamma}{\sqrt{v + \epsilon}}\Big) W .
+
+Nothing is changed in the network: what is folded are copies of its weights, in float64.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from relflat_sk._network import WEIGHT_LAYERS, LayerMap, Network, layer_map
+from relflat_sk._rescaling.reparameterization import trace
+from relflat_sk._rescaling.scales import NORMS, is_plain
+
+__all__ = ["AffineLayer", "fold_layers"]
+
+_RECORDED: tuple[type[nn.Module], ...] = (*WEIGHT_LAYERS, *NORMS)
+
+
+@dataclass(frozen=True)
+class AffineLayer:
+    """One use of a layer ``W x + b`` in the forward pass."""
+
+    name: str
+    map: LayerMap
+    weight: Tensor  # (d, m), float64, batch norm folded in
+    bias: Tensor | None  # (d,), float64, batch norm folded in
+    taken: torch.Size  # shape of one sample's input
+    given: torch.Size  # shape of one sample's output
+    norm: str | None = None  # the batch norm that is folded in
+
+    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Apply a weight matrix (d, m) in place of the layer's own, without bias."""
+        z = x.new_empty((len(x), *self.given))
+        return self.map.from_rows(self.map.apply(x, weight), z)
+
+    def spread_bias(self, bias: Tensor) -> Tensor:
+        """Bring one number per row of the weight into a shape that adds to the output."""
+        z = bias.new_empty((1, *self.given))
+        rows = bias[:, None].expand_as(self.map.to_rows(z)[0])
+        return self.map.from_rows(rows[None], z)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    taken: torch.Size
+    given: torch.Size
+
+
+def fold_layers(network: Network) -> list[AffineLayer]:
+    """List the layers with a weight matrix in the order of their calls, batch norm folded in.
+
+    To be used within `relflat_sk._network.network.borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        Its first batch is run, once, for the shapes.
+
+    Returns
+    -------
+    list of AffineLayer
+        A layer that is called twice is there twice.
+
+    Raises
+    ------
+    ValueError
+        If a batch norm does not directly follow a layer with a weight matrix, or the layer's
+        output is used elsewhere too, or torch.fx cannot tell.
+    """
+    calls = _record_calls(network)
+    modules: dict[str, Any] = dict(network.module.named_modules())
+    called = Counter(call.name for call in calls)
+    norms = {name for name in called if isinstance(modules[name], NORMS)}
+    behind = _norms_behind(network.module, modules, called) if norms else {}
+    return [
+        _fold(call, modules[call.name], behind.get(call.name), modules)
+        for call in calls
+        if call.name not in norms
+    ]
+
+
+def _record_calls(network: Network) -> list[_Call]:
+    calls: list[_Call] = []
+
+    def remember(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            features = args[0] if args else next(iter(kwargs.values()))
+            calls.append(_Call(name, features.shape[1:], output.shape[1:]))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(remember(name), with_kwargs=True)
+        for name, module in network.module.named_modules()
+        if isinstance(module, _RECORDED)
+    ]
+    try:
+        with torch.no_grad():
+            network(next(network.batches()).x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _norms_behind(
+    module: nn.Module, modules: dict[str, Any], called: Counter[str]
+) -> dict[str, str]:
+    """Find for each layer the batch norm that directly follows it."""
+    try:
+        graph = trace(module)
+    except ValueError as error:
+        raise ValueError(
+            "batch norm cannot be folded into the layers before it, because which layer that is "
+            f"cannot be told: {error}"
+        ) from error
+    steps = {str(node.target): node for node in graph.nodes if node.op == "call_module"}
+    found = {}
+    for name in called:
+        if isinstance(modules[name], NORMS):
+            found[_layer_before(name, steps.get(name), modules, called)] = name
+    return found
+
+
+def _layer_before(
+    name: str, node: fx.Node | None, modules: dict[str, Any], called: Counter[str]
+) -> str:
+    def refusal(reason: str) -> ValueError:
+        return ValueError(
+            f"batch norm {name!r} cannot be folded into a layer before it: {reason}. Norms of "
+            "weights say nothing of a network whose batch norms undo the scale of its weights."
+        )
+
+    if node is None:
+        raise refusal("torch.fx does not see its call")
+    if modules[name].running_mean is None:
+        raise refusal("it keeps no running statistics")
+    (before,) = node.all_input_nodes
+    layer = str(before.target)
+    if before.op != "call_module" or not is_plain(modules[layer], WEIGHT_LAYERS):
+        raise refusal(f"it follows {before.name!r}, which is no layer with a weight matrix")
+    if len(before.users) > 1:
+        raise refusal(f"the output of layer {layer!r} is used elsewhere too")
+    if called[name] > 1 or called[layer] > 1:
+        raise refusal(f"it or layer {layer!r} is called more than once")
+    return layer
+
+
+def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, Any]) -> AffineLayer:
+    if not is_plain(layer, WEIGHT_LAYERS):
+        raise ValueError(
+            f"layer {call.name!r} is a {type(layer).__name__} with a forward of its own, so that "
+            "its weight matrix need not be the map that it computes. Use one of torch's own "
+            "layers, or a measure that does not read weights."
+        )
+    as_map = layer_map(layer)
+    weight = as_map.weight.double()
+    own: Any = layer.bias
+    bias = None if own is None else own.detach().double()
+    if norm is not None:
+        if isinstance(layer, nn.Linear) and len(call.given) != 1:
+            raise ValueError(
+                f"batch norm {norm!r} cannot be folded into layer {call.name!r}: it runs over "
+                f"another axis than that of the layer's outputs, of shape {tuple(call.given)}."
+            )
+        weight, bias = _fuse(weight, bias, modules[norm])
+    return AffineLayer(call.name, as_map, weight, bias, call.taken, call.given, norm)
+
+
+def _fuse(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    def exact(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.detach().double()
+
+    # of any kind of layer, a row of the weight matrix belongs to one channel
+    fused = fuse_conv_bn_weights(
+        weight,
+        bias,
+        exact(norm.running_mean),
+        exact(norm.running_var),
+        norm.eps,
+        exact(norm.weight),
+        exact(norm.bias),
+    )
+    return fused[0].detach(), fused[1].detach()

@@ -1,0 +1,28 @@
+"""Measures of flatness, by name and as a scikit-learn scorer."""
+
+# for the packages above, not public
+from relflat_sk.measures._api import check_name as check_name
+from relflat_sk.measures._api import (
+    evaluate,
+    flatness_report,
+    get_measure_names,
+    measure,
+    relative_flatness,
+)
+from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._flatness import layer_names as layer_names
+from relflat_sk.measures._flatness import measure_flatness as measure_flatness
+from relflat_sk.measures._flatness import measure_layers as measure_layers
+from relflat_sk.measures._flatness import observe as observe
+from relflat_sk.measures._scorer import FlatnessScorer
+from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
+
+__all__ = [
+    "Flatness",
+    "FlatnessScorer",
+    "evaluate",
+    "flatness_report",
+    "get_measure_names",
+    "measure",
+    "relative_flatness",
+]

@@ -1,0 +1,156 @@
+"""By how much a classifier gets its samples right."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from relflat_sk._losses import Loss, ProbabilityNLLLoss
+from relflat_sk._network import Network, borrowed, find_link, tap
+from relflat_sk.measures._flatness import layer_names
+
+__all__ = ["margin", "sample_margins"]
+
+_PERCENTILE = 5
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How scores of classes come out of what a criterion takes."""
+
+    link: str  # what turns the last layer's output, the scores, into what the criterion takes
+    undo: Callable[[Tensor], Tensor]  # the same backwards, up to a constant per sample
+
+
+_SCORES: dict[type, _Scores] = {
+    nn.CrossEntropyLoss: _Scores("identity", lambda z: z),
+    nn.NLLLoss: _Scores("log_softmax", lambda z: z),
+    ProbabilityNLLLoss: _Scores("softmax", torch.log),
+    nn.BCEWithLogitsLoss: _Scores("identity", lambda z: z),
+    nn.BCELoss: _Scores("sigmoid", torch.logit),
+}
+_BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
+
+
+def margin(network: Network) -> float:
+    r"""Compute the margin of a classifier: the 5th percentile of its samples' margins.
+
+    Parameters
+    ----------
+    network : Network
+
+    Returns
+    -------
+    float
+        In units of logits; negative where more than 5% of the samples are classified
+        wrongly. Between two samples' margins it is interpolated linearly.
+
+    Raises
+    ------
+    ValueError
+        See `sample_margins`.
+
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 2.2.
+    """
+    return float(np.percentile(sample_margins(network), _PERCENTILE))
+
+
+def sample_margins(network: Network) -> NDArray[np.float64]:
+    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
+
+    ``f`` are the logits: what comes before a softmax or sigmoid. A single logit z is the score
+    of class 1, and 0 that of class 0, so that its margin is z or -z.
+
+    Parameters
+    ----------
+    network : Network
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        One number for each sample, or each labelled token.
+
+    Raises
+    ------
+    ValueError
+        If there are no labels, or the criterion is none of classification with one label for
+        each sample, or samples have weights.
+
+    Examples
+    --------
+    >>> from relflat_sk._network.batches import make_batches
+    >>> batches = make_batches(np.array([[3.0, 1.0], [0.0, 2.0]]), np.array([0, 0]))
+    >>> net = nn.Linear(2, 2, bias=False)
+    >>> _ = nn.init.eye_(net.weight)
+    >>> sample_margins(Network(net, Loss(nn.CrossEntropyLoss()), batches)).tolist()
+    [2.0, -2.0]
+    """
+    criterion = network.loss.criterion
+    if type(criterion) not in _SCORES:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise ValueError(
+            f"a margin is that of a classifier, and {name} is not known as a classification "
+            f"loss. Known are {[kind.__name__ for kind in _SCORES]}; if the network's outputs "
+            "are logits, pass criterion=torch.nn.CrossEntropyLoss()."
+        )
+    (last,) = layer_names(network)[-1:]
+    found = []
+    with borrowed(network.module):
+        for batch in network.batches():
+            if batch.y is None:
+                raise ValueError("y is needed: a margin is that of the true class. Pass y.")
+            if batch.weight is not None:
+                raise ValueError(
+                    "a margin is a percentile over samples that count alike: leave sample_weight "
+                    "out."
+                )
+            found.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
+    margins: NDArray[np.float64] = np.concatenate(found)
+    if not len(margins):
+        raise ValueError("all labels are those the criterion ignores, so there is no margin.")
+    return margins
+
+
+def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
+    with torch.no_grad(), tap(network.module.get_submodule(last), tail_only=True) as seen:
+        output = network(x)
+    loss = network.loss
+    how = _SCORES[type(loss.criterion)]
+    scores = output.detach()
+    if how.link != "identity" and find_link(output, seen.node) == how.link and seen.z is not None:
+        scores = seen.z.reshape(output.shape)  # probabilities close to 1 have lost them
+    else:
+        scores = how.undo(scores)
+    scores = loss.classes_second(scores.double(), y)
+    target = loss.check_target(scores, y.to(scores.device))
+    return (_binary if isinstance(loss.criterion, _BINARY) else _multiclass)(loss, scores, target)
+
+
+def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point() or scores.shape[1] < 2:
+        raise ValueError(
+            "a margin needs two classes or more and one label for each sample, got outputs of "
+            f"shape {tuple(scores.shape)} with targets of {target.dtype}."
+        )
+    scores, target = scores.movedim(1, -1).flatten(0, -2), target.flatten()
+    labelled = target != getattr(loss.criterion, "ignore_index", -100)
+    scores, target = scores[labelled], target[labelled, None]
+    others = scores.scatter(1, target, -math.inf)
+    return scores.gather(1, target)[:, 0] - others.amax(dim=1)
+
+
+def _binary(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    if scores[0].numel() != 1 or bool(((target != 0) & (target != 1)).any()):
+        raise ValueError(
+            "a margin needs one label, 0 or 1, for each sample, got outputs of shape "
+            f"{tuple(scores.shape)} and targets such as {target.flatten()[:3].tolist()}."
+        )
+    return ((2 * target - 1) * scores).flatten()

@@ -1,0 +1,319 @@
+r"""How much the loss rises when the weights are disturbed: the rivals of flatness by name.
+
+========================  ================================================================
+fisher_rao_norm           ``sqrt(mean_i <w, grad l_i>^2)`` [1]_
+pac_bayes_flatness        ``1/sigma^2`` of the largest noise that the risk endures [2]_
+pac_bayes_magnitude_...   the same with noise in units of each weight
+expected_sharpness        mean rise of the loss under noise of ``alpha (10 |w| + 1)`` [3]_
+keskar_sharpness          largest rise in a box of ``alpha (|w| + 1)``, relative [4]_
+adaptive_sharpness        largest, or mean, rise in a box of ``rho |w|`` [5]_
+========================  ================================================================
+
+References
+----------
+.. [1] T. Liang et al., "Fisher-Rao Metric, Geometry, and Complexity of Neural Networks",
+   AISTATS 2019.
+.. [2] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
+   2020.
+.. [3] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+.. [4] N. S. Keskar et al., "On Large-Batch Training for Deep Learning", ICLR 2017.
+.. [5] M. Andriushchenko et al., "A Modern Look at the Relationship between Sharpness and
+   Generalization", ICML 2023.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._losses import ProbabilityNLLLoss
+from relflat_sk._network import Network, mean_loss
+from relflat_sk.measures._estimate import Estimate
+from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
+from relflat_sk.measures._sharpness.pac_bayes import (
+    pac_bayes_flatness,
+    pac_bayes_magnitude_flatness,
+)
+from relflat_sk.measures._sharpness.perturbation import (
+    RandomState,
+    Weights,
+    check_draws,
+    check_positive,
+    disturbed_risks,
+    draw_seeds,
+    mean_of,
+    own_weights,
+)
+from relflat_sk.measures._sharpness.worst_case import largest_rise
+
+__all__ = [
+    "SHARPNESS",
+    "adaptive_sharpness",
+    "expected_sharpness",
+    "keskar_sharpness",
+    "sharpness_curve",
+]
+
+
+def sharpness_curve(
+    network: Network,
+    alphas: Sequence[float],
+    *,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> pd.DataFrame:
+    r"""Trade expected sharpness against the norm of the weights in units of the noise.
+
+    Parameters
+    ----------
+    network : Network
+    alphas : sequence of float
+        Scales of the noise.
+    n_draws : int, default=10
+        Draws of noise at each scale, each taken with both signs. All scales share them, which
+        makes the curve a smooth one.
+    random_state : int, RandomState or None, default=None
+
+    Returns
+    -------
+    DataFrame
+        One row for each alpha, in the order given, with columns `alpha`, `kl`,
+        `expected_sharpness` and `stderr`, the standard error of the latter.
+
+    Raises
+    ------
+    ValueError
+        If an alpha is no positive number, or there are no labels.
+
+    Notes
+    -----
+    The bi-criteria plots of [1]_: noise of standard deviation
+    :math:`s_i = \alpha (10 |w_i| + 1)` on every weight. `kl` is the divergence between
+    normal distributions of these deviations around the weights and around zero,
+    :math:`\sum_i w_i^2 / (2 s_i^2)`, in nats.
+
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relflat_sk._network.batches import make_batches
+    >>> from relflat_sk._losses.loss import Loss
+    >>> batches = make_batches(torch.eye(2), torch.tensor([0, 1]))
+    >>> net = Network(torch.nn.Linear(2, 2), Loss(torch.nn.CrossEntropyLoss()), batches)
+    >>> curve = sharpness_curve(net, [0.01, 0.1], random_state=0)
+    >>> list(curve.columns)
+    ['alpha', 'kl', 'expected_sharpness', 'stderr']
+    >>> curve["kl"].is_monotonic_decreasing, curve["expected_sharpness"].is_monotonic_increasing
+    (True, True)
+    """
+    check_draws(n_draws)
+    seeds = draw_seeds(random_state, n_draws)
+    weights, start = own_weights(network), mean_loss(network)
+    rows = []
+    for alpha in alphas:
+        spread = _spread(weights, alpha)
+        found = mean_of(disturbed_risks(network, spread, seeds) - start)
+        rows.append((float(alpha), _divergence(weights, spread), found.value, found.stderr))
+    return pd.DataFrame(rows, columns=["alpha", "kl", "expected_sharpness", "stderr"])
+
+
+def expected_sharpness(
+    network: Network,
+    *,
+    alpha: float = 5e-4,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``.
+
+    Parameters
+    ----------
+    network : Network
+    alpha : float, default=5e-4
+    n_draws : int, default=10
+        Draws of noise, each taken with both signs.
+    random_state : int, RandomState or None, default=None
+
+    Returns
+    -------
+    Estimate
+        In the unit of the loss.
+    """
+    check_draws(n_draws)
+    return _mean_rise(network, _spread(own_weights(network), alpha), n_draws, random_state)
+
+
+def _mean_rise(
+    network: Network, spread: Weights, n_draws: int, random_state: RandomState
+) -> Estimate:
+    seeds = draw_seeds(random_state, n_draws)
+    return mean_of(disturbed_risks(network, spread, seeds) - mean_loss(network))
+
+
+def _spread(weights: Weights, alpha: float) -> Weights:
+    check_positive("alpha", alpha)
+    return {name: alpha * (10 * value.abs() + 1) for name, value in weights.items()}
+
+
+def _divergence(weights: Weights, spread: Weights) -> float:
+    """Kullback-Leibler divergence of N(w, spread^2) from N(0, spread^2), in nats."""
+    return sum(
+        float((value.double() / spread[name].double()).square().sum()) / 2
+        for name, value in weights.items()
+    )
+
+
+def keskar_sharpness(
+    network: Network,
+    *,
+    alpha: float = 5e-4,
+    n_steps: int = 20,
+    n_restarts: int = 0,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss.
+
+    Parameters
+    ----------
+    network : Network
+    alpha : float, default=5e-4
+    n_steps, n_restarts, random_state
+        See `relflat_sk.measures._sharpness.worst_case.largest_rise`.
+
+    Returns
+    -------
+    Estimate
+        Equation 4 of Neyshabur et al. (2017): a share, where Keskar et al. give per cent.
+    """
+    check_positive("alpha", alpha)
+    weights = own_weights(network)
+    radius = {name: alpha * (value.abs() + 1) for name, value in weights.items()}
+    loss, rise = largest_rise(
+        network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
+    )
+    if loss <= -1:
+        raise ValueError(
+            f"keskar_sharpness divides by 1 + loss, and the mean loss is {loss:g}; use "
+            "adaptive_sharpness for losses below -1."
+        )
+    return Estimate(rise / (1 + loss), 0.0, "ascent")
+
+
+def adaptive_sharpness(  # noqa: PLR0913
+    network: Network,
+    *,
+    kind: str = "worst",
+    rho: float = 1e-3,
+    norm: str = "linf",
+    normalize_logits: bool = False,
+    n_steps: int = 20,
+    n_restarts: int = 0,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure how much the loss rises when each weight moves by a share of itself.
+
+    Parameters
+    ----------
+    network : Network
+    kind : {"worst", "average"}, default="worst"
+        Largest rise, or mean rise under normal noise of deviation ``rho |w|``.
+    rho : float, default=1e-3
+    norm : {"linf", "l2"}, default="linf"
+        Of the shares, for the worst case.
+    normalize_logits : bool, default=False
+        Centre each sample's logits and divide them by their norm, which makes classifiers
+        comparable whatever their confidence.
+    n_steps, n_restarts, random_state
+        See `relflat_sk.measures._sharpness.worst_case.largest_rise`.
+    n_draws : int, default=10
+        For the average, each taken with both signs.
+
+    Returns
+    -------
+    Estimate
+        In the unit of the loss.
+    """
+    check_positive("rho", rho)
+    check_draws(n_draws)
+    if kind not in {"worst", "average"}:
+        raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
+    network = with_unit_logits(network) if normalize_logits else network
+    radius = {name: rho * value.abs() for name, value in own_weights(network).items()}
+    if kind == "average":
+        return _mean_rise(network, radius, n_draws, random_state)
+    _, rise = largest_rise(
+        network,
+        radius,
+        norm=norm,
+        n_steps=n_steps,
+        n_restarts=n_restarts,
+        random_state=random_state,
+    )
+    return Estimate(rise, 0.0, "ascent")
+
+
+# to logits, and back to what the criterion takes
+_LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    nn.CrossEntropyLoss: (lambda z: z, lambda z: z),
+    nn.NLLLoss: (lambda z: z, lambda z: z.log_softmax(dim=1)),
+    ProbabilityNLLLoss: (
+        lambda p: (p + torch.finfo(p.dtype).tiny).log(),
+        lambda z: z.softmax(dim=1),
+    ),
+}
+
+
+def with_unit_logits(network: Network) -> Network:
+    """Give a network whose logits are centred and of norm one, for each sample.
+
+    Parameters
+    ----------
+    network : Network
+
+    Returns
+    -------
+    Network
+
+    Raises
+    ------
+    ValueError
+        If it has no logits.
+    """
+    criterion = type(network.loss.criterion)
+    if criterion not in _LOGITS:
+        raise ValueError(
+            f"normalize_logits needs a classifier trained with one of "
+            f"{[known.__name__ for known in _LOGITS]}, got {criterion.__name__}."
+        )
+    to_logits, from_logits = _LOGITS[criterion]
+
+    def forward(x: Any) -> Tensor:
+        output = network(x)
+        if output.ndim != 2:
+            raise ValueError(
+                f"normalize_logits needs outputs of shape (n, n_classes), got "
+                f"{tuple(output.shape)}."
+            )
+        z = to_logits(output)
+        z = z - z.mean(dim=1, keepdim=True)
+        return from_logits(nn.functional.normalize(z, dim=1))
+
+    return replace(network, forward=forward)
+
+
+# from a network, and keyword arguments of its own, to the measure
+SHARPNESS: dict[str, Callable[..., Estimate]] = {
+    "fisher_rao_norm": fisher_rao_norm,
+    "pac_bayes_flatness": pac_bayes_flatness,
+    "pac_bayes_magnitude_flatness": pac_bayes_magnitude_flatness,
+    "expected_sharpness": expected_sharpness,
+    "keskar_sharpness": keskar_sharpness,
+    "adaptive_sharpness": adaptive_sharpness,
+}

@@ -1,0 +1,204 @@
+r"""How well a measure predicts the generalization gap, over many minima.
+
+The symbols are those of `_resampling`. A resample is a reweighting of the minima by
+its counts, and all three coefficients are ratios of quadratic forms in the counts, so that b
+resamples are a matrix product and no loop:
+
+.. math::
+    \tau_b = \frac{c^\top (S_x \circ S_y) c}{\sqrt{c^\top S_x^{\circ 2} c}
+                                             \sqrt{c^\top S_y^{\circ 2} c}},
+    \qquad (S_x)_{ij} = \mathrm{sign}(x_i - x_j),
+
+Pearson's r is the weighted one, and Spearman's the weighted r of the ranks that the minima
+have within the resample. One resample with all counts 1 is the coefficient itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from relflat_sk.minima._resampling import FEWEST, draw_seed, interval, judge, resample
+
+__all__ = ["correlate"]
+
+Floats = NDArray[np.float64]
+
+
+def correlate(
+    minima: Any,
+    target: str = "generalization_gap",
+    *,
+    n_bootstrap: int = 1000,
+    random_state: int | np.random.RandomState | np.random.Generator | None = None,
+) -> pd.DataFrame:
+    r"""Correlate every measure with the generalization gap over many minima.
+
+    Only converged minima with a finite target are used: away from a minimum flatness means
+    nothing, and a few networks that diverged or stopped early can turn the sign of the result.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+        The minima; see `relflat_sk.minima._table` for the columns of a table.
+    target : str, default="generalization_gap"
+        The numeric column to predict.
+    n_bootstrap : int, default=1000
+        Number of bootstrap resamples behind each interval.
+    random_state : int, RandomState, Generator or None, default=None
+        Seed of the resampling. The order of the minima does not matter.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per measure, and one for ``train_loss`` as a baseline. Columns: ``measure``;
+        ``pearson``, ``pearson_low``, ``pearson_high``, the coefficient and its 95% percentile
+        interval over resampled minima; the same for ``spearman`` and ``kendall`` (tau-b);
+        ``n``, the number of minima used; ``n_left_out``, the number of rows that were not.
+        Where a measure or the target is constant, or there are fewer than 3 minima with that
+        measure, the coefficients are nan.
+
+    Raises
+    ------
+    TypeError
+        If `minima` is neither a table nor a study.
+    ValueError
+        If there is no numeric column `target`, fewer than 3 converged minima have a finite
+        one, or `n_bootstrap` is not a positive integer.
+
+    See Also
+    --------
+    granulated_kendall : Kendall's tau along one hyper-parameter at a time.
+    conditional_mutual_information : What a measure tells beyond the hyper-parameters.
+    rank_minima : The minima in order of flatness.
+    FlatnessGapDisplay : The same as a picture.
+
+    Notes
+    -----
+    Percentile intervals are approximate for few minima (below about 20). Resamples in which a
+    column is constant have no coefficient and are left out of its interval.
+
+    References
+    ----------
+    .. [1] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
+       ICLR 2020.
+    .. [2] B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+
+    Examples
+    --------
+    Of the six pairs of these minima the measure orders five as the gap does, and one
+    wrongly: Kendall's tau is (5 - 1) / 6.
+
+    >>> import pandas as pd
+    >>> minima = pd.DataFrame(
+    ...     {
+    ...         "relative_flatness": [1.0, 2.0, 3.0, 4.0],
+    ...         "generalization_gap": [0.1, 0.3, 0.2, 0.5],
+    ...     }
+    ... )
+    >>> table = correlate(minima, random_state=0)
+    >>> table[["measure", "spearman", "kendall", "n"]].round(3)
+                 measure  spearman  kendall  n
+    0  relative_flatness       0.8    0.667  4
+    """
+    judged = judge(minima, target, n_bootstrap)
+    seed = draw_seed(random_state)
+    rows = []
+    for name in judged.measures:
+        _, x, y = judged.of(name)
+        counts = resample(len(x), int(n_bootstrap), seed)
+        row = {"measure": name} | _coefficients(x, y, counts)
+        rows.append(row | {"n": len(x), "n_left_out": len(judged.table) - len(x)})
+    return pd.DataFrame(rows, columns=["measure", *_COLUMNS, "n", "n_left_out"])
+
+
+def _coefficients(x: Floats, y: Floats, counts: Floats) -> dict[str, float]:
+    """Return all coefficients of one measure with their intervals, by column name."""
+    row: dict[str, float] = dict.fromkeys(_COLUMNS, np.nan)
+    if len(x) < FEWEST:
+        return row
+    everything = np.ones((1, len(x)))
+    for name, coefficient in _COEFFICIENTS.items():
+        row[name] = float(coefficient(x, y, everything)[0])
+        if np.isfinite(row[name]):
+            row[f"{name}_low"], row[f"{name}_high"] = interval(coefficient(x, y, counts))
+    return row
+
+
+def _pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
+    """Return Pearson's r of x and y in each resample, shape (b,), nan where undefined."""
+    x, y = (np.broadcast_to(_standardize(values), counts.shape) for values in (x, y))
+    return _weighted_pearson(x, y, counts)
+
+
+def _spearman(x: Floats, y: Floats, counts: Floats) -> Floats:
+    """Return Spearman's rho of x and y in each resample, shape (b,), nan where undefined."""
+    return _weighted_pearson(_ranks(x, counts), _ranks(y, counts), counts)
+
+
+def _kendall(x: Floats, y: Floats, counts: Floats) -> Floats:
+    """Return Kendall's tau-b of x and y in each resample, shape (b,), nan where undefined."""
+    sign_x, sign_y = (np.sign(values[:, None] - values) for values in (x, y))
+    concordant_minus_discordant = _quadratic_form(sign_x * sign_y, counts)
+    untied = _quadratic_form(sign_x**2, counts) * _quadratic_form(sign_y**2, counts)
+    return _divide(concordant_minus_discordant, np.sqrt(untied))
+
+
+def _quadratic_form(matrix: Floats, counts: Floats) -> Floats:
+    """Return ``c @ matrix @ c`` for every row c of counts, shape (b,)."""
+    form: Floats = ((counts @ matrix) * counts).sum(axis=1)
+    return form
+
+
+def _ranks(values: Floats, counts: Floats) -> Floats:
+    """Return the mean rank of every value within each resample, shape (b, n)."""
+    # of c_j copies of x_j: those below x_i come first, and the tied ones share their places
+    below = counts @ (values[:, None] < values)
+    tied = counts @ (values[:, None] == values)
+    ranks: Floats = below + (tied + 1) / 2
+    return ranks
+
+
+def _standardize(values: Floats) -> Floats:
+    """Return values moved and scaled to about one, so that no sum of squares overflows."""
+    low, high = values.min(), values.max()
+    # halved, as high - low itself may overflow
+    middle, reach = low / 2 + high / 2, high / 2 - low / 2
+    return (values - middle) / reach if reach > 0 else np.zeros_like(values)
+
+
+def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
+    """Return Pearson's r of the rows of x and y, each weighted by its counts."""
+    total = counts.sum(axis=1, keepdims=True)
+    x = x - (counts * x).sum(axis=1, keepdims=True) / total
+    y = y - (counts * y).sum(axis=1, keepdims=True) / total
+    covariance = (counts * x * y).sum(axis=1)
+    variances = (counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1)
+    # rounding leaves a constant row a variance of about eps**2 instead of 0
+    constant = _is_constant(x, counts) | _is_constant(y, counts)
+    return _divide(covariance, np.where(constant, 0.0, np.sqrt(variances)))
+
+
+def _is_constant(values: Floats, counts: Floats) -> NDArray[np.bool_]:
+    """Return which rows of values are constant over the minima with a positive count."""
+    drawn = counts > 0
+    low = np.where(drawn, values, np.inf).min(axis=1)
+    high = np.where(drawn, values, -np.inf).max(axis=1)
+    return np.asarray(low == high)
+
+
+def _divide(numerator: Floats, denominator: Floats) -> Floats:
+    """Return a ratio within [-1, 1], nan where the denominator is 0."""
+    ratio: Floats = np.full(len(numerator), np.nan)
+    np.divide(numerator, denominator, out=ratio, where=denominator > 0)
+    return ratio.clip(-1.0, 1.0)
+
+
+_COEFFICIENTS: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
+    "pearson": _pearson,
+    "spearman": _spearman,
+    "kendall": _kendall,
+}
+_COLUMNS = [name + end for name in _COEFFICIENTS for end in ("", "_low", "_high")]

@@ -1,0 +1,229 @@
+"""A picture of what measures are worth as more and more training labels are random."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from relflat_sk.minima import (
+    FEWEST,
+    Judged,
+    correlate,
+    find_axis,
+    judge,
+    minima_table,
+    numeric_column,
+)
+from relflat_sk.plots._scatter import SYMBOLS, measures_to_draw
+from relflat_sk.plots._style import (
+    draw_panels,
+    figure_of,
+    label_of,
+    name_rows,
+    prepare,
+    say,
+    style_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["LabelNoiseDisplay"]
+
+
+class LabelNoiseDisplay:
+    """How well measures predict the gap as more and more training labels are random.
+
+    Use `from_minima` to make one. A measure that tells memorizing from learning keeps its
+    correlation; the bars are 95% intervals over resampled minima.
+
+    Parameters
+    ----------
+    correlations : pandas.DataFrame
+        One row per measure and share of random labels: the columns of `correlate`, and
+        `share`.
+    by : str
+        The column of the minima with the shares.
+    target : str
+        The column of the minima that is predicted.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The first panel.
+    axes_ : list of matplotlib.axes.Axes
+        All panels, a measure each.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+
+    See Also
+    --------
+    correlate : The coefficients among all minima.
+    """
+
+    ax_: "Axes"
+    axes_: "list[Axes]"
+    figure_: "Figure"
+
+    def __init__(self, *, correlations: pd.DataFrame, by: str, target: str) -> None:
+        self.correlations = correlations
+        self.by = by
+        self.target = target
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        measures: Sequence[str] | None = None,
+        target: str = "generalization_gap",
+        *,
+        by: str = "random_labels",
+        n_bootstrap: int = 1000,
+        random_state: Any = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "LabelNoiseDisplay":
+        """Draw the correlation among minima of equal label noise against that noise.
+
+        Parameters
+        ----------
+        minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+            The minima, several for every share of random labels.
+        measures : sequence of str or None, default=None
+            The measures, a panel each; None takes every measure recorded.
+        target : str, default="generalization_gap"
+            The numeric column to predict.
+        by : str, default="random_labels"
+            The numeric column with the share of random labels, such as
+            ``param_data__random_labels``; any other number that was varied will do. Prefixes
+            may be left out.
+        n_bootstrap : int, default=1000
+            Number of bootstrap resamples behind each interval.
+        random_state : int, RandomState, Generator or None, default=None
+            Seed of the bootstrap behind the intervals.
+        ax : matplotlib.axes.Axes or None, default=None
+            Where to draw, divided into panels; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        LabelNoiseDisplay
+            The display.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        TypeError
+            If `minima` is neither a table nor a study.
+        ValueError
+            If a column is missing or not numeric, or no share of random labels has 3
+            converged minima.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> minima = pd.DataFrame(
+        ...     {
+        ...         "param_random_labels": [0.0, 0.0, 0.0, 0.5, 0.5, 0.5],
+        ...         "relative_flatness": [1.0, 2.0, 3.0, 5.0, 7.0, 6.0],
+        ...         "generalization_gap": [0.1, 0.2, 0.3, 1.1, 1.2, 1.3],
+        ...     }
+        ... )
+        >>> display = LabelNoiseDisplay.from_minima(minima, random_state=0)
+        >>> display.correlations[["share", "measure", "kendall", "n"]].round(2)
+           share            measure  kendall  n
+        0    0.0  relative_flatness     1.00  3
+        1    0.5  relative_flatness     0.33  3
+        """
+        table = minima_table(minima)
+        by = find_axis(table, by, argument="by")
+        shares = numeric_column(table, by, argument="by")
+        names = [name for name in measures_to_draw(table, measures, target) if name != by]
+        judged = judge(table, target, n_bootstrap)
+        found = [
+            correlate(
+                table[rows], target, n_bootstrap=n_bootstrap, random_state=random_state
+            ).assign(share=share)
+            for share in np.unique(shares[np.isfinite(shares)])
+            if (judged.used & (rows := shares == share)).sum() >= FEWEST
+        ]
+        if not found:
+            raise ValueError(
+                f"No value of {by!r} has {FEWEST} converged minima with a finite {target!r}, "
+                f"and a correlation needs as many; there are {_counts(judged, shares)}. "
+                "Train more minima at each."
+            )
+        every = pd.concat(found, ignore_index=True)
+        display = cls(
+            correlations=pd.concat(
+                [every[every["measure"] == name] for name in names], ignore_index=True
+            ),
+            by=by,
+            target=target,
+        )
+        return display.plot(ax=ax, **kwargs)
+
+    def plot(
+        self, ax: "Axes | None" = None, *, coefficient: str = "kendall", **kwargs: Any
+    ) -> "LabelNoiseDisplay":
+        """Draw the panels.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes or None, default=None
+            Where to draw, divided into panels; None makes a new figure.
+        coefficient : {"kendall", "spearman", "pearson"}, default="kendall"
+            What to draw.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.errorbar`.
+
+        Returns
+        -------
+        LabelNoiseDisplay
+            The display itself.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        ValueError
+            If there is no such coefficient.
+        """
+        if coefficient not in SYMBOLS:
+            raise ValueError(f"coefficient={coefficient!r}, expected one of {', '.join(SYMBOLS)}.")
+        names = list(dict.fromkeys(self.correlations["measure"]))
+        self.axes_, n_columns = draw_panels(ax, len(names), sharex="all")
+        self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
+        style = style_of(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
+        for name, panel in zip(names, self.axes_, strict=True):
+            rows = self.correlations[self.correlations["measure"] == name]
+            value, low, high = (
+                rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
+            )
+            prepare(panel)
+            if not np.isfinite(value).any():
+                say(panel, "not defined")
+            panel.axhline(0.0, color="0.35", linewidth=1)
+            # percentile intervals may leave out the coefficient itself
+            bars = np.maximum([value - low, high - value], 0.0)
+            panel.errorbar(rows["share"], value, yerr=bars, **style)
+            panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""))
+            panel.title.set_fontsize("small")
+            panel.set_xlabel(label_of(self.by, ""))
+        name_rows(self.axes_, n_columns, f"{SYMBOLS[coefficient]} with the\n{_goal(self.target)}")
+        return self
+
+
+def _counts(judged: Judged, shares: Any) -> dict[float, int]:
+    """Return how many minima there are for each share."""
+    known, counts = np.unique(shares[judged.used & np.isfinite(shares)], return_counts=True)
+    return dict(zip(known.tolist(), counts.tolist(), strict=True))
+
+
+def _goal(target: str) -> str:
+    """Return what is predicted, in words."""
+    return label_of(target, "") if target != "generalization_gap" else "generalization gap"

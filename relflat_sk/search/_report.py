@@ -1,0 +1,188 @@
+"""A search on one page: its minima, plots, correlations, settings and the versions used."""
+
+import base64
+import datetime
+import html
+import io
+import platform
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata, resources
+from math import isnan
+from numbers import Real
+from string import Template
+from typing import Any
+
+import pandas as pd
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
+
+from relflat_sk.minima import correlate, is_complete, is_converged
+from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
+
+__all__ = ["render"]
+
+LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
+FEWEST = 3  # minima of which a correlation says anything
+
+
+def render(search: Any) -> str:
+    """Write a fitted search down as an HTML page that needs nothing from outside.
+
+    Parameters
+    ----------
+    search : FlatMinimaSearch
+        Fitted.
+
+    Returns
+    -------
+    str
+    """
+    minima = search.minima_
+    kind = type(search.estimator).__name__
+    by = search.measure if isinstance(search.measure, str) else search.measure[0]
+    page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
+    return Template(page).substitute(
+        title=html.escape(f"Minima of {kind}, ranked by {by}"),
+        summary=_summary(search),
+        minima=_minima(minima),
+        plots=_plots(minima, by),
+        correlations=_correlations(minima),
+        settings=_pairs(_settings(search)),
+        versions=_pairs(_versions()),
+    )
+
+
+def _summary(search: Any) -> str:
+    minima = search.minima_
+    n_minima = int((is_converged(minima) & is_complete(minima)).sum())
+    seconds = minima["seconds"].sum()
+    best = ", ".join(f"{name} = {_text(value)}" for name, value in search.best_params_.items())
+    return (
+        f"<p>{len(minima)} candidates, each trained once on all the data, {seconds:.4g} s of "
+        f"training in all; {n_minima} of them are minima. Ranked first: trial "
+        f"{minima['trial'].iloc[0]}, with {html.escape(best)}.</p>"
+    )
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def _minima(minima: pd.DataFrame) -> str:
+    first = ["rank", "trial"]
+    table = minima[[*first, *(name for name in minima.columns if name not in first)]]
+    good = is_converged(minima) & is_complete(minima)
+    return _table(table, ["" if one else "poor" for one in good])
+
+
+def _table(table: pd.DataFrame, classes: list[str] | None = None) -> str:
+    header = "".join(
+        f'<th scope="col"><button type="button">{html.escape(str(name))}</button></th>'
+        for name in table.columns
+    )
+    rows = [
+        f'<tr class="{kind}">{"".join(map(_cell, values))}</tr>'
+        for kind, values in zip(
+            classes or [""] * len(table), table.astype(object).to_numpy(), strict=True
+        )
+    ]
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    """Show a value; what a column is sorted by stands beside it in full."""
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return '<td data-value=""></td>'
+    if isinstance(value, Real) and not isinstance(value, bool):
+        shown = f"{value:d}" if isinstance(value, int) else f"{float(value):.4g}"
+        return f'<td class="number" data-value="{float(value)!r}">{shown}</td>'
+    text = html.escape(_text(value))
+    return f'<td class="{_width(text)}" data-value="{text}">{text}</td>'
+
+
+def _width(text: str) -> str:
+    return "long" if len(text) > 40 else ""
+
+
+def _pairs(values: Mapping[str, str]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th><td class="{_width(value)}">'
+        f"{html.escape(value)}</td>"
+        "</tr>"
+        for name, value in values.items()
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _correlations(minima: pd.DataFrame) -> str:
+    if not _has_gap(minima):
+        return ""
+    table = correlate(minima, random_state=0)
+    return (
+        "<h2>Correlation with the generalization gap</h2><p>Over the minima with a gap; 95% "
+        f'intervals over resampled minima.</p><div class="scroll">{_table(table)}</div>'
+    )
+
+
+def _has_gap(minima: pd.DataFrame) -> bool:
+    known = minima["generalization_gap"].notna() & is_converged(minima) & is_complete(minima)
+    return int(known.sum()) >= FEWEST
+
+
+# -- plots -------------------------------------------------------------------------------------
+
+
+def _plots(minima: pd.DataFrame, by: str) -> str:
+    drawn = [_image("The minima in order", lambda ax: _draw_ranking(minima, by, ax))]
+    if _has_gap(minima):
+        drawn.append(_image("Gap against flatness", lambda ax: _draw_gap(minima, by, ax)))
+    return f'<h2>Plots</h2><div class="plots">{"".join(drawn)}</div>'
+
+
+def _draw_ranking(minima: pd.DataFrame, by: str, ax: Any) -> None:
+    MinimaRankingDisplay.from_minima(minima, by, random_state=0, ax=ax)
+
+
+def _draw_gap(minima: pd.DataFrame, by: str, ax: Any) -> None:
+    FlatnessGapDisplay.from_minima(minima, by, random_state=0, ax=ax)
+
+
+def _image(name: str, draw: Callable[[Any], None]) -> str:
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an optional dependency)
+
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    draw(figure.subplots())
+    file = io.BytesIO()
+    figure.savefig(file, format="svg")
+    data = base64.b64encode(file.getvalue()).decode("ascii")
+    return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
+
+
+# -- how it was made ---------------------------------------------------------------------------
+
+
+def _settings(search: Any) -> dict[str, str]:
+    params = search.get_params(deep=False)
+    params["storage"] = _without_password(params["storage"])
+    shown = {name: _text(value) for name, value in params.items()}
+    return {**shown, "study": search.study_.study_name}
+
+
+def _without_password(storage: Any) -> Any:
+    if not isinstance(storage, str):
+        return storage if storage is None else type(storage).__name__
+    try:
+        return make_url(storage).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "a storage by URL"
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    found |= {name: metadata.version(name) for name in LIBRARIES}
+    return {**found, "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"}

@@ -1,0 +1,295 @@
+"""What a sweep varies: choices, Optuna distributions and functions of a trial."""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeGuard
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import FixedTrial, FrozenTrial, TrialState
+from skorch import NeuralNet
+
+from relflat_sk.search._trial.training_data import DATA_NAMES, is_data_name
+
+__all__ = ["Space"]
+
+_PLAIN = (type(None), bool, int, float, str)
+# parts of a skorch net whose constructors take what is named after them
+_PARTS = ("module", "criterion", "optimizer")
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """A list of values; what Optuna cannot store is known to it by a label."""
+
+    values: Sequence[Any]
+
+    @property
+    def labels(self) -> list[Any]:
+        labels = [_label(value) for value in self.values]
+        if len(set(labels)) < len(labels):  # 1 and True are the same to Optuna, too
+            labels = [f"{index}: {_name(value)}" for index, value in enumerate(self.values)]
+        return labels
+
+    @property
+    def distribution(self) -> CategoricalDistribution:
+        return CategoricalDistribution(self.labels)
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        labels = self.labels
+        return self.values[labels.index(trial.suggest_categorical(name, labels))]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    distribution: BaseDistribution
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        return trial._suggest(name, self.distribution)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    function: Callable[[optuna.Trial], Any]
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        value = self.function(trial)
+        if name not in trial.params:
+            plain = value.item() if isinstance(value, np.generic) else value
+            trial.set_user_attr(f"param_{name}", _label(plain))
+        return value
+
+
+class Space:
+    """The parameters of an estimator that a sweep varies.
+
+    Choices may be anything: classes, tuples, callbacks. Those that Optuna cannot store stand
+    in its study by a label, their name or `repr`. A choice that is listed twice counts once.
+    A function of the trial is called again to learn what a finished trial had, so its
+    result must depend on the trial's `suggest_...` methods and `number` alone.
+
+    Parameters
+    ----------
+    space : dict of str to sequence, Optuna distribution or callable
+        By the parameter's name, nested with double underscores.
+
+    Raises
+    ------
+    TypeError
+        If it is no dict, or an entry is none of these.
+    ValueError
+        If it, or a list of choices, is empty.
+
+    Examples
+    --------
+    >>> space = Space({"batch_size": [16, 64], "optimizer": [sum, max]})
+    >>> len(space.grid()), space.grid()[0]
+    (4, {'batch_size': 16, 'optimizer': 'sum'})
+    """
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        if not isinstance(space, Mapping):
+            raise TypeError(
+                "space must be a dict from parameter names to lists of choices, optuna "
+                f"distributions or functions of a trial, got {type(space).__name__}."
+            )
+        if not space:
+            raise ValueError(
+                "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
+            )
+        self.entries = {str(name): _entry(name, values) for name, values in space.items()}
+
+    def check(self, estimator: Any) -> None:
+        """Refuse names that the estimator does not have, before anything is trained.
+
+        Parameters
+        ----------
+        estimator : estimator
+
+        Raises
+        ------
+        TypeError
+            If it is no estimator.
+        ValueError
+            If there is no such parameter.
+        """
+        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
+            raise TypeError(
+                "estimator must be an instance of a scikit-learn estimator or skorch net, got "
+                f"{estimator!r}."
+            )
+        for name in self.entries:
+            if name in DATA_NAMES:
+                continue
+            problem = _why_not(estimator, name, self.entries)
+            if is_data_name(name) and problem:
+                problem = f"of the data there are {list(DATA_NAMES)}"
+            if problem:
+                raise ValueError(f"space names {name!r}, but {problem}.")
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Return what Optuna draws from by parameter name, functions left out."""
+        return {
+            name: entry.distribution
+            for name, entry in self.entries.items()
+            if not isinstance(entry, _Computed)
+        }
+
+    def check_study(self, study: optuna.Study) -> None:
+        """Refuse to go on with a study of another space.
+
+        Parameters
+        ----------
+        study : optuna.Study
+
+        Raises
+        ------
+        ValueError
+            If its trials have other parameters, or the same ones from other choices.
+        """
+        drawn = self.distributions()
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            extra = set(trial.params) - set(drawn) if len(drawn) == len(self.entries) else set()
+            if extra or set(drawn) - set(trial.params):
+                raise ValueError(
+                    f"study {study.study_name!r} was made over {sorted(trial.params)}, this space "
+                    f"is over {sorted(self.entries)}; give it a study_name of its own."
+                )
+            for name, distribution in drawn.items():
+                before = trial.distributions[name]
+                categorical = isinstance(distribution, CategoricalDistribution)
+                if type(before) is not type(distribution) or (
+                    categorical and before != distribution
+                ):
+                    raise ValueError(
+                        f"study {study.study_name!r} was made with {before} for {name!r}, this "
+                        f"space has {distribution}. Optuna cannot change that within a study; "
+                        "give this space a study_name of its own."
+                    )
+
+    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+        """Draw one value for each parameter.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+
+        Returns
+        -------
+        dict
+            By parameter name, as the estimator takes it.
+        """
+        return {name: entry.suggest(trial, name) for name, entry in self.entries.items()}
+
+    def values(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Return the values, as the estimator takes them, that a finished trial drew.
+
+        Parameters
+        ----------
+        trial : optuna.trial.FrozenTrial
+
+        Returns
+        -------
+        dict
+            Of a trial that failed while drawing, what it had drawn.
+        """
+        fixed: Any = FixedTrial(trial.params, trial.number)
+        found = {}
+        for name, entry in self.entries.items():
+            with suppress(Exception):  # whatever a function of the trial fails with
+                found[name] = entry.suggest(fixed, name)
+        return found
+
+    def grid(self) -> list[dict[str, Any]] | None:
+        """List all combinations of the choices, as Optuna knows them.
+
+        What functions compute of a combination (a learning rate scaled with the batch, say)
+        comes with it.
+
+        Returns
+        -------
+        list of dict, or None if there are no choices, or distributions beside them
+        """
+        columns = {n: entry.labels for n, entry in self.entries.items() if _is_choice(entry)}
+        if not columns or any(isinstance(entry, _Drawn) for entry in self.entries.values()):
+            return None
+        return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
+
+
+def _is_choice(entry: Any) -> TypeGuard[_Choices]:
+    return isinstance(entry, _Choices)
+
+
+def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
+    if isinstance(values, CategoricalDistribution):
+        values = list(values.choices)
+    if isinstance(values, BaseDistribution):
+        return _Drawn(values)
+    if hasattr(values, "tolist"):  # arrays, series, tensors
+        values = values.tolist()
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        if not len(values):
+            raise ValueError(f"space[{name!r}] has no choices.")
+        plain = [value.item() if isinstance(value, np.generic) else value for value in values]
+        return _Choices(_without_repetition(plain))
+    if callable(values) and not isinstance(values, type):
+        return _Computed(values)
+    raise TypeError(
+        f"space[{name!r}] must be a list of choices, an optuna distribution or a function of a "
+        f"trial, got {values!r}. A single value goes into a list: [{_name(values)}]."
+    )
+
+
+def _without_repetition(values: Sequence[Any]) -> list[Any]:
+    """Drop plain values that were listed before; two objects are never the same choice."""
+    keys = [
+        (type(value), value) if isinstance(value, _PLAIN) else (index,)
+        for index, value in enumerate(values)
+    ]
+    return [value for index, value in enumerate(values) if keys.index(keys[index]) == index]
+
+
+def _label(value: Any) -> Any:
+    """Return a value as Optuna can store it and find it again in another process."""
+    is_nan = isinstance(value, float) and value != value  # noqa: PLR0124
+    return value if isinstance(value, _PLAIN) and not is_nan else _name(value)
+
+
+def _name(value: Any) -> str:
+    name = getattr(value, "__name__", None) or repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address is another one next time
+
+
+def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "") -> str:
+    """Say why an estimator cannot be given a parameter of that name; empty if it can."""
+    params = estimator.get_params()
+    if name in params:
+        return ""
+    head, _, tail = name.partition("__")
+    if tail and isinstance(estimator, NeuralNet) and head in {*_PARTS, *estimator.prefixes_}:
+        part = getattr(estimator, head, None)
+        if f"{prefix}{head}" in varied or head not in _PARTS:
+            return ""
+        return _why_no_argument(part if isinstance(part, type) else type(part), tail)
+    if tail and hasattr(params.get(head), "get_params"):
+        return _why_not(params[head], tail, varied, f"{prefix}{head}__")
+    return f"{type(estimator).__name__} has no parameter {name!r}. It has {sorted(params)}" + (
+        " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
+    )
+
+
+def _why_no_argument(part: type, name: str) -> str:
+    """Say why the constructor of a net's part cannot take an argument; empty if it can."""
+    try:
+        arguments = inspect.signature(part).parameters
+    except (TypeError, ValueError):  # no Python function behind it
+        return ""
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    if takes_any or name in arguments or name.startswith("param_groups"):
+        return ""
+    return f"{part.__name__} takes no argument {name!r}. It takes {sorted(arguments)}"

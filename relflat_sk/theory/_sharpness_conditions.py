@@ -1,0 +1,253 @@
+r"""What keeps a ReLU network from being sharp: the conditions of Neyshabur et al. (2017).
+
+Their Section 4 bounds the expected sharpness of a network ``W_d D_{d-1} W_{d-1} ... D_1 W_1
+x``, with ``D_i`` the diagonal matrix of the slopes of layer i's h_i activations at x and the
+products ``P_{ab} = D_b W_b ... D_a W_a``, without a factor exponential in its depth. There are
+three conditions on the constants
+
+.. math::
+    \mu &= \min_{a < c < b} \frac{\sqrt{h_c}\, |P_{ab}|_F}{|P_{c+1,b}|_F |P_{ac}|_F},
+    \qquad P_{0b} = P_{1b} x, \\
+    C_2 &= \max_{\delta > 0} \frac1\delta \cdot \frac1{h_k} \#\{i : |z_{ki}| \le \delta |x|\},
+    \qquad z_k = W_k P_{1,k-1} x, \\
+    C_3 &= \frac{\sqrt{h_i} \max_j |W_{i,j}|_2}{|D_i W_i|_F} .
+
+A large mu means that neighbouring layers act on each other, instead of cancelling; a small
+C_2, that a small disturbance switches few units; a small C_3, that no unit has weights far
+larger than those of the others in its layer.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Network, borrowed
+from relflat_sk._rescaling import AffineLayer, fold_layers
+
+__all__ = ["sharpness_conditions"]
+
+_READINGS = {
+    "C1": "at the worst sample, layers around this one keep {:.3g} of what independent ones would",
+    "C2": "at the worst sample, noise of size t |x| switches at most a share {:.3g} t of its units",
+    "C3": "at the worst sample, its largest unit is {:.3g} times the average of active ones",
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What n samples do in a chain of d layers."""
+
+    x: Tensor  # (n, h_0)
+    weights: list[Tensor]  # (h_i, h_{i-1}), float64
+    outputs: list[Tensor]  # (n, h_i), before the activation
+    slopes: list[Tensor]  # (n, h_i), of the activation; ones behind the last layer
+
+
+def sharpness_conditions(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    batch_size: int = 16,
+    device: Any = None,
+) -> pd.DataFrame:
+    r"""Check what helps a ReLU network to be flat: conditions C1 to C3 on its layers.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `relative_flatness`. Linear layers in a chain, with ReLU or leaky ReLU in between;
+        batch norm is folded into the layer before it.
+    X : array-like of n samples
+        The conditions are on each sample: a few hundred tell enough.
+    y : array-like, optional
+        Not used.
+    batch_size : int, default=16
+        Samples at a time. Each takes the memory of several products of the weight matrices.
+    device : str or torch.device, optional
+        See `relative_flatness`.
+
+    Returns
+    -------
+    DataFrame
+        One row for each condition and layer it speaks of, in forward order, with columns
+        `condition` ("C1", "C2" or "C3"), `layer`, `constant` ("mu", "C_2" or "C_3"), `worst`
+        (the constant, over all samples), `median` (over samples) and `reading`. Large is good
+        for mu, small for the others.
+
+    Raises
+    ------
+    ValueError
+        If the network is no such chain.
+
+    Notes
+    -----
+    C1 speaks of how all the products that end in the layer go on behind it, C2 of its
+    activations (so neither of the last layer), C3 of its weights. Independent Gaussian layers
+    have a mu of about 1. The paper has no biases, and inputs of norm 1: here biases count in
+    what is active, and C2 measures in units of the input's norm. It prints its C2 without the
+    absolute value that its explanation, activations that flip, calls for.
+
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 4.
+
+    Examples
+    --------
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> net = torch.nn.Sequential(
+    ...     torch.nn.Linear(3, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2)
+    ... )
+    >>> found = sharpness_conditions(net, torch.randn(20, 3))
+    >>> found[["condition", "layer"]].values.tolist()
+    [['C1', '0'], ['C2', '0'], ['C3', '0'], ['C3', '2']]
+    """
+    # no loss is looked at: any criterion will do
+    options = DataOptions(nn.MSELoss(), batch_size, device)
+    network = to_network(model, X, None, options)
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    with borrowed(network.module), torch.no_grad():
+        layers = fold_layers(network)
+        for chain in _chains(network, layers):
+            for key, values in _constants(chain, [layer.name for layer in layers]).items():
+                found.setdefault(key, []).append(values)
+    rows = [
+        _row(condition, layer, torch.cat(values)) for (condition, layer), values in found.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def _row(condition: str, layer: str, values: Tensor) -> dict[str, Any]:
+    worst = float(values.min() if condition == "C1" else values.max())
+    return {
+        "condition": condition,
+        "layer": layer,
+        "constant": {"C1": "mu", "C2": "C_2", "C3": "C_3"}[condition],
+        "worst": worst,
+        "median": float(values.median()),
+        "reading": _READINGS[condition].format(worst),
+    }
+
+
+# -- what the network does ---------------------------------------------------------------
+
+
+def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
+    for layer in layers:
+        if len(layer.taken) != 1:
+            raise ValueError(
+                f"sharpness_conditions are on fully connected networks, but layer "
+                f"{layer.name!r} takes inputs of shape {tuple(layer.taken)} for each sample."
+            )
+    for batch in network.batches():
+        with ExitStack() as stack:
+            taken = [stack.enter_context(_Recorded(network, one.name)) for one in layers]
+            given = [
+                stack.enter_context(_Recorded(network, one.norm or one.name)) for one in layers
+            ]
+            network(batch.x)
+        inputs = [one.taken.double() for one in taken]
+        outputs = [one.given.double() for one in given]
+        yield Chain(
+            inputs[0],
+            [layer.weight for layer in layers],
+            outputs,
+            [
+                _slopes(layer.name, z, after)
+                for layer, z, after in zip(layers[:-1], outputs[:-1], inputs[1:], strict=True)
+            ]
+            + [torch.ones_like(outputs[-1])],
+        )
+
+
+class _Recorded:
+    """What goes into a module and comes out of it while the context is open."""
+
+    taken: Tensor
+    given: Tensor
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.module = network.module.get_submodule(name)
+
+    def __enter__(self) -> "_Recorded":
+        self.handle = self.module.register_forward_hook(self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+    def _remember(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        # copies, because an activation may write over what it gets
+        self.taken, self.given = args[0].clone(), output.clone()
+
+
+def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
+    """Find the slopes of an activation, and that it is one: ``after = slopes * z``."""
+    if after.shape == z.shape:
+        slopes = torch.where(z == 0, 0.0, after / z)
+        if bool((slopes[z > 0] == 1).all()) and bool((after[z == 0] == 0).all()):
+            return slopes
+    raise ValueError(
+        f"sharpness_conditions are on chains of layers with ReLU in between, but what the layer "
+        f"behind {layer!r} takes is no ReLU or leaky ReLU of what {layer!r} puts out."
+    )
+
+
+# -- the constants -----------------------------------------------------------------------
+
+
+def _constants(chain: Chain, names: list[str]) -> dict[tuple[str, str], Tensor]:
+    """Compute the constants of each sample, by condition and layer: (n,)."""
+    found = {}
+    norms = _norms_of_products(chain)
+    last = len(names)
+    for k, name in enumerate(names, start=1):
+        if k < last:
+            found["C1", name] = _interaction(norms, k, chain.outputs[k - 1].shape[1], last)
+            found["C2", name] = _switches(chain.outputs[k - 1], chain.x)
+        rows = chain.weights[k - 1].norm(dim=1)
+        active = (chain.slopes[k - 1] * rows).norm(dim=1)  # |D W|_F of each sample
+        found["C3", name] = len(rows) ** 0.5 * rows.max() / active
+    return found
+
+
+def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
+    """Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
+    norms = {}
+    last = len(chain.weights)
+    for a in range(last + 1):
+        product = chain.x[:, :, None]
+        if a:
+            product = chain.slopes[a - 1][:, :, None] * chain.weights[a - 1]
+        norms[a, a] = product.flatten(1).norm(dim=1)
+        for b in range(a + 1, last + 1):
+            product = chain.slopes[b - 1][:, :, None] * (chain.weights[b - 1] @ product)
+            norms[a, b] = product.flatten(1).norm(dim=1)
+    return norms
+
+
+def _interaction(norms: dict[tuple[int, int], Tensor], c: int, width: int, last: int) -> Tensor:
+    ratios = []
+    for a in range(c):
+        for b in range(c + 1, last + 1):
+            apart = norms[c + 1, b] * norms[a, c]
+            # where a factor is zero so is the product: the condition holds whatever mu is
+            ratios.append(torch.where(apart > 0, width**0.5 * norms[a, b] / apart, torch.inf))
+    return torch.stack(ratios).amin(dim=0)
+
+
+def _switches(z: Tensor, x: Tensor) -> Tensor:
+    """Largest share of units within delta of zero, over delta: at one of them."""
+    size = z.abs().sort(dim=1).values / x.norm(dim=1, keepdim=True)
+    width = z.shape[1]
+    shares = torch.arange(1, width + 1, device=z.device) / width
+    largest: Tensor = (shares / size).amax(dim=1)
+    return largest

@@ -1,0 +1,24 @@
+"""What docs/training.md shows runs, and names what there is."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["penalty", "plain torch", "sam"])
+def test_block_runs(block, tmp_path, capsys):
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    runpy.run_path(str(script), run_name="__main__")
+    assert float(capsys.readouterr().out) > 0.9
+
+
+def test_commands_exist():
+    for module in re.findall(r"python -m benchmarks\.(\w+)", TEXT):
+        assert (ROOT / "benchmarks" / f"{module}.py").exists()

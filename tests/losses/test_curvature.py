@@ -1,0 +1,128 @@
+"""The primitive in its closed forms, against dense matrices B_i."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from relflat_sk._losses.curvature import diagonal_curvature, product_curvature, softmax_curvature
+
+
+def dense_softmax(z, scale=None):
+    p = z.softmax(1)
+    B = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return B if scale is None else B * scale[:, None, None]
+
+
+def dense_diagonal(beta):
+    return torch.diag_embed(beta)
+
+
+@pytest.fixture(params=["softmax", "weighted softmax", "confident softmax", "diagonal"])
+def case(request):
+    torch.manual_seed(0)
+    z = torch.randn(7, 5).double()
+    if request.param == "softmax":
+        return softmax_curvature(z), dense_softmax(z)
+    if request.param == "weighted softmax":
+        scale = torch.rand(7).double()
+        return softmax_curvature(z, scale), dense_softmax(z, scale)
+    if request.param == "confident softmax":
+        return softmax_curvature(5 * z), dense_softmax(5 * z)
+    return diagonal_curvature(z.square()), dense_diagonal(z.square())
+
+
+def test_forms(case):
+    curvature, B = case
+    F = torch.randn(5, 9).double()
+    assert_close(curvature(F), torch.einsum("sk,nst,tk->nk", F, B, F))
+
+
+def test_totals(case):
+    curvature, B = case
+    F, features = torch.randn(5, 9).double(), torch.randn(7, 4).double()
+    forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
+    assert_close(curvature.total(F, features, None, 1.0), forms.sum())
+    weights = torch.rand(7).double()
+    assert_close(curvature.total(F, features, weights, 3.0), 3 * weights @ forms)
+    narrow, share = F[:, :2], torch.tensor(0.2).double()
+    expected = curvature.total(narrow, 0.2**0.5 * features, None, 1.0)
+    assert_close(curvature.total(narrow, features, None, share), expected)
+
+
+def test_products_diagonals_and_roots(case):
+    curvature, B = case
+    v = torch.randn(7, 5).double()
+    assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
+    assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
+    root = curvature.root()
+    assert_close(root @ root.transpose(1, 2), B)
+    assert_close(curvature.root_product(v), torch.einsum("nst,nt->ns", root, v))
+
+
+def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
+    z = torch.tensor([[0.0, -2000.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    for curvature in (softmax_curvature(z), diagonal_curvature(z.relu().square())):
+        (slope,) = torch.autograd.grad(curvature.root_product(torch.ones(1, 3).double()).sum(), z)
+        assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize("gap", [40.0, 300.0, 700.0])
+def test_nearly_one_hot_probabilities_keep_their_digits(gap):
+    # p = (1, e, e^2-ish): to first order B = e (u u^T) with u = e_0 - e_1 for the second class
+    z = torch.tensor([[gap, 0.0, -2000.0]], dtype=torch.float64)
+    e = torch.tensor(-gap, dtype=torch.float64).exp()
+    curvature = softmax_curvature(z)
+    F = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
+    expected = (9 * e).reshape(1, 1)
+    assert_close(curvature(F), expected, rtol=1e-9, atol=0)
+    total = curvature.total(F.expand(3, 4), torch.tensor([[2.0]]).double(), None, 1.0)
+    assert_close(total, 16 * expected[0, 0], rtol=1e-9, atol=0)
+    assert_close(curvature.diagonal()[:, :2], e.expand(1, 2), rtol=1e-9, atol=0)
+    root = curvature.root()[0]
+    assert_close((root @ root.T)[:2, :2], e * torch.tensor([[1.0, -1], [-1, 1]]).double(),
+                 rtol=1e-9, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (40, 50)], ids=["few numbers", "many"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("frozen", [(), (1,), (2,), (0, 1)])
+def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
+    torch.manual_seed(0)
+    d = shape[0]
+    z, features, F = (torch.randn(*shape).double() for shape in [(4, d), (4, 5), shape])
+    weights = torch.rand(4).double() if weighted else None
+    inputs = [x.requires_grad_(i not in frozen) for i, x in enumerate((z, features, F))]
+
+    def total(z, features, F):
+        return softmax_curvature(z, weights).total(F, features, weights, 0.7)
+
+    B = dense_softmax(z.detach(), weights)
+    forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
+    expected = 0.7 * (forms.sum() if weights is None else weights @ forms)
+    assert_close(total(*inputs), expected)
+    assert torch.autograd.gradcheck(total, inputs, fast_mode=d > 3)
+    assert torch.autograd.gradgradcheck(total, inputs, fast_mode=d > 3)
+
+
+@pytest.mark.parametrize("d", [10, 100])
+def test_totals_ignore_what_all_rows_of_the_weight_have_in_common(d):
+    torch.manual_seed(0)
+    z, features, F = torch.randn(20, d), torch.randn(20, 6), torch.randn(d, 200)
+
+    def total_and_slope(F, dtype):
+        F = F.to(dtype).requires_grad_()
+        total = softmax_curvature(z.to(dtype)).total(F, features.to(dtype), None, 1.0)
+        return total.detach(), *torch.autograd.grad(total, F)
+
+    far = F + 300 * torch.randn(200)  # in float32 it has lost two to three of seven digits
+    for found, expected in zip(
+        total_and_slope(far, torch.float32), total_and_slope(far, torch.float64), strict=True
+    ):
+        assert_close(found.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_products_of_what_has_no_curvature():
+    z = torch.randn(4, 3, requires_grad=True)
+    v = torch.randn(4, 3)
+    for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):
+        assert_close(product_curvature(loss, z).product(v), torch.zeros(4, 3))

@@ -1,0 +1,398 @@
+"""relative_flatness against the full Hessian, over criteria, layers and batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+import relflat_sk
+from relflat_sk import LayerNotFoundError, relative_flatness
+from relflat_sk.measures._api import evaluate
+from tests import oracles
+from tests.cases import CASES, mlp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
+    # networks with random weights are at no minimum
+    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
+]
+EXACT = 1e-10  # float64: both sum the same terms
+FLOAT32 = 1e-4
+
+
+def make(case, n=11):
+    network, criterion, target, closed = CASES[case]
+    torch.manual_seed(1)
+    return network(), criterion(), torch.randn(n, 5).double(), target(n), closed
+
+
+def last(net):
+    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)][-1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch_size", [11, 4], ids=["one batch", "uneven batches"])
+def test_last_layer_agrees_with_the_full_hessian(case, batch_size):
+    net, criterion, X, y, closed = make(case)
+    found = evaluate("relative_flatness", net, X, y, criterion=criterion, batch_size=batch_size)
+    expected = oracles.relative_flatness(net, last(net), criterion, X, y)
+    assert found.value == pytest.approx(expected, rel=EXACT)
+    assert found.method == ("closed form" if closed else "exact")
+    assert found.stderr == 0.0
+    assert found.n_samples == 11
+    assert found.risk == pytest.approx(criterion(net(X), y).item(), rel=EXACT)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layer", [0, -2])
+def test_earlier_layers_agree_with_the_full_hessian(case, layer):
+    net, criterion, X, y, _ = make(case)
+    names = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
+    expected = oracles.relative_flatness(net, names[layer], criterion, X, y)
+    value = relative_flatness(net, X, y, layer=layer, criterion=criterion, batch_size=4)
+    assert value == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_close(case):
+    net, criterion, X, y, _ = make(case)
+    expected = relative_flatness(net, X, y, criterion=criterion)
+    single = y.float() if y.is_floating_point() else y
+    criterion = criterion.float() if isinstance(criterion, nn.Module) else criterion
+    value = relative_flatness(net.float(), X.float(), single, criterion=criterion)
+    assert value == pytest.approx(expected, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("case", ["cross-entropy", "cross-entropy class weights", "squared error"])
+def test_flatness_is_one_of_the_mean_over_samples_whatever_the_reduction(case, reduction):
+    net, criterion, X, y, _ = make(case)
+    criterion.reduction = reduction
+
+    def mean(output, target):
+        loss = criterion(output, target)
+        if reduction == "none":  # of what such a loss returns, the mean that torch takes
+            mean_criterion = CASES[case][1]()
+            return mean_criterion(output, target)
+        return loss / len(output)
+
+    expected = oracles.relative_flatness(net, last(net), mean, X, y)
+    if reduction == "none" and "weights" in case:
+        expected *= criterion.weight[y].mean().item()
+    assert relative_flatness(net, X, y, criterion=criterion) == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize("case", ["cross-entropy", "bce multi-label, pos_weight and weight"])
+def test_normalized_agrees_with_theorem_4(case):
+    net, criterion, X, y, _ = make(case, n=40)
+    with torch.no_grad():
+        net[2].weight[3] = 0  # a feature that never varies: tanh(bias)
+    features = net[:4](X).detach()
+    spread = features.std(dim=0, correction=0)
+    spread[3] = 0
+    constant = features[:, 3:4] @ net[4].weight[:, 3:4].detach().T + net[4].bias.detach()
+    expected = oracles.normalized_relative_flatness(
+        features, net[4].weight.detach(), lambda z: criterion(z + constant, y), spread
+    )
+    value = relative_flatness(net, X, y, criterion=criterion, normalize=True, batch_size=7)
+    assert value == pytest.approx(expected, rel=EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 25), min_size=6, max_size=6),
+    st.floats(0.1, 25),
+    st.integers(0, 10_000),
+)
+def test_invariances_under_rescaling(factors, factor, seed):
+    torch.manual_seed(seed)
+    net = mlp(4, activation=nn.ReLU)
+    X, y = torch.randn(30, 5).double(), torch.arange(30) % 4
+    plain = relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss())
+    normal = relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss(), normalize=True)
+    with torch.no_grad():  # layer-wise: scale moves from the last layer to the one before
+        net[2].weight *= factor
+        net[2].bias *= factor
+        net[4].weight /= factor
+    moved = relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss())
+    assert moved == pytest.approx(plain, rel=1e-6)
+    with torch.no_grad():  # neuron-wise: each feature by a factor of its own
+        scale = torch.tensor(factors).double()
+        net[2].weight *= scale[:, None]
+        net[2].bias *= scale
+        net[4].weight /= scale
+    again = relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss(), normalize=True)
+    assert again == pytest.approx(normal, rel=1e-6, abs=1e-12)
+
+
+def test_plain_flatness_is_not_invariant_under_neuron_wise_rescaling():
+    net, criterion, X, y, _ = make("cross-entropy")
+    net = mlp(4, activation=nn.ReLU)
+    before = relative_flatness(net, X, y, criterion=criterion)
+    with torch.no_grad():
+        scale = torch.tensor([0.1, 10, 1, 5, 0.5, 2]).double()
+        net[2].weight *= scale[:, None]
+        net[2].bias *= scale
+        net[4].weight /= scale
+    assert relative_flatness(net, X, y, criterion=criterion) != pytest.approx(before, rel=0.1)
+
+
+def test_a_saturated_network_underflows_gracefully():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False)).double()
+    X = torch.eye(3).double()
+    values = []
+    for scale in (10.0, 40.0, 100.0, 300.0):
+        with torch.no_grad():
+            net[0].weight.copy_(scale * torch.eye(3))
+        values.append(relative_flatness(net, X, criterion=nn.CrossEntropyLoss()))
+    # p = (1, e, e) up to normalisation with e = exp(-scale): twice p_s |w_s - w_top|^2
+    expected = [
+        2 * np.exp(-s) / (1 + 2 * np.exp(-s)) * 2 * s**2 * (1 - 0.75 * 0) for s in (40.0, 100.0)
+    ]
+    assert values[1:3] == pytest.approx(expected, rel=1e-9)
+    assert values[3] > 0
+    assert values == sorted(values, reverse=True)
+
+
+def test_hutchinson_brackets_the_exact_value():
+    net, criterion, X, y, _ = make("cross-entropy")
+    exact = relative_flatness(net, X, y, layer=0, criterion=criterion)
+    hits = 0
+    for seed in range(50):
+        value, stderr = relative_flatness(
+            net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=0.05,
+            random_state=seed, return_stderr=True,
+        )  # fmt: skip
+        assert 0 < stderr <= 0.05 * abs(value)
+        hits += abs(value - exact) <= 2 * stderr
+    assert hits >= 43  # 95% of 50, less 4 standard deviations
+
+
+def test_hutchinson_is_reproducible_and_works_normalised_and_in_closed_form():
+    net, criterion, X, y, _ = make("cross-entropy")
+    for settings_ in ({"layer": 0}, {"layer": -1}, {"normalize": True}):
+        exact = relative_flatness(net, X, y, criterion=criterion, **settings_)
+        arguments = {"method": "hutchinson", "random_state": 3, "rtol": 0.02, **settings_}
+        one = relative_flatness(net, X, y, criterion=criterion, **arguments)
+        two = relative_flatness(net, X, y, criterion=criterion, **arguments)
+        assert one == two
+        assert one == pytest.approx(exact, rel=0.1)
+        assert one != exact
+
+
+def test_n_probes_caps_the_work():
+    net, criterion, X, y, _ = make("cross-entropy")
+    arguments = {"layer": 0, "criterion": criterion, "method": "hutchinson", "random_state": 0}
+    few = relative_flatness(net, X, y, n_probes=3, rtol=1e-9, return_stderr=True, **arguments)
+    many = relative_flatness(net, X, y, n_probes=300, rtol=1e-9, return_stderr=True, **arguments)
+    assert few[1] > 5 * many[1]
+
+
+def test_too_many_probes_needed_warns(monkeypatch):
+    net, criterion, X, y, _ = make("cross-entropy")
+    monkeypatch.setattr("relflat_sk.measures._flatness.summation._MAX_PROBES", 5)
+    with pytest.warns(relflat_sk.FlatnessWarning, match="5 probes left a standard error of"):
+        relative_flatness(net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=1e-6)
+
+
+def test_auto_turns_to_probes_for_wide_layers_and_back_where_exact_is_cheaper():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3)).double()
+    X, y = torch.randn(300, 80).double(), torch.arange(300) % 3
+    arguments = {"layer": 0, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    exact = relative_flatness(net, X, y, method="exact", **arguments)
+    loose = evaluate("relative_flatness", net, X, y, rtol=0.2, **arguments)
+    tight = evaluate("relative_flatness", net, X, y, rtol=1e-6, **arguments)
+    assert (loose.method, tight.method) == ("hutchinson", "exact")
+    assert abs(loose.value - exact) < 5 * loose.stderr
+    assert tight.value == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"method": "guess"},
+            r"method must be one of \('auto', 'exact', 'hutchinson'\), got 'g",
+        ),
+        ({"n_probes": 1}, "n_probes must be an integer of at least 2"),
+        ({"rtol": 0}, "rtol must be positive, got 0"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"method": "hutchinson", "random_state": "a"}, "random_state must be an int"),
+        ({"criterion": None}, "criterion is needed for a bare module"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    net, criterion, X, y, _ = make("cross-entropy")
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(net, X, y, **{"criterion": criterion, **arguments})
+
+
+def test_bad_criterion():
+    net, _, X, y, _ = make("cross-entropy")
+    with pytest.raises(TypeError, match="criterion must be a torch loss .* got 'mse'"):
+        relative_flatness(net, X, y, criterion="mse")
+
+
+def test_a_criterion_that_cannot_be_differentiated_twice():
+    net, _, X, y, _ = make("cross-entropy")
+    with pytest.raises(ValueError, match=r"cannot be differentiated twice: .*multi_margin"):
+        relative_flatness(net, X, y, criterion=nn.MultiMarginLoss())
+
+
+def test_probabilities_under_nll_are_doubtful():
+    net, criterion, X, y, _ = make("nll of softmax, as torch computes it")
+    with pytest.warns(relflat_sk.FlatnessWarning, match="takes log-probabilities, but the network"):
+        relative_flatness(net, X, y, criterion=criterion)
+
+
+def test_a_lone_last_sample_squeezed_away():
+    torch.manual_seed(0)
+    for k, criterion in ((1, nn.MSELoss()), (3, nn.CrossEntropyLoss())):
+
+        class Squeezing(nn.Module):
+            def __init__(self, k=k):
+                super().__init__()
+                self.out = nn.Linear(5, k).double()
+
+            def forward(self, x):
+                return self.out(x).squeeze()
+
+        net, X = Squeezing(), torch.randn(7, 5).double()
+        y = torch.randn(7).double() if k == 1 else torch.arange(7) % 3
+        whole = evaluate("relative_flatness", net, X, y, criterion=criterion)
+        parts = evaluate("relative_flatness", net, X, y, criterion=criterion, batch_size=3)
+        assert parts.method == "closed form"
+        assert parts.value == pytest.approx(whole.value, rel=1e-12)
+        assert parts.risk == pytest.approx(whole.risk, rel=1e-12)
+
+
+def test_unknown_measure():
+    net, criterion, X, y, _ = make("cross-entropy")
+    with pytest.raises(
+        ValueError,
+        match=r"no measure 'sharp'; choose from \['adaptive_sharpness', 'eigenvalue_flatness'",
+    ):
+        relflat_sk.measure("sharp", net, X, y, criterion=criterion)
+
+
+def test_measure_by_name_is_the_same():
+    net, criterion, X, y, _ = make("cross-entropy")
+    for name, normalize in (
+        ("relative_flatness", False),
+        ("normalized_relative_flatness", True),
+    ):
+        assert relflat_sk.measure(name, net, X, y, criterion=criterion) == relative_flatness(
+            net, X, y, criterion=criterion, normalize=normalize
+        )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3]])
+def test_labels_may_be_left_out_where_they_do_not_matter(case):
+    net, criterion, X, y, _ = make(case)
+    needed = any(word in case for word in ("weights", "pos_weight", "probabilities", "nll"))
+    if needed:
+        with pytest.raises(ValueError, match="y is needed: the curvature of"):
+            relative_flatness(net, X, criterion=criterion)
+    elif "ignore" not in case:
+        assert relative_flatness(net, X, criterion=criterion) == pytest.approx(
+            relative_flatness(net, X, y, criterion=criterion), rel=1e-12
+        )
+
+
+def test_labels_are_needed_at_earlier_layers():
+    net, criterion, X, _, _ = make("cross-entropy")
+    with pytest.raises(ValueError, match="y is needed: .* at layer '0'"):
+        relative_flatness(net, X, layer=0, criterion=criterion)
+
+
+def test_all_ignored():
+    net, _, X, y, _ = make("cross-entropy")
+    with pytest.raises(ValueError, match="no sample counts in the mean loss"):
+        relative_flatness(net, X, 0 * y, criterion=nn.CrossEntropyLoss(ignore_index=0))
+
+
+def test_sample_weights_need_a_loss_for_each_sample():
+    net, criterion, X, y, _ = make("a function")
+    with pytest.raises(ValueError, match="for 11 samples; expected one for each sample, to weigh"):
+        evaluate("relative_flatness", net, X, y, criterion=criterion, sample_weight=np.ones(11))
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["cross-entropy weights, smoothed, ignoring", "huber", "bce of sigmoid", "soft margin"],
+)
+def test_sample_weights_are_like_repeated_samples(case):
+    net, criterion, X, y, _ = make(case if case in CASES else "huber")
+    if case == "soft margin":
+        criterion, y = nn.SoftMarginLoss(), torch.sign(y)
+    counts = torch.tensor([1, 2, 0, 3, 1, 1, 0, 2, 1, 4, 1])
+    repeated = counts.repeat_interleave(counts) * 0
+    rows = torch.arange(11).repeat_interleave(counts)
+    assert len(rows) == len(repeated)
+    weighted = evaluate(
+        "relative_flatness", net, X, y, criterion=criterion, sample_weight=counts, batch_size=4
+    )
+    again = evaluate("relative_flatness", net, X[rows], y[rows], criterion=criterion)
+    assert weighted.value == pytest.approx(again.value, rel=1e-12)
+    assert weighted.risk == pytest.approx(again.risk, rel=1e-12)
+    assert weighted.constant_risk() == pytest.approx(again.constant_risk(), rel=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_constant_risk_is_the_best_a_constant_can_do(case):
+    net, criterion, X, y, _ = make(case)
+    found = evaluate("relative_flatness", net, X, y, criterion=criterion)
+    best = found.constant_risk()
+    tail = net[5] if isinstance(net, nn.Sequential) and len(net) > 5 else nn.Identity()
+    shape = net(X[:1]).shape[1:]
+    if isinstance(tail, nn.Softsign | nn.Softplus | nn.Hardtanh):
+        tail = nn.Identity()  # the best constant output, whether the network can reach it or not
+    z = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        z += 0.5
+    optimizer = torch.optim.LBFGS([z], max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = criterion(tail(z.expand(11, *shape)), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    # of -p_y the best constant is a one-hot p, at infinity: found up to a tolerance
+    tolerance = 1e-4 if "nll of softmax" in case else 1e-6
+    assert best == pytest.approx(closure().item(), rel=tolerance)
+
+
+@pytest.mark.gpu
+def test_on_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for case in CASES:
+        net, criterion, X, y, _ = make(case)
+        for layer in (-1, 0):
+            expected = relative_flatness(net, X, y, layer=layer, criterion=criterion)
+            moved = relative_flatness(net, X, y, layer=layer, criterion=criterion, device="cuda")
+            assert moved == pytest.approx(expected, rel=1e-9)
+            assert next(net.parameters()).device.type == "cpu"
+
+
+def test_layer_errors_reach_the_user():
+    net, criterion, X, y, _ = make("cross-entropy")
+    with pytest.raises(LayerNotFoundError, match="there is no layer 7. Layers with a weight"):
+        relative_flatness(net, X, y, layer=7, criterion=criterion)
+
+
+def test_inference_mode_and_no_grad_around_the_call():
+    net, criterion, X, y, _ = make("cross-entropy")
+    expected = relative_flatness(net, X, y, layer=0, criterion=criterion)
+    with torch.no_grad():
+        assert relative_flatness(net, X, y, layer=0, criterion=criterion) == expected
+    with torch.inference_mode():
+        inputs = X + 0
+        assert relative_flatness(net, inputs, y, layer=0, criterion=criterion) == expected
+        assert_close(relative_flatness(net, inputs, y, criterion=criterion) > 0, True)

@@ -1,0 +1,209 @@
+"""PAC-Bayes flatness, where the expected rise of the risk has a formula."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+from torch import nn
+
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.network import Network
+from relflat_sk.measures._sharpness.pac_bayes import (
+    error_rate,
+    pac_bayes_flatness,
+    pac_bayes_magnitude_flatness,
+)
+from tests.measures.test_layer_kinds import make as make_kind
+
+CE, MSE, BCE = nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()
+
+
+def network(net, criterion, X, y, **options):
+    return Network(net, Loss(criterion), make_batches(X, y, **options))
+
+
+def regression():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+    X = torch.randn(12, 3).double()
+    return net, X, torch.randn(12, 1).double()
+
+
+def exact_plain(X, target):
+    """The squared error rises by ``sigma^2 (mean |x|^2 + 1)`` on average."""
+    return (X.square().sum(1).mean().item() + 1) / target
+
+
+def exact_magnitude(net, X, target, eps):
+    """Noise of variance ``v_j`` on weight j raises it by ``sum_j v_j mean x_j^2``."""
+    squares = X.square().mean(0)
+    along = (net.weight[0].square() * squares).sum() + net.bias.square()
+    return along.item() / (target - eps**2 * (squares.sum().item() + 1))
+
+
+@pytest.mark.parametrize("target", [0.1, 2.0])
+def test_noise_on_a_linear_regression(target):
+    net, X, y = regression()
+    at = network(net, MSE, X, y, batch_size=5)
+    found = pac_bayes_flatness(at, target=target, n_draws=60, random_state=0)
+    assert abs(found.value - exact_plain(X, target)) < 4 * found.stderr + 0.01 * found.value
+    assert found.stderr < 0.2 * found.value
+    assert found.method == "monte carlo"
+    found = pac_bayes_magnitude_flatness(at, target=target, eps=0.05, n_draws=60, random_state=0)
+    expected = exact_magnitude(net, X, target, 0.05)
+    assert abs(found.value - expected) < 4 * found.stderr + 0.01 * found.value
+    assert found.stderr < 0.2 * found.value
+
+
+@pytest.mark.parametrize("task", ["binary", "classification"])
+def test_noise_until_errors(task):
+    """With w = 1 and x = 1 the sign is wrong with probability Phi(-1 / sigma)."""
+    X = torch.ones(2, 1).double()
+    if task == "binary":
+        net, criterion, y, deviation = nn.Linear(1, 1, bias=False), BCE, torch.ones(2, 1), 1.0
+    else:  # the difference of two logits has twice the variance, and mean 2
+        net, criterion, y, deviation = (
+            nn.Linear(1, 2, bias=False),
+            CE,
+            torch.ones(2).long(),
+            2**-0.5,
+        )
+    with torch.no_grad():
+        net.weight.copy_(torch.ones(1, 1) if task == "binary" else torch.tensor([[-1.0], [1.0]]))
+    at = network(net.double(), criterion, X, y)
+    found = pac_bayes_flatness(at, n_draws=300, random_state=0)
+    expected = (deviation * norm.ppf(0.9)) ** 2
+    assert abs(found.value - expected) < 4 * found.stderr
+    assert found.stderr < 0.2 * expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", ["plain", "magnitude"])
+def test_error_bars_are_right(measure):
+    net, X, y = regression()
+    at = network(net, MSE, X, y)
+    if measure == "plain":
+        exact, function = exact_plain(X, 0.1), pac_bayes_flatness
+    else:
+        exact, function = exact_magnitude(net, X, 0.1, 1e-3), pac_bayes_magnitude_flatness
+    found = [function(at, n_draws=20, random_state=seed) for seed in range(100)]
+    errors = np.array([one.value - exact for one in found])
+    stated = np.array([one.stderr for one in found])
+    assert np.sqrt((stated**2).mean()) == pytest.approx(errors.std(), rel=0.2)
+    assert (np.abs(errors) < 4 * stated).mean() >= 0.99
+    # the mean of 1 / estimate is off by the square of the relative error
+    bias = exact * (stated.mean() / exact) ** 2
+    assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors)) + 2 * bias
+
+
+def test_the_magnitude_matters_as_far_as_eps_leaves_it():
+    """Without eps, scale may move between layers; with a large one, it may not."""
+    net, X, _ = make_kind("mlp relu")
+    y = net(X).argmax(1)
+    before = {}
+    for factor in (1.0, 4.0):
+        with torch.no_grad():
+            net[0].weight *= factor
+            net[0].bias *= factor
+            net[2].weight /= factor
+        for eps in (1e-12, 0.1):
+            at = network(net, CE, X, y)
+            found = pac_bayes_magnitude_flatness(at, eps=eps, risk="loss", random_state=0).value
+            before.setdefault(eps, []).append(found)
+    assert before[1e-12][1] == pytest.approx(before[1e-12][0], rel=1e-6)
+    assert before[0.1][1] != pytest.approx(before[0.1][0], rel=0.05)
+
+
+def test_errors_are_counted_for_classifiers_and_losses_otherwise():
+    net, X, _ = make_kind("mlp tanh")
+    y = net(X).argmax(1)
+    at = network(net, CE, X, y)
+    found = {
+        risk: pac_bayes_flatness(at, risk=risk, n_draws=3, random_state=0)
+        for risk in ("auto", "error", "loss")
+    }
+    assert found["auto"] == found["error"] != found["loss"]
+    with pytest.raises(ValueError, match="MSELoss.. has no classes.* use risk='loss'"):
+        pac_bayes_flatness(network(*_as_case(regression())), risk="error")
+
+
+def _as_case(case):
+    net, X, y = case
+    return net, MSE, X, y
+
+
+def test_a_network_that_cannot_get_worse_is_flat():
+    _, X, _ = regression()
+    net = nn.Linear(3, 3).double()
+    assert pac_bayes_flatness(
+        network(net, CE, X, net(X).argmin(1)), target=0.5, random_state=0
+    ).value == 0.0  # fmt: skip
+
+
+def test_diverged_weights_give_nan():
+    net, X, y = regression()
+    with torch.no_grad():
+        net.weight.fill_(torch.nan)
+    assert np.isnan(pac_bayes_flatness(network(net, MSE, X, y)).value)
+
+
+def test_weights_of_zero_are_disturbed_too():
+    net, X, y = regression()
+    with torch.no_grad():
+        net.weight.zero_()
+        net.bias.zero_()
+    found = pac_bayes_flatness(network(net, MSE, X, y), n_draws=30, random_state=0)
+    assert abs(found.value - exact_plain(X, 0.1)) < 4 * found.stderr + 0.01 * found.value
+
+
+def test_error_rate_of_classes_counts_labels():
+    z = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [0.0, 5.0, 0.0], [0.0, 0.0, torch.nan]])
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(z)
+
+        def forward(self, x):
+            return self.table[x[:, 0].long()]
+
+    X = torch.arange(4.0)[:, None]
+    y = torch.tensor([0, 1, 1, 2])
+    at = network(Table(), CE, X, y, batch_size=3)
+    assert error_rate(at) == 0.5
+    ignoring = nn.CrossEntropyLoss(ignore_index=1)
+    assert error_rate(network(Table(), ignoring, X, y)) == 0.5
+    weight = np.array([1.0, 3.0, 0.0, 0.0])
+    assert error_rate(network(Table(), CE, X, y, sample_weight=weight)) == 0.75
+    shares = nn.functional.one_hot(y, 3).float()
+    assert error_rate(network(Table(), CE, X, shares)) == 0.5
+    outputs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+    # one label of each row is on the wrong side of zero, of the last one it is the nan
+    assert error_rate(network(Table(), BCE, X, outputs)) == pytest.approx(4 / 12)
+    inside = nn.Sequential(Table(), nn.Sigmoid())
+    assert error_rate(network(inside, nn.BCELoss(), X[:3], outputs[:3])) == pytest.approx(3 / 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": 0.0}, "target must be a finite number > 0, got 0.0"),
+        ({"risk": "margin"}, "risk must be 'auto', 'error' or 'loss', got 'margin'"),
+        ({"n_draws": 1}, "n_draws must be an integer of at least 2, .*got 1"),
+        ({"random_state": "seed"}, "random_state must be an int, .*got 'seed'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    net, X, y = regression()
+    with pytest.raises(ValueError, match=message):
+        pac_bayes_flatness(network(net, MSE, X, y), **arguments)
+
+
+def test_bad_eps():
+    net, X, y = regression()
+    at = network(net, MSE, X, y)
+    with pytest.raises(ValueError, match="eps must be a finite number > 0, got -1"):
+        pac_bayes_magnitude_flatness(at, eps=-1)
+    with pytest.raises(ValueError, match="Use a smaller eps"):
+        pac_bayes_magnitude_flatness(at, eps=10.0, random_state=0)

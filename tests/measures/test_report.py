@@ -1,0 +1,230 @@
+"""flatness_report, eigenvalues, aggregates, saddles and the table of invariances."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse.linalg import ArpackNoConvergence
+from torch import nn
+
+from relflat_sk import FlatnessWarning, flatness_report, get_measure_names, measure
+from relflat_sk.measures._api import NETWORK_WIDE, evaluate
+from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS, invariance_table
+from tests import oracles
+from tests.measures.test_layer_kinds import CE, NETS, dense, make
+
+EIGEN = {
+    "hessian_max_eigenvalue": lambda H, W: oracles.largest(H),
+    "eigenvalue_flatness": lambda H, W: float(W.square().sum()) * oracles.largest(H),
+}
+
+
+@pytest.mark.parametrize("kind", ["mlp tanh", "conv", "residual", "transposed"])
+def test_eigenvalues_agree_with_the_dense_hessian(kind):
+    net, X, y = make(kind)
+    for name, m in net.named_modules():
+        if not hasattr(m, "weight") or isinstance(m, nn.BatchNorm2d):
+            continue
+        H, W = dense(net, name, X, y)
+        for measure_name, oracle in EIGEN.items():
+            found = evaluate(measure_name, net, X, y, layer=name, criterion=CE, rtol=1e-12,
+                             batch_size=4, random_state=0)  # fmt: skip
+            assert found.value == pytest.approx(oracle(H, W), rel=1e-8)
+            assert found.method == "lanczos"
+
+
+def test_eigenvalue_error_bound_holds():
+    net, X, y = make("conv")
+    H, _ = dense(net, "0", X, y)
+    found = evaluate("hessian_max_eigenvalue", net, X, y, layer=0, criterion=CE, rtol=0.1)
+    assert abs(found.value - oracles.largest(H)) <= found.stderr + 1e-12
+
+
+@pytest.mark.parametrize("n_found", [0, 1])
+def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
+    net, X, y = make("conv")
+
+    def gives_up(operator, **arguments):
+        vectors = np.eye(operator.shape[0])[:, :n_found]
+        raise ArpackNoConvergence("no", np.full(n_found, 2.0), vectors)
+
+    monkeypatch.setattr("relflat_sk.measures._flatness.eigenvalue.eigsh", gives_up)
+    with pytest.warns(FlatnessWarning, match="did not converge to a relative tolerance of 0.01"):
+        found = evaluate("hessian_max_eigenvalue", net, X, y, layer=0, criterion=CE)
+    assert found.value == 2.0 if n_found else np.isnan(found.value)
+
+
+# networks with random weights; tanh has no paths
+@pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:.*path_norm does not apply:relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("kind", ["conv", "mlp tanh"])
+def test_report_has_every_layer_and_measure(kind):
+    net, X, y = make(kind)
+    report = flatness_report(net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6)
+    assert list(report.columns) == [
+        "measure", "layer", "value", "stderr", "method", "n_samples", "invariance",
+    ]  # fmt: skip
+    layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
+    whole = {"network_flatness", *NETWORK_WIDE}
+    per_layer = [name for name in get_measure_names() if name not in whole]
+    assert len(report) == len(layers) * len(per_layer) + len(whole)
+    assert set(report.loc[report["layer"] == "", "measure"]) == whole
+    assert (report["n_samples"] == 7).all()
+    for _, row in report[report["layer"] != ""].iterrows():
+        value = measure(row["measure"], net, X, y, layer=row["layer"], criterion=CE, rtol=1e-6,
+                        random_state=0)  # fmt: skip
+        assert row["value"] == pytest.approx(value, rel=1e-9)
+    table = report.pivot_table(index="layer", columns="measure", values="value", sort=False)
+    assert list(table.index[: len(layers)]) == layers
+    top = report.loc[report["measure"] == "network_flatness", "value"].item()
+    assert top == pytest.approx(table["eigenvalue_flatness"].max(), rel=1e-6)
+    for name in ("relative_flatness", "neuron_flatness_max"):
+        assert measure(name, net, X, y, criterion=CE, aggregate="max") == pytest.approx(
+            table[name].max()
+        )
+        assert measure(name, net, X, y, criterion=CE, aggregate="sum") == pytest.approx(
+            table[name].sum()
+        )
+
+
+def test_report_of_some_layers_and_measures():
+    net, X, y = make("conv")
+    report = flatness_report(net, X, y, criterion=CE, layers=[-1, "0"], measures=["hessian_trace"])
+    assert report["layer"].tolist() == ["0", "6"]
+    with_decay = flatness_report(net, X, y, criterion=CE, weight_decay=0.1)
+    assert "normalized_relative_flatness" not in set(with_decay["measure"])
+
+
+def test_gradient_norm_is_that_of_the_mean_loss():
+    for kind in NETS:
+        net, X, y = make(kind)
+        report = flatness_report(net, X, y, criterion=CE, measures=["gradient_norm"],
+                                 batch_size=3, weight_decay=0.2)  # fmt: skip
+        loss = CE(net(X), y)
+        for _, row in report.iterrows():
+            weight = net.get_submodule(row["layer"]).weight
+            (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+            expected = (gradient + 0.2 * weight).norm().item()
+            assert row["value"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"measures": ["sharp"]}, "there is no measure 'sharp'"),
+        ({"weight_decay": -1}, "weight_decay must be a finite number >= 0, got -1"),
+        (
+            {"weight_decay": 0.1, "measures": ["normalized_relative_flatness"]},
+            "weight_decay cannot be counted into normalized",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    net, X, y = make("conv")
+    with pytest.raises(ValueError, match=message):
+        flatness_report(net, X, y, criterion=CE, **arguments)
+
+
+def test_bad_aggregate():
+    net, X, y = make("conv")
+    with pytest.raises(ValueError, match="aggregate must be 'max', 'sum' or None, got 'mean'"):
+        measure("hessian_trace", net, X, y, criterion=CE, aggregate="mean")
+
+
+def test_a_saddle_is_called_one():
+    net, X, y = make("mlp tanh")
+    with pytest.warns(FlatnessWarning, match="is negative .*: the loss curves down"):
+        value = measure("hessian_trace", net, X, y, criterion=lambda z, y: -z.square().mean())
+    assert value < 0
+
+
+def test_the_table_covers_every_measure():
+    table = invariance_table()
+    assert sorted(table.index) == get_measure_names()
+    assert list(table.columns) == list(REPARAMETERIZATIONS)
+    assert set(np.unique(table)) == {"same", "different"}
+
+
+def rescaled(net, change, factors):
+    """Copy of an MLP (Linear, ReLU, Linear, ReLU, Linear), measured at its middle layer."""
+    factors = torch.tensor(factors).double()
+    first, middle, last = net[0], net[2], net[4]
+    with torch.no_grad():
+        if change == "layer":
+            first.weight *= factors[0]
+            first.bias *= factors[0]
+            middle.weight *= factors[1]
+            middle.bias *= factors[0] * factors[1]
+            last.weight /= factors[0] * factors[1]
+        elif change == "feature neurons":
+            first.weight *= factors[:, None]
+            first.bias *= factors
+            middle.weight /= factors
+        else:
+            middle.weight *= factors[:5, None]
+            middle.bias *= factors[:5]
+            last.weight /= factors[:5]
+    return net
+
+
+def mlp(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+    ).double()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(0.1, 25), min_size=6, max_size=6), st.integers(0, 10**6))
+def test_what_is_said_to_stay_the_same_does(factors, seed):
+    X = torch.randn(12, 4).double()
+    y = mlp(seed)(X).argmax(dim=1)  # some measures need a margin, or an accuracy to lose
+    for change in REPARAMETERIZATIONS:
+        one, two = mlp(seed), rescaled(mlp(seed), change, factors)
+        torch.testing.assert_close(one(X), two(X))
+        for name, verdicts in INVARIANCES.items():
+            if verdicts[change] == "same" and name != "network_flatness":
+                before, after = (
+                    measure(name, net, X, y, layer=1, criterion=CE, rtol=1e-10)
+                    for net in (one, two)
+                )
+                assert after == pytest.approx(before, rel=1e-6, abs=1e-12), (name, change)
+
+
+# noise on weights of zero that can be told from noise on the weights
+SEEN = {"pac_bayes_magnitude_flatness": {"eps": 0.01}}
+
+
+def test_what_is_said_to_be_different_is():
+    X = torch.randn(12, 4).double()
+    y = mlp(0)(X).argmax(dim=1)
+    factors = [0.3, 9.0, 2.0, 0.1, 25.0, 5.0]
+    for change in REPARAMETERIZATIONS:
+        for name, verdicts in INVARIANCES.items():
+            if verdicts[change] == "different" and name != "network_flatness":
+                before, after = (
+                    measure(name, net, X, y, layer=1, criterion=CE, rtol=1e-8, random_state=0,
+                            **SEEN.get(name, {}))
+                    for net in (mlp(0), rescaled(mlp(0), change, factors))
+                )  # fmt: skip
+                assert after != pytest.approx(before, rel=0.05), (name, change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layer"), [("mlp tanh", 0), ("conv", 0)])
+@pytest.mark.parametrize("name", ["relative_flatness", "hessian_trace", "neuron_flatness_sum"])
+def test_error_bars_are_right(kind, layer, name):
+    net, X, y = make(kind, n=20)
+    exact = measure(name, net, X, y, layer=layer, criterion=CE, method="exact")
+    found = [
+        evaluate(name, net, X, y, layer=layer, criterion=CE, method="hutchinson", n_probes=12,
+                 rtol=1e-12, random_state=seed)
+        for seed in range(200)
+    ]  # fmt: skip
+    errors = np.array([one.value - exact for one in found])
+    stated = np.array([one.stderr for one in found])
+    assert (np.abs(errors) < 4 * stated).mean() >= 0.99
+    # 200 draws know their own spread to about 5%
+    assert np.sqrt((stated**2).mean()) == pytest.approx(np.sqrt((errors**2).mean()), rel=0.2)
+    assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors))

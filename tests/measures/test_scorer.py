@@ -1,0 +1,731 @@
+"""Tests for ``_scorer``: what it returns, where it works, what it refuses."""
+
+import math
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+import sklearn
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.base import clone
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_iris
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
+from sklearn.experimental import enable_halving_search_cv  # noqa: F401
+from sklearn.inspection import permutation_importance
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import (
+    GridSearchCV,
+    HalvingGridSearchCV,
+    KFold,
+    StratifiedKFold,
+    cross_val_score,
+    cross_validate,
+    learning_curve,
+    validation_curve,
+)
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
+from skorch import NeuralNetClassifier, NeuralNetRegressor
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    measure,
+    relative_flatness,
+)
+from relflat_sk.measures._api import evaluate
+from relflat_sk.measures._scorer import FlatnessScorer
+
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+NAMES = load_iris().target_names[Y]
+TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+SCORER = FlatnessScorer()
+
+
+def net(max_epochs=8, module=MLP, lr=0.05, **parameters):
+    """Make a small skorch classifier that learns iris well enough to be at a minimum."""
+    return NeuralNetClassifier(
+        module,
+        module__n_features=4,
+        module__n_outputs=3,
+        module__hidden_layer_sizes=(8,),
+        criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.Adam,
+        lr=lr,
+        batch_size=16,
+        max_epochs=max_epochs,
+        iterator_train__shuffle=True,
+        train_split=None,
+        verbose=0,
+        **parameters,
+    )
+
+
+def flat_net(**parameters):
+    """Make the package's own classifier: seeded, for labels of any type."""
+    parameters = {"max_epochs": 8, "lr": 0.05, "module__hidden_layer_sizes": (8,)} | parameters
+    return RelativeFlatnessRegularizedClassifier(random_state=0, verbose=0, **parameters)
+
+
+class Checked(FlatnessScorer):
+    """Compares each score with `relative_flatness` of the same arguments, and keeps it."""
+
+    def __call__(self, estimator, X, y=None, sample_weight=None):
+        score = super().__call__(estimator, X, y, sample_weight)
+        assert score == -relative_flatness(estimator, X, y, layer=self.layer)
+        assert math.isfinite(score)
+        KEPT.append(score)
+        return score
+
+
+KEPT: list[float] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    KEPT.clear()
+
+
+def assert_all_kept(*scores):
+    """Check that these are the scores that the scorer gave, in whatever order."""
+    given = np.concatenate([np.ravel(score) for score in scores])
+    assert len(given) > 0
+    assert_allclose(np.sort(given), np.sort(KEPT), rtol=1e-12)
+
+
+# -- what it returns ------------------------------------------------------------------------
+
+MODELS = {
+    "skorch": (net, Y),
+    "own net, names": (flat_net, NAMES),
+    "logistic, names": (lambda: LogisticRegression(max_iter=500), NAMES),
+    "logistic, two names": (LogisticRegression, np.where(Y == 0, "yes", "no")),
+    "mlp, names": (lambda: MLPClassifier((8,), max_iter=300, random_state=0), NAMES),
+    "ridge": (Ridge, TARGET),
+    "ridge, two targets": (Ridge, np.stack([TARGET, TARGET**2], axis=1)),
+    "pipeline": (lambda: make_pipeline(StandardScaler(), net()), Y),
+    "pipelines": (lambda: make_pipeline(StandardScaler(), make_pipeline("passthrough", net())), Y),
+    "pandas": (
+        lambda: make_pipeline(StandardScaler().set_output(transform="pandas"), flat_net()),
+        NAMES,
+    ),
+    "search": (lambda: GridSearchCV(LogisticRegression(max_iter=500), {"C": [0.1, 1.0]}), NAMES),
+    "transformed": (
+        lambda: TransformedTargetRegressor(Ridge(), transformer=StandardScaler()),
+        TARGET,
+    ),
+    "own regressor": (
+        lambda: RelativeFlatnessRegularizedRegressor(random_state=0, verbose=0, max_epochs=20),
+        TARGET,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_score_is_minus_the_flatness(name):
+    make, y = MODELS[name]
+    model = make().fit(X, y)
+    score = SCORER(model, X[::2], y[::2])
+    assert isinstance(score, float)
+    assert score == -relative_flatness(model, X[::2], y[::2])
+    assert score < 0
+
+
+@pytest.mark.parametrize("layer", [0, "1"])
+def test_any_layer_and_measure_can_be_scored(layer):
+    model = flat_net(max_epochs=3).fit(X, NAMES)
+    scorer = FlatnessScorer(
+        "normalized_relative_flatness", layer=layer, measure_params={"batch_size": 32}
+    )
+    expected = measure("normalized_relative_flatness", model, X, NAMES, layer=0)
+    assert_allclose(scorer(model, X, NAMES), -expected, rtol=1e-6)
+
+
+def test_sample_weights_weigh_samples():
+    model = net().fit(X, Y)
+    weights = np.arange(len(Y)) % 3
+    repeated = np.repeat(np.arange(len(Y)), weights)
+    assert_allclose(
+        SCORER(model, X, Y, sample_weight=weights),
+        SCORER(model, X[repeated], Y[repeated]),
+        rtol=1e-6,  # float32 forward passes of other batches
+    )
+
+
+def test_flat_as_can_be_is_zero_without_a_sign():
+    zeros = Ridge().fit(X, np.zeros(len(X)))
+    score = FlatnessScorer(at_minimum="ignore")(zeros, X, np.zeros(len(X)))
+    assert str(score) == "0.0"
+
+
+# -- where it works -------------------------------------------------------------------------
+
+
+def test_cross_val_score():
+    scores = cross_val_score(net(), X, Y, cv=3, scoring=Checked(), error_score="raise")
+    assert_all_kept(scores)
+
+
+def test_cross_validate_with_several_scorers_and_train_scores():
+    results = cross_validate(
+        net(),
+        X,
+        Y,
+        cv=StratifiedKFold(3, shuffle=True, random_state=0),
+        scoring={"flat": Checked(), "first": Checked(layer=0), "accuracy": "accuracy"},
+        return_train_score=True,
+        return_estimator=True,
+        return_indices=True,
+        error_score="raise",
+    )
+    keys = ["test_flat", "train_flat", "test_first", "train_first"]
+    assert_all_kept(*(results[key] for key in keys))
+    for part in ("test", "train"):
+        for i, model in enumerate(results["estimator"]):
+            rows = results["indices"][part][i]
+            assert results[f"{part}_flat"][i] == -relative_flatness(model, X[rows], Y[rows])
+
+
+def test_grid_search_by_flatness_alone():
+    search = GridSearchCV(
+        net(), {"batch_size": [16, 64]}, cv=2, scoring=Checked(), error_score="raise"
+    ).fit(X, Y)
+    assert_all_kept([search.cv_results_[f"split{i}_test_score"] for i in range(2)])
+    assert search.best_index_ == np.argmax(search.cv_results_["mean_test_score"])
+    assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
+
+
+@pytest.mark.parametrize("refit", ["flat", "accuracy"])
+def test_grid_search_with_several_scorers_refits_by_name(refit):
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), net()),
+        {"neuralnetclassifier__batch_size": [16, 64]},
+        cv=2,
+        scoring={"flat": Checked(), "accuracy": "accuracy"},
+        refit=refit,
+        error_score="raise",
+    ).fit(X, Y)
+    assert_all_kept([search.cv_results_[f"split{i}_test_flat"] for i in range(2)])
+    assert search.cv_results_[f"rank_test_{refit}"][search.best_index_] == 1
+
+
+@pytest.mark.parametrize("resource", ["n_samples", "max_epochs"])
+def test_halving_grid_search(resource):
+    search = HalvingGridSearchCV(
+        net(),
+        {"batch_size": [8, 16, 32]},
+        resource=resource,
+        min_resources=50 if resource == "n_samples" else 3,
+        max_resources="auto" if resource == "n_samples" else 9,
+        cv=StratifiedKFold(2, shuffle=True, random_state=0),
+        scoring=Checked(),
+        error_score="raise",
+        random_state=0,
+    ).fit(X, Y)
+    results = search.cv_results_
+    assert_all_kept(
+        *(results[f"split{i}_{of}_score"] for i in range(2) for of in ("train", "test"))
+    )
+    assert search.n_iterations_ == 2
+
+
+def test_learning_curve():
+    sizes, train, test = learning_curve(
+        net(),
+        X,
+        Y,
+        train_sizes=[0.5, 1.0],
+        cv=2,
+        shuffle=True,
+        random_state=0,
+        scoring=Checked(),
+        error_score="raise",
+    )
+    assert_all_kept(train, test)
+    assert test.shape == (len(sizes), 2)
+
+
+def test_validation_curve():
+    train, test = validation_curve(
+        net(),
+        X,
+        Y,
+        param_name="max_epochs",
+        param_range=[5, 10],
+        cv=2,
+        scoring=Checked(),
+        error_score="raise",
+    )
+    assert_all_kept(train, test)
+
+
+@pytest.mark.parametrize("sample_weight", [None, np.ones(len(Y))], ids=["", "weighted"])
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
+def test_permutation_importance(several, sample_weight):
+    scorer = Checked(at_minimum="ignore")
+    model = net().fit(X, Y)
+    result = permutation_importance(
+        model,
+        X,
+        Y,
+        scoring={"flat": scorer, "accuracy": "accuracy"} if several else scorer,
+        n_repeats=2,
+        random_state=0,
+        sample_weight=sample_weight,
+    )
+    importances = result["flat" if several else "importances"]
+    importances = importances["importances"] if several else importances
+    assert importances.shape == (4, 2)
+    assert_allclose(np.sort((KEPT[0] - importances).ravel()), np.sort(KEPT[1:]), rtol=1e-12)
+
+
+def test_workers_return_what_one_process_does():
+    model = make_pipeline(StandardScaler(), flat_net())
+    arguments = {"scoring": {"flat": SCORER, "first": FlatnessScorer(layer=0)}, "cv": 3}
+    one = cross_validate(model, X, NAMES, error_score="raise", **arguments)
+    two = cross_validate(model, X, NAMES, error_score="raise", n_jobs=2, **arguments)
+    for name in ("test_flat", "test_first"):
+        assert_allclose(two[name], one[name], rtol=1e-5)  # float32, other thread counts
+
+
+def test_data_frames_and_series():
+    frame, labels = pd.DataFrame(X, columns=list("abcd")), pd.Series(NAMES, dtype="category")
+    model = make_pipeline(FunctionTransformer(), LogisticRegression(max_iter=500))
+    scores = cross_val_score(model, frame, labels, cv=3, scoring=SCORER, error_score="raise")
+    expected = cross_val_score(model, X, NAMES, cv=3, scoring=SCORER)
+    assert_allclose(scores, expected, rtol=1e-5)  # float32 of X, float64 of the frame
+
+
+def test_folds_of_regressors():
+    scores = cross_val_score(Ridge(), X, TARGET, cv=KFold(3), scoring=SCORER)
+    folds = KFold(3).split(X)
+    fitted = [(Ridge().fit(X[fit], TARGET[fit]), rows) for fit, rows in folds]
+    expected = [-2 * (X[rows] ** 2).sum(axis=1).mean() * (m.coef_**2).sum() for m, rows in fitted]
+    assert_allclose(scores, expected, rtol=1e-5)  # X is float32
+
+
+# -- as an object ---------------------------------------------------------------------------
+
+SET = FlatnessScorer(
+    "normalized_relative_flatness",
+    layer=0,
+    data="train",
+    at_minimum="warn",
+    measure_params={"batch_size": 8},
+)
+
+
+@pytest.mark.parametrize("again", [clone, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_keep_the_parameters(again):
+    assert again(SET).get_params() == SET.get_params()
+    assert again(SET) is not SET
+
+
+def test_repr_shows_what_is_set():
+    assert repr(FlatnessScorer()) == "FlatnessScorer()"
+    assert repr(FlatnessScorer(layer=0)) == "FlatnessScorer(layer=0)"
+
+
+# -- metadata routing -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def _routing():
+    with sklearn.config_context(enable_metadata_routing=True):
+        yield
+
+
+WEIGHTS = np.linspace(0.1, 2.0, len(Y))
+
+
+def routed(scorer, **params):
+    return cross_validate(
+        LogisticRegression(max_iter=500).set_fit_request(sample_weight=True),
+        X,
+        NAMES,
+        cv=3,
+        scoring=scorer,
+        params=params,
+        error_score="raise",
+        return_estimator=True,
+        return_indices=True,
+    )
+
+
+@pytest.mark.usefixtures("_routing")
+@pytest.mark.parametrize(
+    ("request_", "weights"),
+    [(True, WEIGHTS), ("mine", WEIGHTS[::-1]), (False, None)],
+    ids=["requested", "alias", "not requested"],
+)
+@pytest.mark.parametrize(
+    "again",
+    [lambda s: s, clone, lambda s: pickle.loads(pickle.dumps(s))],
+    ids=["itself", "clone", "pickle"],
+)
+def test_routing_hands_weights_to_who_asks(request_, weights, again):
+    scorer = again(FlatnessScorer().set_score_request(sample_weight=request_))
+    mine = {"mine": WEIGHTS[::-1]} if request_ == "mine" else {}
+    results = routed(scorer, sample_weight=WEIGHTS, **mine)
+    for model, rows, score in zip(
+        results["estimator"], results["indices"]["test"], results["test_score"], strict=True
+    ):
+        part = None if weights is None else weights[rows]
+        assert score == SCORER(model, X[rows], NAMES[rows], sample_weight=part)
+        assert (score == SCORER(model, X[rows], NAMES[rows])) == (part is None)
+
+
+@pytest.mark.usefixtures("_routing")
+@pytest.mark.parametrize("scorer", [FlatnessScorer(), {"flat": FlatnessScorer()}])
+def test_routing_refuses_weights_that_nobody_asked_for(scorer):
+    with pytest.raises(UnsetMetadataPassedError, match=r"sample_weight.*FlatnessScorer\.score"):
+        routed(scorer, sample_weight=WEIGHTS)
+
+
+@pytest.mark.usefixtures("_routing")
+def test_routing_without_weights_needs_no_request():
+    scores = routed({"flat": FlatnessScorer().set_score_request()})["test_flat"]
+    assert np.isfinite(scores).all()
+    with pytest.raises(UnsetMetadataPassedError):  # nothing was requested
+        routed(FlatnessScorer().set_score_request(), sample_weight=WEIGHTS)
+
+
+def test_requests_need_routing():
+    with pytest.raises(RuntimeError, match=r"set_config\(enable_metadata_routing=True\)"):
+        FlatnessScorer().set_score_request(sample_weight=True)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
+def test_weights_without_routing(several):
+    flat = FlatnessScorer()
+    scoring = {"flat": flat, "accuracy": "accuracy"} if several else flat
+    search = GridSearchCV(
+        LogisticRegression(max_iter=500),
+        {"C": [1.0]},
+        cv=3,
+        scoring=scoring,
+        refit="flat" if several else True,
+        error_score="raise",
+    ).fit(X, NAMES, sample_weight=WEIGHTS)
+    model = search.best_estimator_
+    assert search.score(X, NAMES) == -relative_flatness(model, X, NAMES)
+
+
+# -- at a minimum, or not -------------------------------------------------------------------
+
+
+class Dead(MLP):
+    """A network whose hidden units are never active: it predicts a constant."""
+
+    def __init__(self, n_features, n_outputs, hidden_layer_sizes=(8,)):
+        super().__init__(n_features, n_outputs, hidden_layer_sizes)
+        with torch.no_grad():
+            hidden = [m for m in self.modules() if isinstance(m, nn.Linear)][-2]
+            hidden.bias.fill_(-1e6)
+
+
+class Lucky(MLP):
+    """A network whose initial weights happen to beat every constant prediction."""
+
+    def __init__(self, n_features, n_outputs, hidden_layer_sizes=(8,)):
+        for seed in range(100):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                super().__init__(n_features, n_outputs, hidden_layer_sizes)
+            found = evaluate("relative_flatness", self, X, Y, criterion=nn.CrossEntropyLoss())
+            if found.risk < 0.97 * found.constant_risk():
+                return
+        raise AssertionError("no lucky seed")
+
+
+BAD = {  # name -> (parameters of the candidate, why it is rejected)
+    "dead": ({"module": Dead}, "mean loss of .* is no better than the best constant"),
+    "diverged": (
+        {"optimizer": torch.optim.SGD, "lr": 1e20},
+        "mean loss is (nan|inf), .*; has training diverged",
+    ),
+    "untrained": (
+        {"max_epochs": 0, "module": Lucky},
+        "training made no progress, .* is little better than the best constant",
+    ),
+    "hardly trained": (
+        {"lr": 1e-12, "module": Lucky},
+        "training made no progress, .* is little better than the best constant",
+    ),
+}
+
+
+def bad_net(name):
+    return net().set_params(**BAD[name][0]).fit(X, Y)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_models_at_no_minimum_are_not_scored(name):
+    with pytest.warns(FlatnessWarning, match=BAD[name][1] + ".* its score is nan"):
+        assert math.isnan(SCORER(bad_net(name), X, Y))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_models_at_no_minimum_are_scored_on_demand(name):
+    model = bad_net(name)
+    flatness = -relative_flatness(model, X, Y)
+    with pytest.warns(FlatnessWarning, match=BAD[name][1] + ".* it is scored anyway"):
+        score = FlatnessScorer(at_minimum="warn")(model, X, Y)
+    assert_array_equal(score, flatness)
+    assert_array_equal(FlatnessScorer(at_minimum="ignore")(model, X, Y), flatness)
+
+
+def search_among(scorer):
+    """Let one good candidate compete with all the bad ones; return scores by name."""
+    candidates = {"good": {"max_epochs": 30}} | {name: BAD[name][0] for name in BAD}
+    grid = [{key: [value] for key, value in chosen.items()} for chosen in candidates.values()]
+    search = GridSearchCV(
+        net(),
+        grid,
+        cv=StratifiedKFold(3, shuffle=True, random_state=0),
+        scoring={"flat": scorer, "accuracy": "accuracy"},
+        refit="flat",
+    ).fit(X, Y)
+    names = list(candidates)
+    scores = dict(zip(names, search.cv_results_["mean_test_flat"], strict=True))
+    return names[search.best_index_], scores, search
+
+
+@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
+def test_dead_diverged_and_untrained_networks_do_not_win_a_search():
+    with pytest.warns(FlatnessWarning):
+        best, scores, search = search_among(SCORER)
+    assert best == "good"
+    assert all(math.isnan(scores[name]) for name in BAD)
+    assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
+    assert search.best_estimator_.score(X, Y) > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
+def test_they_would_win_if_the_scorer_did_not_look():
+    best, scores, search = search_among(FlatnessScorer(at_minimum="ignore"))
+    assert best == "dead"
+    assert scores["dead"] == 0
+    assert search.best_estimator_.score(X, Y) < 0.4
+    # and not the dead one alone
+    assert scores["good"] < min(scores["untrained"], scores["hardly trained"])
+
+
+@pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0}], ids=["dead", "untrained"])
+def test_regressors_at_no_minimum_are_not_scored(bad):
+    regressor = NeuralNetRegressor(
+        MLP,
+        module__n_features=4,
+        module__n_outputs=1,
+        optimizer=torch.optim.Adam,
+        max_epochs=10,
+        train_split=None,
+        verbose=0,
+    )
+    y = TARGET[:, None]
+    assert SCORER(regressor.fit(X, y), X, y) == -relative_flatness(regressor, X, y)
+    regressor.set_params(**bad).fit(X, y)
+    with pytest.warns(FlatnessWarning, match="the NeuralNetRegressor is at no minimum"):
+        assert math.isnan(SCORER(regressor, X, y))
+
+
+def test_a_classifier_that_knows_only_the_frequencies_is_no_better_than_a_constant():
+    blind = LogisticRegression(C=1e-12).fit(X, NAMES)
+    with pytest.warns(FlatnessWarning, match=r"loss of 1\.09861 is no better .*, 1\.09861\."):
+        assert math.isnan(SCORER(blind, X, NAMES))
+
+
+def test_one_class_alone_leaves_nothing_to_predict():
+    model = LogisticRegression(max_iter=500).fit(X, NAMES)
+    with pytest.warns(FlatnessWarning, match="no better than the best constant prediction's, 0"):
+        assert math.isnan(SCORER(model, X[Y == 0], NAMES[Y == 0]))
+
+
+def test_trained_weights_without_a_history_are_scored():
+    trained = net(max_epochs=40).fit(X, Y)
+    loaded = net().initialize()
+    loaded.module_.load_state_dict(trained.module_.state_dict())
+    assert not loaded.history
+    assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"max_epochs": 1}, {"max_epochs": 3, "callbacks": "disable"}],
+    ids=["one epoch", "no losses"],
+)
+def test_a_history_that_shows_nothing_is_no_objection(record):
+    model = net(module=Lucky, lr=1e-12, **record).fit(X, Y)
+    assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
+
+
+def test_the_history_is_that_of_the_net_in_a_pipeline():
+    model = make_pipeline(StandardScaler(), net(module=Lucky, max_epochs=0)).fit(X, Y)
+    with pytest.warns(FlatnessWarning, match="the NeuralNetClassifier is .* made no progress"):
+        assert math.isnan(SCORER(model, X, Y))
+
+
+def test_progress_is_more_than_rounding():
+    model = net(module=Lucky, max_epochs=2, lr=1e-12).fit(X, Y)
+    model.history[0]["train_loss"], model.history[1]["train_loss"] = 1.0, 0.99
+    assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
+    model.history[1]["train_loss"] = 1 - 1e-6
+    with pytest.warns(FlatnessWarning, match="made no progress"):
+        assert math.isnan(SCORER(model, X, Y))
+
+
+def test_an_infinite_loss_is_said_to_be_one():
+    ridge = Ridge().fit(X, TARGET)
+    with pytest.warns(FlatnessWarning, match=r"its mean loss is inf, its flatness \d"):
+        assert math.isnan(SCORER(ridge, X, np.full(len(X), 1e200)))
+
+
+@pytest.mark.parametrize("at_minimum", ["reject", "warn"])
+def test_without_labels_nothing_is_known(at_minimum):
+    model = net().fit(X, Y)
+    with pytest.warns(FlatnessWarning, match="without y nobody can tell whether the NeuralNet"):
+        score = FlatnessScorer(at_minimum=at_minimum)(model, X)
+    assert score == -relative_flatness(model, X)
+    assert FlatnessScorer(at_minimum="ignore")(model, X) == score
+
+
+# -- the value recorded in training ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measure_", "parameters"),
+    [
+        ("relative_flatness", {}),
+        ("relative_flatness", {"flatness_layer": 0}),
+        ("normalized_relative_flatness", {"flatness_normalize": True}),
+    ],
+    ids=["default", "first layer", "normalized"],
+)
+@pytest.mark.parametrize("at_minimum", ["reject", "warn", "ignore"])
+def test_recorded_value_is_that_of_the_training_data(measure_, parameters, at_minimum):
+    layer = parameters.get("flatness_layer", -1)
+    scorer = FlatnessScorer(measure_, layer=layer, data="train", at_minimum=at_minimum)
+    results = cross_validate(
+        make_pipeline(StandardScaler(), flat_net(**parameters)),
+        X,
+        NAMES,
+        cv=3,
+        scoring=scorer,
+        return_estimator=True,
+        return_indices=True,
+        error_score="raise",
+    )
+    for model, rows, score in zip(
+        results["estimator"], results["indices"]["train"], results["test_score"], strict=True
+    ):
+        assert score == -model[-1].relative_flatness_
+        expected = measure(measure_, model, X[rows], NAMES[rows], layer=layer)
+        assert_allclose(score, -expected, rtol=1e-6)
+
+
+def test_recorded_nan_is_not_taken():
+    model = flat_net().fit(X, NAMES)
+    model.relative_flatness_ = math.nan  # what is recorded where measuring fails
+    with pytest.warns(FlatnessWarning, match="its flatness nan"):
+        assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
+
+
+def test_recorded_value_of_what_a_search_found():
+    search = GridSearchCV(
+        flat_net(), {"lr": [0.05]}, cv=2, scoring=FlatnessScorer(data="train")
+    ).fit(X, NAMES)
+    assert search.score(X, NAMES) == -search.best_estimator_.relative_flatness_
+
+
+@pytest.mark.filterwarnings("ignore:the network is perfectly flat:relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}])
+def test_recorded_value_of_a_model_at_no_minimum_is_not_taken(bad):
+    model = flat_net(**bad).fit(X, NAMES)
+    with pytest.warns(FlatnessWarning, match="its score is nan"):
+        assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
+
+
+@pytest.mark.parametrize(
+    ("model", "scorer", "message"),
+    [
+        (net(max_epochs=1), {}, r"records its flatness in fit.*; the NeuralNetClassifier did not"),
+        (
+            flat_net(max_epochs=1),
+            {"layer": 0},
+            "with layer=-1, normalize=False, but the scorer asks for layer=0, normalize=False",
+        ),
+        (
+            flat_net(max_epochs=1, flatness_layer=[0, -1]),
+            {"layer": 0},
+            r"with layer=\[0, -1\], normalize=False, but",
+        ),
+        (
+            flat_net(max_epochs=1),
+            {"measure": "normalized_relative_flatness"},
+            "asks for layer=-1, normalize=True. Give the same layer and measure to both",
+        ),
+    ],
+    ids=["stock net", "layer", "layers", "measure"],
+)
+def test_refuses_to_take_what_was_not_recorded(model, scorer, message):
+    with pytest.raises(ValueError, match=message):
+        FlatnessScorer(data="train", **scorer)(model.fit(X, Y), X, Y)
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"measure": "flatness"},
+            "measure='flatness', expected one of .*normalized_relative_flatness, .*relative_fl",
+        ),
+        ({"data": "test"}, "data='test', expected one of given, train"),
+        ({"at_minimum": False}, "at_minimum=False, expected one of ignore, reject, warn"),
+        ({"measure_params": [1]}, r"measure_params=\[1\], expected None or a dict"),
+        (
+            {"data": "train", "measure_params": {"batch_size": 8}},
+            r'data="train" takes the value recorded in fit.* and \{\'batch_size\': 8\}\. Use',
+        ),
+        ({"layer": 2}, "there is no layer 2"),
+        ({"measure_params": {"batch_size": 0}}, "batch_size must be a positive integer, got 0"),
+    ],
+    ids=["measure", "data", "at_minimum", "params", "train params", "layer", "measure's own"],
+)
+def test_refuses_bad_arguments_when_called(parameters, message):
+    scorer = FlatnessScorer(**parameters)
+    with pytest.raises(ValueError, match=message):
+        scorer(LogisticRegression(max_iter=500).fit(X, Y), X, Y)
+
+
+def test_refuses_to_take_other_measures_from_training():
+    with pytest.raises(
+        ValueError, match="takes the value recorded in fit.* got 'hessian_trace' and None"
+    ):
+        FlatnessScorer("hessian_trace", data="train")(flat_net(max_epochs=1).fit(X, Y), X, Y)
+
+
+def test_refuses_estimators_without_a_network():
+    forest = RandomForestClassifier(2).fit(X, Y)
+    with pytest.raises(TypeError, match="RandomForestClassifier is not a network"):
+        SCORER(forest, X, Y)
+
+
+@pytest.mark.parametrize("data", ["given", "train"])
+@pytest.mark.parametrize("model", [LogisticRegression(), net(), flat_net()])
+def test_refuses_unfitted_estimators(model, data):
+    with pytest.raises(NotFittedError):
+        FlatnessScorer(data=data)(clone(model), X, Y)

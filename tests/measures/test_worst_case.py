@@ -1,0 +1,130 @@
+"""The largest rise, against all corners of the box and against eigenvalues."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.network import Network
+from relflat_sk.measures._sharpness.perturbation import own_weights
+from relflat_sk.measures._sharpness.worst_case import largest_rise
+from tests.measures.test_layer_kinds import make as make_kind
+
+CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
+
+
+def network(net, criterion, X, y, batch_size=4):
+    return Network(net, Loss(criterion), make_batches(X, y, batch_size=batch_size))
+
+
+def loss_at(net, criterion, X, y, weights):
+    with torch.no_grad():
+        return criterion(functional_call(net, weights, (X,)), y).item()
+
+
+def rise_by_corners(net, criterion, X, y, radius):
+    """A convex loss is largest in a corner of the box: try them all."""
+    weights = dict(net.named_parameters())
+    before = loss_at(net, criterion, X, y, weights)
+    found = []
+    size = sum(w.numel() for w in weights.values())
+    for signs in itertools.product((-1.0, 1.0), repeat=size):
+        parts = torch.tensor(signs).double().split([w.numel() for w in weights.values()])
+        corner = {
+            name: w + radius[name] * part.reshape(w.shape)
+            for (name, w), part in zip(weights.items(), parts, strict=True)
+        }
+        found.append(loss_at(net, criterion, X, y, corner) - before)
+    return max(found)
+
+
+def softmax_regression(seed):
+    torch.manual_seed(seed)
+    net = nn.Linear(2, 3).double()
+    return net, torch.randn(9, 2).double(), torch.arange(9) % 3
+
+
+@pytest.mark.parametrize(("size", "n_restarts"), [(1e-3, 0), (0.1, 0), (3.0, 20)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_corner_of_the_box_is_found(seed, size, n_restarts):
+    net, X, y = softmax_regression(seed)
+    radius = {
+        name: size * (w.abs() + 0.1) for name, w in own_weights(network(net, CE, X, y)).items()
+    }
+    expected = rise_by_corners(net, CE, X, y, radius)
+    loss, rise = largest_rise(network(net, CE, X, y), radius, n_restarts=n_restarts, random_state=0)
+    assert loss == pytest.approx(CE(net(X), y).item())
+    # large boxes have several maxima
+    assert rise == pytest.approx(expected, rel=0.01 if n_restarts else 1e-4)
+    assert rise <= expected * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("n_restarts", [0, 2])
+def test_the_ball_around_a_minimum_is_judged_by_its_largest_eigenvalue(n_restarts):
+    X = torch.randn(40, 3).double()
+    y = X @ torch.tensor([[1.0], [-2.0], [0.3]]).double()
+    net = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, -2.0, 0.3]]))
+    scale = net.weight.detach()[0].abs()
+    H = 2 * (X * scale).T @ (X * scale) / len(X)
+    radius = {"weight": 0.1 * net.weight.detach().abs()}
+    _, rise = largest_rise(network(net, MSE, X, y), radius, norm="l2", n_restarts=n_restarts,
+                           n_steps=60, random_state=0)  # fmt: skip
+    # the gradient there is zero up to rounding: the first direction is as good as random
+    expected = 0.1**2 / 2 * torch.linalg.eigvalsh(H)[-1].item()
+    assert rise <= expected * (1 + 1e-9)
+    assert rise == pytest.approx(expected, rel=0.01 if n_restarts else 1)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_small_neighbourhoods_are_judged_by_the_dual_norm_of_the_gradient(norm):
+    net, X, y = make_kind("conv")
+    gradients = torch.autograd.grad(CE(net.eval()(X), y), list(net.parameters()))
+    weights = dict(net.named_parameters())
+    radius = {name: 1e-7 * w.detach().abs() for name, w in weights.items()}
+    scaled = torch.cat([(g * r).flatten() for g, r in zip(gradients, radius.values(), strict=True)])
+    expected = scaled.abs().sum() if norm == "linf" else scaled.norm()
+    _, rise = largest_rise(network(net, CE, X, y), radius, norm=norm)
+    assert rise == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_more_restarts_find_no_less():
+    net, X, y = make_kind("mlp tanh")
+    at = network(net, CE, X, y)
+    radius = {name: 2 * torch.ones_like(w) for name, w in own_weights(at).items()}
+    found = [
+        largest_rise(at, radius, n_steps=5, n_restarts=k, random_state=0)[1] for k in (0, 1, 4)
+    ]
+    assert found == sorted(found)
+    assert found[0] > 0
+
+
+def test_a_network_that_only_falls_rises_by_nothing():
+    """Weights of a larger loss than anything in reach: the best value seen is their own."""
+    net = nn.Linear(1, 1, bias=False).double()
+    X, y = torch.ones(3, 1).double(), torch.zeros(3, 1).double()
+    at = Network(net, Loss(lambda output, y: -(output - y).square().mean()), make_batches(X, y))
+    with torch.no_grad():
+        net.weight.zero_()
+    _, rise = largest_rise(at, {"weight": torch.ones(1, 1).double()})
+    assert rise == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"norm": "l1"}, "norm must be one of .'l2', 'linf'., got 'l1'"),
+        ({"n_steps": 0}, "n_steps must be an integer >= 1, got 0"),
+        ({"n_restarts": -1}, "n_restarts must be an integer >= 0, got -1"),
+        ({"n_steps": True}, "n_steps must be an integer >= 1, got True"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    net, X, y = softmax_regression(0)
+    with pytest.raises(ValueError, match=message):
+        largest_rise(network(net, CE, X, y), {}, **arguments)

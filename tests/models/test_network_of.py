@@ -1,0 +1,232 @@
+"""Every kind of model that users hand in, against the bare module inside it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.datasets import make_classification, make_regression
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
+from skorch.dataset import Dataset
+from skorch.helper import SliceDict
+from torch import nn
+
+from relflat_sk import (
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    relative_flatness,
+)
+from relflat_sk._models.network_of import final_estimator
+from relflat_sk.measures._api import evaluate
+
+CE = nn.CrossEntropyLoss()
+X, Y = make_classification(60, 4, n_informative=4, n_redundant=0, n_classes=3,
+                           n_clusters_per_class=1, random_state=0)  # fmt: skip
+X32 = X.astype(np.float32)
+
+
+class Softmaxed(nn.Sequential):
+    def __init__(self, n_out=3, tail=nn.Softmax):
+        super().__init__(
+            nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, n_out), *([tail(dim=1)] if tail else [])
+        )
+
+
+def fitted(cls, module=Softmaxed, **arguments):
+    y = arguments.pop("y", Y)
+    net = cls(module, max_epochs=3, lr=0.1, verbose=0, **arguments)
+    return net.fit(X32, y)
+
+
+def logits_of(net):
+    return nn.Sequential(*list(net.module_)[:3])
+
+
+def test_skorch_classifier_of_probabilities():
+    net = fitted(NeuralNetClassifier)
+    expected = relative_flatness(logits_of(net), X, Y, criterion=CE)
+    assert relative_flatness(net, X32, Y) == pytest.approx(expected, rel=1e-5)
+    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)  # float64 is cast
+    assert relative_flatness(net, X) == pytest.approx(expected, rel=1e-5)
+    earlier = relative_flatness(logits_of(net), X, Y, criterion=CE, layer=0)
+    assert relative_flatness(net, X, Y, layer=0) == pytest.approx(earlier, rel=1e-3)
+
+
+def test_skorch_classifier_of_logits():
+    net = fitted(NeuralNetClassifier, module__tail=None, criterion=nn.CrossEntropyLoss)
+    expected = relative_flatness(net.module_, X, Y, criterion=CE)
+    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-6)
+
+
+def test_skorch_criterion_parameters_count():
+    weight = torch.tensor([1.0, 5.0, 0.5])
+    net = fitted(NeuralNetClassifier, criterion__weight=weight)
+    expected = relative_flatness(logits_of(net), X, Y, criterion=nn.CrossEntropyLoss(weight))
+    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)
+
+
+def test_skorch_binary_classifier_and_regressor():
+    class One(Softmaxed):
+        def __init__(self):
+            super().__init__(1, None)
+
+    y = (Y > 0).astype(np.float32)
+    net = fitted(NeuralNetBinaryClassifier, One, y=y)
+    expected = relative_flatness(net.module_, X, y[:, None], criterion=nn.BCEWithLogitsLoss())
+    assert relative_flatness(net, X, y) == pytest.approx(expected, rel=1e-6)
+    net = fitted(NeuralNetRegressor, One, y=y[:, None])
+    expected = relative_flatness(net.module_, X, y[:, None], criterion=nn.MSELoss())
+    assert relative_flatness(net, X, y[:, None]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_net_with_its_own_loss_is_differentiated():
+    class Tempered(NeuralNet):
+        def get_loss(self, y_pred, y_true, X=None, training=False):
+            return super().get_loss(y_pred / 3, y_true, X=X, training=training)
+
+    net = fitted(Tempered, criterion=nn.CrossEntropyLoss, module__tail=None, train_split=None)
+    expected = relative_flatness(net.module_, X, Y, criterion=lambda z, y: CE(z / 3, y))
+    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: (X32, Y),
+        lambda: (torch.from_numpy(X32), torch.from_numpy(Y)),
+        lambda: (Dataset(X32, Y), None),
+        lambda: (SliceDict(input=X32), Y),
+    ],
+    ids=["arrays", "tensors", "dataset", "dict"],
+)
+def test_skorch_data(data):
+    net = fitted(NeuralNetClassifier)
+    assert relative_flatness(net, *data(), batch_size=7) == pytest.approx(
+        relative_flatness(net, X32, Y), rel=1e-6
+    )
+
+
+def test_skorch_own_dataset_and_loader_are_used():
+    class Doubling(Dataset):
+        def transform(self, X, y):
+            return super().transform(2 * X, y)
+
+    net = fitted(NeuralNetClassifier, dataset=Doubling)
+    expected = relative_flatness(logits_of(net), 2 * X32, Y, criterion=CE)
+    assert relative_flatness(net, X32, Y) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="sample_weight needs X and y as arrays"):
+        evaluate("relative_flatness", net, X32, Y, sample_weight=np.ones(60))
+    with pytest.raises(ValueError, match="X has no samples"):
+        relative_flatness(net, X32[:0], Y[:0])
+
+
+def test_our_nets_take_labels_of_any_type():
+    names = np.array(["ant", "bee", "cow"])
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=3, verbose=0, random_state=0)
+    net.fit(X, names[Y])
+    expected = relative_flatness(net.module_, X, Y, criterion=CE)
+    assert relative_flatness(net, X, names[Y]) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match=r"labels that were not seen .*\['dog'\]"):
+        relative_flatness(net, X, np.full(60, "dog"))
+    two = RelativeFlatnessRegularizedBinaryClassifier(max_epochs=3, verbose=0, random_state=0)
+    two.fit(X, names[Y % 2])
+    expected = relative_flatness(two.module_, X, Y[:, None] % 2, criterion=nn.BCEWithLogitsLoss())
+    assert relative_flatness(two, X, names[Y % 2]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_pipelines_transform_first():
+    steps = [
+        ("scale", StandardScaler()),
+        ("nothing", "passthrough"),
+        (
+            "inner",
+            Pipeline([("columns", ColumnTransformer([("all", "passthrough", [0, 1, 2, 3])]))]),
+        ),
+        ("net", LogisticRegression()),
+    ]
+    model = Pipeline(steps).fit(X, Y)
+    expected = relative_flatness(model[-1], StandardScaler().fit_transform(X), Y)
+    assert relative_flatness(model, X, Y) == pytest.approx(expected, rel=1e-12)
+    assert relative_flatness(make_pipeline(model[-1]), X, Y) == relative_flatness(model[-1], X, Y)
+    model.set_output(transform="pandas")
+    frame = pd.DataFrame(X, columns=list("abcd"))
+    model.fit(frame, Y)
+    assert relative_flatness(model, frame, Y) == pytest.approx(expected, rel=1e-9)
+
+
+def test_search_objects_and_thresholds():
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), LogisticRegression()), {"logisticregression__C": [0.1, 10]}
+    )
+    search.fit(X, Y)
+    assert relative_flatness(search, X, Y) == relative_flatness(search.best_estimator_, X, Y)
+    assert isinstance(final_estimator(search), LogisticRegression)
+    threshold = FixedThresholdClassifier(LogisticRegression(), threshold=0.3).fit(X, Y > 0)
+    assert relative_flatness(threshold, X, Y > 0) == relative_flatness(
+        threshold.estimator_, X, Y > 0
+    )
+    unfitted = GridSearchCV(LogisticRegression(), {"C": [1]}, refit=False).fit(X, Y)
+    with pytest.raises(NotFittedError, match="holds no fitted estimator.*with refit=True"):
+        relative_flatness(unfitted, X, Y)
+
+
+def test_transformed_targets():
+    A, b = make_regression(50, 4, random_state=0)
+    model = TransformedTargetRegressor(Ridge(), transformer=StandardScaler()).fit(A, b)
+    assert relative_flatness(model, A, b) == relative_flatness(model.regressor_, A)
+    expected = 2 * (A**2).sum(1).mean() * (model.regressor_.coef_**2).sum()
+    assert relative_flatness(model, A, b) == pytest.approx(expected, rel=1e-12)
+    net = TransformedTargetRegressor(
+        RelativeFlatnessRegularizedRegressor(max_epochs=2, verbose=0, random_state=0),
+        transformer=StandardScaler(),
+    ).fit(A, b)
+    assert relative_flatness(net, A, b) > 0
+
+
+def test_scikit_learn_estimators():
+    linear = LinearRegression().fit(X, Y)
+    expected = 2 * (X**2).sum(1).mean() * (linear.coef_**2).sum()
+    assert relative_flatness(linear, X, Y) == pytest.approx(expected, rel=1e-12)
+    mlp = MLPClassifier((5,), max_iter=2000, random_state=0).fit(X, Y)
+    p = mlp.predict_proba(X)
+    hidden = np.maximum(X @ mlp.coefs_[0] + mlp.intercepts_[0], 0)
+    W = mlp.coefs_[1].T
+    spread = p @ (W**2) - (p @ W) ** 2
+    expected = ((hidden**2).sum(1) * spread.sum(1)).mean()
+    assert relative_flatness(mlp, X, Y) == pytest.approx(expected, rel=1e-9)
+    assert relative_flatness(mlp, X, Y, layer=0) > 0
+    assert relative_flatness(mlp, X, Y, criterion=CE) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (lambda: RandomForestClassifier(2).fit(X, Y), TypeError, "RandomForestClassifier.* Models"),
+        (lambda: "net", TypeError, "str"),
+        (lambda: LogisticRegression(), NotFittedError, "not fitted"),
+        (lambda: NeuralNetClassifier(Softmaxed), NotFittedError, "is not fitted yet"),
+        (lambda: RelativeFlatnessRegularizedClassifier(), NotFittedError, "is not fitted yet"),
+        (lambda: make_pipeline(StandardScaler(), LogisticRegression()), NotFittedError, "not fit"),
+        (lambda: make_pipeline(StandardScaler()).fit(X), TypeError, "StandardScaler"),
+        (lambda: LogisticRegression().fit(X[:, :2], Y), ValueError, "X has 4 features, but Logi"),
+    ],
+)
+def test_models_that_cannot_be_measured(model, error, message):
+    with pytest.raises(error, match=message):
+        relative_flatness(model(), X, Y)
+
+
+def test_a_compiled_module_runs_uncompiled():
+    module = Softmaxed(tail=None)
+    compiled = torch.compile(module, backend="eager")
+    assert relative_flatness(compiled, X, Y, criterion=CE) == relative_flatness(
+        module, X, Y, criterion=CE
+    )

@@ -1,0 +1,589 @@
+"""Tests for scikit-learn estimators as modules: every estimator, loss and target encoding."""
+
+import copy
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy.sparse import csr_array
+from scipy.special import expit, log_expit, log_softmax, softmax, xlogy
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import (
+    LinearRegression,
+    LogisticRegression,
+    LogisticRegressionCV,
+    Perceptron,
+    Ridge,
+    RidgeCV,
+    SGDClassifier,
+    SGDRegressor,
+)
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.utils import compute_class_weight
+from torch import nn
+
+from relflat_sk._models.sklearn_estimators import _convert, to_torch
+from relflat_sk._models.sklearn_losses import (
+    SGD_CLASSIFICATION_LOSSES,
+    SGD_REGRESSION_LOSSES,
+    MarginLoss,
+    SquaredEpsilonInsensitiveLoss,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64 on both sides, sums of a few terms
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 5))
+SCORES = X @ RNG.normal(size=(5, 3)) + RNG.normal(size=(60, 3))
+TWO = np.array(["no", "yes"])[(SCORES[:, 0] > 0).astype(int)]
+THREE = np.array(["a", "b", "c"])[SCORES.argmax(axis=1)]
+LABELS = (SCORES > 0).astype(int)
+ONE_TARGET = SCORES[:, 0]
+THREE_TARGETS = SCORES
+COUNTS = RNG.poisson(np.exp(SCORES / 2))
+
+# What a name means in the oracles below: z the linear predictor of shape (n, k), t the
+# target as numbers of the same shape, and s = +-1 instead of t for two-class losses.
+
+
+def per_class(labels):
+    """One column per class, of 0 and 1; for two classes the second's alone."""
+    classes = np.unique(labels)
+    columns = (np.asarray(labels)[:, None] == classes).astype(float)
+    return columns[:, 1:] if len(classes) == 2 else columns
+
+
+def columns(y):
+    return np.asarray(y, dtype=float).reshape(len(y), -1)
+
+
+def linear(estimator):
+    return X @ np.atleast_2d(estimator.coef_).T + estimator.intercept_
+
+
+def layered(estimator):
+    hidden = {
+        "identity": lambda z: z,
+        "logistic": expit,
+        "relu": lambda z: np.maximum(z, 0),
+        "tanh": np.tanh,
+    }[estimator.activation]
+    values = X
+    for weight, bias in zip(estimator.coefs_[:-1], estimator.intercepts_[:-1], strict=True):
+        values = hidden(values @ weight + bias)
+    return values @ estimator.coefs_[-1] + estimator.intercepts_[-1]
+
+
+def logistic(z, t):
+    return -(t * log_expit(z) + (1 - t) * log_expit(-z))
+
+
+def cross_entropy(z, t):
+    return -(t * log_softmax(z, axis=1)).sum(axis=1)
+
+
+def squared(z, t):
+    return (z - t) ** 2
+
+
+def poisson(z, t):
+    """Negative log-likelihood up to log t!, which no prediction changes."""
+    return np.exp(z) - t * z
+
+
+def huber(residual, epsilon):
+    size = np.abs(residual)
+    return np.where(size <= epsilon, size**2 / 2, epsilon * (size - epsilon / 2))
+
+
+def squared_tube(residual, epsilon):
+    return np.maximum(0, np.abs(residual) - epsilon) ** 2
+
+
+def of_sign(loss):
+    """Turn a loss of z and s = +-1 into one of z and t."""
+    return lambda z, t: loss(z, 2 * t - 1)
+
+
+SGD_LOSSES = {  # scikit-learn's user guide, "Mathematical formulation" of SGD
+    "huber": of_sign(lambda z, s: huber(z - s, 0.3)),
+    "log_loss": of_sign(lambda z, s: np.log1p(np.exp(-s * z))),
+    "modified_huber": of_sign(
+        lambda z, s: np.where(s * z < -1, -4 * s * z, np.maximum(0, 1 - s * z) ** 2)
+    ),
+    "squared_epsilon_insensitive": of_sign(lambda z, s: squared_tube(z - s, 0.3)),
+    "squared_error": of_sign(lambda z, s: (z - s) ** 2),
+    "squared_hinge": of_sign(lambda z, s: np.maximum(0, 1 - s * z) ** 2),
+}
+SGD_RESIDUAL_LOSSES = {
+    "huber": lambda z, t: huber(z - t, 0.3),
+    "squared_epsilon_insensitive": lambda z, t: squared_tube(z - t, 0.3),
+    "squared_error": squared,
+}
+
+
+def sgd(kind, loss):
+    # a poor fit on purpose: samples on every branch of the piecewise losses
+    return kind(
+        loss=loss,
+        epsilon=0.3,
+        learning_rate="constant",
+        eta0=0.05,
+        max_iter=3,
+        random_state=0,
+    )
+
+
+def mlp(kind, activation="relu", **parameters):
+    return kind(
+        hidden_layer_sizes=(6, 4),
+        activation=activation,
+        solver="lbfgs",
+        max_iter=40,
+        alpha=0.0,
+        random_state=0,
+        **parameters,
+    )
+
+
+# name -> (estimator, y, its linear predictor, its loss of (z, t), t of y)
+CASES = {
+    "linear": (LinearRegression(), ONE_TARGET, linear, squared, columns),
+    "linear-outputs": (LinearRegression(), THREE_TARGETS, linear, squared, columns),
+    "linear-column": (LinearRegression(), ONE_TARGET[:, None], linear, squared, columns),
+    "linear-no-intercept": (
+        LinearRegression(fit_intercept=False),
+        THREE_TARGETS,
+        linear,
+        squared,
+        columns,
+    ),
+    "ridge": (Ridge(), ONE_TARGET, linear, squared, columns),
+    "ridge-outputs": (Ridge(alpha=[1.0, 2.0, 3.0]), THREE_TARGETS, linear, squared, columns),
+    "ridge-cv": (RidgeCV(), ONE_TARGET, linear, squared, columns),
+    "logistic-two": (LogisticRegression(), TWO, linear, logistic, per_class),
+    "logistic-three": (LogisticRegression(), THREE, linear, cross_entropy, per_class),
+    "logistic-no-intercept": (
+        LogisticRegression(fit_intercept=False),
+        THREE,
+        linear,
+        cross_entropy,
+        per_class,
+    ),
+    "logistic-cv": (
+        LogisticRegressionCV(
+            Cs=[0.1, 1.0],
+            cv=3,
+            l1_ratios=(0.0,),
+            scoring="neg_log_loss",
+            use_legacy_attributes=False,
+        ),
+        THREE,
+        linear,
+        cross_entropy,
+        per_class,
+    ),
+    "mlp-two": (mlp(MLPClassifier), TWO, layered, logistic, per_class),
+    "mlp-three": (mlp(MLPClassifier, "tanh"), THREE, layered, cross_entropy, per_class),
+    "mlp-labels": (mlp(MLPClassifier, "logistic"), LABELS, layered, logistic, columns),
+    "mlp-one-target": (mlp(MLPRegressor), ONE_TARGET, layered, squared, columns),
+    "mlp-outputs": (mlp(MLPRegressor, "identity"), THREE_TARGETS, layered, squared, columns),
+    "mlp-counts": (mlp(MLPRegressor, loss="poisson"), COUNTS, layered, poisson, columns),
+}
+CASES |= {
+    f"sgd-{classes}-{loss}": (sgd(SGDClassifier, loss), y, linear, formula, per_class)
+    for loss, formula in SGD_LOSSES.items()
+    for classes, y in [("two", TWO), ("three", THREE)]
+}
+CASES |= {
+    f"sgd-regressor-{loss}": (sgd(SGDRegressor, loss), ONE_TARGET, linear, formula, columns)
+    for loss, formula in SGD_RESIDUAL_LOSSES.items()
+}
+
+
+def tensor(array):
+    return torch.as_tensor(np.asarray(array))
+
+
+def outputs(model, inputs=X):
+    return model.module(torch.as_tensor(inputs)).detach().numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_module_is_the_estimators_linear_predictor(name):
+    estimator, y, predictor, *_ = CASES[name]
+    estimator.fit(X, y)
+    expected = predictor(estimator)
+    assert_allclose(outputs(to_torch(estimator)), expected, **EXACT)
+    assert expected.ndim == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_criterion_is_the_estimators_loss(name):
+    estimator, y, _, loss, targets = CASES[name]
+    model = to_torch(estimator.fit(X, y))
+    z = outputs(model)
+    value = model.criterion(tensor(z), tensor(model.encode_target(y)))
+    assert value.dtype == torch.float64
+    # torch's BCE with logits cancels for confident samples: 1e-15 off, absolutely
+    assert_allclose(value.item(), loss(z, targets(y)).mean(), **EXACT)
+
+
+def test_every_loss_of_the_tables_is_among_the_cases():
+    assert set(SGD_LOSSES) == set(SGD_CLASSIFICATION_LOSSES)
+    assert set(SGD_RESIDUAL_LOSSES) == set(SGD_REGRESSION_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "link"),
+    [
+        ("linear", "predict", np.ravel),
+        ("linear-outputs", "predict", np.asarray),
+        ("linear-column", "predict", np.asarray),
+        ("ridge-cv", "predict", np.ravel),
+        ("sgd-regressor-huber", "predict", np.ravel),
+        ("mlp-one-target", "predict", np.ravel),
+        ("mlp-outputs", "predict", np.asarray),
+        ("mlp-counts", "predict", np.exp),
+        ("logistic-two", "decision_function", np.ravel),
+        ("logistic-three", "decision_function", np.asarray),
+        ("logistic-two", "predict_proba", lambda z: np.hstack([expit(-z), expit(z)])),
+        ("logistic-three", "predict_proba", lambda z: softmax(z, axis=1)),
+        ("sgd-two-log_loss", "predict_proba", lambda z: np.hstack([expit(-z), expit(z)])),
+        ("sgd-three-squared_hinge", "decision_function", np.asarray),
+        ("mlp-two", "predict_proba", lambda z: np.hstack([expit(-z), expit(z)])),
+        ("mlp-three", "predict_proba", lambda z: softmax(z, axis=1)),
+        ("mlp-labels", "predict_proba", expit),
+    ],
+)
+def test_link_leads_to_the_estimators_predictions(name, method, link):
+    estimator, y, *_ = CASES[name]
+    estimator.fit(X, y)
+    assert_allclose(link(outputs(to_torch(estimator))), getattr(estimator, method)(X), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "constant"),
+    [  # factors: scikit-learn halves squares, and sums over outputs where torch averages
+        ("mlp-two", 1, 0.0),
+        ("mlp-three", 1, 0.0),
+        ("mlp-labels", 3, 0.0),
+        ("mlp-one-target", 1 / 2, 0.0),
+        ("mlp-outputs", 1 / 2, 0.0),
+        ("mlp-counts", 3, (xlogy(COUNTS, COUNTS) - COUNTS).sum(axis=1).mean()),
+    ],
+)
+def test_criterion_is_the_loss_the_mlp_reports(name, factor, constant):
+    estimator, y, *_ = CASES[name]
+    estimator.fit(X, y)  # by L-BFGS without weight decay: loss_ is that of the weights kept
+    model = to_torch(estimator)
+    value = model.criterion(tensor(outputs(model)), tensor(model.encode_target(y))).item()
+    assert_allclose(factor * value + constant, estimator.loss_, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_last_layer_is_linear_and_gives_the_output(name):
+    estimator, y, *_ = CASES[name]
+    module = to_torch(estimator.fit(X, y)).module
+    last = list(module.modules())[-1]
+    seen = []
+    last.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    output = module(torch.as_tensor(X))
+    assert isinstance(last, nn.Linear)
+    assert seen[0] is output
+    assert not module.training
+
+
+def test_weights_are_copies_and_no_random_number_is_drawn():
+    estimator = mlp(MLPClassifier).fit(X, TWO)
+    expected = copy.deepcopy(estimator.coefs_ + estimator.intercepts_)
+    before = torch.get_rng_state()
+    model = to_torch(estimator)
+    assert_array_equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(1)
+    for kept, original in zip(estimator.coefs_ + estimator.intercepts_, expected, strict=True):
+        assert_array_equal(kept, original)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_survives_pickling(name):
+    estimator, y, *_ = CASES[name]
+    model = to_torch(estimator.fit(X, y))
+    again = [pickle.loads(pickle.dumps(part)) for part in (model.module, model.encode_target)]
+    assert_array_equal(again[0](torch.as_tensor(X)).detach(), outputs(model))
+    assert_array_equal(again[1](y), model.encode_target(y))
+
+
+def test_subclasses_are_read_as_what_they_inherit_from():
+    class Mine(Ridge):
+        pass
+
+    estimator = Mine().fit(X, ONE_TARGET)
+    assert_allclose(outputs(to_torch(estimator)).ravel(), estimator.predict(X), **EXACT)
+
+
+def test_sparse_coefficients_are_read():
+    estimator = SGDRegressor(random_state=0).fit(X, ONE_TARGET)
+    expected = estimator.predict(X)
+    model = to_torch(estimator.sparsify())
+    assert_allclose(outputs(model).ravel(), expected, **EXACT)
+    assert model.encode_target(ONE_TARGET).shape == (60, 1)
+
+
+# -- class weights --------------------------------------------------------------------------
+
+WEIGHTS = {
+    "two": (TWO, {"no": 0.5, "yes": 3.0}),
+    "three": (THREE, {"a": 0.5, "c": 3.0}),  # "b" is not named: it weighs 1
+}
+
+
+def sample_weights(class_weight, y):
+    classes = np.unique(y)
+    weights = compute_class_weight(class_weight, classes=classes, y=y)
+    return weights[np.searchsorted(classes, y)]
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["dict", "balanced"])
+@pytest.mark.parametrize("classes", WEIGHTS)
+def test_weighted_logistic_regression_is_at_a_minimum_of_its_criterion(classes, balanced):
+    y, class_weight = WEIGHTS[classes]
+    class_weight = "balanced" if balanced else class_weight
+    estimator = LogisticRegression(class_weight=class_weight, solver="newton-cg", tol=1e-13)
+    estimator.fit(X, y)
+    model = to_torch(estimator, y)
+    layer = model.module[-1]
+    model.criterion(model.module(tensor(X)), tensor(model.encode_target(y))).backward()
+    weights = sample_weights(class_weight, y)
+    total = weights.sum() if classes == "three" else len(y)
+    # scikit-learn minimises sum_i c_i l_i + |W|^2 / 2, so the slopes of the two cancel
+    assert_allclose(total * layer.weight.grad, -layer.weight.detach(), atol=1e-7)
+    assert_allclose(total * layer.bias.grad, 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["dict", "balanced"])
+@pytest.mark.parametrize("classes", WEIGHTS)
+@pytest.mark.parametrize("loss", SGD_LOSSES)
+def test_weighted_sgd_classifier_weighs_its_samples(loss, classes, balanced):
+    y, class_weight = WEIGHTS[classes]
+    estimator = sgd(SGDClassifier, loss)
+    estimator.set_params(class_weight="balanced" if balanced else class_weight).fit(X, y)
+    model = to_torch(estimator, y)
+    z, t = linear(estimator), per_class(y)
+    # what the weights were in fit: of both classes of two, of each class against the rest
+    c = estimator._expanded_class_weight
+    weights = np.where(t == 1, c[1], c[0]) if classes == "two" else np.where(t == 1, c, 1.0)
+    value = model.criterion(tensor(z), tensor(model.encode_target(y))).item()
+    assert_allclose(value, (weights * SGD_LOSSES[loss](z, t)).mean(), rtol=1e-12)
+    assert not np.isclose(value, SGD_LOSSES[loss](z, t).mean(), rtol=1e-3)
+
+
+def test_balanced_weights_ignore_classes_that_the_labels_lack():
+    estimator = LogisticRegression(class_weight="balanced").fit(X, THREE)
+    model = to_torch(estimator, ["a", "a", "a", "c"])
+    assert_allclose(model.criterion.weight, [4 / (2 * 3), 1.0, 4 / (2 * 1)], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "estimator", [LogisticRegression(), SGDClassifier("log_loss", random_state=0)]
+)
+def test_balanced_weights_take_labels(estimator):
+    estimator.set_params(class_weight="balanced").fit(X, TWO)
+    with pytest.raises(ValueError, match=r'"balanced"\) weighs .* which takes labels: pass y'):
+        to_torch(estimator)
+
+
+def test_refuses_weights_that_leave_one_class_of_two():
+    estimator = LogisticRegression(class_weight={"no": 0.0, "yes": 1.0}).fit(X, TWO)
+    with pytest.raises(ValueError, match="first of two classes has class weight 0"):
+        to_torch(estimator)
+
+
+# -- targets --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [np.asarray, list, pd.Series, lambda y: pd.Series(y, dtype="category")],
+    ids=["array", "list", "series", "categorical"],
+)
+@pytest.mark.parametrize(
+    "classes",
+    [["a", "b", "c"], [-1, 5, 7], [0.0, 1.0, 7.0], np.array(["x", "y", "z"], dtype=object)],
+    ids=["strings", "integers", "floats", "objects"],
+)
+def test_labels_of_any_type_become_class_indices(classes, convert):
+    indices = SCORES.argmax(axis=1)
+    labels = np.asarray(classes)[indices]
+    encode = to_torch(LogisticRegression().fit(X, labels)).encode_target
+    encoded = encode(convert(labels))
+    assert_array_equal(encoded, indices)
+    assert encoded.dtype == np.int64
+
+
+def test_booleans_and_columns_are_labels_too():
+    positive = SCORES[:, 0] > 0
+    encode = to_torch(LogisticRegression().fit(X, positive)).encode_target
+    assert_array_equal(encode(positive[:, None]), positive[:, None].astype(float))
+    assert encode(positive).dtype == np.float64
+
+
+@pytest.mark.parametrize("name", ["logistic-two", "sgd-three-log_loss", "mlp-three"])
+@pytest.mark.parametrize(
+    ("labels", "shown"),
+    [(["b", "who?", "d"], r"\['d', 'who\?'\]|\['b', 'd', 'who\?'\]"), ([np.nan, 1], "1")],
+)
+def test_labels_not_seen_in_fit_are_named(name, labels, shown):
+    estimator, y, *_ = CASES[name]
+    encode = to_torch(estimator.fit(X, y)).encode_target
+    with pytest.raises(ValueError, match=rf"not fitted on, such as .*{shown}.*; it knows \["):
+        encode(labels)
+
+
+def test_one_class_alone_is_the_negative_one():
+    estimator = mlp(MLPClassifier).fit(X, np.full(60, "only"))
+    assert_array_equal(to_torch(estimator).encode_target(["only"]), [[0.0]])
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array], ids=["dense", "sparse"])
+def test_label_indicators_pass_through(convert):
+    encode = to_torch(mlp(MLPClassifier).fit(X, LABELS)).encode_target
+    assert_array_equal(encode(convert(LABELS)), LABELS.astype(float))
+
+
+@pytest.mark.parametrize("labels", [LABELS[:, :2], LABELS + 1], ids=["shape", "values"])
+def test_refuses_what_is_no_label_indicator(labels):
+    encode = to_torch(mlp(MLPClassifier).fit(X, LABELS)).encode_target
+    with pytest.raises(ValueError, match=r"label indicator matrix of shape \(n, 3\)"):
+        encode(labels)
+
+
+@pytest.mark.parametrize("y", [ONE_TARGET, THREE_TARGETS], ids=["one", "three"])
+def test_regression_targets_become_columns(y):
+    encode = to_torch(Ridge().fit(X, y)).encode_target
+    assert_array_equal(encode(pd.DataFrame(y)), y.reshape(60, -1))
+    assert_array_equal(encode(y.tolist()), y.reshape(60, -1))
+
+
+@pytest.mark.parametrize(
+    ("fitted_on", "y", "message"),
+    [
+        (THREE_TARGETS, ONE_TARGET, r"y has shape \(60,\), .* on 3 targets: expected \(n, 3\)"),
+        (ONE_TARGET, THREE_TARGETS, r"\(60, 3\), .* on 1 target: expected \(n, 1\)"),
+        (ONE_TARGET, np.full(60, np.nan), "y contains NaN"),
+        (ONE_TARGET, TWO, "could not convert string"),
+    ],
+    ids=["too-few", "too-many", "nan", "strings"],
+)
+def test_refuses_other_regression_targets(fitted_on, y, message):
+    encode = to_torch(LinearRegression().fit(X, fitted_on)).encode_target
+    with pytest.raises(ValueError, match=message):
+        encode(y)
+
+
+# -- losses of our own ----------------------------------------------------------------------
+
+Z = torch.tensor([[-2.5, 0.2], [-0.4, 1.7], [0.9, -3.0]], dtype=torch.float64)
+T = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+OWN_LOSSES = {"tube": SquaredEpsilonInsensitiveLoss(0.3)}
+OWN_LOSSES |= {
+    loss: SGD_CLASSIFICATION_LOSSES[loss](sgd(SGDClassifier, loss))(
+        weight=torch.tensor([2.0, 0.5]), pos_weight=torch.tensor([3.0, 1.5])
+    )
+    for loss in SGD_LOSSES
+    if loss != "log_loss"
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_own_losses_can_be_differentiated_twice(name):
+    criterion = OWN_LOSSES[name]
+    inputs = Z.clone().requires_grad_()
+    torch.autograd.gradcheck(lambda z: criterion(z, T), inputs)
+    torch.autograd.gradgradcheck(lambda z: criterion(z, T), inputs)
+    hessian = torch.func.hessian(lambda z: criterion(z, T))(Z)
+    assert hessian.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_own_losses_reduce_as_torch_does(name):
+    criterion = copy.deepcopy(OWN_LOSSES[name])
+    mean = criterion(Z, T)
+    criterion.reduction = "none"
+    each = criterion(Z, T)
+    criterion.reduction = "sum"
+    assert each.shape == Z.shape
+    assert_allclose(criterion(Z, T), each.sum(), rtol=1e-12)
+    assert_allclose(mean, each.mean(), rtol=1e-12)
+
+
+def test_margin_loss_weighs_as_binary_cross_entropy_does():
+    weights = {
+        "weight": torch.tensor([2.0, 0.5], dtype=torch.float64),
+        "pos_weight": torch.tensor([3.0, 1.5], dtype=torch.float64),
+    }
+    ours = MarginLoss(lambda margin: nn.functional.softplus(-margin), **weights)
+    torch.testing.assert_close(ours(Z, T), nn.BCEWithLogitsLoss(**weights)(Z, T))
+
+
+@pytest.mark.parametrize("make", [SquaredEpsilonInsensitiveLoss, MarginLoss])
+def test_refuses_an_unknown_reduction(make):
+    with pytest.raises(ValueError, match=r"reduction='max', expected one of \['mean', 'none'"):
+        make(torch.square, reduction="max")
+
+
+def test_repr_shows_the_tube():
+    assert repr(SquaredEpsilonInsensitiveLoss(0.3)) == (
+        "SquaredEpsilonInsensitiveLoss(epsilon=0.3)"
+    )
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["hinge", "perceptron", "epsilon_insensitive"])
+def test_refuses_piecewise_linear_losses_of_classifiers(loss):
+    estimator = sgd(SGDClassifier, loss).fit(X, TWO)
+    message = rf"SGDClassifier\(loss='{loss}'\) .* second derivative .* modified_huber"
+    with pytest.raises(ValueError, match=message):
+        to_torch(estimator)
+
+
+def test_refuses_piecewise_linear_losses_of_regressors():
+    estimator = sgd(SGDRegressor, "epsilon_insensitive").fit(X, ONE_TARGET)
+    with pytest.raises(
+        ValueError,
+        match=r"loss='epsilon_insensitive'\) .* work: huber, squared_eps.*, squared_error\.",
+    ):
+        to_torch(estimator)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in _convert.registry if kind is not object], ids=lambda k: k.__name__
+)
+def test_refuses_unfitted_estimators(kind):
+    with pytest.raises(NotFittedError, match=f"This {kind.__name__} instance is not fitted"):
+        to_torch(kind())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [RandomForestClassifier(2).fit(X, TWO), Perceptron(), LogisticRegression, None],
+    ids=["forest", "perceptron", "class", "none"],
+)
+def test_refuses_other_types_and_lists_what_works(other):
+    name = type(other).__name__
+    listed = (
+        "LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor, Ridge, RidgeCV, "
+        "SGDClassifier, SGDRegressor"
+    )
+    with pytest.raises(TypeError, match=rf"a {name} is not a network .* are: {listed}\."):
+        to_torch(other)

@@ -1,0 +1,116 @@
+"""Layers as linear maps of their weight matrix, against the layers themselves."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk._network.layer_maps import layer_map
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(5, 3), (5,)),
+    "linear on tokens": (lambda: nn.Linear(5, 3), (4, 5)),
+    "linear on a grid": (lambda: nn.Linear(5, 3), (2, 4, 5)),
+    "conv1d": (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (2, 9)),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3), (3, 6, 7)),
+    "conv2d stride, padding, dilation": (
+        lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+        (3, 6, 7),
+    ),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), (4, 5, 5)),
+    "conv2d depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 5, 5)),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 6, 6)),
+    "conv2d valid": (lambda: nn.Conv2d(2, 3, 4, padding="valid"), (2, 6, 6)),
+    "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 6, 6)),
+    "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 6, 6)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 2, stride=2, padding=1, groups=2), (2, 4, 5, 4)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), (4, 5)),
+    "transposed 2d": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2),
+        (4, 5, 4),
+    ),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 4, 2, groups=2), (2, 3, 3, 3)),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def case(request):
+    torch.manual_seed(0)
+    make, shape = LAYERS[request.param]
+    layer = make().double()
+    return layer, torch.randn(5, *shape).double()
+
+
+def test_apply_is_the_layer_without_bias(case):
+    layer, features = case
+    seen = layer_map(layer)
+    z = layer(features)
+    zero = layer(0 * features)
+    d, m = seen.weight.shape
+    assert d * m == layer.weight.numel()
+    rows = seen.to_rows(z - zero)
+    assert rows.shape[:2] == (5, d)
+    assert_close(seen.apply(features, seen.weight), rows)
+    assert_close(seen.apply(features, seen.weight.expand(5, d, m)), rows)
+    assert_close(seen.from_rows(rows, z), z - zero)
+
+
+def test_samples_may_have_matrices_of_their_own(case):
+    layer, features = case
+    seen = layer_map(layer)
+    matrices = torch.randn(5, *seen.weight.shape).double()
+    rows = seen.apply(features, matrices)
+    for i in range(5):
+        assert_close(rows[i], seen.apply(features[i : i + 1], matrices[i])[0])
+
+
+def test_transpose_is_the_transpose(case):
+    layer, features = case
+    seen = layer_map(layer)
+    matrices = torch.randn(5, *seen.weight.shape).double()
+    rows = seen.apply(features, matrices)
+    g = torch.randn(5, 3, *rows.shape[1:]).double()
+    back = seen.transpose(features, g)
+    assert back.shape == (5, 3, *seen.weight.shape)
+    assert_close(
+        torch.einsum("ncdm,ndm->nc", back, matrices), torch.einsum("ncdp,ndp->nc", g, rows)
+    )
+    assert_close(seen.transpose(features, g[:, 1]), back[:, 1])
+
+
+def test_gradient_in_the_weight_is_that_of_autograd(case):
+    layer, features = case
+    seen = layer_map(layer)
+    z = layer(features)
+    g = torch.randn_like(z)
+    (expected,) = torch.autograd.grad(z, layer.weight, g)
+    back = seen.transpose(features, seen.to_rows(g)).sum(0)
+    copy = type(layer).__new__(type(layer))
+    copy.__dict__ = {**layer.__dict__, "_parameters": {"weight": nn.Parameter(expected)}}
+    assert_close(back, layer_map(copy).weight)
+
+
+@pytest.mark.parametrize("layer", [nn.Bilinear(2, 3, 4), nn.Embedding(3, 2), nn.ReLU()])
+def test_other_layers_are_refused_by_name(layer):
+    with pytest.raises(TypeError, match=f"not defined at a {type(layer).__name__}: .*'Linear'"):
+        layer_map(layer)
+
+
+def test_planes_are_what_columns_multiply(case):
+    layer, features = case
+    seen = layer_map(layer)
+    d, m = seen.weight.shape
+    groups, n_channels = seen.groups, m // seen.n_offsets
+    channels = torch.randint(n_channels, (5, 2))
+    everything = torch.arange(n_channels).expand(5, -1)
+    for offset in {0, seen.n_offsets // 2, seen.n_offsets - 1}:
+        some = seen.planes(features, channels, offset)
+        for given, found in [
+            (channels, some),
+            (everything, seen.planes(features, None, offset)),
+        ]:
+            for k in range(given.shape[1]):
+                ones = torch.zeros(5, d, m).double()
+                ones[torch.arange(5), :, given[:, k] * seen.n_offsets + offset] = 1
+                expected = seen.apply(features, ones)  # the same in all rows of a group
+                assert_close(found[:, :, k].repeat_interleave(d // groups, dim=1), expected)

@@ -1,0 +1,187 @@
+"""What is borrowed is given back, whatever happens."""
+
+import copy
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import relative_flatness
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.network import Network, mean_loss
+from relflat_sk.measures._api import evaluate
+
+CE = nn.CrossEntropyLoss()
+
+
+class Rude(nn.Module):
+    """Counts its calls in a buffer, replaces another, and uses up random numbers."""
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+        self.out = nn.Linear(6, 3)
+        self.fails = fails
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = torch.rand(())
+        z = self.out(self.body(x))
+        if self.fails and self.calls > 1:
+            raise RuntimeError("in the middle")
+        return z
+
+
+def state_of(net):
+    return (
+        {key: value.clone() for key, value in net.state_dict().items()},
+        [m.training for m in net.modules()],
+        [None if p.grad is None else p.grad.clone() for p in net.parameters()],
+        [p.requires_grad for p in net.parameters()],
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
+        torch.get_rng_state(),
+        torch.is_grad_enabled(),
+        net.last,
+    )
+
+
+def same(one, two):
+    for key in one[0]:
+        assert torch.equal(one[0][key], two[0][key])
+    assert one[1] == two[1]
+    for a, b in zip(one[2], two[2], strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert one[3:5] == two[3:5]
+    assert torch.equal(one[5], two[5])
+    assert one[6] == two[6]
+    assert one[7] is two[7]
+
+
+def prepared(fails=False):
+    torch.manual_seed(0)
+    net = Rude(fails)
+    X, y = torch.randn(10, 4), torch.arange(10) % 3
+    net.train()
+    net.body[2].eval()  # a mixture of modes
+    net.body[0].weight.requires_grad_(False)
+    if not fails:
+        CE(net(X), y).backward()
+    return net, X, y
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"layer": 0},
+        {"layer": 0, "method": "hutchinson", "random_state": 0},
+        {"layer": 0, "method": "hutchinson", "n_probes": 2},
+        {"normalize": True},
+    ],
+)
+def test_the_network_is_given_back(arguments):
+    net, X, y = prepared()
+    before = state_of(net)
+    relative_flatness(net, X, y, criterion=CE, batch_size=4, **arguments)
+    same(before, state_of(net))
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_the_network_is_given_back_after_an_exception_in_the_middle(layer):
+    net, X, y = prepared(fails=True)
+    before = state_of(net)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        relative_flatness(net, X, y, layer=layer, criterion=CE, batch_size=4)
+    same(before, state_of(net))
+    with pytest.raises(ValueError, match="X contains NaN"):
+        relative_flatness(net, X * torch.nan, y, layer=layer, criterion=CE)
+    same(before, state_of(net))
+
+
+def test_values_are_those_of_evaluation_mode():
+    net, X, y = prepared()
+    frozen = copy.deepcopy(net).eval()
+    assert relative_flatness(net, X, y, criterion=CE) == relative_flatness(
+        frozen, X, y, criterion=CE
+    )
+
+
+def test_the_user_s_criterion_is_not_moved():
+    net, X, y = prepared()
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+    weight = criterion.weight
+    relative_flatness(net.double(), X.double(), y, criterion=criterion)
+    assert criterion.weight is weight
+    assert weight.dtype == torch.float32
+
+
+def test_mean_loss_is_the_criterion_s_own_mean():
+    net, X, y = prepared()
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+    network = Network(net, Loss(criterion), make_batches(X, y, batch_size=4))
+    assert mean_loss(network) == pytest.approx(criterion(net.eval()(X), y).item(), rel=1e-6)
+    with pytest.raises(ValueError, match="y is needed to compute a loss"):
+        mean_loss(Network(net, Loss(criterion), make_batches(X)))
+
+
+def test_memory_does_not_grow_with_the_data():
+    """Each batch's graph and activations are gone before the next one starts."""
+    made, alive = [], []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden = nn.Linear(4, 50)
+            self.out = nn.Linear(50, 3)
+
+        def forward(self, x):
+            alive.append(sum(ref() is not None for ref in made))
+            h = torch.tanh(self.hidden(x))
+            made.append(weakref.ref(h))
+            return self.out(h)
+
+    net = Watched()
+    X, y = torch.randn(64, 4), torch.arange(64) % 3
+    for arguments in ({}, {"layer": 0}, {"layer": 0, "method": "hutchinson", "n_probes": 2}):
+        relative_flatness(net, X, y, criterion=CE, batch_size=8, **arguments)
+    assert alive == [0] * 24
+
+
+def test_diverged_weights_give_nan():
+    net = nn.Sequential(nn.Linear(4, 3))
+    X, y = np.ones((5, 4)), [0, 1, 2, 0, 1]
+    with torch.no_grad():
+        net[0].weight.fill_(torch.nan)
+    found = evaluate("relative_flatness", net, X, y, criterion=CE)
+    assert np.isnan(found.value)
+    assert np.isnan(found.risk)
+    assert np.isnan(relative_flatness(net, X, y, criterion=CE, method="hutchinson"))
+
+
+def test_samples_of_a_divergence_are_summed_over_outputs():
+    torch.manual_seed(0)
+    X, weight = torch.randn(4, 3).double(), torch.tensor([1.0, 2.0, 0.0, 1.0])
+    y = torch.rand(4, 3).double().softmax(dim=1)
+    net = nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(dim=1)).double()
+    each = nn.functional.kl_div(net(X).detach(), y, reduction="none").sum(dim=1)
+    loss = Loss(nn.KLDivLoss(reduction="batchmean"))
+    network = Network(net, loss, make_batches(X, y, sample_weight=weight))
+    assert mean_loss(network) == pytest.approx(float(weight.double() @ each / weight.sum()))
+    assert loss.criterion.reduction == "batchmean"
+
+
+def test_a_function_with_a_reduction_keeps_it():
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target, reduction="none")
+
+    loss.reduction = "mean"
+    X, y, weight = torch.randn(4, 3), torch.randn(4, 1), torch.tensor([1.0, 2.0, 0.0, 1.0])
+    network = Network(nn.Linear(3, 1), Loss(loss), make_batches(X, y, sample_weight=weight))
+    mean_loss(network)
+    assert loss.reduction == "mean"

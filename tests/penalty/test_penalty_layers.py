@@ -1,0 +1,306 @@
+"""The penalty at every kind of layer: its value against the dense Hessian, and its slope."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import RelativeFlatnessPenalty, measure
+from relflat_sk._penalty.random_changes import rademacher
+from tests import oracles
+from tests.measures.test_layer_kinds import CE, NETS
+from tests.measures.test_layer_kinds import make as make_kind
+from tests.measures.test_transformers import Attends, AttendsAcross, LanguageModel
+from tests.penalty.test_penalty import (
+    EXACT,
+    assert_right_on_average,
+    assert_slope_is_that_of_differences,
+    evaluate,
+)
+
+STEP = 1e-5
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+
+
+def attends(kind):
+    torch.manual_seed(0)
+    return kind().double().eval(), torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+
+
+def make(kind):
+    return attends(MORE[kind]) if kind in MORE else make_kind(kind)
+
+
+MORE = {"attention": Attends, "cross-attention": AttendsAcross}
+AT = [
+    (kind, name)
+    for kind in NETS
+    for name, m in NETS[kind][0]().named_modules()
+    if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)
+] + [(kind, f"attention.{which}_proj") for kind in MORE for which in ("in", "out")]
+
+
+def truth_at(net, name, X, y, criterion=CE):
+    if name.endswith("in_proj"):
+        W = net.attention.in_proj_weight.detach()
+
+        def risk(weight):
+            return CE(torch.func.functional_call(net, {"attention.in_proj_weight": weight}, X), y)
+
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            H = torch.func.hessian(risk)(W).detach()
+    elif name.endswith("out_proj"):
+        found = measure("relative_flatness", net, X, y, layer=name, criterion=CE, method="exact")
+        return found / (2 * net.attention.out_proj.in_features)
+    else:
+        H, W = oracles.weight_hessian(net, name, criterion, X, y)
+    return oracles.kappa_of(H, W) / (2 * W.shape[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), AT)
+def test_right_on_average(kind, name):
+    net, X, y = make(kind)
+    net.eval()
+    penalty = RelativeFlatnessPenalty(name, probes=4)
+    assert_right_on_average(penalty, net, CE, X, y, truth_at(net, name, X, y))
+
+
+@pytest.mark.parametrize(("kind", "name"), AT)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_slope(kind, name, normalize):
+    net, X, y = make(kind)
+    net.eval()
+    penalty = RelativeFlatnessPenalty(name, normalize=normalize)
+    # steps within one piece of a piecewise linear network
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [("conv", "0"), ("conv", "3"), ("residual", "conv")])
+def test_normalized_is_right_on_average(kind, name):
+    net, X, y = make(kind)
+    net.eval()
+    W = net.get_submodule(name).weight.flatten(1)
+    truth = measure("normalized_relative_flatness", net, X, y, layer=name, criterion=CE)
+    penalty = RelativeFlatnessPenalty(name, normalize=True, probes=4)
+    assert_right_on_average(penalty, net, CE, X, y, truth / (2 * W.shape[1]))
+
+
+@pytest.mark.parametrize("kind", ["residual", "conv"])
+def test_all_layers_in_one_go(kind):
+    net, X, y = make(kind)
+    net.eval()
+    names = [name for at, name in AT if at == kind]
+    truth = sum(truth_at(net, name, X, y) for name in names)
+    assert_right_on_average(RelativeFlatnessPenalty("all", probes=4), net, CE, X, y, truth)
+
+
+@pytest.mark.parametrize("name", ["stem", "conv"])
+def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
+    net, X, y = make("residual")
+    net.train()
+    fixed = copy.deepcopy(net).eval()
+    with torch.no_grad():
+        z = net.stem(X)
+        fixed.bn.running_mean.copy_(z.mean((0, 2, 3)))
+        fixed.bn.running_var.copy_(z.var((0, 2, 3), correction=0))
+    copies = 60  # the batch's own statistics move with a sample by 1/n
+    many = torch.cat([X] * copies), torch.cat([y] * copies)
+    state = copy.deepcopy(net.state_dict())
+    draws = []
+    for seed in range(20):
+        net.load_state_dict(state)
+        value = evaluate(RelativeFlatnessPenalty(name, probes=8), net, CE, *many, seed=seed)
+        draws.append(value.item())
+        assert net.bn.num_batches_tracked == state["bn.num_batches_tracked"] + 1
+    truth = truth_at(fixed, name, X, y)
+    mean, stderr = np.mean(draws), np.std(draws, ddof=1) / len(draws) ** 0.5
+    assert abs(mean - truth) < 4 * stderr + 0.02 * truth
+    assert stderr < 0.05 * truth
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_wide_layers(activation):
+    # too wide for all columns of the weight to be taken
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(12, 150).double(), torch.arange(12) % 3
+    penalty = RelativeFlatnessPenalty(0, probes=2)
+    assert_right_on_average(penalty, net, CE, X, y, truth_at(net, "0", X, y))
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
+
+
+def test_slope_with_batch_norm_in_training():
+    net, X, y = make("residual")
+    net.train()
+    penalty = RelativeFlatnessPenalty(["stem", "conv"], probes=2)
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
+
+
+@pytest.mark.parametrize("classes_second", [True, False], ids=["torch", "hugging face"])
+def test_a_language_model_head_is_exact(classes_second):
+    torch.manual_seed(0)
+    net = LanguageModel(classes_second).double()
+    X, y = torch.randint(0, 7, (5, 3)), torch.randint(0, 6, (5, 3))
+
+    def loss(out, y):
+        return CE(out if classes_second else out["logits"].transpose(1, 2), y)
+
+    value = evaluate(RelativeFlatnessPenalty(), net, CE, X, y)
+    assert value.item() == pytest.approx(truth_at(net, "head", X, y, loss), rel=EXACT)
+    truth = truth_at(net, "body", X, y, loss)
+    assert_right_on_average(RelativeFlatnessPenalty("body"), net, CE, X, y, truth)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv"])
+def test_a_weight_of_two_is_the_same_sample_twice(layer, kind):
+    net, X, y = make(kind)
+    weight = torch.tensor([2.0, 1, 0, 1, 3, 1, 1]).double()
+    twice = weight.long()
+    copies = 60
+
+    def draw(X, y, **sample_weight):
+        penalty = RelativeFlatnessPenalty(layer, probes=8)
+        X, y = torch.cat([X] * copies), torch.cat([y] * copies)
+        draws = []
+        for seed in range(10):
+            torch.manual_seed(seed)
+            with penalty.capture(net):
+                output = net(X)
+            draws.append(penalty(CE, output, y, **sample_weight).item())
+        return np.mean(draws), np.std(draws, ddof=1) / len(draws) ** 0.5
+
+    weighted, error = draw(X, y, sample_weight=weight.repeat(copies))
+    repeated, other = draw(X.repeat_interleave(twice, 0), y.repeat_interleave(twice))
+    assert abs(weighted - repeated) < 4 * (error**2 + other**2) ** 0.5 + EXACT * abs(repeated)
+    assert error < 0.1 * abs(repeated)
+
+
+def test_a_frozen_prefix_can_still_be_penalised():
+    net, X, y = make("mlp relu")
+    net[0].requires_grad_(False)
+    truth = truth_at(net, "0", X, y)
+    assert_right_on_average(RelativeFlatnessPenalty(0), net, CE, X, y, truth)
+    evaluate(RelativeFlatnessPenalty(0), net, CE, X, y).backward()
+    assert net[0].weight.grad is None
+    assert net[2].weight.grad.abs().max() > 0
+
+
+def test_dead_features_have_no_nan_slope():
+    net, X, y = make("mlp relu")
+    with torch.no_grad():
+        net[0].bias.fill_(-100.0)
+    value = evaluate(RelativeFlatnessPenalty("all"), net, CE, X, y)
+    value.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_refuses_shared_weights():
+    net, X, _ = make("mlp relu")
+    net.twin = nn.Linear(4, 6).double()
+    net.twin.weight = net[0].weight
+    with (
+        pytest.raises(ValueError, match=r"weight of layer '0' is shared by .*'twin'"),
+        RelativeFlatnessPenalty(0).capture(net),
+    ):
+        nn.Sequential(*list(net)[:5])(X)
+
+
+def test_signs_are_signs():
+    torch.manual_seed(0)
+    signs = rademacher(3001, 37, torch.zeros((), dtype=torch.float64))
+    assert signs.shape == (3001, 37)
+    assert signs.dtype == torch.float64
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    covariance = signs.T @ signs / len(signs)
+    error = (covariance - torch.eye(37)).abs().max()
+    assert error < 5 / len(signs) ** 0.5
+    assert signs.mean(dim=0).abs().max() < 5 / len(signs) ** 0.5
+
+
+NORMS = {
+    "batch": (lambda: nn.BatchNorm1d(6), (5,)),
+    "instance": (lambda: nn.InstanceNorm1d(6, affine=True), (5, 4)),
+    "group": (lambda: nn.GroupNorm(2, 6), (5,)),
+    "layer": (lambda: nn.LayerNorm(6), (5,)),
+    "rms": (lambda: nn.RMSNorm(6), (5,)),
+    "batch without weight": (lambda: nn.BatchNorm1d(6, affine=False), (5,)),
+    "layer without bias": (lambda: nn.LayerNorm(6, bias=False), (5,)),
+}
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), norm, nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x if x.ndim == 2 else x.transpose(1, 2)
+        z = self.first(x)
+        z = z if z.ndim == 2 else z.transpose(1, 2)
+        z = torch.tanh(self.norm(z))
+        return self.last(z if z.ndim == 2 else z.mean(2))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_slope_behind_every_normalisation(norm):
+    torch.manual_seed(0)
+    make_norm, shape = NORMS[norm]
+    net = Normed(make_norm()).double()
+    with torch.no_grad():
+        for p in net.norm.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    X, y = torch.randn(7, *shape).double(), torch.arange(7) % 3
+    expected, buffers = net(X), copy.deepcopy(dict(net.norm.named_buffers()))
+    penalty = RelativeFlatnessPenalty(0)
+    for _ in range(2):  # while it finds its way, and when it knows it
+        net.norm.load_state_dict({**net.norm.state_dict(), **buffers})
+        with penalty.capture(net):
+            output = net(X)
+        torch.testing.assert_close(output, expected)
+        penalty(CE, output, y)
+    assert "forward" not in net.norm.__dict__
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y)
+
+
+def test_the_loss_has_the_slope_it_had():
+    net, X, y = make("residual")
+    expected = torch.autograd.grad(CE(net(X), y), list(net.parameters()))
+    penalty = RelativeFlatnessPenalty("stem")
+    for _ in range(2):
+        with penalty.capture(net):
+            output = net(X)
+        found = torch.autograd.grad(CE(output, y), list(net.parameters()))
+        torch.testing.assert_close(found, expected)
+
+
+class NormedByFunction(Normed):
+    def forward(self, x):
+        return self.last(torch.tanh(nn.functional.layer_norm(self.first(x), (6,))))
+
+
+def test_refuses_normalisation_by_a_function():
+    net, X, y = NormedByFunction(None), torch.randn(7, 5), torch.arange(7) % 3
+    with pytest.raises(ValueError, match=r"LayerNormBackward.*called as a function.*nn.LayerNorm"):
+        evaluate(RelativeFlatnessPenalty(0), net, CE, X, y)
+    assert evaluate(RelativeFlatnessPenalty(), net, CE, X, y) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), [*AT, ("residual", "out"), ("mlp relu", "4")])
+def test_on_cuda_as_on_cpu(kind, name):
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    net, X, y = make(kind)
+    net.eval()
+    truth = truth_at(net, name, X, y)
+    net, X, y = net.cuda(), X.cuda(), y.cuda()
+    penalty = RelativeFlatnessPenalty(name, probes=4)
+    assert_right_on_average(penalty, net, CE, X, y, truth)
+    evaluate(penalty, net, CE, X, y).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())

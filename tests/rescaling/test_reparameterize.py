@@ -1,0 +1,840 @@
+"""Copies with other weights: the same function, the factors asked for, or a refusal."""
+
+import copy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from relflat_sk import LayerNotFoundError, relative_flatness
+from relflat_sk._rescaling.reparameterization import reparameterize
+
+SAME = 1e-9  # of outputs in float64, a few thousand roundings apart
+FEW = settings(max_examples=60, deadline=None)
+
+FACTOR = st.floats(0.1, 25)
+ACTIVATIONS = st.sampled_from([
+    nn.ReLU,
+    nn.LeakyReLU,
+    lambda: nn.LeakyReLU(0.3),
+    nn.PReLU,
+    nn.Identity,
+    nn.RReLU,
+])
+
+
+def randomize(net, seed=0):
+    """Draw parameters and running statistics, the latter far from 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in net.state_dict().items():
+        if tensor.is_floating_point():
+            values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            tensor.copy_(values.abs() * 3 if "var" in name else values)
+    return net.double().eval()
+
+
+@st.composite
+def mlps(draw):
+    widths = draw(st.lists(st.integers(1, 7), min_size=3, max_size=5))
+    steps = [nn.Flatten()] if draw(st.booleans()) else []
+    for n_in, n_out in pairwise(widths):
+        block = [nn.Linear(n_in, n_out, bias=draw(st.booleans())), draw(ACTIVATIONS)()]
+        if draw(st.booleans()):  # behind the layer or behind the activation
+            norm = nn.BatchNorm1d(n_out, affine=draw(st.booleans()))
+            block.insert(draw(st.integers(1, 2)), norm)
+        steps.append(nn.Sequential(*block, nn.Dropout()))
+    steps.append(nn.Linear(widths[-1], 3))
+    net = randomize(nn.Sequential(*steps), draw(st.integers(0, 99)))
+    return net, torch.randn(6, widths[0]).double()
+
+
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+POOLS = {
+    1: [nn.MaxPool1d, nn.AvgPool1d],
+    2: [nn.MaxPool2d, nn.AvgPool2d],
+    3: [nn.MaxPool3d, nn.AvgPool3d],
+}
+GLOBAL_POOLS = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveMaxPool3d}
+
+
+@st.composite
+def conv_nets(draw):
+    n_axes = draw(st.sampled_from([1, 2, 3]))
+    groups = draw(st.sampled_from([1, 2, 3]))
+    widths = [groups * draw(st.integers(1, 2)) for _ in range(4)]
+    steps = []
+    for n_in, n_out in pairwise(widths):
+        conv = draw(st.sampled_from([CONVS, CONVS, TRANSPOSED]))[n_axes]
+        steps.append(
+            conv(n_in, n_out, 3, padding=1, groups=draw(st.sampled_from([1, groups])), bias=False)
+        )
+        if draw(st.booleans()):
+            steps[-1].bias = nn.Parameter(torch.empty(n_out))
+        if draw(st.booleans()):
+            steps.append(NORMS[n_axes](n_out))
+        steps.append(draw(ACTIVATIONS)())
+        steps.append(draw(st.sampled_from([nn.Identity, lambda: nn.Dropout(0.2)]))())
+    steps.append(draw(st.sampled_from(POOLS[n_axes]))(2))
+    extent = 2**n_axes
+    if draw(st.booleans()):
+        steps.append(GLOBAL_POOLS[n_axes](1))
+        extent = 1
+    steps += [nn.Flatten(), nn.Linear(widths[-1] * extent, 4), nn.ReLU(), nn.Linear(4, 3)]
+    net = randomize(nn.Sequential(*steps), draw(st.integers(0, 99)))
+    return net, torch.randn(3, widths[0], *[4] * n_axes).double()
+
+
+def layers_of(net):
+    kinds = (nn.Linear, *CONVS.values(), *TRANSPOSED.values())
+    return {name: layer for name, layer in net.named_modules() if isinstance(layer, kinds)}
+
+
+def width(layer):
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def rows_last(layer, weight):
+    """Move the output neurons of any kind of layer to the last axis."""
+    if not isinstance(layer, tuple(TRANSPOSED.values())):
+        return weight.movedim(0, -1)
+    grouped = weight.reshape(layer.groups, -1, *weight.shape[1:])  # (g, in / g, out / g, ...)
+    return grouped.movedim(1, -1).flatten(0, 1).movedim(0, -1)
+
+
+def draw_layer_factors(data, net):
+    factors = data.draw(st.lists(FACTOR, min_size=len(layers_of(net)) - 1, max_size=8))
+    factors = factors[: len(layers_of(net)) - 1]
+    return [*factors, 1 / np.prod(factors)]
+
+
+def draw_neuron_factors(data, net):
+    chosen = list(layers_of(net).items())[:-1]
+    return {
+        name: draw_factors(data, width(layer)) for name, layer in chosen if data.draw(st.booleans())
+    }
+
+
+def draw_factors(data, n):
+    """Draw factors in [0.1, 25] that differ, which lists of hypothesis seldom do."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    return np.exp(rng.uniform(np.log(0.1), np.log(25), n))
+
+
+def check_same_function(old, new, X):
+    with torch.no_grad():
+        expected = old(X)
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(new(X), expected, rtol=SAME, atol=SAME * scale)
+
+
+def snapshot(net):
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@FEW
+@given(st.one_of(mlps(), conv_nets()), st.data())
+def test_layer_factors(case, data):
+    net, X = case
+    before = snapshot(net)
+    factors = draw_layer_factors(data, net)
+    new = reparameterize(net, factors)
+    check_same_function(net, new, X)
+    so_far = 1.0
+    for (name, layer), factor in zip(layers_of(net).items(), factors, strict=True):
+        rescaled = new.get_submodule(name)
+        torch.testing.assert_close(rescaled.weight, factor * layer.weight, rtol=1e-15, atol=0)
+        so_far *= factor
+        if layer.bias is not None:
+            torch.testing.assert_close(rescaled.bias, so_far * layer.bias, rtol=1e-13, atol=0)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@FEW
+@given(st.one_of(mlps(), conv_nets()), st.data())
+def test_neuron_factors(case, data):
+    net, X = case
+    before = snapshot(net)
+    factors = draw_neuron_factors(data, net)
+    new = reparameterize(net, factors, kind="neuron")
+    check_same_function(net, new, X)
+    for name, factor in factors.items():
+        layer, rescaled = net.get_submodule(name), new.get_submodule(name)
+        if layer.bias is not None:
+            assert torch.equal(rescaled.bias, layer.bias * torch.tensor(factor))
+    if factors:  # nothing before the first of them is undone in it
+        name, factor = next(iter(factors.items()))
+        layer, rescaled = net.get_submodule(name), new.get_submodule(name)
+        outputs = rows_last(layer, layer.weight) * torch.tensor(factor)
+        assert torch.equal(rows_last(layer, rescaled.weight), outputs)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_neuron_factors_are_those_of_rows_and_undone_in_columns():
+    net = randomize(nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)))
+    new = reparameterize(net, {0: [2.0, 8.0]}, kind="neuron")
+    each = torch.tensor([2.0, 8.0]).double()
+    assert torch.equal(new[0].weight, net[0].weight * each.view(2, 1, 1, 1))
+    assert torch.equal(new[3].weight, net[3].weight / each.repeat_interleave(4))  # 2 x 2 a channel
+    assert torch.equal(new[3].bias, net[3].bias)
+
+
+@pytest.mark.parametrize("n_axes", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kinds", [CONVS, TRANSPOSED], ids=["conv", "transposed"])
+def test_channels_are_undone_in_their_group(kinds, groups, n_axes):
+    """Channels i of one group feed the outputs of that group alone, two to four of them."""
+    conv = kinds[n_axes]
+    net = randomize(
+        nn.Sequential(conv(3, 8, 2), nn.ReLU(), conv(8, 8, 2, groups=groups), conv(8, 3, 1))
+    )
+    factors = {0: np.arange(1, 9), 1: np.arange(9, 1, -1)}
+    X = torch.randn(2, 3, *[4] * n_axes).double()
+    check_same_function(net, reparameterize(net, factors, kind="neuron"), X)
+
+
+def test_batch_norm_keeps_honest_statistics():
+    """Fresh statistics of the rescaled network, from data, are those that it was given."""
+    net = randomize(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None)))
+    net = nn.Sequential(*net, nn.ReLU(), nn.Linear(3, 2).double())
+    X = torch.randn(50, 4).double()
+    net[1].reset_running_stats()
+    net.train()(X)
+    net.eval()
+    new = reparameterize(net, {0: [0.2, 5.0, 20.0]}, kind="neuron")
+    fresh = copy.deepcopy(new)
+    fresh[1].reset_running_stats()
+    fresh.train()(X)
+    torch.testing.assert_close(fresh[1].running_mean, new[1].running_mean)
+    torch.testing.assert_close(fresh[1].running_var, new[1].running_var)
+
+
+def test_batch_norm_of_a_constant_feature():
+    net = randomize(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)))
+    net[1].running_var.zero_()
+    X = torch.randn(9, 4).double()
+    for factor in (0.1, 25.0):
+        check_same_function(net, reparameterize(net, [factor, 1 / factor]), X)
+
+
+# ---- networks that are not a sequence
+
+
+class LeNet(nn.Module):
+    def __init__(self, flatten):
+        super().__init__()
+        self.fc = nn.ModuleList([nn.Linear(16, 5), nn.Linear(5, 3)])  # registered first
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.flatten = flatten
+        self.features = None
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.conv(x)), 2)
+        x = F.avg_pool2d(F.leaky_relu(x, 0.2), 2)
+        self.features = self.flatten(x)
+        x = self.fc[0](self.features).relu()
+        return F.log_softmax(self.fc[1](F.dropout(x, training=self.training)), dim=1)
+
+
+def global_mean(x):
+    return F.interpolate(x.mean(dim=(-1, -2), keepdim=True), 2).flatten(1)
+
+
+FLATTENS = {
+    "torch.flatten": lambda x: torch.flatten(x, 1),
+    "method flatten": lambda x: x.flatten(start_dim=1),
+    "view by size": lambda x: x.view(x.size(0), -1),
+    "reshape by shape": lambda x: torch.reshape(x, (x.shape[0], 16)),
+    "reshape by size()": lambda x: x.reshape([x.size()[0], -1]),
+    "view by number": lambda x: x.contiguous().view(-1, 16),
+    "flatten of a mean": global_mean,
+}
+
+
+@pytest.mark.parametrize("flatten", FLATTENS.values(), ids=FLATTENS.keys())
+def test_ways_to_flatten(flatten):
+    net = randomize(LeNet(flatten))
+    X = torch.randn(5, 1, 10, 10).double()
+    check_same_function(net, reparameterize(net, [2.0, 5.0, 0.1]), X)
+    factors = {net.conv: [0.1, 3.0, 7.0, 25.0], "fc.0": np.arange(1, 6)}
+    new = reparameterize(net, factors, kind="neuron")
+    check_same_function(net, new, X)
+    assert torch.equal(new.conv.weight[3], 25 * net.conv.weight[3])
+    net.features = None
+    assert reparameterize(net, [1, 1, 1]).features is None  # tracing leaves nothing behind
+    assert net.features is None
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(2, 3, 2), pool, nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.fc(self.pool(self.conv(x).relu()))
+
+
+class Tokens(nn.Module):
+    """A deep set: the axis of the set is not that of the neurons."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu().to(torch.float64).sum(-2))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (Pooled(lambda x: x.mean([2, 3])), (4, 2, 5, 5)),
+        (Pooled(lambda x: x.amax(-1).amax(2)), (4, 2, 5, 5)),
+        (Pooled(lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1)), (4, 2, 5, 5)),
+        (Pooled(lambda x: (2 * x / 3).mean((2, 3))), (4, 2, 5, 5)),
+        (Tokens(), (4, 6, 4)),
+        # each neuron of a Linear behind a Flatten of (n, 6, 3): tiles, not blocks
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)), (4, 6, 4)),
+        (
+            nn.Sequential(
+                *(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.ConstantPad1d(1, 0.0), nn.Flatten()),
+                *(nn.BatchNorm1d(18), nn.Linear(18, 2)),
+            ),
+            (4, 2, 5),
+        ),
+        (nn.Sequential(nn.Conv2d(2, 3, 2), nn.Upsample(4), nn.Conv2d(3, 2, 2)), (4, 2, 5, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_neurons_are_followed_through_other_axes(net, shape):
+    net = randomize(net)
+    X = torch.randn(shape).double()
+    new = reparameterize(net, {0: [0.1, 3.0, 25.0]}, kind="neuron")
+    check_same_function(net, new, X)
+    check_same_function(net, reparameterize(net, [7.0, 1 / 7]), X)
+
+
+class Residual(nn.Module):
+    def __init__(self, project=True):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.inner = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.outer = nn.Conv2d(4, 4, 3, padding=1)
+        self.project = nn.Conv2d(4, 4, 1) if project else nn.Identity()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x, gate=None):
+        x = self.stem(x).relu()
+        out = self.outer(F.relu(self.norm(self.inner(x)), inplace=True))
+        out += self.project(x)
+        if gate is not None:
+            out = torch.tanh(out * gate)
+        return {"logits": self.fc(out.relu().mean((2, 3)))}
+
+
+def test_branches():
+    net = randomize(Residual())
+    X = torch.randn(3, 2, 4, 4).double()
+    # stem, inner, outer, project, fc: both ways through the block multiply to 6
+    for factors in ([0.5, 2.0, 3.0, 6.0, 1 / 3], {"inner": 4.0, "outer": 0.25}):
+        new = reparameterize(net, factors)
+        torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
+    with pytest.raises(ValueError, match=r"'add' in the network's forward puts values.*\(6, 1\)"):
+        reparameterize(net, [1.0, 2.0, 3.0, 1.0, 1 / 6])
+    new = reparameterize(net, {"inner": [2.0, 3.0, 4.0, 5.0]}, kind="neuron")
+    torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
+    both = {name: [2.0, 3.0, 4.0, 5.0] for name in ("outer", "project")}
+    new = reparameterize(net, both, kind="neuron")
+    torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
+    with pytest.raises(ValueError, match=r"'add'.*puts values together.*\(4 neurons, 1\)"):
+        reparameterize(net, {"outer": [2.0, 3.0, 4.0, 5.0]}, kind="neuron")
+    with pytest.raises(ValueError, match=r"puts values together"):
+        reparameterize(randomize(Residual(project=False)), {"stem": 2.0, "inner": 2.0, "fc": 0.25})
+
+
+class Shuffled(nn.Module):
+    """Numbers move in ways that only one factor for all of them survives."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(12, 2)
+
+    def forward(self, x):
+        first, second = self.a(x).chunk(2, dim=1)
+        x = torch.stack([first, second], dim=1).transpose(1, 2).reshape(-1, 6)
+        x = self.b(-F.pad(x, (1, 1))[:, 1:-1]) - 0
+        return self.c(torch.cat([x, x], dim=1))
+
+
+def test_one_factor_survives_shuffling():
+    net = randomize(Shuffled())
+    check_same_function(net, reparameterize(net, [2.0, 5.0, 0.1]), torch.randn(5, 4).double())
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match="moves or mixes neurons"):
+            reparameterize(net, {name: [1.0, 2, 3, 4, 5, 6]}, kind="neuron")
+
+
+class Renamed(nn.Linear):
+    """A linear layer by another name."""
+
+
+class Other(nn.Linear):
+    """Computes something else."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("wrap", [nn.Identity, nn.Sequential])
+def test_layers_that_users_derive(wrap):
+    net = randomize(nn.Sequential(wrap(), Renamed(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    check_same_function(net, reparameterize(net, [3.0, 1 / 3]), torch.randn(5, 4).double())
+    net[1] = Other(4, 3).double()
+    assert torch.equal(reparameterize(net, [1.0])[1].weight, net[1].weight)  # no layer to rescale
+    with pytest.raises(ValueError, match=r"'1' is not called.*can be rescaled: \['3'\]"):
+        reparameterize(net, {"1": 2.0})
+
+
+def test_a_network_of_one_layer():
+    net = nn.Linear(3, 2)
+    assert torch.equal(reparameterize(net, [1.0]).weight, net.weight)
+    with pytest.raises(ValueError, match="multiply to 2 on the way"):
+        reparameterize(net, [2.0])
+
+
+@pytest.mark.parametrize(
+    ("between", "factors"),
+    [(nn.Tanh(), [2.0, 0.5, 4.0, 0.25]), (nn.LayerNorm(4), {0: 5.0, 1: 0.2})],
+)
+def test_anything_goes_where_the_factors_multiply_to_one(between, factors):
+    steps = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), between]
+    net = randomize(nn.Sequential(*steps, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)))
+    net.append(nn.Softmax(dim=1))
+    new = reparameterize(net, factors)
+    check_same_function(net, new, torch.randn(5, 4).double())
+    assert not torch.equal(new[0].weight, net[0].weight)
+
+
+def test_the_function_in_evaluation_mode_counts():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x.tanh() if self.training else x.relu()
+
+    net = randomize(mlp(Noisy())).train()
+    new = reparameterize(net, [2.0, 0.5])
+    assert new.training
+    check_same_function(net.eval(), new.eval(), torch.randn(5, 4).double())
+
+
+def test_the_copy_is_a_copy():
+    net = mlp()
+    net[1].train()
+    net(torch.randn(4, 4)).sum().backward()
+    net[0].weight.requires_grad_(False)
+    modes = [module.training for module in net.modules()]
+    gradient = net[0].bias.grad.clone()
+    new = reparameterize(net, [3.0, 1 / 3])
+    assert [module.training for module in new.modules()] == modes
+    assert [module.training for module in net.modules()] == modes
+    assert torch.equal(net[0].bias.grad, gradient)
+    assert new[0].bias.grad is None
+    assert not new[0].weight.requires_grad
+    assert new[2].weight.requires_grad
+    assert {tensor.data_ptr() for tensor in net.parameters()}.isdisjoint(
+        tensor.data_ptr() for tensor in new.parameters()
+    )
+
+
+def mlp(between=None):
+    return nn.Sequential(nn.Linear(4, 3), between or nn.ReLU(), nn.Linear(3, 2))
+
+
+def test_float32_factors():
+    """Their product is not quite 1; what is missing goes into the last layer."""
+    net = randomize(mlp())
+    factors = torch.tensor([3.0, 1 / 3], requires_grad=True)
+    assert factors.double().prod() != 1
+    new = reparameterize(net, factors)
+    check_same_function(net, new, torch.randn(5, 4).double())
+    torch.testing.assert_close(new[2].weight, net[2].weight / 3, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(dtype):
+    net = mlp().to(dtype)
+    new = reparameterize(net, [16.0, 1 / 16])
+    assert torch.equal(new[0].weight, net[0].weight * 16)
+    assert new[2].weight.dtype == dtype
+
+
+# ---- what the measures see
+
+
+@FEW
+@given(mlps(), st.data())
+def test_relative_flatness_does_not_see_layer_factors(case, data):
+    net, X = case
+    factors = draw_layer_factors(data, net)
+    new = reparameterize(net, factors)
+    y = torch.arange(len(X)) % 3
+    old_value, new_value = (
+        relative_flatness(each, X, y, criterion=nn.CrossEntropyLoss()) for each in (net, new)
+    )
+    assert new_value == pytest.approx(old_value, rel=1e-6)
+
+
+def test_the_weight_norm_sees_layer_factors():
+    net = randomize(mlp())
+    new = reparameterize(net, [5.0, 0.2])
+    assert new[2].weight.square().sum() < 0.1 * net[2].weight.square().sum()
+
+
+@FEW
+@given(st.one_of(mlps(), conv_nets()), st.data())
+def test_normalized_relative_flatness_does_not_see_neuron_factors(case, data):
+    net, X = case
+    name, layer = list(layers_of(net).items())[-2]
+    new = reparameterize(net, {name: draw_factors(data, width(layer))}, kind="neuron")
+    y = torch.arange(len(X)) % 3
+    old_value, new_value = (
+        relative_flatness(each, X, y, criterion=nn.CrossEntropyLoss(), normalize=True)
+        for each in (net, new)
+    )
+    assert new_value == pytest.approx(old_value, rel=1e-6)
+
+
+def test_plain_relative_flatness_sees_neuron_factors():
+    net, X, y = randomize(mlp()), torch.randn(9, 4).double(), torch.arange(9) % 2
+    new = reparameterize(net, {0: [0.1, 5.0, 25.0]}, kind="neuron")
+    old_value, new_value = (
+        relative_flatness(each, X, y, criterion=nn.CrossEntropyLoss()) for each in (net, new)
+    )
+    assert abs(new_value / old_value - 1) > 0.01
+
+
+# ---- refusals
+
+NOT_HOMOGENEOUS = [
+    *(nn.Tanh(), nn.Sigmoid(), nn.GELU(), nn.SiLU(), nn.ELU(), nn.SELU(), nn.Softplus()),
+    *(nn.ReLU6(), nn.Hardtanh(), nn.Hardswish(), nn.Softmax(dim=1), nn.LogSoftmax(dim=1)),
+    *(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.Threshold(0.1, 0.0)),
+]
+
+
+@pytest.mark.parametrize("between", NOT_HOMOGENEOUS, ids=lambda module: type(module).__name__)
+def test_refuses_what_is_not_homogeneous(between):
+    message = rf"module '1' \({type(between).__name__}\).*f\(c x\) = c f\(x\) does not hold"
+    with pytest.raises(ValueError, match=message):
+        reparameterize(mlp(between), [2.0, 0.5])
+    with pytest.raises(ValueError, match=message):
+        reparameterize(mlp(between), {0: [1.0, 2.0, 3.0]}, kind="neuron")
+
+
+class Between(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 3), nn.Linear(3, 2), between
+        self.shift = nn.Parameter(torch.randn(3))
+        self.square = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        return self.last(self.between(self, self.first(x)))
+
+
+LAYER_REFUSALS = {
+    "tanh": (lambda net, x: x.tanh(), "method 'tanh' in the network's forward follows"),
+    "gelu": (lambda net, x: F.gelu(x), "function 'gelu' in the network's forward follows"),
+    "number added": (lambda net, x: x + 1, r"'add'.*puts values together.*\(2, 1\)"),
+    "1 - x": (lambda net, x: 1 - x, r"'sub'.*puts values together.*\(1, 2\)"),
+    "parameter added": (lambda net, x: x + net.shift, r"puts values together.*\(2, 1\)"),
+    "out=": (
+        lambda net, x: torch.add(x, x, out=net.shift * 1),
+        "'add' in the network's forward follows",
+    ),
+    "square": (lambda net, x: x * x.relu(), "'mul'.*takes a rescaled value in a place"),
+    "division of a number": (lambda net, x: 2 / x, "'truediv'.*takes a rescaled value"),
+    "division by itself": (lambda net, x: x / x.sum(), "'truediv'.*takes a rescaled value"),
+    "rounded division": (
+        lambda net, x: torch.div(x, 2, rounding_mode="floor"),
+        "'div'.*rounds a rescaled value",
+    ),
+    "integers": (lambda net, x: x.to(torch.int64).to(x.dtype), "'to'.*rounds a rescaled value"),
+    "padding": (lambda net, x: F.pad(x, (1, 1), value=2.0), "pads a rescaled value with 2.0"),
+    "attribute": (lambda net, x: x.T.T, "takes the attribute 'T' of a rescaled value"),
+    "functional layer": (lambda net, x: F.linear(x, net.square), "'linear'.*follows"),
+    "maximum with a constant": (
+        lambda net, x: torch.maximum(x, net.shift),
+        r"'maximum'.*puts values together.*\(2, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("between", "message"), LAYER_REFUSALS.values(), ids=LAYER_REFUSALS.keys())
+def test_refuses_for_one_factor(between, message):
+    with pytest.raises(ValueError, match=message):
+        reparameterize(Between(between), [2.0, 0.5])
+
+
+NEURON_REFUSALS = {
+    "transpose": lambda net, x: x.transpose(0, 1).transpose(0, 1),
+    "mean over neurons": lambda net, x: x.mean(-1, keepdim=True),
+    "mean over an axis counted from the left": lambda net, x: x.mean(1),
+    "mean over all": lambda net, x: x.mean(),
+    "view": lambda net, x: x.view(3, -1),
+    "flatten all": lambda net, x: torch.flatten(x),
+    "pool over neurons": lambda net, x: F.max_pool1d(x, 1),
+    "concatenate": lambda net, x: torch.cat([x, x]),
+    "times another value": lambda net, x: x * net.shift,
+}
+
+
+@pytest.mark.parametrize("between", NEURON_REFUSALS.values(), ids=NEURON_REFUSALS.keys())
+def test_refuses_for_factors_of_neurons(between):
+    with pytest.raises(ValueError, match=r"in the network's forward moves or mixes neurons"):
+        reparameterize(Between(between), {0: [2.0, 3.0, 4.0]}, kind="neuron")
+
+
+@pytest.mark.parametrize("dims", [1, -3, (0, 2), (2, -3)])
+def test_refuses_to_average_channels(dims):
+    net = Pooled(lambda x: x.mean(dims, keepdim=True).flatten(1))
+    with pytest.raises(ValueError, match=r"the method 'mean' .* moves or mixes neurons"):
+        reparameterize(net, {0: [2.0, 3.0, 4.0]}, kind="neuron")
+
+
+def test_refuses_batch_norm_along_another_axis():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(6), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="module '1' .* moves or mixes neurons"):
+        reparameterize(net, {0: [2.0, 3.0, 4.0]}, kind="neuron")
+    image = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm2d(3), nn.Linear(3, 2))  # of (n, 3, h, 4)
+    with pytest.raises(ValueError, match="module '1' .* moves or mixes neurons"):
+        reparameterize(image, {0: [2.0, 3.0, 4.0]}, kind="neuron")
+    check = reparameterize(net, [2.0, 0.5])
+    net, check = net.eval(), check.eval()
+    torch.testing.assert_close(check(torch.ones(2, 6, 4)), net(torch.ones(2, 6, 4)))
+
+
+class Crossed(nn.Module):
+    """Neurons along two axes of the same length, (n, 3, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.channels, self.last = nn.Conv1d(3, 3, 1), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.channels(x) + self.last(x))
+
+
+def test_refuses_sums_over_different_axes():
+    both = {name: [2.0, 3.0, 4.0] for name in ("channels", "last")}
+    with pytest.raises(ValueError, match=r"puts values together.*\(3 neurons, 3 neurons\)"):
+        reparameterize(Crossed(), both, kind="neuron")
+
+
+def test_refuses_columns_that_do_not_match():
+    net = nn.Sequential(nn.Conv1d(4, 3, 1), nn.ReLU(), nn.Linear(3, 2))
+    message = "module '2' .Linear. takes 3 features, which cannot be matched with the 3 neurons"
+    with pytest.raises(ValueError, match=message):  # the layer works along the other axis
+        reparameterize(net, {0: [2.0, 3.0, 4.0]}, kind="neuron")
+    net = nn.Sequential(nn.Conv1d(4, 3, 1), nn.Flatten(), nn.Linear(7, 2))
+    with pytest.raises(ValueError, match="takes 7 features, which cannot be matched"):
+        reparameterize(net, {0: [2.0, 3.0, 4.0]}, kind="neuron")
+
+
+def test_refuses_batch_norm_without_statistics():
+    net = mlp(nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(ValueError, match=r"module '1' \(BatchNorm1d\) normalizes by the batch"):
+        reparameterize(net, [2.0, 0.5])
+
+
+def test_refuses_padding_with_a_constant():
+    net = nn.Sequential(nn.Conv1d(1, 2, 1), nn.ConstantPad1d(1, 3.0), nn.Conv1d(2, 1, 1))
+    with pytest.raises(ValueError, match="module '1' .ConstantPad1d. pads a rescaled value with"):
+        reparameterize(net, [2.0, 0.5])
+
+
+class Shared(nn.Module):
+    def __init__(self, tie):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.tie = tie
+        if tie == "weight":
+            self.b.weight = self.a.weight
+        if tie == "storage":
+            self.b.weight.data = self.a.weight.data.T
+
+    def forward(self, x):
+        x = self.b(self.a(x).relu()).relu()
+        if self.tie == "function":
+            return F.linear(self.c(x), self.a.weight)
+        return self.c(self.a(x) if self.tie == "call" else x)
+
+
+@pytest.mark.parametrize(
+    ("tie", "message"),
+    [
+        ("weight", r"module 'a' \(Linear\) shares its weights with \['b'\]"),
+        ("storage", r"module 'a' \(Linear\) shares its weights with \['b'\]"),
+        ("function", r"module 'a' \(Linear\) shares its weights with \['a.weight'\]"),
+        ("call", r"module 'a' \(Linear\) is called 2 times"),
+    ],
+)
+def test_refuses_shared_weights(tie, message):
+    net = Shared(tie)
+    with pytest.raises(ValueError, match=message):
+        reparameterize(net, [2.0, 2.0, 0.25])
+    if tie != "call":
+        reparameterize(net, [1.0, 1.0, 1.0])  # as long as they stay as they are
+
+
+def prune_quietly(layer):
+    with torch.no_grad():  # otherwise torch cannot copy it, see the next test
+        prune.random_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [parametrizations.weight_norm, parametrizations.spectral_norm, prune_quietly]
+)
+def test_refuses_computed_weights(change):
+    net = mlp()
+    change(net[0])
+    before = snapshot(net)
+    with pytest.raises(ValueError, match="module '0' .* weight or bias that is computed"):
+        reparameterize(net, [2.0, 0.5])
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_refuses_what_cannot_be_copied():
+    net = LeNet(lambda x: x.flatten(1))
+    net(torch.ones(1, 1, 10, 10))  # keeps a hidden value with its graph
+    with pytest.raises(ValueError, match="LeNet cannot be copied.*torch.no_grad"):
+        reparameterize(net, [2.0, 0.5, 1.0])
+    prune.random_unstructured(net.conv, "weight", 0.5)
+    with pytest.raises(ValueError, match="LeNet cannot be copied"):
+        reparameterize(net, [2.0, 0.5, 1.0])
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_refuses_hooks(position):
+    net = mlp()
+    net[position].register_forward_hook(lambda module, args, output: output.tanh())
+    with pytest.raises(ValueError, match=rf"module '{position}' .* has forward hooks"):
+        reparameterize(net, [2.0, 0.5])
+
+
+def test_refuses_replaced_forward():
+    net = mlp()
+    net[1].forward = torch.tanh
+    with pytest.raises(ValueError, match=r"module '1' \(ReLU\) follows rescaled layers"):
+        reparameterize(net, [2.0, 0.5])
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        features = self.body(x).relu()
+        return self.head(features), features
+
+
+def test_refuses_to_return_rescaled_values():
+    with pytest.raises(ValueError, match="what the network returns follows rescaled layers"):
+        reparameterize(Returns(), [2.0, 0.5])
+
+
+def test_refuses_the_last_layer_s_neurons():
+    with pytest.raises(ValueError, match="layer '2' has no layer behind it"):
+        reparameterize(mlp(), {-1: [2.0, 3.0]}, kind="neuron")
+
+
+@pytest.mark.parametrize(
+    "net", [nn.ReLU(), nn.DataParallel(mlp()), nn.TransformerEncoderLayer(4, 2)]
+)
+def test_refuses_networks_without_layers(net):
+    with pytest.raises(ValueError, match="sees no layer with a weight matrix in the"):
+        reparameterize(net, [2.0, 0.5])
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+def test_refuses_what_cannot_be_traced():
+    with pytest.raises(ValueError, match="cannot follow the forward pass of the Branching"):
+        reparameterize(Branching(), [1.0])
+
+
+def test_refuses_lazy_layers():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="run it once on data"):
+        reparameterize(net, [1.0, 1.0])
+
+
+def test_refuses_overflow():
+    net = mlp().half()
+    with pytest.raises(ValueError, match=r"module '0' larger than torch.float16 can hold"):
+        reparameterize(net, [1e9, 1e-9])
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("factors", "kind", "error", "message"),
+    [
+        ([2.0, 0.25], "layer", ValueError, "multiply to 0.5 on the way .* behind layer '2'"),
+        ({0: 2.0}, "layer", ValueError, "multiply to 2 .* product must be 1"),
+        ([2.0], "layer", ValueError, r"each of the 2 layers .*\('0', '2'\), got shape \(1,\)"),
+        (2.0, "layer", ValueError, r"got shape \(\)"),
+        ([-1.0, -1.0], "layer", ValueError, "factors of layer '0' must be positive and finite"),
+        ([1.0, np.nan], "layer", ValueError, "factors of layer '2' must be positive and finite"),
+        ({0: 0.0}, "layer", ValueError, "must be positive and finite, got 0.0"),
+        ({0: [2.0, 2.0]}, "layer", ValueError, r"must be one number, got shape \(2,\)"),
+        (["a", "b"], "layer", TypeError, "factors must be numbers, got"),
+        (None, "layer", ValueError, "got shape"),
+        ({0: "a"}, "layer", TypeError, "the factors of layer '0' must be numbers, got 'a'"),
+        ({0: 2.0, "0": 0.5}, "layer", ValueError, "names layer '0' more than once"),
+        ({3: 2.0}, "layer", LayerNotFoundError, "there is no layer 3"),
+        ({"1": 2.0}, "layer", LayerNotFoundError, "'1' is a ReLU, which has no weight"),
+        ({0: [2.0, 2.0]}, "neuron", ValueError, r"each of its 3 output neurons, got .*\(2,\)"),
+        ({0: 2.0}, "neuron", ValueError, r"each of its 3 output neurons, got shape \(\)"),
+        ({0: [1.0, 0.0, 1.0]}, "neuron", ValueError, "must be positive and finite"),
+        ([[1.0, 1.0, 1.0]], "neuron", TypeError, "must be a mapping of layer .* got list"),
+        ([1.0, 1.0], "rows", ValueError, r"kind must be one of \['layer', 'neuron'\], got 'rows'"),
+    ],
+)
+def test_refuses_bad_arguments(factors, kind, error, message):
+    with pytest.raises(error, match=message):
+        reparameterize(mlp(), factors, kind=kind)
+
+
+def test_refuses_what_is_not_a_module():
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, got dict"):
+        reparameterize({}, [1.0])
+
+
+def test_ways_to_name_a_layer():
+    net = randomize(mlp())
+    expected = reparameterize(net, [5.0, 0.2])
+    for factors in ({0: 5.0, -1: 0.2}, {"0": 5.0, net[2]: 0.2}, np.array([5.0, 0.2])):
+        new = reparameterize(net, factors)
+        for name, value in new.state_dict().items():
+            assert torch.equal(value, expected.state_dict()[name])

@@ -1,0 +1,125 @@
+"""A study that two processes share, one of which is killed time and again, loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import TrialState
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+
+from relflat_sk import FlatMinimaSearch
+from relflat_sk.search._sharing.claims import is_cut_short
+
+N_TRIALS = 200
+EVERY = 20  # finished trials between two kills
+N_KILLS = N_TRIALS // EVERY - 2  # there is enough left to do after the last one
+SPACES = {
+    "grid": {"C": np.geomspace(0.01, 1.0, N_TRIALS).tolist()},
+    "draws": {"C": FloatDistribution(0.01, 1.0)},
+}
+
+
+def sqlite(folder):
+    return f"sqlite:///{folder / 'minima.db'}"
+
+
+def journal(folder):
+    path = str(folder / "minima.log")
+    # who is killed while it holds the lock leaves it behind: for 30 s by default
+    lock = JournalFileSymlinkLock(path, grace_period=3)
+    return JournalStorage(JournalFileBackend(path, lock_obj=lock))
+
+
+def make_search(storage, space):
+    return FlatMinimaSearch(
+        LogisticRegression(max_iter=1000),
+        SPACES[space],
+        n_trials=N_TRIALS,
+        storage=storage,
+        study_name="sweep",
+        refit=False,
+        random_state=0,
+    )
+
+
+def work(make_storage, folder, space):
+    # the other process can hold what is left, and die of it: then this one comes again
+    make_search(make_storage(folder), space).fit(*load_iris(return_X_y=True))
+
+
+def begin(context, *arguments):
+    worker = context.Process(target=work, args=arguments)
+    worker.start()
+    return worker
+
+
+def count(study):
+    return sum(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_storage", "space"), [(sqlite, "grid"), (journal, "draws")], ids=["sqlite", "journal"]
+)
+def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["relflat_sk"])
+    study = optuna.create_study(storage=make_storage(tmp_path), study_name="sweep")
+    workers = [begin(context, make_storage, tmp_path, space) for _ in range(2)]
+    n_killed = 0
+    while any(worker.exitcode is None for worker in workers):
+        turn = n_killed % 2
+        if n_killed < N_KILLS and count(study) >= EVERY * (n_killed + 1):
+            os.kill(workers[turn].pid, signal.SIGKILL)
+            workers[turn].join()
+            assert workers[turn].exitcode == -signal.SIGKILL
+            workers[turn] = begin(context, make_storage, tmp_path, space)
+            n_killed += 1
+        time.sleep(0.05)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert n_killed == N_KILLS
+    minima = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
+    assert len(minima) == N_TRIALS
+    assert len({trial.params["C"] for trial in minima}) == N_TRIALS
+    # all else is what was killed, or withdrawn
+    assert all(is_cut_short(trial) for trial in study.trials if trial not in minima)
+    # and they are the candidates that one process would have had
+    if space == "grid":
+        assert sorted(trial.params["C"] for trial in minima) == SPACES["grid"]["C"]
+    table = make_search(make_storage(tmp_path), space).fit(*load_iris(return_X_y=True)).minima_
+    assert len(table) == N_TRIALS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", [False, True])
+def test_quick_run_of_the_benchmark(tmp_path, url):
+    other = ["--url", sqlite(tmp_path)] if url else []
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sweep", "--quick", *other],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, budgets = done.stdout.strip().split("\n\n")
+    values = dict(line.split(": ", 1) for line in budgets.splitlines())
+    kinds = ["sqlite"] if url else ["sqlite", "journal"]
+    assert len(values) == (3 if url else 7)
+    for kind in kinds:
+        assert values[f"{kind}, distinct minima"].startswith("6.00")
+        assert values[f"{kind}, minima found twice"].startswith("0.00")
+    assert (tmp_path / "minima.db").exists() == url

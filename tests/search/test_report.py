@@ -1,0 +1,159 @@
+"""Tests of `FlatMinimaSearch.report`: one page, nothing from outside, sorted by a click."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import optuna
+import pytest
+from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import scale
+
+from relflat_sk import FlatMinimaSearch
+from relflat_sk.search._report import render
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+NASTY = '<script>alert(1)</script> & "quotes"'
+BROWSER = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
+)
+
+
+class Fails(LogisticRegression):
+    def fit(self, X, y):
+        if self.C == 10.0:
+            raise RuntimeError(NASTY)
+        return super().fit(X, y)
+
+
+class Page(HTMLParser):
+    """Collects tags, the cells of each table, and what the page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.tables, self.loads, self.open = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in {"meta", "img", "br"}:
+            self.open.append(tag)
+        self.loads += [value for name, value in attrs if name in {"src", "href"}]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"td", "th"}:
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "table" in self.open and self.open[-1] in {"td", "th", "button"}:
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def search():
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {"C": [0.01, 0.1, 1.0, 10.0], "tol": [1e-4]}
+    model = Fails(max_iter=1000)
+    return FlatMinimaSearch(model, space, random_state=0).fit(X[::2], Y[::2], X[1::2], Y[1::2])
+
+
+def test_the_page_holds_everything(search, tmp_path):
+    path = search.report(tmp_path / "minima.html")
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    minima, correlations, settings, versions = page.tables
+    header, *rows = minima
+    assert header[:2] == ["rank", "trial"]
+    assert set(header) == set(search.minima_.columns)
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    column = header.index("relative_flatness")
+    expected = [f"{value:.4g}" for value in search.minima_["relative_flatness"][:3]]
+    assert [row[column] for row in rows] == [*expected, ""]
+    assert {"relative_flatness", "train_loss"} == {row[0] for row in correlations[1:]}
+    assert ["refit", "True"] in settings
+    assert "torch" in [name for name, _ in versions]
+    assert page.tags.count("img") == 2
+    assert "trained once on all the data" in text
+    assert "3 of them are minima" in text
+
+
+def test_the_page_loads_nothing(search):
+    page = Page(render(search))
+    assert page.loads
+    assert all(one.startswith("data:image/svg+xml;base64,") for one in page.loads)
+    assert "default-src 'none'" in render(search)
+
+
+def test_text_is_escaped(search):
+    text = render(search)
+    assert NASTY not in text
+    page = Page(text)
+    assert page.tags.count("script") == 1
+    assert f"RuntimeError: {NASTY}" in page.tables[0][4]
+
+
+def test_passwords_are_not_shown(search, monkeypatch):
+    for storage, shown in (
+        ("postgresql://me:secret@there/minima", "postgresql://me:***@there/minima"),
+        ("secret", "a storage by URL"),
+        (optuna.storages.InMemoryStorage(), "InMemoryStorage"),
+    ):
+        monkeypatch.setattr(search, "storage", storage)
+        text = render(search)
+        assert "secret" not in text
+        assert shown in text
+
+
+def test_without_held_out_data():
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0]}).fit(X, Y)
+    page = Page(render(search))
+    assert len(page.tables) == 3
+    assert page.tags.count("img") == 1
+
+
+def test_before_fit():
+    with pytest.raises(NotFittedError):
+        FlatMinimaSearch(LogisticRegression(), {"C": [1.0]}).report("minima.html")
+
+
+def dump(path):
+    return subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("clicks", [1, 2], ids=["ascending", "descending"])
+@pytest.mark.parametrize("name", ["test_loss", "param_C", "reason"])
+def test_a_click_sorts(search, tmp_path, name, clicks):
+    path = search.report(tmp_path / "minima.html")
+    columns = Page(path.read_text(encoding="utf-8")).tables[0][0]
+    at = columns.index(name)
+    click = f"document.querySelectorAll('th button')[{at}].click();"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("</body>", f"<script>{click * clicks}</script></body>"))
+    dom = Page(dump(path))
+    ranks = [int(row[0]) for row in dom.tables[0][1:]]
+    known = search.minima_[search.minima_[name].notna() & (search.minima_[name] != "")]
+    expected = known.sort_values(name, ascending=clicks == 1, kind="stable")["rank"].tolist()
+    rest = [rank for rank in search.minima_["rank"] if rank not in expected]
+    assert ranks == expected + rest
+    state = re.search(r'aria-sort="(\w+)"', dump(path)).group(1)
+    assert state == ("ascending" if clicks == 1 else "descending")

@@ -1,0 +1,1021 @@
+"""Tests for `_search`: what is trained, measured, kept, resumed and refused."""
+
+import copy
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.distributions import FloatDistribution
+from optuna.samplers import GridSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.trial import FixedTrial, TrialState
+from pandas.testing import assert_frame_equal
+from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_iris
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import log_loss
+from sklearn.model_selection import cross_val_score
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback
+from skorch.dataset import ValidSplit
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    FlatnessWarning,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+    correlate,
+    measure,
+    rank_minima,
+    relative_flatness,
+)
+from relflat_sk.search._trial import fitting as fitting_module
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
+NAMES = load_iris().target_names
+TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+
+SPACE = {"batch_size": [8, 16], "module__hidden_layer_sizes": [(4,), (8,)]}
+DEAD = 1e10  # a learning rate that leaves nothing but dead units
+DIVERGING = 1e37
+EARLY = 1e-3  # one that is far from the goal when training ends
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def make_net(goal=0.4, **parameters):
+    """A net that reaches its goal within a few epochs."""
+    defaults = {
+        "flatness_weight": 0,
+        "module__hidden_layer_sizes": (6,),
+        "lr": 0.05,
+        "batch_size": 8,
+        "max_epochs": 30,
+        "callbacks": [StopAtLoss(goal)],
+        "verbose": 0,
+    }
+    return RelativeFlatnessRegularizedClassifier(**{**defaults, **parameters})
+
+
+def plain_net(**parameters):
+    """skorch's own: no random_state, and a fifth of the data held out."""
+    defaults = {
+        "module__n_features": 4,
+        "module__n_outputs": 3,
+        "criterion": nn.CrossEntropyLoss,
+        "max_epochs": 3,
+        "lr": 0.5,
+        "verbose": 0,
+    }
+    return NeuralNetClassifier(MLP, **{**defaults, **parameters})
+
+
+def make_search(estimator=None, space=SPACE, random_state=0, **parameters):
+    estimator = make_net() if estimator is None else estimator
+    return FlatMinimaSearch(estimator, space, random_state=random_state, **parameters)
+
+
+def logistic(space=None, **parameters):
+    """A search that takes milliseconds."""
+    space = {"C": [0.01, 0.1, 1.0]} if space is None else space
+    return make_search(LogisticRegression(max_iter=1000), space, **parameters)
+
+
+def results(search):
+    """What must be the same whenever the same candidates are trained."""
+    minima = search.minima_.drop(columns=["trial", "seconds", "rank"])
+    minima = minima.sort_values([c for c in minima if c.startswith("param_")], kind="stable")
+    return minima.reset_index(drop=True)
+
+
+def assert_same_results(search, other, **tolerances):
+    assert_frame_equal(results(search), results(other), **tolerances)
+
+
+class Fails(LogisticRegression):
+    """Fails for one value of C."""
+
+    def fit(self, X, y):
+        if self.C == 1.0:
+            raise RuntimeError("out of luck")
+        return super().fit(X, y)
+
+
+class Counts(Callback):
+    """Writes a line each time a net is trained."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, net, **kwargs):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{net.batch_size} {len(next(net.module_.parameters()))}\n")
+
+
+class PressCtrlC(Callback):
+    """Sends a real SIGINT in the middle of the n-th training."""
+
+    def __init__(self, path, at=3):
+        self.path, self.at = path, at
+
+    def on_train_begin(self, net, **kwargs):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("x")
+
+    def on_epoch_end(self, net, **kwargs):
+        if self.path.stat().st_size == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+# -- MinimaObjective ---------------------------------------------------------------------------
+
+
+def run_objective(objective, n_trials, sampler=None, **study_parameters):
+    sampler = RandomSampler(seed=0) if sampler is None else sampler
+    study = optuna.create_study(sampler=sampler, **study_parameters)
+    study.optimize(objective, n_trials)
+    return study
+
+
+def test_objective_records_what_was_trained_on_all_of_the_data():
+    net = plain_net(train_split=ValidSplit(5))
+    objective = MinimaObjective(
+        net, X, Y, {"lr": [0.5]}, X_test=X_TEST, y_test=Y_TEST, measures=["relative_flatness"]
+    )
+    trial = optuna.create_study().ask()
+    value, fitted = objective.run(trial)
+    attrs = trial.user_attrs
+    assert attrs["relative_flatness"] == value == relative_flatness(fitted, X, Y)
+    # the losses, by scikit-learn
+    train_loss = log_loss(Y, fitted.predict_proba(X))
+    test_loss = log_loss(Y_TEST, fitted.predict_proba(X_TEST))
+    assert_allclose(attrs["train_loss"], train_loss, rtol=1e-5)
+    assert_allclose(attrs["test_loss"], test_loss, rtol=1e-5)
+    assert_allclose(attrs["generalization_gap"], test_loss - train_loss, rtol=1e-4)
+    assert attrs["train_score"] == fitted.score(X, Y)
+    assert attrs["test_score"] == fitted.score(X_TEST, Y_TEST)
+    assert attrs["seconds"] > 0
+    assert (attrs["converged"], attrs["reason"]) == (True, "")
+    # nothing was held out, and the user's estimator is as it was
+    assert fitted.train_split is None
+    assert "valid_loss" not in fitted.history[-1]
+    assert isinstance(net.train_split, ValidSplit)
+    assert not net.initialized_
+
+
+def test_early_stopping_of_scikit_learn_holds_nothing_out():
+    net = MLPClassifier((4,), early_stopping=True, max_iter=5, random_state=0)
+    objective = MinimaObjective(net, X, Y, {"alpha": [0.1]})
+    with pytest.warns(ConvergenceWarning):
+        fitted = objective.run(optuna.create_study().ask())[1]
+    assert fitted.early_stopping is False
+    assert net.early_stopping is True
+
+
+def test_objective_on_a_grid():
+    objective = MinimaObjective(make_net(), X, Y, {"batch_size": [8, 16]}, random_state=0)
+    study = optuna.create_study(sampler=GridSampler({"batch_size": [8, 16]}, seed=0))
+    study.optimize(objective)
+    assert sorted(trial.params["batch_size"] for trial in study.trials) == [8, 16]
+    flattest = min(study.trials, key=lambda trial: trial.user_attrs["relative_flatness"])
+    assert study.best_trial.number == flattest.number
+    assert len(rank_minima(study)) == 2
+
+
+def test_objective_with_tpe_over_all_kinds_of_entries():
+    pipeline = Pipeline([("scale", StandardScaler()), ("net", make_net())])
+    space = {
+        "net__module__hidden_layer_sizes": [(4,), (4, 4)],
+        "net__optimizer": [torch.optim.Adam, torch.optim.SGD],
+        "net__lr": FloatDistribution(0.01, 0.1, log=True),
+        "net__batch_size": lambda trial: 2 ** trial.suggest_int("exponent", 3, 5),
+    }
+    objective = MinimaObjective(pipeline, X, Y, space, random_state=0)
+    study = optuna.create_study(sampler=TPESampler(seed=0))
+    fitted = []
+    study.optimize(lambda trial: [run := objective.run(trial), fitted.append(run[1])][0][0], 3)
+    for trial, one in zip(study.trials, fitted, strict=True):
+        net = one[-1]
+        assert net.batch_size == 2 ** trial.params["exponent"]
+        assert net.lr == trial.params["net__lr"]
+        assert net.optimizer.__name__ == trial.params["net__optimizer"]
+        sizes = net.module__hidden_layer_sizes
+        assert str(sizes) == trial.params["net__module__hidden_layer_sizes"]
+        assert len(next(net.module_.parameters())) == sizes[0]
+        assert trial.user_attrs["relative_flatness"] == relative_flatness(one, X, Y)
+    assert "param_net__batch_size" in rank_minima(study)
+
+
+def test_objective_with_two_measures_is_multi_objective():
+    objective = MinimaObjective(
+        LogisticRegression(max_iter=1000),
+        X,
+        Y,
+        {"C": FloatDistribution(0.01, 10, log=True)},
+        measures=("relative_flatness", "hessian_trace"),
+    )
+    study = run_objective(objective, 5, NSGAIISampler(seed=0), directions=["minimize", "minimize"])
+    for trial in study.trials:
+        names = ("relative_flatness", "hessian_trace")
+        assert trial.values == [trial.user_attrs[name] for name in names]
+    assert study.best_trials
+
+
+def test_maximize_is_minus_the_measure():
+    objective = MinimaObjective(
+        LogisticRegression(max_iter=1000), X, Y, {"C": [0.01, 1.0]}, direction="maximize"
+    )
+    sampler = GridSampler({"C": [0.01, 1.0]}, seed=0)
+    study = run_objective(objective, None, sampler, direction="maximize")
+    assert all(t.value == -t.user_attrs["relative_flatness"] for t in study.trials)
+    flattest = min(study.trials, key=lambda trial: trial.user_attrs["relative_flatness"])
+    assert study.best_trial.number == flattest.number
+
+
+@pytest.mark.parametrize(
+    ("parameters", "directions"),
+    [
+        ({}, ["maximize"]),
+        ({"direction": "maximize"}, ["minimize"]),
+        ({}, ["minimize", "minimize"]),
+        ({"measures": ["relative_flatness", "hessian_trace"]}, ["minimize"]),
+    ],
+)
+def test_a_study_of_other_directions_is_refused_before_training(parameters, directions):
+    objective = MinimaObjective(LogisticRegression(), X, Y, {"C": [1.0]}, **parameters)
+    objective.train = None
+    with pytest.raises(ValueError, match=r"the study's directions are .* Create the study with"):
+        run_objective(objective, 1, directions=directions)
+
+
+def test_objective_takes_a_fixed_trial():
+    objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": [0.1, 1.0]})
+    expected = relative_flatness(LogisticRegression(max_iter=1000, C=0.1).fit(X, Y), X)
+    assert objective(FixedTrial({"C": 0.1})) == expected
+
+
+@pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
+def test_kept_weights_reproduce_the_measure(tmp_path, make):
+    objective = MinimaObjective(
+        make(), X, Y, {"lr": [0.05, 0.1]}, artifact_store=FileSystemArtifactStore(tmp_path)
+    )
+    study = run_objective(objective, 2)
+    assert len({trial.user_attrs["artifact_id"] for trial in study.trials}) == 2
+    for trial in study.trials:
+        path = tmp_path / trial.user_attrs["artifact_id"]
+        weights = torch.load(path, weights_only=True)
+        sizes = make().get_params().get("module__hidden_layer_sizes", (100,))
+        module = MLP(4, 3, hidden_layer_sizes=sizes)
+        module.load_state_dict(weights)
+        again = relative_flatness(module, X, Y, criterion=nn.CrossEntropyLoss())
+        assert_allclose(again, trial.user_attrs["relative_flatness"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
+def test_a_candidate_is_the_same_when_it_is_trained_again(make):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    space = {"lr": [0.02, 0.05]}
+
+    def value(params, random_state):
+        objective = MinimaObjective(make(), X, Y, space, random_state=random_state)
+        return objective(FixedTrial(params))
+
+    assert value({"lr": 0.05}, 0) == value({"lr": 0.05}, 0)
+    assert value({"lr": 0.05}, 0) != value({"lr": 0.05}, 1)
+    assert_array_equal(torch.get_rng_state(), state)
+
+
+def test_seeds_that_are_given_stay():
+    objective = MinimaObjective(make_net(random_state=5), X, Y, {"lr": [0.05]}, random_state=0)
+    assert objective.train({"lr": 0.05}, {"lr": 0.05}).random_state == 5
+    seeds = MinimaObjective(make_net(), X, Y, {"random_state": [1, 2]}, random_state=0)
+    assert seeds.train({"random_state": 2}, {"random_state": 2}).random_state == 2
+
+
+def test_choices_are_copied_for_each_candidate():
+    callback = StopAtLoss(0.4)
+    objective = MinimaObjective(make_net(), X, Y, {"callbacks": [[callback]]})
+    fitted = objective.run(optuna.create_study().ask())[1]
+    assert hasattr(fitted.callbacks[0], "loss_")
+    assert not hasattr(callback, "loss_")
+
+
+@pytest.mark.parametrize(
+    ("lr", "reason"),
+    [
+        (DEAD, "no better than a constant prediction's"),
+        (DIVERGING, "the training loss is not finite"),
+    ],
+    ids=["dead", "diverging"],
+)
+def test_useless_networks_never_win_a_study(lr, reason):
+    objective = MinimaObjective(
+        make_net(max_epochs=3, callbacks=None),
+        X,
+        Y,
+        {"lr": [0.1, lr]},
+        random_state=0,
+    )
+    study = run_objective(objective, None, GridSampler({"lr": [0.1, lr]}, seed=0))
+    assert study.best_params == {"lr": 0.1}
+    useless = next(trial for trial in study.trials if trial.params["lr"] == lr)
+    assert useless.state == TrialState.FAIL
+    assert reason in useless.user_attrs["reason"]
+
+
+def test_networks_that_stopped_early_do_not_win_a_study():
+    """With tiny steps the weights stay small, and small is flat."""
+    objective = MinimaObjective(make_net(), X, Y, {"lr": [0.05, EARLY]}, random_state=0)
+    study = run_objective(objective, None, GridSampler({"lr": [0.05, EARLY]}, seed=0))
+    early = next(trial for trial in study.trials if trial.params["lr"] == EARLY)
+    assert early.state == TrialState.COMPLETE
+    assert early.user_attrs["reason"] == "training stopped before its goal was reached"
+    assert early.value < study.best_value
+    assert study.best_params == {"lr": 0.05}
+
+
+def test_failures_are_recorded_and_raised():
+    objective = MinimaObjective(Fails(max_iter=1000), X, Y, {"C": [1.0]})
+    study = optuna.create_study()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        study.optimize(objective, 1)
+    assert study.trials[0].user_attrs["reason"] == "RuntimeError: out of luck"
+    assert study.trials[0].user_attrs["seconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({"direction": "up"}, r"direction must be one of \['minimize', 'maximize'\], got 'up'"),
+        ({"measures": []}, r"measures must be a sequence of names, got \[\]"),
+        ({"measures": "relative_flatness"}, "measures must be a sequence of names, got 'rel"),
+        ({"measures": ["flat"]}, "there is no measure 'flat'"),
+        ({"X_test": X}, "X_test and y_test go together"),
+        ({"y_test": Y}, "X_test and y_test go together"),
+        ({"space": {"D": [1]}}, "space names 'D', but LogisticRegression has no parameter"),
+    ],
+)
+def test_objective_refuses_bad_arguments(parameters, match):
+    arguments = {"space": {"C": [1.0]}, **parameters}
+    with pytest.raises(ValueError, match=match):
+        MinimaObjective(LogisticRegression(), X, Y, **arguments)
+
+
+# -- FlatMinimaSearch: what is trained ---------------------------------------------------------
+
+
+def test_the_whole_grid_is_trained_once(tmp_path):
+    path = tmp_path / "trained"
+    net = make_net(callbacks=[StopAtLoss(0.4), Counts(path)])
+    search = make_search(net).fit(X, Y, X_TEST, Y_TEST)
+    grid = ["16 4", "16 8", "8 4", "8 8"]
+    assert sorted(path.read_text(encoding="utf-8").split("\n")[:-1]) == grid
+    assert len(search.minima_) == 4
+    assert search.minima_["converged"].all()
+    assert search.minima_["relative_flatness"].is_monotonic_increasing
+    assert search.minima_["rank"].tolist() == [1, 2, 3, 4]
+    assert len(correlate(search, n_bootstrap=10)) == 2
+    # the best is the first, and consistent throughout
+    best = search.minima_.iloc[0]
+    assert best["relative_flatness"] == relative_flatness(search.best_estimator_, X, Y)
+    assert search.best_score_ == -best["relative_flatness"]
+    assert search.best_params_["batch_size"] == best["param_batch_size"]
+    sizes = search.best_params_["module__hidden_layer_sizes"]
+    assert sizes == search.best_estimator_.module__hidden_layer_sizes
+    assert str(sizes) == best["param_module__hidden_layer_sizes"]
+    assert search.cv_results_["params"][search.best_index_] == search.best_params_
+    assert search.cv_results_["rank_test_score"][search.best_index_] == 1
+    assert search.study_.best_trial.number == best["trial"]
+    # a search can be measured as what it found
+    assert relative_flatness(search, X, Y) == best["relative_flatness"]
+
+
+def test_held_out_data_do_not_choose():
+    search, blind = logistic(), logistic()
+    search.fit(X, Y, X_TEST[:10], Y_TEST[:10])
+    blind.fit(X, Y)
+    assert search.best_params_ == blind.best_params_
+    assert blind.minima_["test_loss"].isna().all()
+    assert_allclose(
+        search.minima_["generalization_gap"],
+        search.minima_["test_loss"] - search.minima_["train_loss"],
+    )
+
+
+@pytest.mark.parametrize("n_trials", [2, 3, 4, 9])
+def test_n_trials_of_a_grid(n_trials):
+    space = {"C": [0.1, 1.0], "tol": [1e-4, 1e-5]}
+    search = logistic(space, n_trials=n_trials).fit(X, Y)
+    assert len(search.minima_) == min(n_trials, 4)
+    assert not search.minima_.duplicated(["param_C", "param_tol"]).any()
+
+
+def test_tpe_repeats_no_combination():
+    space = {"C": list(np.logspace(-3, 1, 5)), "tol": [1e-4, 1e-5, 1e-6]}
+    search = logistic(space, n_trials=14).fit(X, Y)
+    assert len(search.minima_) == 14
+    assert not search.minima_.duplicated(["param_C", "param_tol"]).any()
+    assert isinstance(search.study_.sampler, TPESampler)
+
+
+def test_distributions_are_drawn():
+    search = logistic({"C": FloatDistribution(0.01, 1.0)}, n_trials=4).fit(X, Y)
+    assert search.minima_["param_C"].nunique() == 4
+    assert search.minima_["param_C"].between(0.01, 1.0).all()
+
+
+def test_a_sampler_of_ones_own():
+    sampler = RandomSampler(seed=3)
+    space = {"C": FloatDistribution(0.01, 1.0)}
+    search = logistic(space, sampler=sampler, n_trials=3).fit(X, Y)
+    expected = optuna.create_study(sampler=RandomSampler(seed=3))
+    expected.optimize(lambda trial: trial.suggest_float("C", 0.01, 1.0), 3)
+    drawn = [trial.params for trial in search.study_.trials]
+    assert drawn == [trial.params for trial in expected.trials]
+    # the sampler was copied: the same again
+    again = search.fit(X, Y)
+    assert [trial.params for trial in again.study_.trials] == drawn
+
+
+def test_a_grid_sampler_ends_the_search():
+    space = {"C": [0.1, 1.0]}
+    search = logistic(space, sampler=GridSampler(space, seed=0), n_trials=5).fit(X, Y)
+    assert sorted(search.minima_["param_C"]) == [0.1, 1.0]
+
+
+def test_several_measures():
+    search = logistic(measure=["hessian_trace", "relative_flatness"]).fit(X, Y)
+    assert search.minima_["hessian_trace"].is_monotonic_increasing
+    best = search.best_estimator_
+    assert search.best_score_ == -measure("hessian_trace", best, X, Y)
+    assert search.minima_["relative_flatness"][0] == relative_flatness(best, X, Y)
+
+
+# -- reproducible, in processes, resumed -------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
+def test_random_state_makes_it_reproducible(make):
+    space = {"lr": [0.03, 0.05], "batch_size": [8, 16, 32]}
+    search = make_search(make(), space, n_trials=3).fit(X, Y)
+    assert_same_results(search, make_search(make(), space, n_trials=3).fit(X, Y))
+    other = make_search(make(), space, n_trials=3, random_state=1).fit(X, Y)
+    assert not results(search)["relative_flatness"].equals(results(other)["relative_flatness"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "tpe"])
+def test_processes_find_the_same(n_trials):
+    search = make_search(n_trials=n_trials).fit(X, Y)
+    parallel = make_search(n_trials=n_trials, n_jobs=2).fit(X, Y)
+    assert_same_results(search, parallel)
+    assert parallel.best_params_ == search.best_params_
+    assert_array_equal(parallel.predict_proba(X_TEST), search.predict_proba(X_TEST))
+    assert len(parallel.minima_) == len(search.minima_)  # the study also has withdrawn trials
+    # its study does not live in a file that is gone
+    pickle.loads(pickle.dumps(parallel)).study_.get_trials()
+
+
+@pytest.mark.slow
+def test_processes_share_a_database(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    search = logistic(n_jobs=2, storage=storage, study_name="s").fit(X, Y)
+    assert_same_results(search, logistic().fit(X, Y))
+
+
+@pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "tpe"])
+def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, n_trials):
+    path = tmp_path / "trained"
+    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    net = make_net(callbacks=[StopAtLoss(0.4), Counts(path)])
+    parameters = {"storage": storage, "study_name": "sweep"}
+    first = make_search(net, n_trials=2, **parameters).fit(X, Y)
+    resumed = make_search(net, n_trials=n_trials, **parameters).fit(X, Y)
+    assert len(first.minima_) == 2
+    assert len(resumed.minima_) == n_trials or 4
+    trained = path.read_text(encoding="utf-8").split("\n")[:-1]
+    # the best one of an earlier session is trained again to be refitted, the others are not
+    refits = int(resumed.minima_["trial"][0] < 2)
+    assert len(trained) == len(resumed.minima_) + refits
+    assert_same_results(resumed, make_search(net, n_trials=n_trials).fit(X, Y))
+    assert -resumed.best_score_ == relative_flatness(resumed.best_estimator_, X, Y)
+    # nothing is left to do
+    before = path.stat().st_size
+    again = make_search(net, n_trials=n_trials, refit=False, **parameters).fit(X, Y)
+    assert path.stat().st_size == before
+    assert_frame_equal(again.minima_, resumed.minima_)
+
+
+def test_draws_go_on_as_they_would_have(tmp_path):
+    space = {"C": FloatDistribution(0.01, 1.0)}
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    logistic(space, n_trials=4, **parameters).fit(X, Y)
+    resumed = logistic(space, n_trials=12, **parameters).fit(X, Y)
+    assert_same_results(resumed, logistic(space, n_trials=12).fit(X, Y))
+    assert resumed.minima_["param_C"].nunique() == 12
+
+
+KILLED = """
+import os, signal, sys
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from relflat_sk import FlatMinimaSearch
+
+class Dies(LogisticRegression):
+    def fit(self, X, y):
+        if self.C == 0.1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fit(X, y)
+
+FlatMinimaSearch(
+    Dies(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
+    storage=sys.argv[1], study_name="sweep",
+).fit(*load_iris(return_X_y=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("search", "data", "match"),
+    [
+        (logistic({"C": [0.1, 0.2]}), (X, Y), "Optuna cannot change that within a study"),
+        (logistic({"tol": [0.1]}), (X, Y), r"was made over \['C'\]"),
+        (logistic(measure="hessian_trace"), (X, Y), r"has no \['hessian_trace'\]"),
+        (logistic(), (X_TEST, Y_TEST), "was made with other data"),
+        (logistic(), (X, NAMES[Y].astype(object)), "In cross-validation leave study_name out"),
+    ],
+)
+def test_a_study_of_something_else_is_not_resumed(tmp_path, search, data, match):
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    logistic(**parameters).fit(X, Y)
+    with pytest.raises(ValueError, match=match):
+        search.set_params(**parameters).fit(*data)
+
+
+def test_a_study_of_other_directions_is_not_resumed(tmp_path):
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    optuna.create_study(direction="maximize", **parameters)
+    with pytest.raises(ValueError, match=r"directions are \['maximize'\]"):
+        logistic(**parameters).fit(X, Y)
+
+
+def test_without_a_name_every_search_is_a_new_study(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    logistic(storage=storage).fit(X, Y)
+    logistic(storage=storage).fit(X_TEST, Y_TEST)
+    assert len(optuna.get_all_study_names(storage)) == 2
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    path = tmp_path / "trained"
+    net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
+    search = make_search(net, **parameters)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.warns(FlatnessWarning, match="interrupted: .* 2 candidates that were finished"):
+        search.fit(X, Y)
+    assert path.stat().st_size == 3
+    assert search.minima_["state"].tolist() == ["complete"] * 2
+    assert -search.best_score_ == relative_flatness(search.best_estimator_, X, Y)
+    assert len(search.predict(X)) == len(X)
+    assert signal.getsignal(signal.SIGINT) is handler
+    # the third one was not finished: it is trained again, and the fourth one for the first time
+    resumed = make_search(net, **parameters).fit(X, Y)
+    assert path.stat().st_size == 3 + 2 + int(resumed.minima_["trial"][0] < 2)
+    assert_same_results(resumed, make_search().fit(X, Y))
+
+
+def test_ctrl_c_before_anything_is_done(tmp_path):
+    net = make_net(callbacks=[PressCtrlC(tmp_path / "trained", at=1)])
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        make_search(net).fit(X, Y)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
+    path = tmp_path / "trained"
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    make_search(**parameters, refit=False).fit(X, Y)
+    net = make_net(callbacks=[PressCtrlC(path, at=1)])
+    search = make_search(net, **parameters)
+    with pytest.raises(KeyboardInterrupt):
+        search.fit(X, Y)
+    assert path.exists()
+    assert not hasattr(search, "best_estimator_")
+    assert len(search.minima_) == 4
+
+
+PRESS = """
+def press_when_one_is_finished(storage):
+    import time
+    import optuna
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    while not any(trial.state.name == "COMPLETE" for trial in study.trials):
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)  # ended by the parent
+
+
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_processes_too(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    # Ctrl-C once the other process has finished its candidate, however slow the machine
+    press = f"press_when_one_is_finished({storage!r})"
+    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", press)
+    code = code.replace('study_name="sweep"', 'study_name="sweep", n_jobs=2')
+    code = code.replace("class ", PRESS + "class ", 1)
+    # a process started in the background may have been told to ignore Ctrl-C
+    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code = code.replace(
+        "return super().fit",
+        "import time; time.sleep(60 if self.C >= 0.1 else 0)\n        return super().fit",
+    )
+    code = code.replace("FlatMinimaSearch(\n", f"{listen}search = FlatMinimaSearch(\n") + (
+        "assert search.minima_['param_C'].tolist() == [0.01], search.minima_\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, storage],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "interrupted: the search ends with the 1 candidates" in ended.stderr
+    states = [t.state for t in optuna.load_study(study_name="sweep", storage=storage).trials]
+    assert TrialState.RUNNING not in states
+
+
+# -- what fails --------------------------------------------------------------------------------
+
+
+def test_failing_diverging_and_dead_candidates_come_last():
+    def lr(trial):
+        value = trial.suggest_categorical("kind", ["good", "early", "dead", "nan", "error", "draw"])
+        if value == "draw":
+            raise KeyError("nothing drawn")
+        rates = {"good": 0.1, "early": EARLY, "dead": DEAD, "nan": DIVERGING, "error": -1.0}
+        return rates[value]
+
+    kinds = ["dead", "nan", "error", "draw", "early", "good"]
+    net = make_net(max_epochs=15)
+    sampler = GridSampler({"kind": kinds}, seed=0)
+    search = make_search(net, {"lr": lr}, sampler=sampler, n_trials=6).fit(X, Y)
+    minima = search.minima_
+    assert minima["param_kind"].tolist()[:2] == ["good", "early"]
+    reasons = minima.set_index("param_kind")["reason"]
+    assert reasons["good"] == ""
+    assert reasons["early"] == "training stopped before its goal was reached"
+    assert "constant prediction" in reasons["dead"]
+    assert reasons["nan"] == "the training loss is not finite"
+    assert "Invalid learning rate: -1.0" in reasons["error"]
+    assert reasons["draw"] == "KeyError: 'nothing drawn'"
+    assert minima["converged"].tolist() == [True] + [False] * 5
+    assert search.best_params_ == {"lr": 0.1}
+    scores = search.cv_results_["mean_test_score"]
+    assert np.nanargmax(scores) == search.best_index_
+    assert np.isfinite(scores).sum() == 1
+
+
+def test_all_fail():
+    search = make_search(Fails(), {"C": [1.0], "tol": [1e-4, 1e-5]})
+    with pytest.raises(
+        ValueError, match=r"none of 2 candidates could be .*:\n  2 x RuntimeError: out of luck"
+    ):
+        search.fit(X, Y)
+    assert len(search.study_.trials) == 2
+
+
+def test_all_are_useless():
+    search = make_search(make_net(max_epochs=3), {"lr": [DEAD]})
+    with pytest.raises(ValueError, match="1 x the training loss is no better than a constant"):
+        search.fit(X, Y)
+
+
+def test_an_estimator_without_a_network():
+    search = make_search(RandomForestClassifier(2), {"max_depth": [1]})
+    with pytest.raises(ValueError, match="TypeError: .*RandomForestClassifier"):
+        search.fit(X, Y)
+
+
+def test_failed_candidates_are_not_trained_again(tmp_path):
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    space = {"C": [0.1, 1.0]}
+    make_search(Fails(max_iter=1000), space, **parameters).fit(X, Y)
+    search = make_search(LogisticRegression(max_iter=1000), space, **parameters).fit(X, Y)
+    assert search.minima_["reason"].tolist() == ["", "RuntimeError: out of luck"]
+
+
+def test_none_converged():
+    search = make_search(make_net(goal=1e-9, max_epochs=1), {"lr": [0.01, 0.02]})
+    with pytest.warns(FlatnessWarning, match=r"no candidate converged.*\n  2 x training stopped"):
+        search.fit(X, Y)
+    assert search.best_index_ == np.argmax(search.cv_results_["mean_test_score"])
+
+
+def test_scikit_learn_tells_whether_it_converged():
+    with pytest.warns(ConvergenceWarning):
+        search = logistic({"max_iter": [3, 1000]}).fit(X, Y)
+    assert search.minima_.set_index("param_max_iter")["converged"].to_dict() == {
+        3: False,
+        1000: True,
+    }
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["net", "wrapped"])
+def test_the_pruner_stops_hopeless_nets(wrap):
+    if wrap:
+        net = RelativeFlatnessRegularizedRegressor(
+            flatness_weight=0, module__hidden_layer_sizes=(4,), max_epochs=10, verbose=0
+        )
+        search = make_search(TransformedTargetRegressor(net), {"regressor__lr": [0.01, 0.02, 1e4]})
+        target = TARGET
+    else:
+        search = make_search(make_net(), {"lr": [0.05, 0.06, 1e4]})
+        target = Y
+    search.set_params(pruner=optuna.pruners.ThresholdPruner(upper=1e3)).fit(X, target)
+    last = search.minima_.iloc[-1]
+    assert (last["state"], last["reason"]) == ("pruned", "stopped by the pruner")
+    assert last.filter(like="lr").item() == 1e4
+    assert (search.minima_["state"][:2] == "complete").all()
+    # one epoch was enough to see that
+    assert len(search.study_.trials[2].intermediate_values) == 1
+    # nothing in the result holds on to the study
+    net = search.best_estimator_.regressor_ if wrap else search.best_estimator_
+    reporter = fitting_module._ReportToPruner
+    for callbacks in (net.callbacks or [], [one for _, one in net.callbacks_]):
+        assert not any(isinstance(one, reporter) for one in callbacks)
+    assert b"ReportToPruner" not in pickle.dumps(search.best_estimator_)
+
+
+def test_nets_without_callbacks_are_not_pruned():
+    pruner = optuna.pruners.ThresholdPruner(upper=1e-9)
+    search = make_search(make_net(callbacks="disable", max_epochs=10), pruner=pruner)
+    assert search.fit(X, Y).best_estimator_.callbacks == "disable"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "match"),
+    [
+        ({"n_trials": 0}, ValueError, "n_trials must be a positive integer or None, got 0"),
+        ({"n_trials": 2.0}, ValueError, "n_trials must be a positive integer or None, got 2.0"),
+        ({"n_trials": True}, ValueError, "n_trials must be a positive integer"),
+        ({"sampler": TPESampler()}, ValueError, "n_trials is needed with a sampler"),
+        ({"sampler": "tpe"}, TypeError, "sampler must be an optuna sampler or None, got 'tpe'"),
+        ({"pruner": "median"}, TypeError, "pruner must be an optuna pruner or None"),
+        ({"space": {"C": lambda trial: 1}}, ValueError, "n_trials is needed: the space has"),
+        ({"space": {"D": [1]}}, ValueError, "space names 'D', but LogisticRegression"),
+        ({"space": []}, TypeError, "space must be a dict"),
+        ({"estimator": LogisticRegression}, TypeError, "estimator must be an instance"),
+        ({"measure": "flat"}, ValueError, "there is no measure 'flat'"),
+        ({"measure": []}, ValueError, "measures must be a sequence"),
+        ({"n_jobs": 0}, ValueError, "n_jobs == 0"),
+        (
+            {"n_jobs": 2, "storage": optuna.storages.InMemoryStorage()},
+            ValueError,
+            "2 processes cannot share a storage in memory",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_before_training(parameters, error, match, monkeypatch):
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    search = logistic().set_params(**parameters)
+    with pytest.raises(error, match=match):
+        search.fit(X, Y)
+
+
+def test_test_data_without_labels():
+    with pytest.raises(ValueError, match="X_test and y_test go together"):
+        logistic().fit(X, Y, X_TEST)
+
+
+# -- an estimator as scikit-learn knows them ---------------------------------------------------
+
+
+def test_cv_results_are_those_of_scikit_learn():
+    space = {"batch_size": [8, 16], "optimizer": [torch.optim.Adam, torch.optim.SGD]}
+    search = make_search(make_net(lr=0.1), space).fit(X, Y)
+    results = search.cv_results_
+    assert set(results) == {
+        "mean_fit_time",
+        "std_fit_time",
+        "param_batch_size",
+        "param_optimizer",
+        "params",
+        "split0_test_score",
+        "mean_test_score",
+        "std_test_score",
+        "rank_test_score",
+    }
+    assert {len(column) for column in results.values()} == {4}
+    assert isinstance(results["param_batch_size"], np.ma.MaskedArray)
+    table = pd.DataFrame(results)
+    assert [params["optimizer"] for params in table["params"]] == list(table["param_optimizer"])
+    assert torch.optim.SGD in set(table["param_optimizer"])
+    best = table.iloc[search.best_index_]
+    assert best["rank_test_score"] == 1
+    assert best["mean_test_score"] == search.best_score_ == table["mean_test_score"].max()
+
+
+def test_without_refit():
+    search = logistic(refit=False).fit(X, Y)
+    assert not hasattr(search, "best_estimator_")
+    assert search.best_params_ == logistic().fit(X, Y).best_params_
+    assert not hasattr(search, "predict")
+    assert not hasattr(search, "classes_")
+    with pytest.raises(AttributeError, match="has no attribute 'predict'") as caught:
+        search.predict(X)
+    assert "not available in a search with refit=False" in str(caught.value.__cause__)
+
+
+def test_nothing_is_left_of_an_earlier_fit():
+    search = logistic().fit(X, Y)
+    search.set_params(refit=False).fit(X, Y)
+    assert not hasattr(search, "best_estimator_")
+
+
+def test_prediction_is_delegated():
+    search = logistic().fit(X, Y)
+    best = search.best_estimator_
+    for method in ("predict", "predict_proba", "predict_log_proba", "decision_function"):
+        assert_array_equal(getattr(search, method)(X_TEST), getattr(best, method)(X_TEST))
+    assert search.score(X_TEST, Y_TEST) == best.score(X_TEST, Y_TEST)
+    assert_array_equal(search.classes_, [0, 1, 2])
+    assert search.n_features_in_ == 4
+
+
+def test_methods_are_there_only_if_the_estimator_has_them():
+    search = make_search(Ridge(), {"alpha": [0.1, 1.0]})
+    assert not hasattr(search, "predict_proba")
+    assert hasattr(search, "predict")
+    search.fit(X, TARGET)
+    assert not hasattr(search, "predict_proba")
+    assert not hasattr(search, "classes_")
+    assert not hasattr(search, "feature_names_in_")
+
+
+def test_before_fit():
+    search = logistic()
+    with pytest.raises(NotFittedError):
+        search.predict(X)
+    with pytest.raises(AttributeError, match="has no classes_ before it is fitted"):
+        _ = search.classes_
+    assert not hasattr(search, "n_features_in_")
+
+
+def test_tags():
+    assert is_classifier(logistic())
+    assert is_classifier(make_search())
+    assert is_classifier(make_search(make_pipeline(StandardScaler(), make_net())))
+    assert is_regressor(make_search(Ridge(), {"alpha": [1]}))
+    assert not is_classifier(make_search(Ridge(), {"alpha": [1]}))
+
+
+def test_parameters():
+    search = make_search(measure="hessian_trace")
+    assert clone(search).get_params(deep=False)["measure"] == "hessian_trace"
+    search.set_params(estimator__lr=0.5, refit=False)
+    assert search.estimator.lr == 0.5
+    assert repr(search).startswith("FlatMinimaSearch(estimator=")
+    fitted = logistic().fit(X, Y)
+    assert not hasattr(clone(fitted), "minima_")
+
+
+@pytest.mark.parametrize("make", [logistic, make_search], ids=["sklearn", "skorch"])
+def test_pickle_and_copy(make):
+    search = make().fit(X, Y)
+    for other in (pickle.loads(pickle.dumps(search)), copy.deepcopy(search)):
+        assert_array_equal(other.predict_proba(X), search.predict_proba(X))
+        assert_frame_equal(other.minima_, search.minima_)
+        assert other.study_.best_params == search.study_.best_params
+
+
+def test_the_users_estimator_and_random_state_stay_as_they_are():
+    net = make_net(train_split=ValidSplit(5))
+    before = net.get_params()
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    make_search(net, {"lr": [0.05]}).fit(X, Y)
+    assert not net.initialized_
+    after = net.get_params()
+    assert after["train_split"] is before["train_split"]
+    assert after["callbacks"] is before["callbacks"]
+    assert after["random_state"] is None
+    assert_array_equal(torch.get_rng_state(), state)
+    assert_array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+
+
+def test_in_cross_validation_and_pipelines():
+    scores = cross_val_score(logistic(), X, Y, cv=3)
+    assert len(scores) == 3
+    assert (scores > 0.6).all()
+    pipeline = make_pipeline(StandardScaler(), logistic()).fit(X, Y)
+    assert pipeline.score(X_TEST, Y_TEST) > 0.8
+    assert relative_flatness(pipeline, X, Y) == -pipeline[-1].best_score_
+
+
+def test_a_pipeline_as_candidate():
+    pipeline = Pipeline([("scale", StandardScaler()), ("net", make_net())])
+    space = {"net__module__hidden_layer_sizes": [(4,), (8,)], "net__batch_size": [8]}
+    search = make_search(pipeline, space).fit(X, Y, X_TEST, Y_TEST)
+    assert search.minima_["converged"].all()
+    assert search.best_estimator_[-1].random_state is not None
+    assert relative_flatness(search, X, Y) == search.minima_["relative_flatness"][0]
+    assert search.minima_["test_score"][0] == search.score(X_TEST, Y_TEST)
+
+
+def test_regression():
+    net = RelativeFlatnessRegularizedRegressor(
+        flatness_weight=0, module__hidden_layer_sizes=(8,), max_epochs=10, verbose=0
+    )
+    search = make_search(net, {"batch_size": [8, 16]}).fit(X, TARGET)
+    assert search.predict(X).shape == TARGET.shape
+    assert search.score(X, TARGET) > 0.5
+    assert_allclose(
+        search.minima_["train_loss"][0],
+        np.mean((search.predict(X) - TARGET) ** 2),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_multi_layer_perceptrons_of_scikit_learn():
+    net = MLPClassifier((4,), max_iter=1500, tol=1e-2)
+    search = make_search(net, {"batch_size": [8, 16]}).fit(X, Y)
+    assert search.minima_["converged"].all()
+    assert relative_flatness(search, X, Y) == search.minima_["relative_flatness"][0]
+
+
+@pytest.mark.parametrize("make", [logistic, make_search], ids=["sklearn", "skorch"])
+def test_data_frames_and_string_labels(make):
+    frame = pd.DataFrame(X, columns=list("abcd"))
+    labels = NAMES[Y]
+    search = make().fit(frame, labels, frame[:9], labels[:9])
+    assert set(search.predict(frame)) <= set(NAMES)
+    assert_array_equal(search.classes_, NAMES)
+    assert search.n_features_in_ == 4
+    assert_array_equal(search.feature_names_in_, list("abcd"))
+    assert_allclose(search.minima_["train_score"][0], np.mean(search.predict(frame) == labels))
+
+
+# -- what is shown -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verbose", "bar", "log"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
+def test_verbose(verbose, bar, log, capfd, caplog):
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    logistic(verbose=verbose).fit(X, Y)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert ("minima: 100%" in shown.err) == bool(bar)
+    assert ("Trial 0 finished" in caplog.text) == bool(log)
+
+
+@pytest.mark.parametrize("estimator", [LogisticRegression(max_iter=1000), Fails()])
+def test_the_log_level_is_given_back(estimator):
+    optuna.logging.set_verbosity(optuna.logging.DEBUG)
+    search = make_search(estimator, {"C": [1.0]})
+    if isinstance(estimator, Fails):
+        with pytest.raises(ValueError, match="none of 1 candidates"):
+            search.fit(X, Y)
+    else:
+        search.fit(X, Y)
+    assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
+
+
+def test_no_warnings_in_an_ordinary_search():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_search().fit(X, Y)

@@ -1,0 +1,257 @@
+"""Tests for `space`: forms of a space, labels, what is refused."""
+
+import functools
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FixedTrial, TrialState, create_trial
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch.callbacks import EarlyStopping
+
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
+from relflat_sk.search._trial.space import Space
+
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+NET = NeuralNetClassifier(MLP)
+
+
+def draw(space, **params):
+    return space.suggest(FixedTrial(params))
+
+
+def study_of(space, n_trials=1):
+    """A study whose trials drew from a space."""
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+
+    def objective(trial):
+        space.suggest(trial)
+        trial.set_user_attr("reason", "")
+        return 1.0
+
+    study.optimize(objective, n_trials)
+    return study
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([1, 2], [1, 2]),
+        ((0.1, None, "a"), [0.1, None, "a"]),
+        (range(1, 3), [1, 2]),
+        (np.array([0.5, 1.5]), [0.5, 1.5]),
+        ([np.int64(3), np.float32(0.5)], [3, 0.5]),
+        (pd.Series([8, 16]), [8, 16]),
+        (torch.tensor([8, 16]), [8, 16]),
+        (CategoricalDistribution((1, 2)), [1, 2]),
+        ([SGD, Adam], ["SGD", "Adam"]),
+        ([(8,), (8, 8)], ["(8,)", "(8, 8)"]),
+        ([None, SGD], [None, "SGD"]),
+        ([8, 16, 8, 8.5], [8, 16, 8.5]),
+        ([1, True], ["0: 1", "1: True"]),
+        ([SGD, "SGD"], ["0: SGD", "1: 'SGD'"]),
+        ([float("nan"), 1.0], ["nan", 1.0]),
+    ],
+    ids=str,
+)
+def test_choices_have_labels_that_optuna_can_store(values, labels):
+    space = Space({"p": values})
+    assert [point["p"] for point in space.grid()] == labels
+    assert [type(point["p"]) for point in space.grid()] == [type(label) for label in labels]
+
+
+def test_a_label_stands_for_its_value():
+    space = Space({"optimizer": [SGD, Adam], "sizes": [(8,), (8, 8)], "flag": [1, True]})
+    drawn = draw(space, optimizer="Adam", sizes="(8, 8)", flag="1: True")
+    assert drawn == {"optimizer": Adam, "sizes": (8, 8), "flag": True}
+    assert drawn["flag"] is True
+
+
+def test_labels_are_the_same_in_another_process():
+    """Addresses in a repr are not: a study could not be resumed with them."""
+    callback = EarlyStopping()
+    assert " at 0x" in repr(callback)
+    labels = [point["p"] for point in Space({"p": [callback, functools.partial(draw)]}).grid()]
+    assert not any("0x" in label for label in labels)
+
+
+def test_distinct_objects_that_look_alike_stay_distinct():
+    first, second = EarlyStopping(), EarlyStopping()
+    space = Space({"p": [first, second]})
+    labels = [point["p"] for point in space.grid()]
+    assert len(set(labels)) == 2
+    assert draw(space, p=labels[1])["p"] is second
+
+
+def test_non_primitive_categorical_distributions_are_choices():
+    with pytest.warns(UserWarning, match="Choices for a categorical distribution"):
+        distribution = CategoricalDistribution(((8,), (16,)))
+    assert Space({"p": distribution}).grid() == [{"p": "(8,)"}, {"p": "(16,)"}]
+
+
+def test_distributions_and_functions_draw_from_the_trial():
+    space = Space({
+        "lr": FloatDistribution(1e-3, 1.0, log=True),
+        "n": IntDistribution(1, 5),
+        "batch_size": lambda trial: 2 ** trial.suggest_int("exponent", 3, 6),
+        "sizes": lambda trial: (trial.params["n"],) * 2,
+    })
+    assert space.grid() is None
+    study = study_of(space, 5)
+    for trial in study.trials:
+        values = space.values(trial)
+        assert set(trial.params) == {"lr", "n", "exponent"}
+        assert values["batch_size"] == 2 ** trial.params["exponent"]
+        assert values["sizes"] == (trial.params["n"],) * 2
+        # the table shows what a function returned, not only what it drew
+        assert trial.user_attrs["param_batch_size"] == values["batch_size"]
+        assert trial.user_attrs["param_sizes"] == str(values["sizes"])
+
+
+def test_a_function_that_draws_its_own_name_is_recorded_once():
+    trial = study_of(Space({"lr": lambda trial: trial.suggest_float("lr", 0.1, 1)})).trials[0]
+    assert "param_lr" not in trial.user_attrs
+
+
+def test_functions_may_return_numpy_scalars():
+    trial = study_of(Space({"lr": lambda trial: np.float64(0.5)})).trials[0]
+    assert trial.user_attrs["param_lr"] == 0.5
+
+
+def test_values_of_a_trial_that_failed_while_drawing():
+    def broken(trial):
+        raise KeyError("lr")
+
+    space = Space({"batch_size": [8, 16], "lr": broken, "optimizer": [SGD, Adam]})
+    trial = create_trial(
+        state=TrialState.FAIL,
+        params={"batch_size": 16},
+        distributions={"batch_size": CategoricalDistribution((8, 16))},
+    )
+    assert space.values(trial) == {"batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("space", "error", "match"),
+    [
+        ([{"lr": [0.1]}], TypeError, "space must be a dict .* got list"),
+        ({}, ValueError, "space is empty: name at least one parameter"),
+        ({"lr": []}, ValueError, r"space\['lr'\] has no choices"),
+        ({"lr": 0.1}, TypeError, r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),
+        ({"lr": np.float64(0.1)}, TypeError, r"space\['lr'\] must be a list"),
+        ({"optimizer": "adam"}, TypeError, r"must be a list of choices.* got 'adam'"),
+        ({"optimizer": SGD}, TypeError, r"goes into a list: \[SGD\]"),
+        ({"lr": {0.1, 0.2}}, TypeError, "must be a list of choices"),
+        ({"lr": None}, TypeError, "must be a list of choices"),
+    ],
+)
+def test_bad_forms_are_refused(space, error, match):
+    with pytest.raises(error, match=match):
+        Space(space)
+
+
+NESTED = Pipeline([
+    ("scale", StandardScaler()),
+    ("net", TransformedTargetRegressor(NeuralNetRegressor(MLP))),
+])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name"),
+    [
+        (NET, "lr"),
+        (NET, "module__hidden_layer_sizes"),
+        (NET, "optimizer__momentum"),
+        (NET, "criterion__label_smoothing"),
+        (NET, "iterator_train__shuffle"),
+        (NET, "callbacks__print_log"),
+        (NeuralNetClassifier(MLP(2, 2)), "module__activation"),
+        (RelativeFlatnessRegularizedClassifier(), "flatness_weight"),
+        (RelativeFlatnessRegularizedClassifier(), "module__hidden_layer_sizes"),
+        (NESTED, "net__regressor__module__hidden_layer_sizes"),
+        (NESTED, "scale__with_mean"),
+        (NESTED, "scale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_names_that_an_estimator_has(estimator, name):
+    net = NeuralNetClassifier(MLP, criterion=torch.nn.CrossEntropyLoss)
+    Space({name: [1]}).check(net if estimator is NET else estimator)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name", "match"),
+    [
+        (NET, "learning_rate", "NeuralNetClassifier has no parameter 'learning_rate'. It has"),
+        (NET, "net__lr", ".*no parameter 'net__lr'.*any module__"),
+        (NET, "module__hiden", r"MLP takes no argument 'hiden'. It takes \['activation'"),
+        (NET, "optimizer__beta", "SGD takes no argument 'beta'"),
+        (NET, "criterion__nothing", "NLLLoss takes no argument 'nothing'"),
+        (NESTED, "net__regressor__module__hiden", "MLP takes no argument 'hiden'"),
+        (NESTED, "net__lr", "TransformedTargetRegressor has no parameter 'lr'"),
+        (NESTED, "nets__lr", "Pipeline has no parameter 'nets__lr'"),
+        (RandomForestClassifier(), "C", "RandomForestClassifier has no parameter 'C'"),
+    ],
+)
+def test_unknown_names_are_refused(estimator, name, match):
+    with pytest.raises(ValueError, match=f"space names '{name}', but {match}"):
+        Space({name: [1]}).check(estimator)
+
+
+def test_arguments_of_a_part_that_varies_are_left_to_training():
+    Space({"optimizer": [SGD, Adam], "optimizer__betas": [(0.9, 0.99)]}).check(NET)
+    space = Space({
+        "net__regressor__optimizer": [Adam],
+        "net__regressor__optimizer__betas": [(0.9, 0.99)],
+    })
+    space.check(NESTED)
+
+
+class TakesAnything(torch.nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+
+
+def test_modules_with_any_arguments_take_any_name():
+    Space({"module__whatever": [1]}).check(NeuralNetClassifier(TakesAnything))
+
+
+@pytest.mark.parametrize("estimator", [NeuralNetClassifier, None, "net"])
+def test_what_is_no_estimator_is_refused(estimator):
+    with pytest.raises(TypeError, match="estimator must be an instance of a scikit-learn"):
+        Space({"lr": [0.1]}).check(estimator)
+
+
+def test_the_same_space_goes_on_with_its_study():
+    space = Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 3), "b": lambda trial: 3})
+    space.check_study(study_of(space))
+    # Optuna lets ranges grow
+    Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 4}).check_study(
+        study_of(space)
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        ({"lr": [0.1, 0.2, 0.3]}, "was made with .* for 'lr', this space has"),
+        ({"lr": FloatDistribution(0.1, 0.2)}, "Optuna cannot change that within a study"),
+        ({"lr": [0.1, 0.2], "n": [1]}, r"made over \['lr'\], this space is over \['lr', 'n'\]"),
+        ({"n": [1]}, "give it a study_name of its own"),
+    ],
+)
+def test_another_space_does_not_go_on_with_a_study(other, match):
+    with pytest.raises(ValueError, match=match):
+        Space(other).check_study(study_of(Space({"lr": [0.1, 0.2]})))
+
+
+def test_fewer_parameters_than_the_study_has():
+    with pytest.raises(ValueError, match="was made over"):
+        Space({"lr": [0.1]}).check_study(study_of(Space({"lr": [0.1], "n": [1]})))

@@ -1,0 +1,259 @@
+"""Tests of `training_data` and `learning_rate`: what else makes minima differ."""
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from optuna.distributions import FloatDistribution, IntDistribution
+from scipy.sparse import csr_matrix
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import log_loss
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    relative_flatness,
+)
+from relflat_sk.search._trial.learning_rate import scale_lr
+from relflat_sk.search._trial.training_data import vary_data
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+N = 40
+ROWS = np.arange(N)
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+# -- the data ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    size=st.one_of(st.none(), st.integers(1, N - 1), st.floats(0.05, 0.95)),
+    share=st.floats(0, 1),
+    confusion=st.integers(0, N),
+    seed=st.integers(0, 3),
+)
+def test_what_is_chosen(size, share, confusion, seed):
+    left = 0 if size is None else N - (size if isinstance(size, int) else int(size * N))
+    confusion = min(confusion, left)
+    arguments = {
+        "train_size": size,
+        "random_labels": share,
+        "confusion_size": confusion,
+        "random_state": seed,
+    }
+    data = vary_data(ROWS, ROWS, **arguments)
+    n = len(data.X)
+    assert n == N - left
+    # the confusion set comes last, of samples that are not in the other part
+    assert_array_equal(data.X_fit[:n], data.X)
+    assert_array_equal(data.y_fit[:n], data.y)
+    assert len(data.X_fit) == n + confusion
+    assert len(set(data.X_fit)) == len(data.X_fit)
+    # labels are shuffled within each part, and no more than the share of them
+    assert sorted(data.y) == sorted(data.X)
+    assert sorted(data.y_fit[n:]) == sorted(data.X_fit[n:])
+    assert (data.y != data.X).sum() <= round(share * n)
+    again = vary_data(ROWS, ROWS, **arguments)
+    assert_array_equal(again.X_fit, data.X_fit)
+    assert_array_equal(again.y_fit, data.y_fit)
+
+
+def test_nothing_to_change_copies_nothing():
+    data = vary_data(X, Y)
+    assert data.X is data.X_fit is X
+    assert data.y is data.y_fit is Y
+    for whole in (N, 1.0):
+        assert_array_equal(vary_data(ROWS, ROWS, train_size=whole).X, ROWS)
+
+
+def test_a_share_of_one_leaves_labels_by_chance_alone():
+    kept = [
+        (vary_data(ROWS, ROWS, random_labels=1.0, random_state=seed).y == ROWS).sum()
+        for seed in range(200)
+    ]
+    assert abs(np.mean(kept) - 1) < 0.3  # a random permutation keeps one, in the mean
+
+
+def test_classes_keep_their_shares():
+    y = np.repeat(["a", "b"], [30, 10])
+    data = vary_data(ROWS, y, train_size=8, stratify=True)
+    assert sorted(data.y) == ["a"] * 6 + ["b"] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "back"),
+    [
+        (lambda x: x, np.asarray),
+        (torch.from_numpy, np.asarray),
+        (csr_matrix, lambda x: x.toarray()),
+        (pd.DataFrame, lambda x: x.to_numpy()),
+        (lambda x: x.tolist(), np.asarray),
+    ],
+    ids=["array", "tensor", "sparse", "frame", "list"],
+)
+def test_containers(make, back):
+    arguments = {"train_size": 90, "random_labels": 0.2, "confusion_size": 10}
+    expected = vary_data(X, Y, **arguments)
+    found = vary_data(make(X), Y, **arguments)
+    assert type(found.X_fit) is type(make(X))
+    assert_array_equal(back(found.X_fit), expected.X_fit)
+    if make is not csr_matrix:
+        labels = vary_data(X, pd.Series(Y) if make is pd.DataFrame else make(Y), **arguments)
+        assert_array_equal(np.asarray(labels.y_fit), expected.y_fit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"random_labels": 1.5}, r"data__random_labels must be a share from 0 to 1, got 1\.5"),
+        ({"random_labels": "half"}, "data__random_labels must be a share .* got 'half'"),
+        ({"confusion_size": -1}, "data__confusion_size must be a number of samples, got -1"),
+        ({"confusion_size": 0.5}, "data__confusion_size must be a number of samples"),
+        ({"confusion_size": 1}, r"of 40 there are 0 left\. Choose a smaller data__train_size"),
+        ({"train_size": 30, "confusion_size": 11}, "there are 10 left"),
+        ({"train_size": 41}, "train_size=41 should be"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        vary_data(ROWS, ROWS, **arguments)
+
+
+@pytest.mark.parametrize(("X", "y"), [(ROWS, None), (iter(ROWS), ROWS)])
+def test_data_must_be_arrays(X, y):
+    with pytest.raises(ValueError, match="that begin with data__ need X and y as arrays"):
+        vary_data(X, y, train_size=3)
+
+
+# -- in a search -------------------------------------------------------------------------------
+
+
+def test_random_labels_in_a_search():
+    space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
+    model = LogisticRegression(max_iter=1000)
+    search = FlatMinimaSearch(model, space, random_state=0).fit(X, Y, X, Y)
+    table = search.minima_.set_index("param_data__random_labels").sort_index()
+    assert table["train_loss"].is_monotonic_increasing
+    assert table["test_loss"].is_monotonic_increasing
+    # by hand, for one of them
+    labels = vary_data(X, Y, random_labels=0.5, stratify=True).y
+    fitted = LogisticRegression(max_iter=1000, C=1.0).fit(X, labels)
+    assert_allclose(table["train_loss"][0.5], log_loss(labels, fitted.predict_proba(X)), rtol=1e-6)
+    assert_allclose(table["relative_flatness"][0.5], relative_flatness(fitted, X, labels))
+    assert table["train_score"][0.5] == fitted.score(X, labels)
+    assert "random_labels" not in search.best_estimator_.get_params()
+
+
+def test_a_confusion_set_is_trained_on_but_not_measured():
+    space = {"data__train_size": [60], "data__confusion_size": [0, 60]}
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space, random_state=0)
+    table = search.fit(X, Y).minima_.set_index("param_data__confusion_size")
+    data = vary_data(X, Y, train_size=60, confusion_size=60, stratify=True)
+    fitted = LogisticRegression(max_iter=1000).fit(data.X_fit, data.y_fit)
+    expected = log_loss(data.y, fitted.predict_proba(data.X))
+    assert_allclose(table["train_loss"][60], expected, rtol=1e-6)
+    assert table["train_loss"][60] > table["train_loss"][0]
+
+
+def test_data_names_can_be_drawn_and_seeded():
+    space = {
+        "data__train_size": IntDistribution(30, 120),
+        "data__random_labels": FloatDistribution(0.0, 0.3),
+        "data__random_state": [1, 2],
+        "alpha": [0.1],
+    }
+    search = FlatMinimaSearch(Ridge(), space, n_trials=3, random_state=0).fit(X[:, :3], X[:, 3])
+    assert search.minima_["param_data__train_size"].between(30, 120).all()
+    assert search.minima_["converged"].all()
+
+
+def test_too_large_a_confusion_set_fails_its_trial_alone():
+    space = {"data__confusion_size": [0, 10]}
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space).fit(X, Y)
+    assert "there are 0 left" in search.minima_["reason"][1]
+
+
+def test_unknown_data_names():
+    with pytest.raises(ValueError, match=r"space names 'data__size', but of the data there are"):
+        MinimaObjective(Ridge(), X, Y, {"data__size": [3]})
+
+
+# -- learning rates ----------------------------------------------------------------------------
+
+
+def net(**parameters):
+    return RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0,
+        **{"lr": 0.01, "batch_size": 16, "max_epochs": 2, "verbose": 0, **parameters},
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "params", "expected"),
+    [
+        (net(), {"batch_size": 64}, {"lr": 0.04}),
+        (net(), {"batch_size": 8, "lr": 0.1}, {"lr": 0.05}),
+        (net(), {"lr": 0.1}, {}),
+        (
+            make_pipeline(StandardScaler(), net()),
+            {"relativeflatnessregularizedclassifier__batch_size": 32},
+            {"relativeflatnessregularizedclassifier__lr": 0.02},
+        ),
+        (
+            MLPClassifier(batch_size=10, learning_rate_init=0.1),
+            {"batch_size": 5},
+            {"learning_rate_init": 0.05},
+        ),
+        (net(), {"my_batch_size": 32, "batch_size_": 8}, {}),
+    ],
+)
+def test_the_learning_rate_is_in_proportion_to_the_batch(estimator, params, expected):
+    found = scale_lr(estimator, params)
+    assert found.keys() == expected.keys()
+    assert_allclose(list(found.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "params"),
+    [
+        (MLPClassifier(), {"batch_size": 32}),
+        (net(), {"batch_size": "all"}),
+        (make_pipeline(StandardScaler()), {"batch_size": 32}),
+    ],
+)
+def test_what_cannot_be_scaled(estimator, params):
+    with pytest.raises(ValueError, match="lr_scaling='linear' needs numbers for 'batch_size'"):
+        scale_lr(estimator, params)
+
+
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+def test_scaling_in_a_search():
+    space = {"batch_size": [8, 32], "module__init": ["xavier_uniform", "kaiming_normal"]}
+    search = FlatMinimaSearch(net(), space, lr_scaling="linear", random_state=0).fit(X, Y)
+    table = search.minima_
+    assert_allclose(table["param_scaled_lr"], 0.01 / 16 * table["param_batch_size"])
+    assert search.best_estimator_.lr == table["param_scaled_lr"][0]
+    assert net().lr == 0.01
+
+
+def test_bad_scaling():
+    with pytest.raises(ValueError, match=r"lr_scaling must be one of \[None, 'linear'\]"):
+        MinimaObjective(net(), X, Y, {"lr": [0.1]}, lr_scaling="sqrt")

@@ -1,0 +1,276 @@
+"""Tests of `weights` and `remeasure`: old minima, without training them again."""
+
+import pickle
+import re
+import zipfile
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.storages import InMemoryStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier, SGDRegressor
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch import NeuralNetClassifier
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+    measure,
+)
+from relflat_sk._models.network_of import final_estimator
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+
+
+class Normalised(nn.Module):
+    """Has buffers, and a layer that is sized by the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.LazyLinear(3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def net(**parameters):
+    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.05, "max_epochs": 10, "verbose": 0}
+    return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **{**defaults, **parameters})
+
+
+def skorch_net(module=MLP, **parameters):
+    return NeuralNetClassifier(
+        module, criterion=nn.CrossEntropyLoss, lr=0.3, max_epochs=20, verbose=0, **parameters
+    )
+
+
+CANDIDATES = {
+    "ours": (net(callbacks=[StopAtLoss(0.3)]), {"module__hidden_layer_sizes": [(4,), (8,)]}),
+    "pipeline": (
+        make_pipeline(StandardScaler(), net()),
+        {"relativeflatnessregularizedclassifier__lr": [0.05, 0.1]},
+    ),
+    "skorch": (skorch_net(module__n_features=4, module__n_outputs=3), {"batch_size": [16, 64]}),
+    "buffers": (skorch_net(Normalised), {"batch_size": [16, 64]}),
+    "logistic": (LogisticRegression(max_iter=500), {"C": [0.1, 1.0]}),
+    "sgd": (SGDClassifier(loss="log_loss"), {"alpha": [0.01, 0.1]}),
+    "mlp": (MLPClassifier((5, 4), max_iter=40), {"batch_size": [16, 32]}),
+}
+REGRESSORS = {
+    "wrapped": (
+        TransformedTargetRegressor(
+            RelativeFlatnessRegularizedRegressor(
+                flatness_weight=0, module__hidden_layer_sizes=(4,), max_epochs=5, verbose=0
+            )
+        ),
+        {"regressor__lr": [0.01, 0.02]},
+    ),
+    "ridge": (Ridge(), {"alpha": [0.1, 1.0], "fit_intercept": [True, False]}),
+    "sgd regressor": (SGDRegressor(), {"alpha": [0.01, 0.1]}),
+    "mlp regressor": (MLPRegressor(hidden_layer_sizes=(5,), max_iter=40), {"batch_size": [16, 32]}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def settings(estimator):
+    """What it was made with, objects by their class."""
+    params = final_estimator(estimator).get_params(deep=False)
+    params.pop("_params_to_validate", None)  # skorch's note to itself
+    return re.sub(r" at 0x\w+|<class '|'>", "", repr(params))
+
+
+def find(kind):
+    return (*CANDIDATES[kind], Y) if kind in CANDIDATES else (*REGRESSORS[kind], TARGET)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("kind", [*CANDIDATES, *REGRESSORS])
+def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
+    estimator, space, y = find(kind)
+    objective = MinimaObjective(
+        estimator, X, y, space, artifact_store=tmp_path / "minima", random_state=0
+    )
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    fitted = []
+    for _ in range(2):
+        trial = study.ask()
+        values, one = objective.run(trial)
+        study.tell(trial, values)
+        fitted.append(one)
+    for trial, one in zip(study.trials, fitted, strict=True):
+        state = torch.get_rng_state()
+        restored = objective.restore(objective.space.values(trial), trial)
+        assert_array_equal(torch.get_rng_state(), state)
+        assert_allclose(restored.predict(X), one.predict(X), rtol=1e-6)
+        name = "relative_flatness"
+        assert_allclose(measure(name, restored, X, y), trial.user_attrs[name], rtol=1e-6)
+        assert settings(restored) == settings(one)
+        assert len(pickle.dumps(restored)) < 1.1 * len(pickle.dumps(one)) + 1000
+
+
+def test_a_restored_net_knows_its_flatness(tmp_path):
+    """Not that of the weights it was initialised with."""
+    search = make_search(tmp_path, estimator=net()).fit(X, Y)
+    best = search.best_estimator_
+    again = make_search(tmp_path, estimator=net()).fit(X, Y).best_estimator_
+    assert again is not best
+    assert_allclose(again.relative_flatness_, best.relative_flatness_, rtol=1e-6)
+    assert not hasattr(again.history, "train_loss")
+
+
+STORAGES = {
+    "memory": lambda folder: InMemoryStorage(),
+    "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
+    "journal": lambda folder: JournalStorage(JournalFileBackend(str(folder / "minima.log"))),
+}
+
+
+def make_search(folder, storage="sqlite", estimator=None, **parameters):
+    storage = STORAGES[storage](folder) if storage in {*STORAGES} else storage
+    estimator = LogisticRegression(max_iter=500) if estimator is None else estimator
+    space = (
+        {"C": [0.1, 1.0, 10.0]}
+        if isinstance(estimator, LogisticRegression)
+        else {"batch_size": [16, 64]}
+    )
+    defaults = {"storage": storage, "study_name": "sweep", "random_state": 0}
+    defaults["artifact_store"] = str(folder / "minima")
+    return FlatMinimaSearch(estimator, space, **{**defaults, **parameters})
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_remeasure_is_what_would_have_been_measured(kind, tmp_path, monkeypatch):
+    storage = STORAGES[kind](tmp_path)
+    search = make_search(tmp_path, storage).fit(X, Y)
+    columns = list(search.minima_)
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    found = search.remeasure(["hessian_trace", "trace_flatness", "relative_flatness"])
+    assert found is search.minima_
+    assert set(found) == {*columns, "hessian_trace", "trace_flatness"}
+    assert found["rank"].tolist() == [1, 2, 3]
+    for row in found.to_dict("records"):
+        own = LogisticRegression(max_iter=500, C=row["param_C"]).fit(X, Y)
+        for name in ("hessian_trace", "trace_flatness", "relative_flatness"):
+            assert_allclose(row[name], measure(name, own, X, Y), rtol=1e-6)
+    # the study knows them, and another session does
+    resumed = make_search(tmp_path, storage, refit=False).fit(X, Y)
+    assert resumed.minima_.equals(found)
+    monkeypatch.setattr(MinimaObjective, "restore", None)  # nothing is measured twice
+    assert resumed.remeasure(["hessian_trace"]).equals(found)
+    # it can go on with them as measures of its own
+    both = ["relative_flatness", "hessian_trace"]
+    again = make_search(tmp_path, storage, measure=both, refit=False).fit(X, Y)
+    assert again.minima_["hessian_trace"].equals(found["hessian_trace"])
+
+
+def test_the_best_of_an_earlier_session_is_not_trained_again(tmp_path, monkeypatch):
+    first = make_search(tmp_path, estimator=net()).fit(X, Y)
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    second = make_search(tmp_path, estimator=net()).fit(X, Y)
+    assert_allclose(second.predict_proba(X), first.predict_proba(X), rtol=1e-6)
+
+
+def test_a_search_that_was_pickled_needs_its_data(tmp_path):
+    search = make_search(tmp_path).fit(X, Y)
+    assert len(pickle.dumps(search)) < X.nbytes + 60_000
+    other = pickle.loads(pickle.dumps(search))
+    with pytest.raises(ValueError, match="X and y are needed: a search that was pickled"):
+        other.remeasure(["trace_flatness"])
+    with pytest.raises(ValueError, match="was made with other data"):
+        other.remeasure(["trace_flatness"], X[::2], Y[::2])
+    assert np.isfinite(other.remeasure(["trace_flatness"], X, Y)["trace_flatness"]).all()
+
+
+def test_remeasure_of_random_labels_is_on_those_labels(tmp_path):
+    search = make_search(tmp_path, measure="hessian_trace")
+    search.set_params(space={"data__random_labels": [0.5], "data__train_size": [90]}).fit(X, Y)
+    found = search.remeasure(["relative_flatness"])["relative_flatness"][0]
+    space = {"data__random_labels": [0.5], "data__train_size": [90]}
+    direct = FlatMinimaSearch(LogisticRegression(max_iter=500), space, random_state=0).fit(X, Y)
+    assert_allclose(found, direct.minima_["relative_flatness"][0], rtol=1e-6)
+
+
+def test_files_hold_tensors_and_nothing_else(tmp_path):
+    make_search(tmp_path, estimator=net()).fit(X, Y)
+    files = list((tmp_path / "minima").iterdir())
+    assert len(files) == 2
+    for path in files:
+        weights = torch.load(path, weights_only=True)
+        assert all(isinstance(one, torch.Tensor) for one in weights.values())
+        assert zipfile.is_zipfile(path)
+
+
+@pytest.mark.parametrize("store", [None, "given later"])
+def test_without_weights(tmp_path, store):
+    search = make_search(tmp_path, artifact_store=None).fit(X, Y)
+    search.set_params(artifact_store=None if store is None else tmp_path)
+    with pytest.raises(ValueError, match="no weights of these minima were kept.*artifact_store"):
+        search.remeasure(["trace_flatness"], X, Y)
+
+
+def test_weights_that_are_elsewhere(tmp_path):
+    search = make_search(tmp_path).fit(X, Y)
+    search.set_params(artifact_store=FileSystemArtifactStore(tmp_path))
+    with pytest.raises(ValueError, match="the weights of trial 0, artifact .* are not in"):
+        search.remeasure(["trace_flatness"], X, Y)
+
+
+def test_some_weights(tmp_path):
+    """Those of the first session were not kept."""
+    make_search(tmp_path, artifact_store=None, n_trials=1, refit=False).fit(X, Y)
+    search = make_search(tmp_path, refit=False).fit(X, Y)
+    found = search.remeasure(["trace_flatness"]).sort_values("trial")["trace_flatness"]
+    assert found.isna().tolist() == [True, False, False]
+    trial = search.study_.trials[0]
+    with pytest.raises(ValueError, match=r"no weights of trial 0 were kept\. Give the search"):
+        search._objective.restore({"C": 0.1}, trial)
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ("trace_flatness", "measures must be a sequence of names, got 'trace_flatness'"),
+        ([], r"measures must be a sequence of names, got \[\]"),
+        (["flat"], "there is no measure 'flat'"),
+    ],
+)
+def test_bad_names(names, match, tmp_path):
+    search = make_search(tmp_path).fit(X, Y)
+    with pytest.raises(ValueError, match=match):
+        search.remeasure(names)
+
+
+def test_bad_store():
+    with pytest.raises(TypeError, match="artifact_store must be a folder, an optuna artifact"):
+        FlatMinimaSearch(Ridge(), {"alpha": [1.0]}, artifact_store=3).fit(X, TARGET)
+
+
+@pytest.mark.slow
+def test_weights_that_other_processes_kept(tmp_path):
+    search = make_search(tmp_path, storage=None, study_name=None, n_jobs=2).fit(X, Y)
+    found = search.remeasure(["hessian_trace"])["hessian_trace"]
+    alone = make_search(tmp_path, storage=None, study_name=None).fit(X, Y)
+    assert_allclose(found, alone.remeasure(["hessian_trace"])["hessian_trace"], rtol=1e-6)

@@ -1,0 +1,306 @@
+"""Training until convergence, against measurements made by hand."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch.callbacks import Callback
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtGradientNorm,
+    StopAtLoss,
+)
+from relflat_sk.training._convergence import gradient_norm
+
+FLOAT32 = 1e-5
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(37, 4)).astype(np.float32)
+    return X, np.array(["x", "y", "z"])[X[:, :3].argmax(axis=1)]
+
+
+def make(*callbacks, kind=RelativeFlatnessRegularizedClassifier, **params):
+    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 200, "batch_size": 16}
+    return kind(callbacks=list(callbacks), **{**defaults, **params})
+
+
+class Dropping(nn.Module):
+    def __init__(self, n_outputs=3, softmax=False):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 40),
+            nn.BatchNorm1d(40),
+            nn.ReLU(),
+            nn.Dropout(0.6),
+            nn.Linear(40, n_outputs),
+        )
+        self.softmax = softmax
+
+    def forward(self, x):
+        return self.body(x).softmax(dim=1) if self.softmax else self.body(x)
+
+
+class Losses(Callback):
+    """The mean loss in evaluation mode after each epoch, computed by hand."""
+
+    def __init__(self, X, targets):
+        self.X, self.targets = X, targets
+
+    def on_epoch_end(self, net, **kwargs):
+        with torch.no_grad():
+            net.module_.eval()
+            loss = nn.functional.cross_entropy(net.module_(self.X), self.targets)
+        net.losses_ = [*getattr(net, "losses_", []), loss.item()]
+
+
+# -- StopAtLoss --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1], ids=["plain", "penalised"])
+def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(data, weight):
+    X, y = data
+    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
+    by_hand = Losses(torch.tensor(X), targets)
+    net = make(by_hand, StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, y)
+    stop = dict(net.callbacks_)["StopAtLoss"]
+    assert net.converged_ is True
+    assert len(net.losses_) == len(net.history)
+    assert net.losses_[-1] <= 0.35 < min(net.losses_[:-1])
+    assert stop.loss_ == pytest.approx(net.losses_[-1], rel=FLOAT32)
+    # by the recorded loss, which dropout changes, it would have stopped later
+    assert net.history[-1, "train_loss"] > 0.35
+
+
+def test_does_not_change_training(data):
+    X, y = data
+    module = {"module": Dropping, "max_epochs": 3, "iterator_train__shuffle": True}
+    watched = make(StopAtLoss(1e-9), StopAtGradientNorm(1e-9), **module).fit(X, y)
+    plain = make(**module).fit(X, y)
+    assert_close(watched.module_.state_dict(), plain.module_.state_dict(), rtol=0, atol=0)
+
+
+def test_trains_on_the_training_part_only(data):
+    X, y = data
+    net = make(StopAtLoss(0.3), train_split=ValidSplit(3)).fit(X, y)
+    train, _ = ValidSplit(3)(net.get_dataset(X, np.unique(y, return_inverse=True)[1]))
+    targets = torch.tensor([int(train[i][1]) for i in range(len(train))])
+    inputs = torch.tensor(np.stack([train[i][0] for i in range(len(train))]))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net.module_(inputs), targets).item()
+    assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("callback", [StopAtLoss(1e-6), StopAtGradientNorm(1e-9)], ids=type)
+def test_says_that_it_did_not_converge(data, callback):
+    X, y = data
+    net = make(callback, max_epochs=2).fit(X, y)
+    assert net.converged_ is False
+    assert len(net.history) == 2
+
+
+def test_looks_only_every_so_often(data):
+    X, y = data
+    assert len(make(StopAtLoss(100.0, every=7)).fit(X, y).history) == 7
+    assert len(make(StopAtGradientNorm(100.0, every=4)).fit(X, y).history) == 4
+
+
+def test_converged_starts_anew_with_each_fit(data):
+    X, y = data
+    net = make(StopAtLoss(0.5)).fit(X, y)
+    assert net.converged_
+    net.set_params(callbacks__StopAtLoss__loss=1e-9, max_epochs=1).partial_fit(X, y)
+    assert not net.converged_
+
+
+def test_tells_when_it_stops(data, capsys):
+    X, y = data
+    net = make(StopAtLoss(0.5), verbose=1).fit(X, y)
+    text = f"Stopping: a training loss of 0.5 reached after {len(net.history)} epochs."
+    assert text in capsys.readouterr().out
+
+
+# -- StopAtGradientNorm ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("criterion", "params"),
+    [
+        (nn.CrossEntropyLoss(), {}),
+        (nn.CrossEntropyLoss(reduction="sum"), {"criterion__reduction": "sum"}),
+        (
+            nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2])),
+            {"criterion__weight": torch.tensor([1.0, 5.0, 0.2])},
+        ),
+    ],
+    ids=["mean", "sum", "class weights"],
+)
+@pytest.mark.parametrize("weight", [0.0, 2.0], ids=["plain", "penalised"])
+def test_gradient_norm_is_that_of_the_whole(data, criterion, params, weight):
+    X, y = data
+    net = make(module=Dropping, flatness_weight=weight, max_epochs=2, **params).fit(X, y)
+    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
+    dataset = net.get_dataset(X, targets.numpy())  # batches of 16, 16 and 5
+
+    module = net.module_.eval()
+    features = module.body[:-1](torch.tensor(X))
+    logits = module.body[-1](features)
+    p, W = logits.softmax(dim=1), module.body[-1].weight
+    spread = (p @ W.square() - (p @ W).square()).sum(dim=1) * features.square().sum(dim=1)
+    share = torch.ones(37) if criterion.weight is None else criterion.weight[targets]
+    kappa = (share * spread).sum() / share.sum()
+    loss = criterion(logits, targets) / (37 if criterion.reduction == "sum" else 1)
+    objective = loss + weight * kappa / (2 * 40)
+    grads = torch.autograd.grad(objective, list(module.parameters()))
+    truth = torch.cat([grad.reshape(-1) for grad in grads]).norm().item()
+
+    assert gradient_norm(net, dataset) == pytest.approx(truth, rel=1e-4)
+
+
+def test_gradient_norm_gives_the_net_back_as_it_was(data):
+    X, y = data
+    net = make(module=Dropping, flatness_layer=0, max_epochs=1).fit(X, y)
+    net.module_.train()
+    net.module_.body[1].eval()
+    for p in net.module_.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    modes = [m.training for m in net.module_.modules()]
+    state = {k: v.clone() for k, v in net.module_.state_dict().items()}
+    random = torch.get_rng_state()
+    gradient_norm(net, net.get_dataset(X, np.zeros(37, dtype=np.int64)))
+    assert [m.training for m in net.module_.modules()] == modes
+    assert_close(net.module_.state_dict(), state, rtol=0, atol=0)
+    assert_close(torch.get_rng_state(), random)
+    assert all(bool((p.grad == 3).all()) for p in net.module_.parameters())
+
+
+def test_stops_at_a_stationary_point():
+    X = np.array([[-1.0], [0.5], [1.0]], dtype=np.float32)
+    y = np.array([1.0, -1.0, 0.0], dtype=np.float32)
+    net = make(
+        StopAtGradientNorm(1e-4),
+        kind=RelativeFlatnessRegularizedRegressor,
+        module__hidden_layer_sizes=(),
+        optimizer=torch.optim.SGD,
+        lr=0.1,
+        max_epochs=2000,
+        flatness_weight=0.5,
+    ).fit(X, y)
+    assert net.converged_
+    assert dict(net.callbacks_)["StopAtGradientNorm"].gradient_norm_ <= 1e-4
+    # kappa / 2m is mean |x|^2 w^2 here: ridge regression, solved by hand
+    a = np.c_[X, np.ones(3)]
+    ridge = a.T @ a / 3 + np.diag([0.5 * (X**2).mean(), 0.0])
+    solution = np.linalg.solve(ridge, a.T @ y / 3)
+    found = [net.module_[1].weight.item(), net.module_[1].bias.item()]
+    assert found == pytest.approx(solution.tolist(), abs=1e-3)
+
+
+# -- on any skorch net -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [None, ValidSplit(5)], ids=["all", "split"])
+def test_on_stock_skorch_nets(data, split):
+    X, y = data
+    classes = np.unique(y, return_inverse=True)[1]
+    stops = [StopAtLoss(0.3), StopAtGradientNorm(1e-9, every=5)]
+    params = {"callbacks": stops, "verbose": 0, "max_epochs": 300, "train_split": split}
+    net = NeuralNetClassifier(
+        Dropping, module__softmax=True, criterion=nn.NLLLoss, optimizer=torch.optim.Adam, **params
+    ).fit(X, classes)
+    assert net.converged_
+    if split is None:
+        chosen = net.predict_proba(X)[np.arange(37), classes]
+        loss = -np.log(chosen).mean()
+        assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-4)
+    regressor = NeuralNetRegressor(
+        nn.Linear, module__in_features=4, module__out_features=1, **params
+    )
+    regressor.set_params(lr=0.1).fit(X, X[:, :1])
+    assert regressor.converged_
+    assert dict(regressor.callbacks_)["StopAtGradientNorm"].gradient_norm_ > 0
+
+
+def test_on_a_net_with_a_criterion_of_its_own():
+    class Quartic(nn.Module):
+        def forward(self, output, target):
+            return (output - target).pow(4).mean()
+
+    X = torch.randn(20, 4).numpy()
+    net = make(
+        StopAtLoss(0.05),
+        StopAtGradientNorm(1e-6),
+        kind=RelativeFlatnessRegularizedNet,
+        module=nn.Linear,
+        module__in_features=4,
+        module__out_features=4,
+        criterion=Quartic,
+        flatness_weight=1e-3,
+    ).fit(X, X)
+    assert net.converged_
+    error = np.mean((net.predict(X) - X) ** 4)
+    assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(error, rel=1e-4)
+
+
+def test_on_data_sets(data):
+    X, y = data
+    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
+
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 37
+
+        def __getitem__(self, i):
+            return X[i], targets[i]
+
+    for dataset in (Pairs(), torch.utils.data.TensorDataset(torch.tensor(X), targets)):
+        net = make(StopAtLoss(0.3), StopAtGradientNorm(1e-9), module=Dropping).fit(dataset)
+        assert net.converged_
+
+
+# -- as objects --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "callback", [StopAtLoss(0.5, every=2), StopAtGradientNorm(0.5, every=2)], ids=type
+)
+def test_clone_pickle_and_parameters(data, callback):
+    X, y = data
+    name = type(callback).__name__
+    net = make(callback).fit(X, y)
+    assert pickle.loads(pickle.dumps(net)).converged_ is True
+    fresh = clone(net)
+    assert fresh.callbacks[0] is not callback
+    assert fresh.callbacks[0].get_params() == callback.get_params()
+    assert not [key for key in vars(fresh.callbacks[0]) if key.endswith("_")]
+    fresh.set_params(**{f"callbacks__{name}__every": 3}).fit(X, y)
+    assert len(fresh.history) % 3 == 0
+    assert f"callbacks__{name}__every" in fresh.get_params()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "0.1", None], ids=str)
+def test_refuses_goals(data, value):
+    X, y = data
+    with pytest.raises(ValueError, match="loss must be a positive number, got"):
+        make(StopAtLoss(value)).fit(X, y)
+    with pytest.raises(ValueError, match="tol must be a positive number, got"):
+        make(StopAtGradientNorm(value)).fit(X, y)
+
+
+@pytest.mark.parametrize("callback", [StopAtLoss, StopAtGradientNorm])
+@pytest.mark.parametrize("every", [0, -2, 1.5, True, "1"])
+def test_refuses_intervals(data, callback, every):
+    X, y = data
+    with pytest.raises(ValueError, match="every must be a positive integer, got"):
+        make(callback(every=every)).fit(X, y)

@@ -1,0 +1,368 @@
+"""Sample weights in training: repeated samples, by hand, and through scikit-learn's ways."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch.callbacks import Callback, Checkpoint, EpochScoring
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import Dataset, TensorDataset
+
+from relflat_sk import (
+    MLP,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+    relative_flatness,
+)
+from relflat_sk.training._convergence import gradient_norm
+
+Net = RelativeFlatnessRegularizedNet
+Classifier = RelativeFlatnessRegularizedClassifier
+Binary = RelativeFlatnessRegularizedBinaryClassifier
+Regressor = RelativeFlatnessRegularizedRegressor
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(30, 4))
+INDEX = X[:, :3].argmax(axis=1)
+NAMES = np.array(["x", "y", "z"])[INDEX]
+VALUES = X @ np.array([1.0, -2.0, 0.5, 0.0])
+WEIGHTS = rng.integers(0, 4, size=30)
+ROWS = np.arange(30).repeat(WEIGHTS)
+
+
+class Double(MLP):
+    """In float64, so that an equality is one of ideas and not one of roundings."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs, (6,), activation="tanh")
+        self.double()
+
+
+def make(kind=Classifier, **params):
+    defaults = {"module": Double, "verbose": 0, "random_state": 0, "max_epochs": 3}
+    return kind(**{**defaults, "flatness_weight": 1.0, "optimizer": torch.optim.SGD, **params})
+
+
+def same(net, other, **tolerance):
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    assert_close(net.module_.state_dict(), other.module_.state_dict(), **tolerance)
+
+
+# -- what a weight means -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "params"),
+    [
+        (Classifier, NAMES, {}),
+        (Classifier, NAMES, {"criterion__weight": torch.tensor([1.0, 5.0, 0.2]).double()}),
+        (Classifier, NAMES, {"criterion__label_smoothing": 0.2}),
+        (Classifier, NAMES, {"criterion__reduction": "sum", "lr": 1e-3}),
+        (Binary, INDEX > 0, {"criterion__pos_weight": torch.tensor([3.0]).double()}),
+        (Binary, np.eye(3, dtype=int)[INDEX], {}),
+        (Regressor, VALUES, {}),
+        (Regressor, X[:, :2], {"criterion__reduction": "sum", "lr": 1e-3}),
+        (Net, np.abs(INDEX), {"criterion": nn.PoissonNLLLoss}),
+    ],
+    ids=[
+        "classes",
+        "class weights",
+        "smoothing",
+        "sum of classes",
+        "binary",
+        "multi-label",
+        "regression",
+        "sum of outputs",
+        "counts",
+    ],
+)
+def test_weights_are_repetitions_where_a_batch_holds_all_data(kind, y, params):
+    params = {"batch_size": -1, "lr": 0.1, "max_epochs": 5, **params}
+    weighted = make(kind, **params).fit(X, y, sample_weight=WEIGHTS)
+    repeated = make(kind, **params).fit(X[ROWS], y[ROWS])
+    same(weighted, repeated, rtol=1e-10, atol=1e-12)
+    assert weighted.relative_flatness_ == pytest.approx(repeated.relative_flatness_, rel=1e-9)
+    history, other = weighted.history[-1], repeated.history[-1]
+    assert history["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
+    assert history["flatness_penalty"] == pytest.approx(other["flatness_penalty"], rel=1e-9)
+    with pytest.raises(AssertionError):  # and they make a difference
+        same(weighted, make(kind, **params).fit(X, y), rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_s_mean_is_over_the_weights_in_it():
+    net = make(batch_size=16, max_epochs=1, flatness_weight=0, lr=0.5)
+    net.fit(X, NAMES, sample_weight=WEIGHTS)
+    module = make(max_epochs=0).fit(X, NAMES).module_
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for rows in (slice(0, 16), slice(16, 30)):
+        weight = torch.tensor(WEIGHTS[rows]).double()
+        log_p = module(torch.tensor(X[rows])).log_softmax(dim=1)
+        losses = -log_p[torch.arange(len(weight)), torch.tensor(INDEX[rows])]
+        optimizer.zero_grad()
+        ((weight * losses).sum() / weight.sum()).backward()
+        optimizer.step()
+    assert_close(net.module_.state_dict(), module.state_dict(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("criterion", [nn.HuberLoss, nn.L1Loss, nn.SmoothL1Loss])
+def test_of_losses_without_closed_form(criterion):
+    params = {"criterion": criterion, "batch_size": -1, "flatness_weight": 0, "lr": 0.1}
+    weighted = make(Regressor, **params).fit(X, VALUES, sample_weight=WEIGHTS)
+    same(weighted, make(Regressor, **params).fit(X[ROWS], VALUES[ROWS]), rtol=1e-9, atol=1e-12)
+
+
+def test_equal_weights_change_nothing():
+    for params in ({}, {"flatness_layer": "1"}):
+        plain = make(batch_size=8, **params).fit(X, NAMES)
+        for weight in (1, 7):  # a mean has no scale
+            weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 30)
+            same(weighted, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_without_weight_teaches_nothing():
+    weights = np.r_[np.ones(10), np.zeros(20)]
+    params = {"batch_size": 10, "max_epochs": 4}
+    net = make(**params).fit(X, NAMES, sample_weight=weights)
+    same(net, make(**params).fit(X[:10], NAMES[:10]), rtol=1e-10, atol=1e-12)
+
+
+class Fourth(nn.Module):
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, output, target):
+        losses = (output - target).pow(4)
+        return losses.mean() if self.reduction == "mean" else losses
+
+
+class Mean(nn.Module):
+    def forward(self, output, target):
+        return (output - target).pow(4).mean()
+
+
+def test_an_unknown_criterion_must_tell_samples_apart():
+    params = {"batch_size": -1, "criterion": Fourth, "flatness_weight": 0, "lr": 1e-3}
+    weighted = make(Regressor, **params).fit(X, VALUES, sample_weight=WEIGHTS)
+    same(weighted, make(Regressor, **params).fit(X[ROWS], VALUES[ROWS]), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="expected one for each sample, to weigh them"):
+        make(Regressor, criterion=Mean).fit(X, VALUES, sample_weight=WEIGHTS)
+
+
+# -- how data may come -------------------------------------------------------------------
+
+
+class Own(Dataset):
+    """A data set of which nobody knows how it makes samples."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return X[i], INDEX[i]
+
+
+def test_of_any_data():
+    params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 3}
+    expected = make(**params).fit(X.astype(np.float32), INDEX, sample_weight=WEIGHTS)
+    tensors = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
+    for inputs, y in [({"input": X}, INDEX), (tensors, None), (Own(), None)]:
+        net = make(**params).fit(inputs, y, sample_weight=WEIGHTS)
+        same(net, expected)
+        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_weights_are_split_and_shuffled_along(workers):
+    weights = WEIGHTS + 1  # none of the batches is empty
+    split = ValidSplit(3, stratified=True)
+    params = {"train_split": split, "iterator_train__shuffle": True, "batch_size": 7}
+    net = make(**params, iterator_train__num_workers=workers)
+    net.fit(X, NAMES, sample_weight=weights)
+    train, valid = split(net.get_dataset(X, INDEX), INDEX)
+    rows = np.repeat(train.indices, weights[train.indices])
+    truth = relative_flatness(net, X[rows], NAMES[rows])
+    assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
+
+    rows = [valid.indices[:7], valid.indices[7:]]  # two batches
+    losses = []
+    for part in rows:
+        log_p = np.log(net.predict_proba(X[part]))[np.arange(len(part)), INDEX[part]]
+        losses.append(-np.average(log_p, weights=weights[part]))
+    mean = np.average(losses, weights=[len(part) for part in rows])
+    assert net.history[-1, "valid_loss"] == pytest.approx(mean, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [list, np.float32, np.int64, "series", "tensor"])
+def test_weights_of_any_kind(kind):
+    import pandas as pd
+
+    make_weights = {
+        list: WEIGHTS.tolist,
+        "series": lambda: pd.Series(WEIGHTS, index=range(100, 130)),
+        "tensor": lambda: torch.tensor(WEIGHTS),
+    }.get(kind, lambda: WEIGHTS.astype(kind))
+    given = make_weights()
+    before = copy.deepcopy(given)
+    net = make().fit(X, NAMES, sample_weight=given)
+    same(net, make().fit(X, NAMES, sample_weight=WEIGHTS.astype(float)))
+    assert list(given) == list(before)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (np.ones(29), r"sample_weight must have shape \(30,\), one weight per sample, got \(29,\)"),
+        (np.ones((30, 1)), r"sample_weight must have shape \(30,\)"),
+        (1.0, r"sample_weight must have shape \(30,\)"),
+        (np.zeros(30), "must be finite, not negative, and not all zero"),
+        (np.r_[-1.0, np.ones(29)], "must be finite, not negative"),
+        (np.r_[np.nan, np.ones(29)], "must be finite, not negative"),
+    ],
+    ids=["length", "matrix", "number", "zeros", "negative", "nan"],
+)
+def test_refuses_weights(weights, message):
+    net = make().fit(X, NAMES)
+    before = net.predict(X).tolist()
+    for fit in (net.fit, net.partial_fit):
+        with pytest.raises(ValueError, match=message):
+            fit(X, NAMES, sample_weight=weights)
+    with pytest.raises(ValueError, match=message):
+        net.fit(X[:, :2], INDEX, sample_weight=weights)
+    assert net.predict(X).tolist() == before
+
+
+def test_refuses_a_collate_function():
+    net = make(iterator_train__collate_fn=torch.utils.data.default_collate).fit(X, NAMES)
+    with pytest.raises(ValueError, match="which iterator_train__collate_fn may not expect"):
+        net.fit(X, NAMES, sample_weight=WEIGHTS)
+
+
+def test_training_goes_on_with_other_weights():
+    net = make(batch_size=-1).partial_fit(X, NAMES, sample_weight=WEIGHTS)
+    net.partial_fit(X, NAMES).partial_fit(X, NAMES, sample_weight=WEIGHTS)
+    by_hand = make(batch_size=-1).fit(X[ROWS], NAMES[ROWS])
+    by_hand.partial_fit(X, NAMES).partial_fit(X[ROWS], NAMES[ROWS])
+    same(net, by_hand, rtol=1e-10, atol=1e-12)
+    warm = make(batch_size=-1, warm_start=True)
+    for weights in (WEIGHTS, None, WEIGHTS):
+        warm.fit(X, NAMES, sample_weight=weights)
+    same(warm, net)
+
+
+# -- in scikit-learn and skorch ----------------------------------------------------------
+
+
+def test_in_pipelines_and_searches():
+    pipe = make_pipeline(StandardScaler(), make())
+    name = "relativeflatnessregularizedclassifier__"
+    pipe.fit(X, NAMES, **{f"{name}sample_weight": WEIGHTS})
+    same(pipe[-1], make().fit(StandardScaler().fit_transform(X), NAMES, sample_weight=WEIGHTS))
+    search = GridSearchCV(make(), {"lr": [0.01, 0.1]}, cv=2, error_score="raise")
+    search.fit(X, NAMES, sample_weight=WEIGHTS)
+    same(
+        search.best_estimator_,
+        make(**search.best_params_).fit(X, NAMES, sample_weight=WEIGHTS),
+    )
+
+
+def test_metadata_routing():
+    with config_context(enable_metadata_routing=True):
+        params = {"cv": 2, "return_estimator": True, "params": {"sample_weight": WEIGHTS}}
+        with pytest.raises(ValueError, match="sample_weight.* but are not explicitly set"):
+            cross_validate(make(), X, NAMES, **params)
+        nets = {
+            asked: cross_validate(
+                make()
+                .set_fit_request(sample_weight=asked)
+                .set_score_request(sample_weight=not asked),
+                X,
+                NAMES,
+                **params,
+            )["estimator"][0]
+            for asked in (True, False)
+        }
+        requests = make().set_partial_fit_request(sample_weight=True).get_metadata_routing()
+        assert "sample_weight" in str(requests)
+    half = cross_validate(
+        make(), X, NAMES, cv=2, return_estimator=True, params={"sample_weight": WEIGHTS}
+    )["estimator"][0]
+    same(nets[True], half)
+    same(nets[False], cross_validate(make(), X, NAMES, cv=2, return_estimator=True)["estimator"][0])
+
+
+def test_checkpoints_in_training_have_no_weights(tmp_path):
+    checkpoint = Checkpoint(dirname=tmp_path, monitor=None, f_pickle="net.pkl")
+    net = make(callbacks=[checkpoint]).fit(X, NAMES, sample_weight=WEIGHTS)
+    with open(tmp_path / "net.pkl", "rb") as file:
+        saved = pickle.load(file)
+    assert not [name for name in vars(saved) if "weights" in name]
+    same(saved, net)
+    assert not [name for name in vars(net) if "weights" in name]
+    same(clone(net).set_params(callbacks=None).fit(X, NAMES), make().fit(X, NAMES))
+
+
+class Batches(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_batch_begin(self, net, batch=None, **kwargs):
+        self.seen.append(batch)
+
+    on_batch_end = on_grad_computed = on_batch_begin
+
+
+def test_callbacks_see_plain_batches():
+    batches = Batches()
+    scores = [
+        (
+            f"{train} {caching}",
+            EpochScoring(
+                "accuracy", name=f"{train} {caching}", on_train=train, use_caching=caching
+            ),
+        )
+        for train in (True, False)
+        for caching in (True, False)
+    ]
+    params = {"train_split": ValidSplit(3), "callbacks": [batches, *scores]}
+    net = make(**params).fit(X, NAMES, sample_weight=WEIGHTS)
+    assert batches.seen
+    assert all(isinstance(y, torch.Tensor) and not isinstance(y, tuple) for _, y in batches.seen)
+    _, valid = ValidSplit(3)(net.get_dataset(X, INDEX))
+    for name in ("False True", "False False", "valid_acc"):
+        assert net.history[-1, name] == net.score(X[valid.indices], NAMES[valid.indices])
+
+
+def test_callbacks_of_convergence_weigh_samples():
+    stop = StopAtLoss(1e-9)
+    net = make(callbacks=[stop]).fit(X, NAMES, sample_weight=WEIGHTS)
+    log_p = np.log(net.predict_proba(X))[np.arange(30), INDEX]
+    loss = -np.average(log_p, weights=WEIGHTS)
+    assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradient_norm_weighs_samples(reduction):
+    net = make(batch_size=-1, criterion__reduction=reduction, lr=1e-3)
+    norms = []
+
+    class Norm(Callback):
+        def on_epoch_end(self, net, dataset_train=None, **kwargs):
+            norms.append(gradient_norm(net, dataset_train))
+
+    net.set_params(callbacks=[Norm()], max_epochs=1)
+    net.fit(X, NAMES, sample_weight=WEIGHTS)
+    clone(net).fit(X[ROWS], NAMES[ROWS])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
