@@ -7,7 +7,7 @@ import pkgutil
 import re
 
 import pytest
-from numpydoc.validate import Validator, validate
+from numpydoc.validate import validate
 
 import relflat_sk
 
@@ -32,7 +32,7 @@ EVERYWHERE = {
 }
 AT_THE_DOORS = EVERYWHERE | {"GL03", "GL06", "GL07", "SS02", "SS04", "SS05", "PR05", "PR06", "RT03"}
 DOORS = [
-    getattr(importlib.import_module(f"relflat_sk.{door}"), "__all__")
+    importlib.import_module(f"relflat_sk.{door}").__all__
     for door in ("measures", "training", "theory", "minima", "plots", "search")
 ]
 PUBLIC = {name for names in DOORS for name in names}
