@@ -23,8 +23,8 @@ from relflat_sk import (
     label_constancy,
     relative_flatness,
     reparameterize,
+    representativeness,
 )
-from relflat_sk.theory import _representativeness as representativeness
 from tests.cases import mlp
 
 CROSS_ENTROPY = {"criterion": nn.CrossEntropyLoss()}
