@@ -1,18 +1,14 @@
-"""Users' models as a network with its loss."""
+"""Users' models as a network with its loss and data."""
 
-from relflat_sk._models.network_of import (
-    CRITERION_ALONE,
-    DataOptions,
-    final_estimator,
-    skorch_batches,
-    skorch_network,
-    to_network,
-)
+from relflat_sk._models.network_of import final_estimator, name_layer, to_network
+from relflat_sk._models.options import DataOptions
+from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skorch_network
 
 __all__ = [
     "CRITERION_ALONE",
     "DataOptions",
     "final_estimator",
+    "name_layer",
     "skorch_batches",
     "skorch_network",
     "to_network",

@@ -1,10 +1,10 @@
 r"""Fitted scikit-learn estimators as torch modules: their network, loss and targets.
 
-scikit-learn keeps the weights of a network or generalised linear model in arrays.
-`to_torch` copies them into a module that computes, in float64, what the estimator
-computes *before* its link function, so that everything that measures a torch network
-measures these estimators too. One row per type and loss, with ``z`` what the module
-returns, ``t`` the target and ``mu`` the prediction:
+scikit-learn keeps the weights of a network or generalised linear model in arrays. `to_torch`
+copies these weights into a module, in float64. The module computes what the estimator
+computes *before* its link function, so that all measures of torch networks apply to these
+estimators too. The table has one row per type and loss; ``z`` is the module's output, ``t``
+the target and ``mu`` the prediction:
 
 ==================  ===========================  =======================================
 estimator           loss                         criterion
@@ -24,20 +24,19 @@ MLPRegressor        squared_error                ``MSELoss``
 \                   poisson, ``mu = exp(z)``     ``PoissonNLLLoss(log_input=True)``
 ==================  ===========================  =======================================
 
-The criteria are torch's, with torch's constants, so that values compare across models:
-a squared error has no factor 1/2, several outputs (one-vs-rest classes, labels, targets)
-are averaged where scikit-learn sums some of them, and the Poisson loss leaves out what
-depends on the targets alone. Only losses are translated: neither weight decay nor sample
-weights are in the criterion, class weights are.
+The criteria are torch's, with torch's constants, so that values compare across models. A
+squared error has no factor 1/2. Several outputs (one-vs-rest classes, labels, targets) are
+averaged, where scikit-learn sums some of them. The Poisson loss leaves out the terms that
+depend on the targets alone. The criterion includes class weights, but neither weight decay
+nor sample weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.sparse import issparse
 from sklearn.linear_model import (
@@ -49,8 +48,6 @@ from sklearn.linear_model import (
     SGDRegressor,
 )
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.utils import check_array, column_or_1d
-from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
@@ -58,30 +55,38 @@ from relflat_sk._models.sklearn_losses import (
     MLP_REGRESSION_LOSSES,
     SGD_CLASSIFICATION_LOSSES,
     SGD_REGRESSION_LOSSES,
-    own_loss,
+    fitted_loss,
+)
+from relflat_sk._models.sklearn_targets import (
+    Array,
+    binary_targets,
+    class_indices,
+    class_weights,
+    label_indicators,
+    one_hot,
+    regression_targets,
+    two_class_criterion,
 )
 
 __all__ = ["TorchModel", "to_torch"]
 
-Array = npt.NDArray[Any]
-
 
 @dataclass(frozen=True)
 class TorchModel:
-    """What a fitted estimator computes, in torch.
+    """A fitted estimator in torch: its network, its loss and the encoding of its targets.
 
-    Attributes
+    Parameters
     ----------
     module : nn.Module
         Maps float64 inputs of shape ``(n, n_features)`` to outputs of shape ``(n, k)``:
         logits, linear predictors or regression outputs, before any link function. Its
-        last layer is a linear one, and that layer's output is the module's.
+        last layer is a linear layer, whose output is the module's.
     criterion : nn.Module
         The loss the estimator was fitted with, as ``criterion(outputs, targets)``.
     encode_target : callable
-        Turns labels ``y`` as the user has them into the criterion's targets, an array:
-        class indices (int64, of shape ``(n,)``) for ``CrossEntropyLoss``, floats of
-        shape ``(n, k)`` otherwise.
+        Turns the user's labels ``y`` into the criterion's targets, an array: class indices
+        (int64, of shape ``(n,)``) for ``CrossEntropyLoss``, floats of shape ``(n, k)``
+        otherwise.
     """
 
     module: nn.Module
@@ -97,16 +102,16 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
     estimator : estimator
         A fitted estimator of one of the types in the module's table, or of a subclass.
     y : array-like of shape (n,), default=None
-        Labels that are to be measured on. Only ``class_weight="balanced"`` asks for them:
-        the weights are made from their frequencies, since fitted estimators do not keep
-        those of their training labels. On the training labels they are what the estimator
-        was fitted with.
+        Labels of the data to measure on. Only ``class_weight="balanced"`` needs them: the
+        weights follow from the frequencies of these labels, since fitted estimators do not
+        keep those of their training labels. With the training labels, the weights are the
+        ones that the estimator was fitted with.
 
     Returns
     -------
     TorchModel
-        Module, criterion and target encoding; nothing in it shares memory with the
-        estimator, and making it draws no random number.
+        Module, criterion and target encoding. They share no memory with the estimator, and
+        making them draws no random numbers.
 
     Raises
     ------
@@ -148,7 +153,7 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
 
 @singledispatch
 def _convert(estimator: Any, y: Any) -> TorchModel:
-    """Refuse whatever has no converter below."""
+    """Refuse estimators that have no converter below."""
     known = sorted(kind.__name__ for kind in _convert.registry if kind is not object)
     raise TypeError(
         f"a {type(estimator).__name__} is not a network that can be read from its "
@@ -165,54 +170,52 @@ def _least_squares(estimator: Any, y: Any) -> TorchModel:
 
 @_convert.register(SGDRegressor)
 def _sgd_regressor(estimator: Any, y: Any) -> TorchModel:
-    return _linear_regressor(estimator, own_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
+    return _linear_regressor(estimator, fitted_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
 
 
 @_convert.register(LogisticRegression)
 def _logistic_regression(estimator: Any, y: Any) -> TorchModel:
-    classes = estimator.classes_
-    module = _network([(estimator.coef_, estimator.intercept_)])
-    weights = _class_weights(estimator, y)
-    if len(classes) == 2:
-        return TorchModel(
-            module,
-            _two_class_criterion(nn.BCEWithLogitsLoss, weights),
-            partial(_binary_targets, classes=classes),
-        )
-    return TorchModel(
-        module,
-        nn.CrossEntropyLoss(weight=None if weights is None else torch.as_tensor(weights)),
-        partial(_class_indices, classes=classes),
-    )
+    """Use one logit for two classes, and softmax for more."""
+    weights = class_weights(estimator, y)
+    if len(estimator.classes_) == 2:
+        return _two_classes(estimator, nn.BCEWithLogitsLoss, weights)
+    criterion = nn.CrossEntropyLoss(weight=None if weights is None else torch.as_tensor(weights))
+    encode = partial(class_indices, classes=estimator.classes_)
+    return TorchModel(_linear_network(estimator), criterion, encode)
 
 
 @_convert.register(SGDClassifier)
 def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
-    classes = estimator.classes_
-    criterion = own_loss(estimator, SGD_CLASSIFICATION_LOSSES)(estimator)
-    weights = _class_weights(estimator, y)
-    module = _network([(estimator.coef_, estimator.intercept_)])
-    if len(classes) == 2:
-        return TorchModel(
-            module,
-            _two_class_criterion(criterion, weights),
-            partial(_binary_targets, classes=classes),
-        )
-    # one against the rest: class i weighs c_i in its own problem, the rest weigh 1
+    """Use one score for two classes, and one score per class, against the rest, for more."""
+    criterion = fitted_loss(estimator, SGD_CLASSIFICATION_LOSSES)(estimator)
+    weights = class_weights(estimator, y)
+    if len(estimator.classes_) == 2:
+        return _two_classes(estimator, criterion, weights)
+    # class i weighs c_i in its own problem, in which all other classes weigh 1
     pos_weight = None if weights is None else torch.as_tensor(weights)
-    return TorchModel(module, criterion(pos_weight=pos_weight), partial(_one_hot, classes=classes))
+    encode = partial(one_hot, classes=estimator.classes_)
+    return TorchModel(_linear_network(estimator), criterion(pos_weight=pos_weight), encode)
+
+
+def _two_classes(
+    estimator: Any, criterion: Callable[..., nn.Module], weights: Array | None
+) -> TorchModel:
+    """Convert a linear classifier of two classes, which has one output."""
+    encode = partial(binary_targets, classes=estimator.classes_)
+    return TorchModel(_linear_network(estimator), two_class_criterion(criterion, weights), encode)
 
 
 @_convert.register(MLPClassifier)
 def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
+    """Use softmax for classes, and one logit for two classes or for each of several labels."""
     module = _mlp(estimator)
     if estimator.out_activation_ == "softmax":
-        encode = partial(_class_indices, classes=estimator.classes_)
+        encode = partial(class_indices, classes=estimator.classes_)
         return TorchModel(module, nn.CrossEntropyLoss(), encode)
     if estimator.n_outputs_ == 1:
-        encode = partial(_binary_targets, classes=estimator.classes_)
+        encode = partial(binary_targets, classes=estimator.classes_)
     else:
-        encode = partial(_label_indicators, n_labels=estimator.n_outputs_)
+        encode = partial(label_indicators, n_labels=estimator.n_outputs_)
     return TorchModel(module, nn.BCEWithLogitsLoss(), encode)
 
 
@@ -220,18 +223,23 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
 def _mlp_regressor(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(
         _mlp(estimator),
-        own_loss(estimator, MLP_REGRESSION_LOSSES)(estimator),
-        partial(_regression_targets, n_outputs=estimator.n_outputs_),
+        fitted_loss(estimator, MLP_REGRESSION_LOSSES)(estimator),
+        partial(regression_targets, n_outputs=estimator.n_outputs_),
     )
 
 
 def _linear_regressor(estimator: Any, criterion: nn.Module) -> TorchModel:
-    layer = _linear(estimator.coef_, estimator.intercept_)
-    encode = partial(_regression_targets, n_outputs=layer.out_features)
-    return TorchModel(nn.Sequential(layer).eval(), criterion, encode)
+    module = _linear_network(estimator)
+    encode = partial(regression_targets, n_outputs=module[0].out_features)
+    return TorchModel(module, criterion, encode)
+
+
+def _linear_network(estimator: Any) -> nn.Sequential:
+    return _network([(estimator.coef_, estimator.intercept_)])
 
 
 def _mlp(estimator: Any) -> nn.Sequential:
+    """Copy the layers of an MLP."""
     # scikit-learn multiplies from the right: its weights are torch's transposed
     layers = [
         (coef.T, intercept)
@@ -262,103 +270,12 @@ def _network(
 
 
 def _linear(coef: Any, intercept: Any) -> nn.Linear:
-    """Make a linear layer of (d, m) or (m,) coefficients and d intercepts, or one for all."""
+    """Make a linear layer from (d, m) or (m,) coefficients and d intercepts, or one for all."""
     dense = coef.toarray() if issparse(coef) else coef  # after estimator.sparsify()
     weight = np.array(dense, dtype=np.float64, ndmin=2)
     d, m = weight.shape
     bias = np.array(np.broadcast_to(np.ravel(intercept), (d,)), dtype=np.float64)
-    layer = nn.Linear(m, d, device="meta")  # draws no random numbers for values not kept
+    layer = nn.Linear(m, d, device="meta")  # no random numbers for initial weights
     layer.weight = nn.Parameter(torch.from_numpy(weight))
     layer.bias = nn.Parameter(torch.from_numpy(bias))
     return layer
-
-
-# -- class weights --------------------------------------------------------------------------
-
-
-def _class_weights(estimator: Any, y: Any) -> Array | None:
-    """Compute the weight of each class, in the order of ``classes_``, or None for all 1."""
-    if estimator.class_weight is None:
-        return None
-    classes = estimator.classes_
-    if isinstance(estimator.class_weight, Mapping):
-        weights = compute_class_weight(estimator.class_weight, classes=classes, y=classes)
-        return np.asarray(weights, dtype=np.float64)
-    if y is None:
-        raise ValueError(
-            f'{type(estimator).__name__}(class_weight="balanced") weighs classes by their '
-            "frequencies, which takes labels: pass y."
-        )
-    return _balanced_weights(np.bincount(_class_indices(y, classes), minlength=len(classes)))
-
-
-def _balanced_weights(counts: Array) -> Array:
-    """Weigh classes that occur inversely to their counts, the samples' mean weight being 1."""
-    present = counts > 0
-    weights = np.ones(len(counts))  # of classes without samples: any number will do
-    weights[present] = counts.sum() / (present.sum() * counts[present])
-    return weights
-
-
-def _two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | None) -> nn.Module:
-    """Give a criterion of one output the weights of its negative and positive class."""
-    if weights is None:
-        return criterion()
-    if weights[0] == 0:
-        raise ValueError(
-            "the first of two classes has class weight 0: a loss of positive samples alone "
-            "has no minimum to be flat or sharp at. Give both classes a positive weight."
-        )
-    return criterion(
-        weight=torch.as_tensor(weights[:1]),
-        pos_weight=torch.as_tensor(weights[1:] / weights[0]),
-    )
-
-
-# -- targets --------------------------------------------------------------------------------
-
-
-def _class_indices(y: Any, classes: Array) -> Array:
-    """Find each label among the classes, which may be of any type."""
-    index = {label: i for i, label in enumerate(classes.tolist())}
-    labels = column_or_1d(y).tolist()
-    try:
-        return np.array([index[label] for label in labels], dtype=np.int64)
-    except KeyError:
-        unseen = sorted({label for label in labels if label not in index}, key=str)
-        raise ValueError(
-            f"y has labels the estimator was not fitted on, such as {unseen[:5]}; it knows "
-            f"{list(index)}."
-        ) from None
-
-
-def _binary_targets(y: Any, classes: Array) -> Array:
-    return _class_indices(y, classes).astype(np.float64)[:, None]
-
-
-def _one_hot(y: Any, classes: Array) -> Array:
-    return np.eye(len(classes))[_class_indices(y, classes)]
-
-
-def _label_indicators(y: Any, n_labels: int) -> Array:
-    """Check a label indicator matrix, sparse or dense."""
-    dense = y.toarray() if issparse(y) else y
-    indicators: Array = check_array(dense, dtype=np.float64, input_name="y")
-    if indicators.shape[1] != n_labels or not np.isin(indicators, [0, 1]).all():
-        raise ValueError(
-            f"y has shape {indicators.shape} and values {np.unique(indicators)[:5]}, expected "
-            f"a label indicator matrix of shape (n, {n_labels}) with values 0 and 1."
-        )
-    return indicators
-
-
-def _regression_targets(y: Any, n_outputs: int) -> Array:
-    """Bring finite regression targets into shape (n, n_outputs)."""
-    targets: Array = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
-    columns = targets[:, None] if targets.ndim == 1 else targets
-    if columns.shape[1] != n_outputs:
-        raise ValueError(
-            f"y has shape {targets.shape}, but the estimator was fitted on {n_outputs} "
-            f"target{'s' if n_outputs > 1 else ''}: expected (n, {n_outputs})."
-        )
-    return columns

@@ -1,4 +1,4 @@
-"""The losses scikit-learn fits by, as criteria of torch: those torch lacks, and all by name.
+"""scikit-learn's losses as torch criteria, found by the name that the estimator has for them.
 
 Criteria of classifiers take scores before any link function and targets of 0 and 1, and
 weigh classes as ``BCEWithLogitsLoss`` does.
@@ -18,19 +18,19 @@ __all__ = [
     "SGD_REGRESSION_LOSSES",
     "MarginLoss",
     "SquaredEpsilonInsensitiveLoss",
-    "own_loss",
+    "fitted_loss",
 ]
 
 _Loss = TypeVar("_Loss")
 
 
-def _keep(losses: Tensor) -> Tensor:
+def _unreduced(losses: Tensor) -> Tensor:
     return losses
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
-    "none": _keep,
+    "none": _unreduced,
     "sum": torch.sum,
 }
 
@@ -73,20 +73,31 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
         return f"epsilon={self.epsilon}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of predictions and targets of the same shape."""
+        """Compute the loss of predictions.
+
+        Parameters
+        ----------
+        input, target : Tensor
+            Predictions and true values, of the same shape and in the unit of the targets.
+
+        Returns
+        -------
+        Tensor of shape (), or of the input's shape if nothing is reduced
+            The loss, in the targets' unit squared.
+        """
         losses = _squared_epsilon_insensitive(input - target, self.epsilon)
         return REDUCTIONS[self.reduction](losses)
 
 
 class MarginLoss(nn.Module):
-    """A function of the margin ``s z``, where ``s`` is 1 for positives and -1 otherwise.
+    """Loss as a function of the margin ``s z``, with ``s`` 1 for positives and -1 otherwise.
 
     Parameters
     ----------
     of_margin : callable
         Elementwise function of the margins, as a tensor of losses.
     weight, pos_weight : Tensor of shape (k,), default=None
-        Factors of every loss and of those of positives, as ``BCEWithLogitsLoss`` has them.
+        Factors of all losses, and of the losses of positives, as in ``BCEWithLogitsLoss``.
     reduction : {"mean", "sum", "none"}, default="mean"
         As for torch's losses; the mean is over all elements.
 
@@ -119,7 +130,20 @@ class MarginLoss(nn.Module):
         self.reduction = _check_reduction(reduction)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of scores of shape (n, k) and targets of 0 and 1."""
+        """Compute the loss of scores.
+
+        Parameters
+        ----------
+        input : Tensor of shape (n, k)
+            Scores, before any link function.
+        target : Tensor of shape (n, k)
+            1 for positives, 0 for negatives.
+
+        Returns
+        -------
+        Tensor of shape (), or (n, k) if nothing is reduced
+            The loss.
+        """
         losses = self.of_margin((2 * target - 1) * input)
         if self.pos_weight is not None:
             losses = losses * (1 + (self.pos_weight - 1) * target)
@@ -152,9 +176,9 @@ def _squared_epsilon_insensitive_margin(margin: Tensor, epsilon: float) -> Tenso
     return _squared_epsilon_insensitive(1 - margin, epsilon)
 
 
-# Loss by name, as a function of the estimator (some have parameters). The classifier's are
-# criteria yet to be given class weights. scikit-learn codes classes as -1 and 1, so that a
-# residual of a classifier is 1 - margin up to its sign.
+# From the name of a loss to a function of the estimator, whose parameters some losses need. For
+# classifiers the function returns a class, which is called with the class weights.
+# scikit-learn codes classes as -1 and 1: the residual of a classifier is 1 - margin, up to sign.
 SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
     "huber": lambda sgd: partial(MarginLoss, partial(_huber, delta=sgd.epsilon)),
     "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
@@ -176,8 +200,26 @@ MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def own_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
-    """Look up the loss an estimator was fitted with, or say why it has no flatness."""
+def fitted_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
+    """Look up the loss that an estimator was fitted with.
+
+    Parameters
+    ----------
+    estimator : estimator
+        A fitted estimator with the parameter `loss`.
+    losses : dict of str to callable
+        The losses that can be measured, by name.
+
+    Returns
+    -------
+    callable
+        The entry of `losses`.
+
+    Raises
+    ------
+    ValueError
+        If the loss is not among them, and so piecewise linear.
+    """
     try:
         return losses[estimator.loss]
     except KeyError:

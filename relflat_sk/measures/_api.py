@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Layer, Network, find_layer
+from relflat_sk._models import DataOptions, name_layer, to_network
+from relflat_sk._network import Layer, Network
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._flatness import (
@@ -220,10 +220,7 @@ def evaluate(  # noqa: PLR0913
     check_name(name)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
-    if not isinstance(layer, int | np.integer | str) and device is not None:
-        # the module may have been copied to the device; the name is the same there
-        layer = find_layer(to_network(model, X, y, DataOptions(criterion)).module, layer)
-    return next(iter(_measure(network, [name], [layer], **params).values()))
+    return next(iter(_measure(network, [name], [name_layer(model, layer)], **params).values()))
 
 
 def measure(

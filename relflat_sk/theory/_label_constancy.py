@@ -9,7 +9,7 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import Layer, borrowed, find_layer, tap
 from relflat_sk.measures import layer_names
 
@@ -101,9 +101,7 @@ def _features(
     features: list[Tensor] = []
     labels: list[Tensor] = []
     with borrowed(network.module):
-        own = to_network(model, X, y, DataOptions(options.criterion)).module
-        at = layer if isinstance(layer, int | np.integer | str) else find_layer(own, layer)
-        name = find_layer(network.module, at, layer_names(network))
+        name = find_layer(network.module, name_layer(model, layer), layer_names(network))
         for batch in network.batches():
             if batch.y is None:
                 raise ValueError("y is needed: the labels to compare. Pass y.")

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Layer, borrowed, find_layer
+from relflat_sk._models import DataOptions, name_layer, to_network
+from relflat_sk._network import Layer, borrowed
 from relflat_sk._random import make_generator
 from relflat_sk.theory._feature_moves import Site, find_site, make_scheme, move_features
 
@@ -33,12 +33,8 @@ def open_network(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions)
         If there are no labels.
     """
     network = to_network(model, X, y, options)
-    if not isinstance(layer, int | np.integer | str) and options.device is not None:
-        # the module may have been copied to the device; the name is the same there
-        own = to_network(model, X, y, DataOptions(options.criterion))
-        layer = find_layer(own.module, layer)
     with borrowed(network.module):
-        return find_site(network, layer)
+        return find_site(network, name_layer(model, layer))
 
 
 def check_delta(delta: Any) -> float:

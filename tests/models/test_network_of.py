@@ -19,12 +19,13 @@ from skorch.helper import SliceDict
 from torch import nn
 
 from relflat_sk import (
+    LayerNotFoundError,
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     relative_flatness,
 )
-from relflat_sk._models.network_of import final_estimator
+from relflat_sk._models import DataOptions, final_estimator, name_layer, to_network
 from relflat_sk.measures._api import evaluate
 
 CE = nn.CrossEntropyLoss()
@@ -230,3 +231,25 @@ def test_a_compiled_module_runs_uncompiled():
     assert relative_flatness(compiled, X, Y, criterion=CE) == relative_flatness(
         module, X, Y, criterion=CE
     )
+
+
+@pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])
+def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device(kind):
+    net = fitted(NeuralNetClassifier)
+    pipeline = Pipeline([("scale", StandardScaler().fit(X32)), ("net", net)])
+    search = GridSearchCV(pipeline, {})
+    search.best_estimator_ = pipeline
+    model = {"module": net.module_, "net": net, "pipeline": pipeline, "search": search}[kind]
+    network = to_network(model, X32, Y, DataOptions(CE, device="meta"))
+    assert network.device.type == "meta"
+    assert net.module_[2].weight.device.type == "cpu"
+    assert name_layer(model, net.module_[2]) == "2"
+    assert name_layer(model, -1) == -1
+    with pytest.raises(LayerNotFoundError, match="not part of the network"):
+        name_layer(model, nn.Linear(8, 3))
+
+
+def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
+    model = LogisticRegression().fit(X, Y)
+    with pytest.raises(LayerNotFoundError, match="not part of the network"):
+        relative_flatness(model, X, Y, layer=nn.Linear(4, 3), device="cpu")

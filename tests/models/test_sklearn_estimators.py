@@ -504,7 +504,7 @@ OWN_LOSSES |= {
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_own_losses_can_be_differentiated_twice(name):
+def test_losses_can_be_differentiated_twice(name):
     criterion = OWN_LOSSES[name]
     inputs = Z.clone().requires_grad_()
     torch.autograd.gradcheck(lambda z: criterion(z, T), inputs)
@@ -514,7 +514,7 @@ def test_own_losses_can_be_differentiated_twice(name):
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_own_losses_reduce_as_torch_does(name):
+def test_losses_reduce_as_torch_does(name):
     criterion = copy.deepcopy(OWN_LOSSES[name])
     mean = criterion(Z, T)
     criterion.reduction = "none"

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relflat_sk import LayerFlatnessDisplay, SharpnessKLDisplay, flatness_report
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models import DataOptions, to_network
 from relflat_sk.measures._sharpness.sharpness import sharpness_curve
 
 X, y = load_iris(return_X_y=True)
