@@ -10,12 +10,11 @@ from relflat_sk._network.batches import (
     floating_parameter,
     make_batches,
 )
+from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.layer_maps import LayerMap, chosen, layer_map
 from relflat_sk._network.layers import (
     WEIGHT_LAYERS,
     Layer,
-    Tap,
-    call_order,
     check_layer,
     check_thrice,
     check_unshared,
@@ -24,7 +23,6 @@ from relflat_sk._network.layers import (
     hands_on,
     is_piecewise_linear,
     primary_output,
-    tap,
     weight_layers,
 )
 from relflat_sk._network.network import (
@@ -37,6 +35,15 @@ from relflat_sk._network.network import (
     sample_weight,
 )
 from relflat_sk._network.norm_layers import explicit_norms, find_norm_layers
+from relflat_sk._network.recording import (
+    LayerRecord,
+    Recorder,
+    keep_copies,
+    keep_graph,
+    layer_input,
+    record_order,
+    record_tail,
+)
 
 __all__ = [
     "WEIGHT_LAYERS",
@@ -44,11 +51,12 @@ __all__ = [
     "Batches",
     "Layer",
     "LayerMap",
+    "LayerRecord",
     "Network",
     "Outcome",
-    "Tap",
+    "Recorder",
+    "ReplacedForwards",
     "borrowed",
-    "call_order",
     "cast_inputs",
     "check_layer",
     "check_thrice",
@@ -63,14 +71,19 @@ __all__ = [
     "find_norm_layers",
     "floating_parameter",
     "hands_on",
+    "has_own_forward",
     "is_piecewise_linear",
+    "keep_copies",
+    "keep_graph",
+    "layer_input",
     "layer_map",
     "make_batches",
     "mean_loss",
     "outcome_of",
     "outcomes",
     "primary_output",
+    "record_order",
+    "record_tail",
     "sample_weight",
-    "tap",
     "weight_layers",
 ]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
+
 __all__ = ["InProjection", "explicit_attention"]
 
 
@@ -56,13 +58,12 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         for attention in found:
             attention._modules["in_proj"] = InProjection(attention)
-            attention.__dict__["forward"] = partial(_attend, attention)
-        yield
+        with ReplacedForwards((attention, partial(_attend, attention)) for attention in found):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for attention in found:
             attention._modules.pop("in_proj", None)
-            attention.__dict__.pop("forward", None)
 
 
 def _usual(attention: nn.MultiheadAttention) -> bool:
@@ -70,7 +71,7 @@ def _usual(attention: nn.MultiheadAttention) -> bool:
         attention._qkv_same_embed_dim
         and attention.bias_k is None
         and not attention.add_zero_attn
-        and "forward" not in attention.__dict__
+        and not has_own_forward(attention)
     )
 
 

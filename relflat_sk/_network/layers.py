@@ -1,12 +1,10 @@
-"""Find a layer in a network, and see what goes through it in a forward pass.
+"""Find a layer in a network, and what lies between it and the loss.
 
 What lies between the layer and the loss is read off the graph that autograd records from
 the layer's output to the network's, not guessed from the kind of module: see `find_link`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from relflat_sk.exceptions import LayerNotFoundError
 
 __all__ = [
     "Layer",
-    "Tap",
     "check_thrice",
     "check_unshared",
     "find_layer",
@@ -26,7 +23,6 @@ __all__ = [
     "hands_on",
     "is_piecewise_linear",
     "primary_output",
-    "tap",
     "weight_layers",
 ]
 
@@ -193,101 +189,6 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
     return f"Layers with a weight matrix: {listed}."
 
 
-@dataclass
-class Tap:
-    """What one forward pass sent through a layer."""
-
-    features: Tensor | None = None  # what the layer received
-    z: Tensor | None = None  # what it put out; without graph where measuring
-    passed_on: Tensor | None = None  # the same where measuring, with the graph of the tail
-    bump: Tensor | None = None  # zeros added to its output where measuring; requires grad
-    node: Any = None  # the autograd node at which the tail of the network starts
-    output_nr: int = 0  # which of the node's outputs that was, also if z is overwritten
-    calls: int = 0
-    version: int = 0  # of `features`, to notice when they are written over
-
-    def check(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return features and output, if the layer was used exactly once.
-
-        Raises
-        ------
-        ValueError
-            If the layer was not called, or more than once, or its input is overwritten.
-        """
-        if self.calls != 1 or self.features is None or self.z is None:
-            raise ValueError(
-                f"layer {name!r} was called {self.calls} times in one forward pass; flatness "
-                "is that of a layer which is used exactly once. Measure another layer."
-            )
-        if self.features._version != self.version:
-            raise ValueError(
-                f"what layer {name!r} received was overwritten in place later in the forward "
-                "pass. Replace the in-place operation, or measure another layer."
-            )
-        return self.features, self.z
-
-
-@contextmanager
-def tap(layer: nn.Module, *, tail_only: bool) -> Iterator[Tap]:
-    """Record what goes through a layer while the context is open.
-
-    Parameters
-    ----------
-    layer : nn.Module
-    tail_only : bool
-        True, for measuring: autograd starts at the layer's output, to which zeros are added
-        that can be differentiated by, and records only the tail of the network behind it.
-        False, for training: everything is left as it is.
-
-    Yields
-    ------
-    Tap
-    """
-    seen = Tap()
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        seen.calls += 1
-        features = args[0] if args else next(iter(kwargs.values()))
-        seen.features, seen.version = features, features._version
-        if not tail_only:
-            seen.z, seen.node = output, output.grad_fn
-            return None
-        seen.features = features.detach()  # shares its version counter
-        seen.z = output.detach()
-        seen.bump = torch.zeros_like(seen.z, requires_grad=True)
-        torch.set_grad_enabled(True)  # until the caller's no_grad ends
-        passed_on = output + seen.bump
-        seen.passed_on, seen.node = passed_on, passed_on.grad_fn
-        return passed_on
-
-    handle = layer.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def call_order(module: nn.Module) -> Iterator[list[str]]:
-    """List the names of the weight layers in the order in which they are first called."""
-    order: dict[str, None] = {}
-
-    def remember(name: str) -> Callable[..., None]:
-        return lambda *_: order.setdefault(name)
-
-    names: list[str] = []
-    handles = [
-        layer.register_forward_pre_hook(remember(name))
-        for name, layer in weight_layers(module).items()
-    ]
-    try:
-        yield names
-    finally:
-        for handle in handles:
-            handle.remove()
-        names[:] = order
-
-
 def find_link(output: Tensor, node: Any) -> str | None:
     """Say what the network did between the layer's output and its own.
 
@@ -296,7 +197,7 @@ def find_link(output: Tensor, node: Any) -> str | None:
     output : Tensor
         What the network put out, with its autograd graph.
     node : torch.autograd.graph.Node
-        Where that graph starts: `Tap.node`.
+        Where that graph starts: `LayerRecord.node`.
 
     Returns
     -------
@@ -331,7 +232,7 @@ def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
     output : Tensor of shape (n, d, ...)
         What the criterion takes, classes second.
     node : torch.autograd.graph.Node
-        `Tap.node` of the layer.
+        `LayerRecord.node` of the layer.
     z : Tensor of shape (n, ..., d)
         Its output.
 
@@ -388,7 +289,7 @@ def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bo
     base : Tensor
         Something computed from the layers' outputs.
     *nodes : torch.autograd.graph.Node
-        `Tap.node` of each layer.
+        `LayerRecord.node` of each layer.
     by_batch : bool, default=False
         Take the statistics by which batch norm divides in training for given, so that it
         counts as linear; see `relflat_sk._network.norm_layers`.
@@ -417,7 +318,7 @@ def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
     base : Tensor
         Something computed from the layers' outputs.
     *nodes : torch.autograd.graph.Node
-        `Tap.node` of each layer.
+        `LayerRecord.node` of each layer.
 
     Returns
     -------
@@ -465,7 +366,7 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
     ----------
     base : Tensor
     *nodes : torch.autograd.graph.Node
-        `Tap.node` of each layer.
+        `LayerRecord.node` of each layer.
 
     Raises
     ------

@@ -7,8 +7,7 @@ wrong, without an error. While `explicit_norms` is open, normalisation layers co
 as ever, but are differentiated through their definition.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._numerics import full_precision
 
 __all__ = ["explicit_norms", "find_norm_layers"]
@@ -35,25 +35,23 @@ def find_norm_layers(module: nn.Module) -> list[nn.Module]:
     """
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
              nn.GroupNorm, nn.RMSNorm)  # fmt: skip
-    return [m for m in module.modules() if isinstance(m, kinds) and "forward" not in m.__dict__]
+    return [m for m in module.modules() if isinstance(m, kinds) and not has_own_forward(m)]
 
 
-@contextmanager
-def explicit_norms(layers: Sequence[Any]) -> Iterator[None]:
+def explicit_norms(layers: Sequence[nn.Module]) -> ReplacedForwards:
     """Differentiate these layers through their definition while the context is open.
 
     Parameters
     ----------
     layers : sequence of nn.Module
         From `find_norm_layers`.
+
+    Returns
+    -------
+    ReplacedForwards
+        To be used as a context.
     """
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = partial(_forward, layer)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+    return ReplacedForwards((layer, partial(_forward, layer)) for layer in layers)
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:

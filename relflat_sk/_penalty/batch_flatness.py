@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 from relflat_sk._losses import ClosedForm, Loss, Target, pull_back
 from relflat_sk._network import (
     LayerMap,
-    Tap,
+    LayerRecord,
     check_thrice,
     find_link,
     hands_on,
@@ -42,13 +42,12 @@ from relflat_sk._penalty.random_changes import Directions, rademacher
 __all__ = ["BatchLayer", "batch_flatness"]
 
 
-@dataclass
+@dataclass(slots=True)
 class BatchLayer:
     """A layer and what a training step's forward pass sent through it."""
 
-    name: str
+    record: LayerRecord
     map: LayerMap
-    tap: Tap
     penalised: bool
 
     @property
@@ -64,14 +63,14 @@ class BatchLayer:
         ValueError
             Also if the layer was not used exactly once.
         """
-        seen = self.tap.check(self.name)
-        if self.tap.node is None:
+        features, output = self.record.check()
+        if self.record.node is None:
             raise ValueError(
-                f"there is nothing to train up to layer {self.name!r}: the forward pass ran "
+                f"there is nothing to train up to layer {self.record.name!r}: the forward pass ran "
                 "without gradients, or all parameters up to there are frozen. Penalise a later "
                 "layer; to measure, use relflat_sk.relative_flatness."
             )
-        return seen
+        return features, output
 
 
 def batch_flatness(
@@ -164,10 +163,10 @@ def _closed_form(
     """Features (rows, m) and the curvature in the outputs (rows, d) that belong to them."""
     features, z = layer.check()
     if layer.map.is_flat(features):
-        link = find_link(output, layer.tap.node)
+        link = find_link(output, layer.record.node)
         closed = loss.closed_form(link, full_precision(z), relevant)
         return None if closed is None else (full_precision(features), closed)
-    if not (loss.has_closed_form("identity") and hands_on(output, layer.tap.node, z)):
+    if not (loss.has_closed_form("identity") and hands_on(output, layer.record.node, z)):
         return None
     tokens = full_precision(z).reshape(-1, z.shape[-1])
     closed = loss.closed_form("identity", tokens, loss.per_token(relevant))
@@ -203,8 +202,8 @@ def _estimator(
 ) -> Callable[[], Tensor]:
     """Make what draws estimates of the layers' and samples' weighted ``kappa / (2 m)``."""
     base, curvature = curved
-    nodes = [layer.tap.node for layer in layers]
-    edges = [GradientEdge(layer.tap.node, layer.tap.output_nr) for layer in layers]
+    nodes = [layer.record.node for layer in layers]
+    edges = [GradientEdge(layer.record.node, layer.record.output_nr) for layer in layers]
     directions = [_directions(layer, normalize) for layer in layers]
     if curvature is not None and is_piecewise_linear(base, *nodes, by_batch=True):
         return partial(_by_gradients, base, curvature, edges, directions, weights)
@@ -215,7 +214,7 @@ def _estimator(
 
 
 def _directions(layer: BatchLayer, normalize: bool) -> Directions:
-    features = full_precision(layer.tap.check(layer.name)[0])
+    features = full_precision(layer.record.check()[0])
     spread = _spread(layer.map.channels(features)) if normalize else None
     return Directions(layer.map, features, layer.weight, spread)
 
@@ -270,8 +269,8 @@ def _base(
 ) -> tuple[Tensor, ClosedForm | None]:
     """Find where the table's curvature applies: the output, or the logits before a softmax."""
     base, applies = output, "identity"
-    if not loss.has_closed_form("identity") and last.tap.calls == 1:
-        base, link = last.tap.check(last.name)[1], find_link(output, last.tap.node)
+    if not loss.has_closed_form("identity") and last.record.calls == 1:
+        base, link = last.record.check()[1], find_link(output, last.record.node)
         applies = link or ""
     if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):
         return base, None

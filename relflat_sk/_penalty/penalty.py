@@ -6,7 +6,7 @@ from what the training step's own forward pass sends through the layer: no secon
 and the gradient flows to everything that influences features, weight and predictions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from relflat_sk._losses import Loss, Target, as_criterion
 from relflat_sk._network import (
     Layer,
-    Tap,
+    LayerRecord,
+    Recorder,
     check_unshared,
     check_weights,
     explicit_attention,
     explicit_norms,
     find_layer,
     find_norm_layers,
+    keep_graph,
     layer_map,
     primary_output,
     weight_layers,
@@ -99,7 +101,7 @@ class RelativeFlatnessPenalty:
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
-        self._seen: list[BatchLayer] = []
+        self._recorder: Recorder | None = None
         self._plan: _Plan | None = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -114,32 +116,43 @@ class RelativeFlatnessPenalty:
         -------
         context manager
         """
-        self._seen = []  # nothing old must be taken for new if the forward pass fails
+        self._recorder = None  # if the forward pass fails, nothing of an earlier one is used
         asked, plan = self._asked(), self._plan
-        if plan is not None and plan.is_of(module, asked):
-            return plan.watch(module, self._see)
-        return self._plan_anew(module, asked)
-
-    def _see(self, seen: list[BatchLayer]) -> None:
-        self._seen = seen
+        if plan is None or not plan.is_of(module, asked):
+            return self._make_plan(module, asked)
+        if plan.in_attention or plan.norms:
+            return self._record_explicitly(module, plan)
+        self._recorder = plan.recorder(plan.layers)
+        return self._recorder
 
     @contextmanager
-    def _plan_anew(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
-        # the order of the calls is known only afterwards, so watch all layers; training keeps
-        # what goes into each of them for the backward pass anyway
+    def _record_explicitly(self, module: nn.Module, plan: "_Plan") -> Iterator[None]:
+        """Record a forward pass that runs attention and normalisations step by step."""
+        attention = explicit_attention(module) if plan.in_attention else nullcontext()
+        with attention, explicit_norms(plan.norms):
+            # the projections inside attention are new modules in each step
+            layers = {name: module.get_submodule(name) for name in plan.layers}
+            with plan.recorder(layers) as recorder:
+                yield
+        self._recorder = recorder
+
+    @contextmanager
+    def _make_plan(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
+        """Record all layers in a first forward pass, and find those that later ones need."""
+        # the order of the calls is known only afterwards; training keeps the inputs of all
+        # layers for the backward pass anyway
         parts, norms = list(module.modules()), find_norm_layers(module)
         with explicit_attention(module), explicit_norms(norms):
             layers = weight_layers(module)
             names = _names(module, asked, list(layers))
-            with _Watch(layers, names, lambda seen: None) as watch:
+            with _recorder(layers, names) as recorder:
                 yield
-            order = list(watch.order)
-            penalised = _names(module, asked, order)
+            penalised = _names(module, asked, recorder.order)
             named = dict(module.named_modules())
             for name in penalised:
                 check_unshared(name, named)
-            self._plan = _Plan.make(asked, parts, named, penalised, order, norms)
-        self._seen = [watch.seen[name] for name in self._plan.layers]
+            self._plan = _Plan.make(asked, parts, named, penalised, recorder.order, norms)
+        self._recorder = recorder
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""
@@ -201,7 +214,8 @@ class RelativeFlatnessPenalty:
         -------
         Tensor of shape ()
         """
-        if not self._seen:
+        recorder, plan = self._recorder, self._plan
+        if plan is None or recorder is None or not recorder.finished:
             raise RuntimeError(
                 "the penalty has seen no forward pass: call the network inside `with "
                 "penalty.capture(module):` before each call of the penalty. (A compiled "
@@ -211,12 +225,12 @@ class RelativeFlatnessPenalty:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device_type=device, enabled=False):
                 return self.of_batch(loss, output, target, sample_weight, scale)
-        seen, self._seen = self._seen, []
+        self._recorder = None
         return batch_flatness(
             loss,
             output,
             target,
-            seen,
+            plan.batch_layers(recorder),
             probes=self.probes,
             normalize=self.normalize,
             sample_weight=sample_weight,
@@ -263,24 +277,17 @@ class _Plan:
             and [part._modules for part in self.parts] == self.children
         )
 
-    def watch(
-        self, module: nn.Module, see: Callable[[list[BatchLayer]], None]
-    ) -> AbstractContextManager[Any]:
-        """Record what the network does, and run it so that all can be differentiated."""
-        if self.in_attention or self.norms:
-            return self._watch_explicit(module, see)
-        return _Watch(self.layers, self.penalised, see)
+    def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
+        """Make a recorder of the layers of a training step."""
+        return _recorder(layers, self.penalised)
 
-    @contextmanager
-    def _watch_explicit(
-        self, module: nn.Module, see: Callable[[list[BatchLayer]], None]
-    ) -> Iterator[None]:
-        attention = explicit_attention(module) if self.in_attention else nullcontext()
-        with attention, explicit_norms(self.norms):
-            # in attention, some are other modules each time
-            layers = {name: module.get_submodule(name) for name in self.layers}
-            with _Watch(layers, self.penalised, see):
-                yield
+    def batch_layers(self, recorder: Recorder) -> list[BatchLayer]:
+        """Return what a training step sent through the layers."""
+        records = [recorder[name] for name in self.layers]
+        return [
+            BatchLayer(record, layer_map(record.layer), record.name in self.penalised)
+            for record in records
+        ]
 
 
 def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
@@ -289,58 +296,15 @@ def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -
     return [find_layer(module, layer, order) for layer in asked]
 
 
-class _Watch:
-    """Record what goes through each layer, and in which order they are called.
+def _recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Recorder:
+    """Make a recorder that lets the tail of the network be trained if all before is frozen."""
 
-    Does what `_network.layers.call_order` and `tap` do for one layer, with less to set up in
-    each training step, where generators and hooks would be noticeable. `see` is given what
-    was recorded, unless there was an error.
-    """
+    def keep(
+        record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
+            # what follows may be trained to be flat here
+            output = output.detach().requires_grad_().view_as(output)
+        return keep_graph(record, args, kwargs, output)
 
-    def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        penalised: Sequence[str],
-        see: Callable[[list[BatchLayer]], None],
-    ) -> None:
-        self.see = see
-        self.seen = {
-            name: BatchLayer(name, layer_map(layer), Tap(), name in penalised)
-            for name, layer in layers.items()
-        }
-        self.order: dict[str, None] = {}  # names
-        self._usual: list[tuple[dict[str, Any], Any]] = []
-
-    def __enter__(self) -> "_Watch":
-        for seen in self.seen.values():
-            layer = seen.map.layer
-            attributes = layer.__dict__
-            self._usual.append((attributes, attributes.get("forward")))
-            attributes["forward"] = self._recording(layer.forward, seen)
-        return self
-
-    def __exit__(self, error: Any, *_: object) -> None:
-        for attributes, forward in reversed(self._usual):
-            if forward is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = forward
-        if error is None:
-            self.see(list(self.seen.values()))
-
-    def _recording(self, forward: Callable[..., Tensor], seen: BatchLayer) -> Callable[..., Tensor]:
-        tap = seen.tap
-
-        def recorded(*args: Any, **kwargs: Any) -> Tensor:
-            output = forward(*args, **kwargs)
-            self.order[seen.name] = None
-            tap.calls += 1
-            tap.features = args[0] if args else next(iter(kwargs.values()))
-            tap.version = tap.features._version
-            if seen.penalised and not output.requires_grad and torch.is_grad_enabled():
-                # all is frozen up to here, but what is behind may be trained to be flat here
-                output = output.detach().requires_grad_().view_as(output)
-            tap.z, tap.node, tap.output_nr = output, output.grad_fn, output.output_nr
-            return output
-
-        return recorded
+    return Recorder(layers, keep)

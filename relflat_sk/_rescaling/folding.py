@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from relflat_sk._network import WEIGHT_LAYERS, LayerMap, Network, layer_map
+from relflat_sk._network import (
+    WEIGHT_LAYERS,
+    LayerMap,
+    LayerRecord,
+    Network,
+    Recorder,
+    layer_input,
+    layer_map,
+)
 from relflat_sk._rescaling.reparameterization import trace
 from relflat_sk._rescaling.scales import NORMS, is_plain
 
@@ -92,26 +100,18 @@ def fold_layers(network: Network) -> list[AffineLayer]:
 
 
 def _record_calls(network: Network) -> list[_Call]:
+    """List the calls of layers and batch norms in the first batch, in order."""
     calls: list[_Call] = []
 
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            features = args[0] if args else next(iter(kwargs.values()))
-            calls.append(_Call(name, features.shape[1:], output.shape[1:]))
+    def keep_shapes(record: LayerRecord, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        shape = layer_input(args, kwargs).shape
+        calls.append(_Call(record.name, shape[1:], output.shape[1:]))
+        return output
 
-        return hook
-
-    handles = [
-        module.register_forward_hook(remember(name), with_kwargs=True)
-        for name, module in network.module.named_modules()
-        if isinstance(module, _RECORDED)
-    ]
-    try:
-        with torch.no_grad():
-            network(next(network.batches()).x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = network.module.named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, _RECORDED)}
+    with torch.no_grad(), Recorder(layers, keep_shapes):
+        network(next(network.batches()).x)
     return calls
 
 

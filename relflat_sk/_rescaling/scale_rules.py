@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from relflat_sk._network import has_own_forward
 from relflat_sk._rescaling.scales import NORMS, ONE, Rule, Scale, Walk, is_plain
 
 __all__ = ["find_rule"]
@@ -290,4 +291,4 @@ def find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
     module = modules[str(node.target)]
     if is_plain(module, NORMS):
         return _norm
-    return None if "forward" in vars(module) else _RULE_OF.get(type(module))
+    return None if has_own_forward(module) else _RULE_OF.get(type(module))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from relflat_sk._network import WEIGHT_LAYERS
+from relflat_sk._network import WEIGHT_LAYERS, has_own_forward
 
 __all__ = ["KINDS", "NORMS", "ONE", "Change", "Rule", "Scale", "Walk", "describe_step", "is_plain"]
 
@@ -30,7 +30,7 @@ def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether a module is of one of the kinds and computes what they do."""
     return (
         isinstance(module, kinds)
-        and "forward" not in vars(module)
+        and not has_own_forward(module)
         and any(type(module).forward is kind.forward for kind in kinds)
     )
 

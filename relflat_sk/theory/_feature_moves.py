@@ -21,11 +21,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from relflat_sk._losses import LINKS
-from relflat_sk._network import Batch, Layer, Network, find_link, outcome_of, sample_weight, tap
+from relflat_sk._network import (
+    Batch,
+    Layer,
+    Network,
+    ReplacedForwards,
+    find_link,
+    layer_input,
+    outcome_of,
+    record_tail,
+    sample_weight,
+)
 from relflat_sk.measures import observe
 
 __all__ = [
@@ -232,9 +242,9 @@ def find_site(network: Network, layer: Layer) -> Site:
     sizes = [_labels(batch).shape[0] for batch in network.batches()]
     (name,) = next(observe(network, [layer])).layers
     batch = next(network.batches())
-    with torch.no_grad(), tap(network.module.get_submodule(name), tail_only=True) as seen:
+    with torch.no_grad(), record_tail(network.module, name) as recorder:
         network(batch.x)
-    return Site(network, name, seen.check(name)[0].shape[1:], sum(sizes))
+    return Site(network, name, recorder[name].check()[0].shape[1:], sum(sizes))
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -276,10 +286,10 @@ def move_features(
 
 def _tail(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Flattened features of a batch, and how to run the network with these moved."""
-    with torch.no_grad(), tap(site.layer, tail_only=True) as seen:
+    with torch.no_grad(), record_tail(site.network.module, site.name) as recorder:
         output = site.network(batch.x)
-    features, z = seen.check(site.name)
-    link = find_link(output, seen.node)
+    features, z = recorder[site.name].check()
+    link = find_link(output, recorder[site.name].node)
     flat = features.flatten(1).double()
     if link is None or z.ndim != 2:
         return flat, lambda move: _run_with(site, batch.x, move)
@@ -293,20 +303,17 @@ def _tail(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]
 
 def _run_with(site: Site, x: Any, move: Tensor) -> Tensor:
     """Run the network with moved inputs of the layer."""
+    forward = site.layer.forward
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        features = args[0] if args else next(iter(kwargs.values()))
+    def run_moved(*args: Any, **kwargs: Any) -> Tensor:
+        features = layer_input(args, kwargs)
+        others = {name: value for name, value in kwargs.items() if value is not features}
         moved = features + move.reshape(features.shape).to(features.dtype)
-        if args:
-            return (moved, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): moved}
+        output: Tensor = forward(moved, *args[1:], **others)
+        return output
 
-    handle = site.layer.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            return site.network(x)
-    finally:
-        handle.remove()
+    with torch.no_grad(), ReplacedForwards([(site.layer, run_moved)]):
+        return site.network(x)
 
 
 def _losses(network: Network, batch: Batch, output: Tensor, each: bool) -> tuple[Tensor, Tensor]:

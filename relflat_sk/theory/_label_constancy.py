@@ -10,7 +10,7 @@ from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
 from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import Layer, borrowed, find_layer, tap
+from relflat_sk._network import Layer, borrowed, find_layer, record_tail
 from relflat_sk.measures import layer_names
 
 __all__ = ["label_constancy"]
@@ -105,8 +105,8 @@ def _features(
         for batch in network.batches():
             if batch.y is None:
                 raise ValueError("y is needed: the labels to compare. Pass y.")
-            with torch.no_grad(), tap(network.module.get_submodule(name), tail_only=True) as seen:
+            with torch.no_grad(), record_tail(network.module, name) as recorder:
                 network(batch.x)
-            features.append(seen.check(name)[0].flatten(1).cpu())
+            features.append(recorder[name].check()[0].flatten(1).cpu())
             labels.append(batch.y.cpu())
     return torch.cat(features).numpy(), torch.cat(labels).numpy()

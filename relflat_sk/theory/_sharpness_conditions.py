@@ -18,7 +18,6 @@ larger than those of the others in its layer.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Network, borrowed
+from relflat_sk._network import Network, Recorder, borrowed, keep_copies
 from relflat_sk._rescaling import AffineLayer, fold_layers
 
 __all__ = ["sharpness_conditions"]
@@ -147,15 +146,13 @@ def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
                 f"sharpness_conditions are on fully connected networks, but layer "
                 f"{layer.name!r} takes inputs of shape {tuple(layer.taken)} for each sample."
             )
+    names = {name for layer in layers for name in (layer.name, layer.norm) if name is not None}
+    modules = {name: network.module.get_submodule(name) for name in names}
     for batch in network.batches():
-        with ExitStack() as stack:
-            taken = [stack.enter_context(_Recorded(network, one.name)) for one in layers]
-            given = [
-                stack.enter_context(_Recorded(network, one.norm or one.name)) for one in layers
-            ]
+        with Recorder(modules, keep_copies) as recorder:
             network(batch.x)
-        inputs = [one.taken.double() for one in taken]
-        outputs = [one.given.double() for one in given]
+        inputs = [recorder[layer.name].check()[0].double() for layer in layers]
+        outputs = [recorder[layer.norm or layer.name].check()[1].double() for layer in layers]
         yield Chain(
             inputs[0],
             [layer.weight for layer in layers],
@@ -166,27 +163,6 @@ def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
             ]
             + [torch.ones_like(outputs[-1])],
         )
-
-
-class _Recorded:
-    """What goes into a module and comes out of it while the context is open."""
-
-    taken: Tensor
-    given: Tensor
-
-    def __init__(self, network: Network, name: str) -> None:
-        self.module = network.module.get_submodule(name)
-
-    def __enter__(self) -> "_Recorded":
-        self.handle = self.module.register_forward_hook(self._remember)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
-
-    def _remember(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        # copies, because an activation may write over what it gets
-        self.taken, self.given = args[0].clone(), output.clone()
 
 
 def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from relflat_sk import LayerNotFoundError, relative_flatness
-from relflat_sk._network.layers import find_layer, find_link, primary_output, tap
+from relflat_sk._network.layers import find_layer, find_link, primary_output
+from relflat_sk._network.recording import record_tail
 from tests import oracles
 
 CE = nn.CrossEntropyLoss()
@@ -121,7 +122,7 @@ class Overwrites(nn.Module):
 
 
 def test_features_overwritten_in_place_are_noticed(data):
-    with pytest.raises(ValueError, match="layer 'a' received was overwritten in place"):
+    with pytest.raises(ValueError, match="input that layer 'a' received was overwritten in place"):
         relative_flatness(Overwrites().double(), *data, criterion=CE)
 
 
@@ -169,17 +170,17 @@ NOT_LINKED = {
 @pytest.mark.parametrize("tail", LINKED)
 def test_links_are_recognised(tail):
     layer = nn.Linear(5, 3)
-    with torch.no_grad(), tap(layer, tail_only=True) as seen:
+    with torch.no_grad(), record_tail(layer, "") as recorder:
         output = LINKED[tail](layer(torch.randn(4, 5)))
-    assert find_link(output, seen.node) == tail.split(",")[0].split(" ")[0]
+    assert find_link(output, recorder[""].node) == tail.split(",")[0].split(" ")[0]
 
 
 @pytest.mark.parametrize("tail", NOT_LINKED)
 def test_what_is_no_link_is_not_taken_for_one(tail):
     layer = nn.Linear(5, 3)
-    with torch.no_grad(), tap(layer, tail_only=True) as seen:
+    with torch.no_grad(), record_tail(layer, "") as recorder:
         output = NOT_LINKED[tail](layer(torch.randn(4, 5)))
-    assert find_link(output, seen.node) is None
+    assert find_link(output, recorder[""].node) is None
 
 
 def test_tails_in_place_do_not_disturb(data):

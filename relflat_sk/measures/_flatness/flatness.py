@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Layer, Network, borrowed, call_order, find_layer, sample_weight
+from relflat_sk._network import Layer, Network, borrowed, find_layer, record_order, sample_weight
 from relflat_sk._numerics import inverse_spread, varies
 from relflat_sk.measures._flatness.eigenvalue import largest_eigenvalue
 from relflat_sk.measures._flatness.layer_curvature import LayerView, observe
@@ -369,11 +369,11 @@ def layer_names(network: Network) -> list[str]:
     -------
     list of str
     """
-    with borrowed(network.module), torch.no_grad(), call_order(network.module) as order:
+    with borrowed(network.module), torch.no_grad(), record_order(network.module) as recorder:
         network(next(network.batches()).x)
-    if not order:
+    if not recorder.order:
         find_layer(network.module, -1)  # says that there is none
-    return order
+    return recorder.order
 
 
 @dataclass

@@ -17,7 +17,6 @@ products
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,17 +29,18 @@ from relflat_sk._network import (
     Batch,
     Layer,
     LayerMap,
+    LayerRecord,
     Network,
-    Tap,
-    call_order,
+    Recorder,
     check_layer,
     find_layer,
     find_link,
     hands_on,
     is_piecewise_linear,
     layer_map,
+    record_order,
+    record_tail,
     sample_weight,
-    tap,
     weight_layers,
 )
 
@@ -196,31 +196,32 @@ def observe(network: Network, layers: Sequence[Layer] | str) -> Iterator[View]:
     names: list[str] = []
     for batch in network.batches():
         if not names:
-            names, output, taps = _first_pass(network, layers, batch)
+            names, output, records = _first_pass(network, layers, batch)
             for name in names:
-                _check_linear(network.module, name, taps[name])
+                _check_linear(network.module, records[name])
         else:
-            output, taps = _forward(network, names, batch)
-        view = _look(network, names, batch, output, taps)
-        del output, taps
+            output, records = _forward(network, names, batch)
+        view = _look(network, names, batch, output, records)
+        del output, records
         yield view
         del view  # nothing of a batch is alive when the next one is run
 
 
 def _first_pass(
     network: Network, layers: Sequence[Layer] | str, batch: Batch
-) -> tuple[list[str], Tensor, dict[str, Tap]]:
+) -> tuple[list[str], Tensor, Recorder]:
     """Run the first batch, and find the layers by the order in which they are called."""
     module = network.module
     registered = list(weight_layers(module))
     # most networks register layers in the order of their calls: a guess, checked below
     guess = registered if layers == "all" else [_guess(module, at, registered) for at in layers]
-    with call_order(module) as order:
-        output, taps = _forward(network, guess, batch)
+    with record_order(module) as recorder:
+        output, records = _forward(network, guess, batch)
+    order = recorder.order
     if layers == "all":
         if not order:
             find_layer(module, -1)  # says that there is none
-        return order, output, taps
+        return order, output, records
     names = [
         find_layer(module, at, order) if isinstance(at, int) else name
         for at, name in zip(layers, guess, strict=True)
@@ -228,9 +229,9 @@ def _first_pass(
     # in forward order, each once: the base of all gradients is behind the last of them
     position = {name: at for at, name in enumerate(order)}
     names = sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
-    if not set(names) <= taps.keys():
-        output, taps = _forward(network, names, batch)
-    return names, output, taps
+    if not all(name in records for name in names):
+        output, records = _forward(network, names, batch)
+    return names, output, records
 
 
 def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
@@ -240,19 +241,16 @@ def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
     return find_layer(module, layer)
 
 
-def _forward(network: Network, names: Sequence[str], batch: Batch) -> tuple[Tensor, dict[str, Tap]]:
-    with torch.no_grad(), ExitStack() as stack:
-        taps = {
-            name: stack.enter_context(tap(network.module.get_submodule(name), tail_only=True))
-            for name in names
-        }
-        return network(batch.x), taps
+def _forward(network: Network, names: Sequence[str], batch: Batch) -> tuple[Tensor, Recorder]:
+    with torch.no_grad(), record_tail(network.module, *names) as records:
+        return network(batch.x), records
 
 
-def _check_linear(module: nn.Module, name: str, seen: Tap) -> None:
+def _check_linear(module: nn.Module, record: LayerRecord) -> None:
+    name = record.name
     layer = check_layer(module, name)
     as_map = layer_map(layer)
-    features, z = (array[:8] for array in seen.check(name))
+    features, z = (array[:8] for array in record.check())
     with torch.no_grad():
         rows = as_map.apply(features, as_map.weight.to(features.dtype))
         bias = getattr(layer, "bias", None)
@@ -262,28 +260,28 @@ def _check_linear(module: nn.Module, name: str, seen: Tap) -> None:
     if not bool(error <= 0.01 * scale) and bool(torch.isfinite(scale)):
         raise ValueError(
             f"layer {name!r} does not compute W x + b with its own weight (a subclass with "
-            "another forward, or a hook that changes its output?), so the curvature in its "
+            "another forward?), so the curvature in its "
             "weight is not that of a linear layer. Measure another layer."
         )
 
 
 def _look(
-    network: Network, names: list[str], batch: Batch, output: Tensor, taps: dict[str, Tap]
+    network: Network, names: list[str], batch: Batch, output: Tensor, records: Recorder
 ) -> View:
     n = len(output)
     for name in names:
-        _check_samples(name, taps[name], output)
+        _check_samples(records[name], output)
     loss = network.loss.to(output.device, output.dtype)
     output = loss.classes_second(output, batch.y)
     target = relevant = None
     if batch.y is not None:
         target, relevant = loss.read_target(output, batch.y.to(output.device))
-    links = {name: find_link(output, taps[name].node) for name in names}
+    links = {name: find_link(output, records[name].node) for name in names}
     last = names[-1]
     loss.warn_of(links[last])
-    by_token = {last} if _tokens_are_samples(loss, output, last, taps[last]) else set()
+    by_token = {last} if _tokens_are_samples(loss, output, records[last]) else set()
     for name in names:
-        flat = taps[name].check(name)[1].ndim == 2
+        flat = records[name].check()[1].ndim == 2
         closed = name in by_token or (flat and loss.has_closed_form(links[name]))
         if target is None and (loss.needs_target or not closed):
             raise ValueError(
@@ -293,7 +291,7 @@ def _look(
     all_closed = by_token == set(names) or all(map(loss.has_closed_form, links.values()))
     base = curvature = None
     if not all_closed and target is not None:
-        base, curvature = _base(loss, output, links[last], taps[last], relevant)
+        base, curvature = _base(loss, output, links[last], records[last], relevant)
     if target is None:
         losses, divisors = output.new_full((n,), torch.nan), loss.divisors(output, None)
     else:
@@ -302,8 +300,8 @@ def _look(
     weights = sample_weight(batch, n, output.device)
     layers = {}
     for name in names:
-        features, z = taps[name].check(name)
-        bump = taps[name].bump
+        features, z = records[name].check()
+        bump = records[name].offset
         assert bump is not None
         as_map = layer_map(check_layer(network.module, name))
         # float64 from here on: probabilities close to one keep their distance from one
@@ -320,7 +318,7 @@ def _look(
             bump=bump,
             link=links[name],
             closed=closed_form,
-            by_gradients=base is not None and is_piecewise_linear(base, taps[name].node),
+            by_gradients=base is not None and is_piecewise_linear(base, records[name].node),
             summed_loss=losses.sum(),
         )
     return View(
@@ -335,23 +333,23 @@ def _look(
     )
 
 
-def _tokens_are_samples(loss: Loss, output: Tensor, name: str, seen: Tap) -> bool:
+def _tokens_are_samples(loss: Loss, output: Tensor, record: LayerRecord) -> bool:
     """Whether each position's loss depends on that position's output alone: an LM head."""
-    _, z = seen.check(name)
-    return z.ndim > 2 and loss.has_closed_form("identity") and hands_on(output, seen.node, z)
+    _, z = record.check()
+    return z.ndim > 2 and loss.has_closed_form("identity") and hands_on(output, record.node, z)
 
 
-def _check_samples(name: str, seen: Tap, output: Tensor) -> None:
-    n = len(seen.check(name)[1])
+def _check_samples(record: LayerRecord, output: Tensor) -> None:
+    n = len(record.check()[1])
     if len(output) != n:
         raise ValueError(
-            f"the network turned {n} rows at layer {name!r} into outputs of shape "
+            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
             f"{tuple(output.shape)}; expected one output for each sample."
         )
 
 
 def _base(
-    loss: Loss, output: Tensor, link: str | None, last: Tap, relevant: Tensor | None
+    loss: Loss, output: Tensor, link: str | None, last: LayerRecord, relevant: Tensor | None
 ) -> tuple[Tensor | None, ClosedForm | None]:
     """Find where the table's curvature applies, and that curvature.
 
@@ -360,8 +358,8 @@ def _base(
     """
     if loss.has_closed_form("identity"):
         base, applies = output, "identity"
-    elif last.passed_on is not None and loss.has_closed_form(link):
-        base, applies = last.passed_on, link or ""
+    elif last.tail_input is not None and loss.has_closed_form(link):
+        base, applies = last.tail_input, link or ""
     else:
         return None, None
     if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):

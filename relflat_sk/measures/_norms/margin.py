@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss, ProbabilityNLLLoss
-from relflat_sk._network import Network, borrowed, find_link, tap
+from relflat_sk._network import Network, borrowed, find_link, record_tail
 from relflat_sk.measures._flatness import layer_names
 
 __all__ = ["margin", "sample_margins"]
@@ -120,13 +120,15 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
 
 
 def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
-    with torch.no_grad(), tap(network.module.get_submodule(last), tail_only=True) as seen:
+    with torch.no_grad(), record_tail(network.module, last) as recorder:
         output = network(x)
+    record = recorder[last]
     loss = network.loss
     how = _SCORES[type(loss.criterion)]
     scores = output.detach()
-    if how.link != "identity" and find_link(output, seen.node) == how.link and seen.z is not None:
-        scores = seen.z.reshape(output.shape)  # probabilities close to 1 have lost them
+    if how.link != "identity" and find_link(output, record.node) == how.link:
+        # the layer's output, whose digits probabilities close to 1 have lost
+        scores = record.check()[1].reshape(output.shape)
     else:
         scores = how.undo(scores)
     scores = loss.classes_second(scores.double(), y)

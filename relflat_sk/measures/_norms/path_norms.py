@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from relflat_sk._network import Network, primary_output
+from relflat_sk._network import LayerRecord, Network, Recorder, has_own_forward, primary_output
 from relflat_sk._rescaling import AffineLayer, describe_step, trace
 
 __all__ = ["sum_over_paths"]
@@ -70,19 +70,17 @@ def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) 
 
 
 def _first_inputs(network: Network) -> dict[str, Any]:
-    """See what the module itself is called with, by the names of its arguments."""
-    seen: dict[str, Any] = {}
+    """Return the arguments of the module's call for the first batch, by name."""
+    signature = inspect.signature(network.module.forward)
+    inputs: dict[str, Any] = {}
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    def keep_arguments(record: LayerRecord, args: Any, kwargs: Any, output: Any) -> Any:
+        inputs.update(signature.bind(*args, **kwargs).arguments)
+        return output
 
-    handle = network.module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            network(next(network.batches()).x)
-    finally:
-        handle.remove()
-    return seen
+    with torch.no_grad(), Recorder({"": network.module}, keep_arguments):
+        network(next(network.batches()).x)
+    return inputs
 
 
 class _PathSums(fx.Interpreter):
@@ -173,7 +171,7 @@ def _step_of(node: fx.Node, module: nn.Module) -> Any:
     if node.op != "call_module":
         return node.target
     called = module.get_submodule(str(node.target))
-    return None if "forward" in vars(called) else type(called)
+    return None if has_own_forward(called) else type(called)
 
 
 def _refusal(node: fx.Node, module: nn.Module, reason: str) -> ValueError:

@@ -1,0 +1,291 @@
+"""Record what passes the layers of a network in its forward pass.
+
+A `Recorder` replaces the forward methods of layers while its context is open. What it keeps of
+a call, and what the rest of the network receives, is up to a function given to it:
+
+===================  =======================================================================
+`keep_graph`         inputs and outputs with their graph, for training
+`start_graph`        detached ones; autograd starts at the layer's output, for measuring
+`keep_copies`        copies, which later in-place operations do not change
+None                 nothing but the order of the calls
+===================  =======================================================================
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._network.forwards import ReplacedForwards
+from relflat_sk._network.layers import weight_layers
+
+__all__ = [
+    "LayerRecord",
+    "Recorder",
+    "keep_copies",
+    "keep_graph",
+    "layer_input",
+    "record_order",
+    "record_tail",
+    "start_graph",
+]
+
+
+@dataclass(slots=True)
+class LayerRecord:
+    """What one forward pass sent through a layer."""
+
+    name: str  # dotted, in the network
+    layer: nn.Module
+    calls: int = 0
+    features: Tensor | None = None  # the layer's input
+    version: int = 0  # of `features`, which shows whether they were overwritten
+    output: Tensor | None = None  # the layer's own; see `start_graph` for `tail_input`
+    node: Any = None  # the autograd node at which the tail of the network starts
+    output_nr: int = 0  # number of the output among the node's, kept if it is overwritten
+    offset: Tensor | None = None  # when measuring: zeros added to the output; requires grad
+    tail_input: Tensor | None = None  # when measuring: the sum, which the tail receives
+
+    def check(self) -> tuple[Tensor, Tensor]:
+        """Return features and output of a layer that was called exactly once.
+
+        Returns
+        -------
+        features : Tensor
+            The layer's input.
+        output : Tensor
+            The layer's output.
+
+        Raises
+        ------
+        ValueError
+            If the layer was not called, or more than once, or its input was overwritten.
+        """
+        if self.calls != 1 or self.features is None or self.output is None:
+            raise ValueError(
+                f"layer {self.name!r} was called {self.calls} times in one forward pass; only a "
+                "layer that is called exactly once can be measured. Measure another layer."
+            )
+        if self.features._version != self.version:
+            raise ValueError(
+                f"the input that layer {self.name!r} received was overwritten in place later in "
+                "the forward pass. Replace the in-place operation, or measure another layer."
+            )
+        return self.features, self.output
+
+
+# from a record, the call's arguments and its output to what the rest of the network receives
+Keep = Callable[[LayerRecord, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the first argument of a call: the input of a layer.
+
+    Parameters
+    ----------
+    args : tuple
+        Positional arguments of the call.
+    kwargs : dict
+        Keyword arguments of the call.
+
+    Returns
+    -------
+    Tensor
+    """
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value
+
+
+def keep_graph(
+    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Keep input and output with their graph; the network runs as ever.
+
+    Parameters
+    ----------
+    record : LayerRecord
+        Filled in.
+    args : tuple
+        Positional arguments of the layer's call.
+    kwargs : dict
+        Keyword arguments of the layer's call.
+    output : Tensor
+        What the layer returned.
+
+    Returns
+    -------
+    Tensor
+        `output`.
+    """
+    record.calls += 1
+    record.features = features = args[0] if args else layer_input(args, kwargs)
+    record.version = features._version
+    record.output, record.node, record.output_nr = output, output.grad_fn, output.output_nr
+    return output
+
+
+def start_graph(
+    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Keep detached input and output, and start a graph of the tail of the network.
+
+    To be used under `torch.no_grad`, which ends together with the graph's recording.
+
+    Parameters
+    ----------
+    record : LayerRecord
+        Filled in.
+    args : tuple
+        Positional arguments of the layer's call.
+    kwargs : dict
+        Keyword arguments of the layer's call.
+    output : Tensor
+        What the layer returned.
+
+    Returns
+    -------
+    Tensor
+        `output` plus zeros that the loss can be differentiated by.
+    """
+    record.calls += 1
+    record.features = layer_input(args, kwargs).detach()  # shares its version counter
+    record.version = record.features._version
+    record.output = output.detach()
+    record.offset = torch.zeros_like(record.output, requires_grad=True)
+    torch.set_grad_enabled(True)  # until the caller's no_grad ends
+    record.tail_input = tail_input = output + record.offset
+    record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr
+    return tail_input
+
+
+def keep_copies(
+    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Keep copies of input and output, since an activation may overwrite what it receives.
+
+    Parameters
+    ----------
+    record : LayerRecord
+        Filled in.
+    args : tuple
+        Positional arguments of the layer's call.
+    kwargs : dict
+        Keyword arguments of the layer's call.
+    output : Tensor
+        What the layer returned.
+
+    Returns
+    -------
+    Tensor
+        `output`.
+    """
+    record.calls += 1
+    record.features, record.output = layer_input(args, kwargs).clone(), output.clone()
+    record.version = record.features._version
+    return output
+
+
+class Recorder:
+    """Context that records the calls of some layers, in little time.
+
+    Parameters
+    ----------
+    layers : dict of str to nn.Module
+        The layers by name.
+    keep : callable or None, default=keep_graph
+        Called after each call of a layer with its record, the positional and the keyword
+        arguments, and the output; returns what the rest of the network receives. None records
+        the order of the calls only.
+
+    Attributes
+    ----------
+    calls : list of str
+        Name of the layer of each call, in order.
+    finished : bool
+        Whether the context was left without an error.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> with Recorder(weight_layers(net)) as recorder:
+    ...     y = net(torch.ones(5, 2))
+    >>> recorder.calls
+    ['0', '2']
+    >>> recorder["2"].features.shape
+    torch.Size([5, 3])
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], keep: Keep | None = keep_graph) -> None:
+        self.calls: list[str] = []
+        self.finished = False
+        self._keep = keep
+        self._records = {name: LayerRecord(name, layer) for name, layer in layers.items()}
+        self._replaced = ReplacedForwards(
+            (record.layer, self._recorded(record)) for record in self._records.values()
+        )
+
+    def __getitem__(self, name: str) -> LayerRecord:
+        return self._records[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the layers in the order in which they were first called."""
+        return list(dict.fromkeys(self.calls))
+
+    def __enter__(self) -> "Recorder":
+        self._replaced.__enter__()
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._replaced.__exit__()
+        self.finished = error is None
+
+    def _recorded(self, record: LayerRecord) -> Callable[..., Any]:
+        """Return a layer's forward method that records its calls as well."""
+        forward, name, calls, keep = record.layer.forward, record.name, self.calls, self._keep
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            calls.append(name)
+            return output if keep is None else keep(record, args, kwargs, output)
+
+        return recorded
+
+
+def record_order(module: nn.Module) -> Recorder:
+    """Record in which order the layers with a weight matrix are called.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+
+    Returns
+    -------
+    Recorder
+        To be used as a context.
+    """
+    return Recorder(weight_layers(module), None)
+
+
+def record_tail(module: nn.Module, *names: str) -> Recorder:
+    """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+    *names : str
+        Dotted names of the layers.
+
+    Returns
+    -------
+    Recorder
+        To be used as a context.
+    """
+    return Recorder({name: module.get_submodule(name) for name in names}, start_graph)
