@@ -38,7 +38,7 @@ format: $(READY)  ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)  ## measure what flatness costs, as ratios
-	rc=0; for what in scoring training; do $(BIN)/python -m benchmarks.$$what || rc=1; done; exit $$rc
+	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis

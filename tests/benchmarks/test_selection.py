@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import selection
+from benchmarks.worth import selection
 
 
 def fits(**columns):

@@ -1,23 +1,37 @@
-"""What the documentation says of measures is what the package knows of them."""
+"""What the documentation says of measures, files and commands is true."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from relflat_sk import get_measure_names
 from relflat_sk.measures._registry import invariance_table
 
-DOCS = Path(__file__).parents[2] / "docs" / "measures.md"
+ROOT = Path(__file__).parents[2]
+MEASURES = ROOT / "docs" / "measures.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 
 
 def test_the_table_of_invariances_is_printed_as_it_is():
     table = invariance_table()
     lines = [f"| measure | {' | '.join(table.columns)} |"]
     lines += [f"| `{name}` | {' | '.join(row)} |" for name, row in table.iterrows()]
-    text = DOCS.read_text(encoding="utf-8")
+    text = MEASURES.read_text(encoding="utf-8")
     for line in lines:
         assert line in text
 
 
 def test_every_measure_is_defined():
-    definitions = DOCS.read_text(encoding="utf-8").split("##")[0]
+    definitions = MEASURES.read_text(encoding="utf-8").split("##")[0]
     for name in get_measure_names():
         assert f"`{name}`" in definitions
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_commands_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for module in re.findall(r"\bbenchmarks\.[a-z_.]*[a-z]", text):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module

@@ -17,7 +17,7 @@ from sklearn.neural_network import MLPClassifier
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from benchmarks.random_labels import draw_data
+from benchmarks.worth.random_labels import draw_data
 from relflat_sk import FlatnessScorer, FlatnessWarning, flatness_report, measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.table import ProbabilityNLLLoss
@@ -614,7 +614,14 @@ def test_the_network_is_given_back_as_it_was(name, fails_at):
 def test_the_benchmark_compares_true_and_random_labels(tmp_path):
     picture = tmp_path / "norms.png"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.random_labels", "--quick", "--figure", str(picture)],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.worth.random_labels",
+            "--quick",
+            "--figure",
+            str(picture),
+        ],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -107,7 +107,7 @@ def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
 def test_quick_run_of_the_benchmark(tmp_path, url):
     other = ["--url", sqlite(tmp_path)] if url else []
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.sweep", "--quick", *other],
+        [sys.executable, "-m", "benchmarks.costs.search", "--quick", *other],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,37 +1,36 @@
-"""Smoke runs of the comparison of methods and of the study of large weights."""
+"""Smoke runs of the benchmarks of worth: rescaling, Gaussians, tuned methods, large weights."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import optuna
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(module, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.benchmarks.commands import run
 
 
 @pytest.mark.slow
-def test_tuning_goes_on_where_it_was(tmp_path):
-    import optuna
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("benchmarks.worth.reparameterization", "relative_flatness "),
+        ("benchmarks.worth.synthetic", "relative flatness orders the gaps"),
+    ],
+    ids=["reparameterization", "synthetic"],
+)
+def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = run(module, "--quick", "--figure", str(tmp_path / "figure.png"))
+    assert line in printed
+    assert "not judged (quick)" in printed
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
+
+@pytest.mark.slow
+def test_an_interrupted_tuning_continues(tmp_path):
     storage = f"sqlite:///{tmp_path / 'trials.db'}"
     methods = ("SAM", "flatness, all layers")
     common = ("--quick", "--n-train", "100", "--epochs", "1", "--storage", tmp_path / "trials.db")
     for trials in (1, 2):
-        text = run("benchmarks.tuned", *common, "--trials", str(trials), "--methods", *methods)
+        options = (*common, "--trials", str(trials), "--methods", *methods)
+        text = run("benchmarks.worth.tuned", *options)
         studies = [
             optuna.load_study(study_name=name, storage=storage)
             for name in optuna.get_all_study_names(storage)
@@ -48,6 +47,6 @@ def test_tuning_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_of_large_weights():
-    text = run("benchmarks.stability", "--quick", "--layers", "last")
+    text = run("benchmarks.worth.stability", "--quick", "--layers", "last")
     *_, last = text.strip().split("\n\n")
     assert len(last.splitlines()) == 2 + 1 + 2 * 4  # header, plain, weights times remedies

@@ -1,10 +1,13 @@
-"""How large a flatness weight a network survives, and what helps: warm-up and clipping.
+"""Find the flatness weights that a network survives, with and without warm-up and clipping.
 
-A network that is dead (all its units at zero, all its outputs constant) is perfectly flat, so
-a large penalty can kill it early in training and never let it up again. For each layer and
-weight this trains a small multilayer perceptron on scikit-learn's digits in four ways and
-prints test accuracy, training loss and the share of hidden units that are zero on all
-training images. Run ``python -m benchmarks.stability``; ``--quick`` for a smoke run.
+A dead network (all units zero, all outputs constant) is perfectly flat. A large penalty can
+therefore kill a network early in training, and its units stay dead. For each layer and weight,
+this benchmark trains a small multilayer perceptron on scikit-learn's digits in four ways. It
+prints test accuracy, training loss and the share of hidden units that are zero on all training
+images.
+
+    python -m benchmarks.worth.stability            # 10 minutes
+    python -m benchmarks.worth.stability --quick    # a smoke run
 """
 
 import argparse
@@ -18,13 +21,14 @@ from sklearn.model_selection import train_test_split
 from skorch.callbacks import GradientNormClipping
 from torch import Tensor, nn
 
-from benchmarks.timing import environment, table
+from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
 
 Split = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 LAYERS = {"last": -1, "first": 0, "all": "all"}
 WEIGHTS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
+# name -> (warm-up?, clipping?)
 REMEDIES = {
     "none": (False, False),
     "warm-up": (True, False),
@@ -34,7 +38,7 @@ REMEDIES = {
 
 
 def load(n_train: int = 500) -> Split:
-    """Split digits into few images to train on and the rest to test on."""
+    """Split the digits into `n_train` training images and test images."""
     X, y = load_digits(return_X_y=True)
     X = (X / 16).astype(np.float32)
     X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
@@ -44,7 +48,7 @@ def load(n_train: int = 500) -> Split:
 def make_net(
     layer: object, weight: float, warmup: int, clip: bool, epochs: int, seed: int
 ) -> RelativeFlatnessRegularizedClassifier:
-    """Make a 64-128-64-10 network with plain SGD with momentum."""
+    """Make a 64-128-64-10 network that is trained by SGD with momentum."""
     return RelativeFlatnessRegularizedClassifier(
         module__hidden_layer_sizes=(128, 64),
         flatness_layer=layer,
@@ -63,7 +67,7 @@ def make_net(
 
 
 def dead_units(module: nn.Sequential, X: np.ndarray) -> float:
-    """Share of the hidden units that are zero (or not finite) on every sample."""
+    """Return the share of hidden units that are zero (or not finite) on every sample."""
     alive: list[Tensor] = []
     h = torch.from_numpy(X)
     with torch.no_grad():
@@ -75,11 +79,13 @@ def dead_units(module: nn.Sequential, X: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Train, and print one line for each layer, weight and remedy."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Train, and print a line for each layer, weight and remedy."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few epochs and weights, one seed")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3, help="networks of each kind (default: 3)")
+    parser.add_argument("--epochs", type=int, default=60, help="of each training (default: 60)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["last", "first"])
     arguments = parser.parse_args()
     epochs = 4 if arguments.quick else arguments.epochs
@@ -99,7 +105,7 @@ def main() -> None:
         for seed in seeds:
             net = make_net(LAYERS[layer], weight, epochs // 2 if warm else 0, clip, epochs, seed)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FlatnessWarning)  # dead ones are counted here
+                warnings.simplefilter("ignore", FlatnessWarning)  # dead networks are counted below
                 net.fit(X, y)
             accuracy, loss = net.score(X_test, y_test), net.history[-1, "train_loss"]
             found.append([accuracy, loss, dead_units(net.module_, X)])

@@ -1,6 +1,7 @@
-"""Flatness at all layers of LeNet-5: a report of it in passes, and traces next to other libraries.
+"""Time of flatness at all layers of LeNet-5, in passes and next to other libraries.
 
-Run ``python -m benchmarks.layers``; ``--quick`` for a smoke run.
+python -m benchmarks.costs.layers            # 20 to 30 minutes
+python -m benchmarks.costs.layers --quick    # a smoke run without verdict
 """
 
 import argparse
@@ -15,10 +16,10 @@ from scipy.stats import norm
 from scipy.stats import t as student
 from torch import Tensor, nn
 
-from benchmarks import peers
-from benchmarks.data import add_data_argument, load_images
-from benchmarks.models import LeNet5
-from benchmarks.timing import Budget, Ratio, environment, interleave, ratio, table, verdict
+from benchmarks._harness import peers
+from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.networks import LeNet5
+from benchmarks._harness.timing import Budget, Ratio, environment, interleave, ratio, table, verdict
 from relflat_sk import flatness_report
 
 CRITERION = nn.CrossEntropyLoss()
@@ -39,7 +40,7 @@ LAYERS = [
 
 
 def train(X: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    """Train a LeNet-5 for some epochs."""
+    """Train a LeNet-5 with Adam, in batches of 128."""
     torch.manual_seed(0)
     model = LeNet5()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -61,7 +62,7 @@ def forward_backward(model: nn.Module, X: Tensor, y: Tensor) -> None:
 
 
 def report(model: nn.Module, X: Tensor, y: Tensor, measures: list[str]) -> None:
-    """Measure all layers as a user does."""
+    """Measure all layers by the public function."""
     flatness_report(
         model,
         X,
@@ -76,7 +77,7 @@ def report(model: nn.Module, X: Tensor, y: Tensor, measures: list[str]) -> None:
 
 @dataclass
 class Ours:
-    """The trace at one layer, as `flatness_report` has it."""
+    """The Hessian trace at one layer, measured by `flatness_report` at each call."""
 
     model: nn.Module
     X: Tensor
@@ -87,7 +88,7 @@ class Ours:
     method: str = ""
 
     def __call__(self) -> None:
-        """Measure."""
+        """Measure, and keep value, standard error and method."""
         (row,) = flatness_report(
             self.model,
             self.X,
@@ -101,11 +102,12 @@ class Ours:
         ).itertuples()
         self.value, self.stderr, self.method = row.value, row.stderr, row.method
 
-    def off(self, rival: "Probes") -> float:
-        """Say how many standard errors away a mean is.
+    def distance(self, rival: "Probes") -> float:
+        """Return the distance to a rival's mean, in standard errors.
 
-        A few probes know their own spread badly (Student's t), so that is translated into
-        as many standard errors of a normal distribution as are equally unlikely.
+        The standard error of a few probes is uncertain itself, so the distance follows
+        Student's t distribution. It is translated into the equally unlikely distance of a
+        normal distribution.
         """
         stderr = max(math.hypot(rival.stderr, self.stderr), 1e-6 * abs(rival.mean))
         t = abs(rival.mean - self.value) / stderr
@@ -114,28 +116,28 @@ class Ours:
 
 @dataclass
 class Probes:
-    """Probes of one rival, collected over the rounds."""
+    """The probes of one rival, collected over the rounds."""
 
     draw: Callable[[int], list[float]]
     at_once: int
     values: list[float] = field(default_factory=list)
 
     def __call__(self) -> None:
-        """Draw some."""
+        """Draw the probes of one round."""
         self.values += self.draw(self.at_once)
 
     @property
     def mean(self) -> float:
-        """Mean of the probes so far."""
+        """Mean of the probes drawn so far."""
         return statistics.fmean(self.values)
 
     @property
     def stderr(self) -> float:
-        """Its standard error."""
+        """Standard error of the mean."""
         return statistics.stdev(self.values) / math.sqrt(len(self.values))
 
     def needed(self) -> int:
-        """How many probes have a standard error of 1%, by the spread of these."""
+        """Return the number of probes for a standard error of 1%, by the spread of these."""
         spread = statistics.stdev(self.values) / abs(self.mean)
         return max(1, math.ceil((spread / RTOL) ** 2))
 
@@ -160,13 +162,18 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    """Read the command line; what is not given depends on ``--quick``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--n-samples", type=int, help="images (default: 5,000)")
-    parser.add_argument("--epochs", type=int, help="of training (10)")
-    parser.add_argument("--rounds", type=int, help="how often the ways take turns (5)")
-    parser.add_argument("--probes", type=int, help="that rivals draw in each round (8)")
-    parser.add_argument("--most", type=int, help="largest number of products, Hutch++ (192)")
+    parser.add_argument("--epochs", type=int, help="epochs of training (default: 10)")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default: 5)")
+    parser.add_argument("--probes", type=int, help="probes of each rival in a round (default: 8)")
+    parser.add_argument(
+        "--most", type=int, help="largest number of products of Hutch++ and XTrace (default: 192)"
+    )
     add_data_argument(parser)
     arguments = parser.parse_args()
     usual = {"n_samples": 5000, "epochs": 10, "rounds": 5, "probes": 8, "most": 192}
@@ -178,6 +185,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
+    """Time the report of all layers next to a forward-backward pass."""
     one_pass, traces = "forward-backward", "flatness_report, trace-like"
     ways = {
         one_pass: lambda: forward_backward(model, X, y),
@@ -186,7 +194,7 @@ def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Nam
     }
     eigenvalues = list(ways)[-1:]
     times = interleave({k: w for k, w in ways.items() if k not in eigenvalues}, arguments.rounds)
-    # in rounds of their own: they take long, and are for orientation
+    # in two rounds of their own: they take long and are not judged
     slow = interleave({k: ways[k] for k in (one_pass, *eigenvalues)}, 2, warmup=0)
     rows = [["all layers", "median s", "/ forward-backward [quartiles]"]]
     for name in ways:
@@ -201,6 +209,7 @@ def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Nam
 
 
 def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> list[Budget]:
+    """Compare the traces of all layers with other libraries."""
     print(f"\nHessian trace by layer at a standard error of {RTOL:.0%}. Rivals report no error:")
     print("the probes they need follow from the spread of those they drew here, all of them")
     print("timed. Where they need more than were timed, or fewer, the time in the table is")
@@ -215,8 +224,8 @@ def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespa
     slowest: dict[str, float] = {}
     furthest = 0.0
     for layer in LAYERS:
-        ratios, off = _compare_at(layer, model, (X, y), few, arguments)
-        furthest = max(furthest, off)
+        ratios, distance = _compare_at(layer, model, (X, y), few, arguments)
+        furthest = max(furthest, distance)
         for name, found in ratios.items():
             slowest[name] = min(slowest.get(name, math.inf), found)
     budgets = [
@@ -228,15 +237,15 @@ def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespa
     return budgets
 
 
-# images to find the number of products of Hutch++ and XTrace on, and estimates for the spread
+# Hutch++ and XTrace: images on which their number of products is found, estimates for the spread
 _N_PILOT = 256
 _REPEATS = 8
-# of the number of their products, which is even with XTrace and a multiple of 3 with Hutch++
+# their numbers of products are multiples of this: even for XTrace, of 3 for Hutch++
 _STEP = 6
 
 
 def _installed() -> set[str]:
-    """Find the rivals that are there, and say which are not."""
+    """Return the rivals that are installed, and print which are missing."""
     found = set()
     for package in peers.PIP:
         try:
@@ -251,6 +260,7 @@ def _installed() -> set[str]:
 def _rivals(
     layer: str, model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace
 ) -> tuple[dict[str, Probes], peers.Operator | None]:
+    """Set up the installed rivals, and curvlinops' Hessian if it is installed."""
     batches = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
     draws: dict[str, Callable[[int], list[float]]] = {}
     operator = None
@@ -271,7 +281,7 @@ def _compare_at(
     few: tuple[Tensor, Tensor],
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, float], float]:
-    """Print the table of one layer; return ratios, and the largest distance."""
+    """Print the table of one layer; return the ratios and the largest distance."""
     torch.manual_seed(0)
     rivals, operator = _rivals(layer, model, *data, arguments)
     ours = Ours(model, *data, layer)
@@ -283,21 +293,30 @@ def _compare_at(
     seconds = f"{statistics.median(times['ours']):.3g}"
     rows.append([f"ours, {ours.method}", f"{ours.value:.5g}", "", "", "all", seconds, "1"])
     found: dict[str, float] = {}
-    offs = [0.0]
+    distances = [0.0]
 
-    def add(name: str, mean: float, off: float, needed: int, cost: tuple[list[float], int]) -> None:
+    def add(
+        name: str, mean: float, distance: float, needed: int, cost: tuple[list[float], int]
+    ) -> None:
         taken, timed = cost
         scaled = [t * needed / arguments.probes for t in taken]
         compared: Ratio = ratio(scaled, times["ours"])
         found[name] = compared.value
-        offs.append(off)
+        distances.append(distance)
         median = f"{statistics.median(scaled):.3g}"
-        cells = [f"{mean:.5g}", f"{off:.1f}", f"{needed:,}", f"{timed:,}", median, str(compared)]
+        cells = [
+            f"{mean:.5g}",
+            f"{distance:.1f}",
+            f"{needed:,}",
+            f"{timed:,}",
+            median,
+            str(compared),
+        ]
         rows.append([name, *cells])
 
     for name, rival in rivals.items():
-        off = ours.off(rival)
-        add(name, rival.mean, off, rival.needed(), (times[name], len(rival.values)))
+        distance = ours.distance(rival)
+        add(name, rival.mean, distance, rival.needed(), (times[name], len(rival.values)))
     if operator is not None:
         taken = times["curvlinops Hutchinson"]
         reference = Ours(model, *few, layer)
@@ -305,16 +324,16 @@ def _compare_at(
         pilot = peers.curvlinops_operator(model, CRITERION, layer, [few], operator.width)
         for method in peers.DEFLATED:
             estimates, needed, reached = _products(pilot, method, arguments)
-            off = reference.off(estimates)
+            distance = reference.distance(estimates)
             name = f"curvlinops {method}"
             label = name if reached else f"{name} (not yet at 1%)"
-            add(label, estimates.mean, off, needed, (taken, 0))
-            if not reached:  # a lower bound
+            add(label, estimates.mean, distance, needed, (taken, 0))
+            if not reached:  # the ratio is a lower bound
                 found[name] = found.pop(label)
     shape = tuple(model.get_submodule(layer).weight.shape)
     print(f"\n{layer}, weight {shape}\n")
     print(table(rows), flush=True)
-    return found, max(offs)
+    return found, max(distances)
 
 
 def _products(
@@ -333,7 +352,7 @@ def _products(
     low, high = 0, _STEP
     while (estimates := estimate(high)).needed() > 1:
         low, high = high, 2 * high
-        # they take fewer products than there are columns
+        # the estimators need fewer products than the Hessian has columns
         if high > min(arguments.most, operator.shape[0] - 1):
             return estimates, low, False
     while high - low > _STEP:

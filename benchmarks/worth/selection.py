@@ -1,22 +1,25 @@
-"""How good a network each way of choosing picks, and what the choice costs.
+"""Compare ways to choose among candidates by the regret of the choice and by its cost.
 
 On each data set at least 40 candidates (batch sizes, learning rates, seeds) are trained to the
-same training loss on all the training data. Then each way picks one of them:
+same training loss on all training data. Each way then picks one of them:
 
 flattest             the smallest relative flatness at the last layer; no data held out
 flattest + risk      the smallest training loss + n^(-2/(4+m)) kappa/(2m), the first terms of the
                      bound of Petzka et al. (2021), Theorem 6
 normalized flattest  the smallest normalised relative flatness
-5-fold CV            the best mean score of five folds; five fits more per candidate
-hold-out             the best score on a fifth of the training data; one fit more per candidate
-random               any of them
+5-fold CV            the best mean score of five folds; five more fits per candidate
+hold-out             the best score on a fifth of the training data; one more fit per candidate
+random               the average candidate
 
-The regret is the test score of the best candidate minus that of the pick, as trained on all the
-data; the cost is the time of all fits a way needs, in units of one fit per candidate. Data is
-split into training and test several times; the table shows means over the splits and their
-standard errors.
+The regret is the test score of the best candidate minus the test score of the pick, both trained
+on all training data. The cost is the time of all fits that a way needs, divided by the time of
+one fit of every candidate. The data are split into training and test data several times; the
+table has means and standard errors over the splits.
 
-Run ``python -m benchmarks.selection --results FILE``: what is in the file is not trained again.
+    python -m benchmarks.worth.selection --results FILE    # 1 hour
+    python -m benchmarks.worth.selection --quick           # a smoke run
+
+Finished work is read from the file and not repeated.
 """
 
 import argparse
@@ -39,17 +42,18 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from skorch.scoring import loss_scoring
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.data import add_data_argument, load_images
-from benchmarks.timing import environment, table
+from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.timing import environment, table
 from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
+    flatness_report,
 )
-from relflat_sk.measures._api import evaluate
 
 MEASURES = ("relative_flatness", "normalized_relative_flatness")
 
@@ -73,7 +77,7 @@ class SmallConv(nn.Sequential):
 
 
 def net(estimator: Any, goal: float, max_epochs: int, **arguments: Any) -> Any:
-    """Make a net that trains to a goal, without penalty."""
+    """Make a net without penalty that trains until its training loss is at most `goal`."""
     return estimator(
         flatness_weight=0.0,
         optimizer=torch.optim.SGD,
@@ -87,38 +91,38 @@ def net(estimator: Any, goal: float, max_epochs: int, **arguments: Any) -> Any:
 
 
 def digits() -> tuple[Any, Any]:
-    """1,797 images of 8 x 8 pixels, ten classes."""
+    """Load 1,797 images of 8 x 8 pixels, ten classes."""
     X, y = load_digits(return_X_y=True)
     return (X / 16).astype(np.float32), y.astype(np.int64)
 
 
 def cancer() -> tuple[Any, Any]:
-    """569 tumours with 30 measurements, two classes."""
+    """Load 30 measurements of 569 tumours, two classes."""
     X, y = load_breast_cancer(return_X_y=True)
     return X.astype(np.float32), y.astype(np.int64)
 
 
 def diabetes() -> tuple[Any, Any]:
-    """442 patients with 10 measurements, the progress of their illness."""
+    """Load 10 measurements of 442 patients; the target is the progress of their illness."""
     X, y = load_diabetes(return_X_y=True)
     return X.astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
 
 
 def images(path: str | None) -> tuple[Any, Any]:
-    """10,000 images of CIFAR-10, half of them to test on."""
+    """Load 10,000 images of CIFAR-10; half of them are for testing."""
     X, y = load_images(10_000, path)
     return X.numpy(), y.numpy()
 
 
 def shuffle_split(y: Any, n_splits: int, **sizes: Any) -> Any:
-    """Split at random, classes in proportion."""
+    """Split at random, with classes in proportion."""
     split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
     return split(n_splits, random_state=0, **sizes)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with the network that is trained on it, and the learning rates to try."""
+    """A data set with the network that is trained on it and the grid of candidates."""
 
     load: Callable[[], tuple[Any, Any]]
     n_train: int
@@ -129,7 +133,7 @@ class Task:
     scaled: bool = False
 
     def candidates(self) -> list[dict[str, Any]]:
-        """All combinations of batch size, learning rate and seed."""
+        """Return all combinations of batch size, learning rate and seed."""
         seeds = range(self.n_seeds)
         return [
             {"batch_size": size, "lr": lr, "random_state": seed}
@@ -137,19 +141,19 @@ class Task:
         ]
 
     def make(self, params: dict[str, Any]) -> Any:
-        """Make a candidate, scaling inputs by what it is trained on if need be."""
+        """Make a candidate, in a pipeline with a scaler if the task needs one."""
         candidate = clone(self.estimator).set_params(**params)
         return make_pipeline(StandardScaler(), candidate) if self.scaled else candidate
 
     def splits(self, n_splits: int) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Split the data into training and test, at random, several times."""
+        """Split the data into training and test data, several times."""
         X, y = self.load()
         for train, test in shuffle_split(y, n_splits, train_size=self.n_train).split(X, y):
             yield X[train], y[train], X[test], y[test]
 
 
 def tasks(data: str | None) -> dict[str, Task]:
-    """List the data sets by name."""
+    """Return the tasks by name; CIFAR-10 needs a file."""
     classifier = RelativeFlatnessRegularizedClassifier
     found = {
         "digits": Task(
@@ -180,7 +184,7 @@ def tasks(data: str | None) -> dict[str, Task]:
     }
     if data is not None:
         found["CIFAR-10, 5,000 images"] = Task(
-            partial(images, data),  # can be sent to other processes
+            partial(images, data),  # a partial can be pickled for other processes
             5_000,
             net(classifier, 0.5, 40, module=SmallConv),
             (0.01, 0.02),
@@ -190,30 +194,35 @@ def tasks(data: str | None) -> dict[str, Task]:
     return found
 
 
-# -- what is measured of a candidate ------------------------------------------------------
+# -- fits and measurements ----------------------------------------------------------------
 
 
 def on_all(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
-    """Train on all of X, as every way does in the end, and measure."""
+    """Train on all of X, and measure flatness, training loss and test score."""
     start = time.perf_counter()
     candidate = task.make(params).fit(X, y)
     seconds = time.perf_counter() - start
-    final = candidate[-1] if task.scaled else candidate
-    found = {name: evaluate(name, candidate, X, y) for name in MEASURES}
+    final, inputs = (candidate[-1], candidate[:-1].transform(X)) if task.scaled else (candidate, X)
+    report = flatness_report(candidate, X, y, measures=MEASURES, layers=[-1])
     return {
         "seconds": seconds,
         "converged": final.converged_,
-        "train_loss": found[MEASURES[0]].risk,
-        "n_features": found[MEASURES[0]].seen.weights.popitem()[1].shape[1],
+        "train_loss": float(loss_scoring(final, inputs, y)),
+        "n_features": last_layer(final.module_).in_features,
         "test_score": candidate.score(*test),
-        **{name: one.value for name, one in found.items()},
+        **dict(zip(report["measure"], report["value"], strict=True)),
     }
+
+
+def last_layer(module: nn.Module) -> nn.Linear:
+    """Return the last linear layer, which all networks here end in."""
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1]
 
 
 def by_validation(
     folds: Any, task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any
 ) -> dict[str, Any]:
-    """Score on parts of X that are held out, the same for all candidates."""
+    """Score on held-out parts of X, which are the same for all candidates."""
     start = time.perf_counter()
     cv = shuffle_split(y, 1, test_size=0.2) if folds is None else folds
     scores = cross_val_score(task.make(params), X, y, cv=cv, error_score="raise")
@@ -228,16 +237,16 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def run(task: Task, data: tuple[Any, ...], what: str, index: int) -> dict[str, Any]:
-    """Do one piece of work in a process of its own."""
+    """Do one kind of work for one candidate, in a process of its own."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what did not converge is in the table
+        warnings.simplefilter("ignore")  # candidates that do not converge are counted
         found = WORK[what](task, task.candidates()[index], *data)
     return {"what": what, "candidate": index, **found}
 
 
 class Results:
-    """Finished work, one line each in a file if there is one."""
+    """Rows of finished work, each also a line of a file if a path is given."""
 
     def __init__(self, path: str | None) -> None:
         self.path = None if path is None else Path(path)
@@ -247,20 +256,20 @@ class Results:
                 self.add(json.loads(line), write=False)
 
     def add(self, row: dict[str, Any], *, write: bool = True) -> None:
-        """Take a row in, and write it down."""
+        """Add a row, and append it to the file."""
         self.rows[row["task"], row["split"], row["what"], row["candidate"]] = row
         if write and self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     def of(self, task: str, split: int, what: str) -> list[dict[str, Any]]:
-        """Rows of all candidates, in their order."""
+        """Return the rows of all candidates, in their order."""
         keys = sorted(key for key in self.rows if key[:3] == (task, split, what))
         return [self.rows[key] for key in keys]
 
 
 def train(name: str, task: Task, n_splits: int, results: Results, n_jobs: int) -> None:
-    """Do all work that is missing."""
+    """Do all missing work of a task in parallel processes."""
     for at, data in enumerate(task.splits(n_splits)):
         missing = [
             (what, index)
@@ -278,12 +287,12 @@ def train(name: str, task: Task, n_splits: int, results: Results, n_jobs: int) -
 
 
 def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """One number of all candidates."""
+    """Return one column of the candidates' rows."""
     return np.array([row[name] for row in rows], dtype=float)
 
 
 def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]:
-    """Say which candidate each way picks."""
+    """Return the index of the candidate that each way picks."""
     fits = rows["all"]
     converged = column(fits, "converged").astype(bool)
     m = column(fits, "n_features")
@@ -301,7 +310,7 @@ def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]
 
 
 def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[list[str]]:
-    """Lay out regrets and costs on one data set."""
+    """Return the rows of the table for one task: regrets and costs of each way."""
     regrets: dict[str, list[float]] = {}
     costs: dict[str, list[float]] = {}
     for at in range(n_splits):
@@ -311,7 +320,7 @@ def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[li
         for way, index in picks(rows, task.n_train).items():
             regrets.setdefault(way, []).append(scores.max() - scores[index])
             more = column(rows[way], "seconds").sum() if way in rows else 0.0
-            # who chooses by held-out data trains the chosen one alone on all the data
+            # after a choice by held-out data only the chosen candidate is trained on all data
             own = rows["all"][index]["seconds"] if way in rows else once
             costs.setdefault(way, []).append((more + own) / once)
         regrets.setdefault("random", []).append(scores.max() - scores.mean())
@@ -329,16 +338,16 @@ def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[li
 
 
 def standard_error(values: list[float]) -> float:
-    """Of the mean; nan for a single value."""
+    """Return the standard error of the mean; nan for a single value."""
     n = len(values)
     return float(np.std(values, ddof=1) / n**0.5) if n > 1 else float("nan")
 
 
 def main() -> int:
-    """Train what is missing, print the table, and return the exit code."""
+    """Do the missing work, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="one split of one data set")
-    parser.add_argument("--results", metavar="FILE", help="where finished work is kept")
+    parser.add_argument("--results", metavar="FILE", help="file of finished work")
     parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
     parser.add_argument("--tasks", nargs="*", help="names of data sets (default: all)")
     parser.add_argument("--n-jobs", type=int, default=2, help="processes (default: 2)")

@@ -1,6 +1,7 @@
-"""What it costs to score LeNet-5: time and memory, next to a forward pass and a dense Hessian.
+"""Time and memory of scoring LeNet-5, next to a forward pass and to a dense Hessian.
 
-Run ``python -m benchmarks.scoring``; ``--quick`` for a smoke run.
+python -m benchmarks.costs.scoring            # 3 to 5 minutes
+python -m benchmarks.costs.scoring --quick    # a smoke run without verdict
 """
 
 import argparse
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from benchmarks.data import add_data_argument, load_images
-from benchmarks.memory import in_fresh_process, peak_growth
-from benchmarks.models import Head, LeNet5
-from benchmarks.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.memory import in_fresh_process, peak_growth
+from benchmarks._harness.networks import Head, LeNet5
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import relative_flatness
 
 CRITERION = nn.CrossEntropyLoss()
@@ -27,7 +28,7 @@ def _batches(X: Tensor, y: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Te
 
 
 def forward(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
-    """Run the network and throw its outputs away: the least that any score can cost."""
+    """Run the network and discard its outputs: the lower bound for the cost of any score."""
     with torch.no_grad():
         for x, _ in _batches(X, y, batch_size):
             model(x)
@@ -35,12 +36,12 @@ def forward(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
 
 
 def scoring(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
-    """Measure relative flatness as a user does."""
+    """Measure relative flatness by the public function."""
     return relative_flatness(model, X, y, criterion=CRITERION, batch_size=batch_size)
 
 
 def _dense(hessian: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Way:
-    """Definition 3 as one would write it down, given torch's Hessian of a function."""
+    """Compute Definition 3 as it is written, from a function that returns a dense Hessian."""
 
     def way(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> float:
         fixed = {name: p.detach() for name, p in model.named_parameters()}
@@ -70,7 +71,7 @@ WAYS: dict[str, Way] = {
 def main() -> int:
     """Measure, print, and return the exit code."""
     arguments = _parse()
-    if arguments.peak_of:  # this is a fresh process, started by `_memory`
+    if arguments.peak_of:  # in a fresh process, which `_memory` started
         print(_peak(arguments))
         return 0
     images = "random" if arguments.data is None else "CIFAR-10"
@@ -86,6 +87,7 @@ def _model_and_data(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor, T
 
 
 def _peak(arguments: argparse.Namespace) -> int:
+    """Measure the growth of memory in this process, in bytes."""
     model, X, y = _model_and_data(arguments)
     way = WAYS[arguments.peak_of]
     if not arguments.cold:
@@ -94,6 +96,7 @@ def _peak(arguments: argparse.Namespace) -> int:
 
 
 def _times(arguments: argparse.Namespace) -> list[Budget]:
+    """Time scoring next to the forward pass and next to dense Hessians."""
     model, X, y = _model_and_data(arguments)
     few = slice(arguments.n_dense)
     budget = _time_forward(model, X, y, arguments)
@@ -106,12 +109,14 @@ def _times(arguments: argparse.Namespace) -> list[Budget]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--n-samples", type=int, help="images to score (default: 50,000)")
-    parser.add_argument("--n-dense", type=int, help="of these, for the dense Hessian (4,096)")
+    parser.add_argument("--n-dense", type=int, help="images for the dense Hessian (default: 4,096)")
     parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, help="how often the ways take turns (9)")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default: 9)")
     parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     add_data_argument(parser)
@@ -125,7 +130,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _time_forward(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
-    """Compare with a forward pass, part by part: what else a machine does changes in seconds."""
+    """Compare with a forward pass, in parts of a few batches.
+
+    The load of a machine changes within seconds, so the two passes over a part follow each other.
+    """
     ways = ("forward", "scoring")
     size, n_parts = arguments.batch_size, max(1, len(X) // (5 * arguments.batch_size))
     parts = list(zip(X.chunk(n_parts), y.chunk(n_parts), strict=True))
@@ -147,7 +155,7 @@ def _time_forward(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Na
 def _time_dense(
     model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace
 ) -> list[Budget]:
-    """Compare with dense Hessians on the same images: nothing is extrapolated."""
+    """Compare with dense Hessians on the same images, without extrapolation."""
     size = arguments.batch_size
     dense = [name for name in WAYS if "hessian" in name]
     values: dict[str, float] = {}
@@ -182,13 +190,16 @@ def _time_dense(
 
 
 def _memory(arguments: argparse.Namespace) -> Budget:
-    """Compare peaks; the first call in a process also loads code of libraries, once."""
+    """Compare peaks of memory, of the first and of a later call in a process."""
     options = ["--n-samples", str(arguments.n_samples), "--batch-size", str(arguments.batch_size)]
     if arguments.data is not None:
         options += ["--data", arguments.data]
 
     def peak(name: str, *more: str) -> float:
-        return in_fresh_process("benchmarks.scoring", ["--peak-of", name, *options, *more]) / 2**20
+        return (
+            in_fresh_process("benchmarks.costs.scoring", ["--peak-of", name, *options, *more])
+            / 2**20
+        )
 
     rows = [["peak memory, growth in MiB", "forward", "scoring", "scoring / forward"]]
     for label, more in {"first call": ["--cold"], "later call": []}.items():

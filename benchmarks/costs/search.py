@@ -1,6 +1,8 @@
-"""What a search costs beside its training, and what is left of one whose processes are killed.
+"""Time of a search beside its training, and completeness of a search with killed processes.
 
-Run ``python -m benchmarks.sweep``; ``--quick`` for a smoke run, ``--url`` for another database.
+python -m benchmarks.costs.search            # 10 minutes
+python -m benchmarks.costs.search --quick    # a smoke run without verdict
+python -m benchmarks.costs.search --url URL  # on a database of yours
 """
 
 import argparse
@@ -25,14 +27,15 @@ from optuna.trial import TrialState
 from sklearn.datasets import load_digits
 from sklearn.preprocessing import scale
 
-from benchmarks.timing import Budget, environment, table, verdict
+from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 
-LIMIT = 0.05 * 10  # seconds: 5% of a trial of ten
+LIMIT = 0.05 * 10  # seconds: 5% of a trial that takes 10 s
 
 
 def open_journal(path: Path) -> JournalStorage:
-    # whoever is killed while it holds the lock leaves it behind: for 30 s by default
+    """Open a journal file whose lock can be taken from a killed process after 3 s."""
+    # a process that is killed while it holds the lock leaves it behind; Optuna waits 30 s
     lock = JournalFileSymlinkLock(str(path), grace_period=3)
     return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
@@ -45,20 +48,23 @@ STORAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def open_storage(name: str, folder: Path) -> Any:
-    """Make one of the storages above, or take the name for the URL of a database."""
+    """Make one of the storages above; another name is the URL of a database."""
     return STORAGES[name](folder) if name in STORAGES else name
 
 
-def in_words(name: str) -> str:
-    return name.partition(":")[0]  # of a URL, which may hold a password, the kind of database
+def kind_of(name: str) -> str:
+    """Name the kind of a storage without the rest of its URL, which may hold a password."""
+    return name.partition(":")[0]
 
 
 def load() -> tuple[Any, Any]:
+    """Load scikit-learn's digits, standardised."""
     X, y = load_digits(return_X_y=True)
     return scale(X).astype(np.float32), y
 
 
 def make_search(n_trials: int, **arguments: Any) -> FlatMinimaSearch:
+    """Make a search over batch sizes and learning rates, without refit."""
     net = RelativeFlatnessRegularizedClassifier(
         flatness_weight=0,
         module__hidden_layer_sizes=(32,),
@@ -71,11 +77,11 @@ def make_search(n_trials: int, **arguments: Any) -> FlatMinimaSearch:
     return FlatMinimaSearch(net, space, n_trials=n_trials, random_state=0, refit=False, **arguments)
 
 
-# -- what a trial costs ------------------------------------------------------------------------
+# -- time beside the training -----------------------------------------------------------------
 
 
 def overhead(names: Iterable[str], n_trials: int) -> list[Budget]:
-    """Time searches, and within them the trainings: both on the machine as it is then."""
+    """Time searches and the trainings within them, so that both see the same load."""
     X, y = load()
     rows = [["storage", "s per trial", "training", "the rest"]]
     budgets = []
@@ -88,28 +94,28 @@ def overhead(names: Iterable[str], n_trials: int) -> list[Budget]:
             whole = (time.perf_counter() - start) / n_trials
         training = float(search.minima_["seconds"].mean())
         rest = whole - training
-        rows.append([in_words(name), *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
+        rows.append([kind_of(name), *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
         budgets.append(
-            Budget(f"seconds beside the training of a trial, {in_words(name)}", rest, LIMIT)
+            Budget(f"seconds beside the training of a trial, {kind_of(name)}", rest, LIMIT)
         )
     print(f"\n{n_trials} trials each; the rest draws, measures, scores and records\n{table(rows)}")
     return budgets
 
 
-# -- what is left when processes are killed ----------------------------------------------------
+# -- killed processes -------------------------------------------------------------------------
 
 
 def work(storage: str, folder: Path, study_name: str, n_trials: int) -> None:
-    """Be one of the processes that share a study."""
+    """Run as one of the processes that share a study."""
     X, y = load()
     search = make_search(n_trials, storage=open_storage(storage, folder), study_name=study_name)
     search.fit(X, y)
 
 
 def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
-    """Share a study between two processes and kill one of them, in turn, every few seconds."""
+    """Share a study between two processes and kill them in turn, one every few seconds."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.sweep"])
+    context.set_forkserver_preload(["benchmarks.costs.search"])
     n_killed, start = 0, time.perf_counter()
     study_name = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as name:
@@ -129,7 +135,7 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
                 workers[turn].join()
                 n_killed += 1
             elif workers[turn].exitcode == 0:
-                break  # nothing was left for it to do
+                break  # all trials are done or in the other process
             else:
                 raise RuntimeError(f"a worker failed with exit code {workers[turn].exitcode}")
             workers[turn] = begin()
@@ -142,27 +148,31 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
     reasons = Counter(str(t.user_attrs["reason"])[:200] for t in trials if "failed" in t.user_attrs)
     distinct = {tuple(sorted(trial.params.items())) for trial in complete}
     print(
-        f"\n{in_words(storage)}: {n_trials} trials by two processes, one killed every {every:g} s, "
+        f"\n{kind_of(storage)}: {n_trials} trials by two processes, one killed every {every:g} s, "
         f"{n_killed} times; {time.perf_counter() - start:.0f} s\n"
         f"{dict(Counter(trial.state.name for trial in trials))}, {len(minima)} candidates "
         f"finished with {len(distinct)} different parameters; failed by themselves: {dict(reasons)}"
     )
     return [
         Budget(
-            f"{in_words(storage)}, distinct minima", min(len(minima), len(distinct)), n_trials, True
+            f"{kind_of(storage)}, distinct minima", min(len(minima), len(distinct)), n_trials, True
         ),
-        Budget(f"{in_words(storage)}, minima found twice", len(complete) - len(minima), 0),
+        Budget(f"{kind_of(storage)}, minima found twice", len(complete) - len(minima), 0),
     ]
 
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
-    parser.add_argument("--only", choices=["overhead", "killed"])
-    parser.add_argument("--n-trials", type=int, help="of the killed search (default: 200)")
-    parser.add_argument("--kill-every", type=float, help="seconds (default: 20)")
-    parser.add_argument("--url", help="a database of Optuna's, in place of all other storages")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--only", choices=["overhead", "killed"], help="one of the two parts")
+    parser.add_argument(
+        "--n-trials", type=int, help="trials of the search with killed processes (default: 200)"
+    )
+    parser.add_argument("--kill-every", type=float, help="seconds between two kills (default: 20)")
+    parser.add_argument("--url", help="URL of a database, in place of the other storages")
     arguments = parser.parse_args()
     url = [arguments.url] if arguments.url else None
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -1,8 +1,8 @@
-"""Images to measure on: random ones, or CIFAR-10 where a file of it is at hand.
+"""Load the images of the benchmarks: random ones by default, CIFAR-10 from a file.
 
-Timings do not depend on what is in the images, so random ones are the default and nothing
-is downloaded. The file is an .npz of JPEGs (see `benchmarks/README.md`), decoded once into
-a cache in the user's cache folder, outside the repository.
+Timings do not depend on the content of the images, so random images are the default and
+nothing is downloaded. The file is an .npz of JPEGs (see `benchmarks/README.md`). It is decoded
+once, into the user's cache folder outside the repository.
 """
 
 import argparse
@@ -21,7 +21,13 @@ VARIABLE = "RELFLAT_SK_CIFAR10"
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Let the user name the file, on the command line or in the environment."""
+    """Add ``--data``, the path of the file, with the environment variable as its default.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        The parser of the benchmark's command line.
+    """
     parser.add_argument(
         "--data",
         default=os.environ.get(VARIABLE) or None,
@@ -31,23 +37,26 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_images(n: int, path: str | Path | None = None) -> tuple[Tensor, Tensor]:
-    """Take n images, (n, 3, 32, 32) in float32 with mean 0 and spread 1, and their classes.
+    """Load images with their classes, each channel with mean 0 and standard deviation 1.
 
     Parameters
     ----------
     n : int
-        At most 50,000 of CIFAR-10's training set.
+        Number of images; CIFAR-10's training set has 50,000.
     path : str or Path, optional
-        The file; random images if None.
+        The .npz file of CIFAR-10. Random images if None.
 
     Returns
     -------
-    (Tensor, Tensor)
+    X : Tensor of shape (n, 3, 32, 32)
+        The images, float32.
+    y : Tensor of shape (n,)
+        Their classes, 0 to 9, int64.
 
     Raises
     ------
     ValueError
-        If the file has fewer images.
+        If the file has fewer than n training images.
     """
     if path is None:
         return _random_images(n)
@@ -60,17 +69,18 @@ def load_images(n: int, path: str | Path | None = None) -> tuple[Tensor, Tensor]
 
 
 def _random_images(n: int) -> tuple[Tensor, Tensor]:
-    """Noise around one pattern per class: a network can learn it, as it can real images."""
+    """Draw one pattern per class and add noise, so that a network can learn the classes."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(10, (n,), generator=generator)
     patterns = torch.randn(10, 3, 32, 32, generator=generator)
     X = torch.randn(n, 3, 32, 32, generator=generator)
-    for rows in torch.arange(n).split(1024):  # no second array of this size
+    for rows in torch.arange(n).split(1024):  # in parts: no second array of this size
         X[rows] += 0.2 * patterns[y[rows]]
     return X, y
 
 
 def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return images (n, 32, 32, 3) and classes (n,) from the cache, which is filled if need be."""
     stat = path.stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     name = f"cifar10_{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
@@ -81,12 +91,14 @@ def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f"{os.getpid()}_{name}")
         np.savez(partial, images=images, classes=classes)
-        partial.replace(cached)  # never half a file, also when two processes decode
+        # renaming is atomic: no process reads half a file, even if two decode at once
+        partial.replace(cached)
     with np.load(cached) as data:
         return data["images"], data["classes"]
 
 
 def _decode(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the training images of the file."""
     try:
         from PIL import Image  # noqa: PLC0415
     except ImportError as error:

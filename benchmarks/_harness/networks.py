@@ -1,4 +1,4 @@
-"""The networks that the budgets are stated for."""
+"""The networks that the budgets are stated for: LeNet-5 and ResNet-18."""
 
 from itertools import pairwise
 
@@ -8,9 +8,9 @@ __all__ = ["Head", "LeNet5", "ResNet18"]
 
 
 class LeNet5(nn.Module):
-    """LeNet-5 as it is commonly trained on CIFAR-10: ReLU, max pooling.
+    """LeNet-5 as it is commonly trained on CIFAR-10, with ReLU and max pooling.
 
-    `features` ends in 84 numbers per image, `head` turns them into 10 logits; flatness is
+    `features` computes 84 features per image, `head` turns them into 10 logits. Flatness is
     measured at `head`, the last layer.
     """
 
@@ -37,11 +37,12 @@ class LeNet5(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer of a `LeNet5` by itself, to be run on its features.
+    """The last layer of a `LeNet5` as a network of its own, which takes the features.
 
     Parameters
     ----------
     network : LeNet5
+        The network whose last layer is shared, not copied.
     """
 
     def __init__(self, network: LeNet5) -> None:
@@ -54,7 +55,15 @@ class Head(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Residual block: two convolutions and a shortcut.
+
+    Parameters
+    ----------
+    n_in, n_out : int
+        Numbers of channels of the input and of the output.
+    stride : int
+        Stride of the first convolution and of the shortcut.
+    """
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -65,19 +74,19 @@ class Block(nn.Module):
             nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False),
             nn.BatchNorm2d(n_out),
         )
-        self.around = nn.Sequential()
+        self.shortcut = nn.Sequential()
         if n_in != n_out:
-            around = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
-            self.around = nn.Sequential(around, nn.BatchNorm2d(n_out))
+            projection = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(n_out))
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn (n, n_in, h, w) into (n, n_out, h / stride, w / stride)."""
-        return self.relu(self.main(x) + self.around(x))
+        return self.relu(self.main(x) + self.shortcut(x))
 
 
 class ResNet18(nn.Sequential):
-    """ResNet-18 as it is commonly trained on CIFAR-10: no pooling after the first convolution."""
+    """ResNet-18 as it is commonly trained on CIFAR-10, without pooling after the stem."""
 
     def __init__(self) -> None:
         stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]

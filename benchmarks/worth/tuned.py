@@ -1,15 +1,15 @@
-"""Which regulariser generalises best when all are tuned alike? Printed as it comes out.
+"""Compare the test accuracy of regularisers that are tuned with the same number of trials.
 
-Every method gets the same number of Optuna trials, each of which trains on a part of the
-training images and is judged on the rest of them. The best setting is then trained on all
-training images with several seeds, and judged on test images that nothing has looked at.
+Each Optuna trial trains on a part of the training images and is scored on the rest. The best
+setting of a method is then trained on all training images with several seeds, and scored on test
+images that took no part in the tuning.
 
-    python -m benchmarks.tuned                                  # scikit-learn's digits
-    python -m benchmarks.tuned --data NPZ --n-train 1000        # CIFAR-10, see README.md
-    python -m benchmarks.tuned --data NPZ --n-train 5000 --batch-size 128
-    python -m benchmarks.tuned --quick                          # a smoke run, 2 minutes
+    python -m benchmarks.worth.tuned                                  # scikit-learn's digits
+    python -m benchmarks.worth.tuned --data NPZ --n-train 1000        # CIFAR-10
+    python -m benchmarks.worth.tuned --data NPZ --n-train 5000 --batch-size 128
+    python -m benchmarks.worth.tuned --quick                          # a smoke run, 2 minutes
 
-With ``--storage FILE`` trials and results are kept, and a run that was stopped goes on.
+With ``--storage FILE`` trials and results are saved, and an interrupted run can be continued.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from sklearn.model_selection import train_test_split
 from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch import nn
 
-from benchmarks.data import load_images
-from benchmarks.timing import environment, table
+from benchmarks._harness.data import load_images
+from benchmarks._harness.timing import environment, table
 from relflat_sk import (
     MLP,
     FlatnessWarning,
@@ -41,7 +41,7 @@ Params = dict[str, Any]
 
 
 class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
-    """The same loop with SAM's steps."""
+    """The net of all other methods, trained by SAM."""
 
 
 # -- data and networks -------------------------------------------------------------------
@@ -60,7 +60,7 @@ class SmallConvNet(nn.Sequential):
 
 @dataclass(frozen=True)
 class Problem:
-    """Images to train on and to test on, and the network to train."""
+    """Training images, test images and the network to train."""
 
     name: str
     train: Arrays
@@ -69,7 +69,7 @@ class Problem:
 
 
 def digits(n_train: int) -> Problem:
-    """Take some of scikit-learn's digits, 8x8 images, the others to test on."""
+    """Split scikit-learn's digits, 8x8 images, into `n_train` training images and test images."""
     X, y = load_digits(return_X_y=True)
     X = (X / 16).astype(np.float32)
     X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
@@ -78,7 +78,7 @@ def digits(n_train: int) -> Problem:
 
 
 def cifar(n_train: int, path: str, n_test: int = 5000) -> Problem:
-    """Take the first images of CIFAR-10's training set, and those after them to test on."""
+    """Take the first images of CIFAR-10's training set to train on, the next ones to test on."""
     X, y = (tensor.numpy() for tensor in load_images(n_train + n_test, path))
     parts = (X[:n_train], y[:n_train]), (X[n_train:], y[n_train:])
     return Problem(f"CIFAR-10 {n_train}", *parts, {"module": SmallConvNet})
@@ -89,7 +89,7 @@ def cifar(n_train: int, path: str, n_test: int = 5000) -> Problem:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of training, with the one strength that it has."""
+    """A regulariser: the parameter of its strength, the range of that, and fixed parameters."""
 
     strength: str | None = None
     low: float = 0.0
@@ -98,7 +98,7 @@ class Method:
     kind: type = RelativeFlatnessRegularizedClassifier
 
     def suggest(self, trial: optuna.Trial) -> Params:
-        """Draw what all methods tune, and the method's own strength."""
+        """Draw learning rate and clipping, which all methods tune, and the method's strength."""
         params: Params = {
             "lr": trial.suggest_float("lr", 0.003, 0.3, log=True),
             "clip": trial.suggest_categorical("clip", [1.0, None]),
@@ -124,14 +124,14 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is the same for all methods."""
+    """The settings that all methods share."""
 
     network: Params
     epochs: int
     batch_size: int
 
     def fit(self, method: Method, params: Params, data: Arrays, seed: int) -> Any:
-        """Train one network: SGD with momentum, the learning rate decaying along a cosine."""
+        """Train a network by SGD with momentum and a cosine schedule of the learning rate."""
         chosen = {"flatness_weight": 0.0, **(method.fixed or {}), **params}
         clip = chosen.pop("clip")
         callbacks = [LRScheduler("CosineAnnealingLR", T_max=self.epochs)]
@@ -149,7 +149,7 @@ class Training:
             verbose=0,
         )
         with warnings.catch_warnings():
-            # networks that diverged or died are results, too
+            # networks that diverge or die count as results
             warnings.simplefilter("ignore", FlatnessWarning)
             return net.fit(*data)
 
@@ -158,7 +158,7 @@ class Training:
 
 
 def tune(study: optuna.Study, method: Method, training: Training, data: Arrays, n: int) -> None:
-    """Make up the trials that are missing to n; the score is accuracy on images held out."""
+    """Run the trials that are missing to `n`; the score is the accuracy on validation images."""
     X, y = data
     X, X_valid, y, y_valid = train_test_split(X, y, test_size=0.2, stratify=y, random_state=1)
 
@@ -167,7 +167,7 @@ def tune(study: optuna.Study, method: Method, training: Training, data: Arrays, 
         return float(net.score(X_valid, y_valid))
 
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
-    # another seed, or a run that goes on would repeat the draws of the one before
+    # a seed of its own, or a continued run would repeat the draws of the interrupted one
     study.sampler = optuna.samplers.TPESampler(seed=done, n_startup_trials=max(4, n // 4))
     study.optimize(objective, n_trials=max(0, n - done))
 
@@ -175,7 +175,7 @@ def tune(study: optuna.Study, method: Method, training: Training, data: Arrays, 
 def judge(
     study: optuna.Study, method: Method, training: Training, problem: Problem, seeds: int
 ) -> np.ndarray:
-    """Test accuracies of the best setting, one for each seed, kept with the study."""
+    """Return the test accuracies of the best setting, one per seed, saved with the study."""
     best = study.best_trial
     for seed in range(seeds):
         key = f"trial {best.number} seed {seed}"
@@ -186,33 +186,16 @@ def judge(
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """Mean and half the width of its 95% interval (Student's t), in points of a percent."""
+    """Return the mean and half the width of its 95% interval (Student's t), in percent."""
     width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return 100 * values.mean(), 100 * float(width)
 
 
 def main() -> None:
     """Tune, judge, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", metavar="NPZ", help="CIFAR-10 (default: digits)")
-    parser.add_argument("--n-train", type=int, help="training images (default: 1000)")
-    parser.add_argument("--trials", type=int, help="for each method (default: 25)")
-    parser.add_argument("--seeds", type=int, help="of the best settings (default: 5)")
-    parser.add_argument("--epochs", type=int, help="of each training (default: 60)")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--storage", metavar="FILE", help="SQLite file, to go on later")
-    parser.add_argument("--quick", action="store_true", help="a smoke run, says nothing")
-    arguments = parser.parse_args()
-
-    def option(value: int | None, full: int, quick: int) -> int:
-        return (quick if arguments.quick else full) if value is None else value
-
-    n_train = option(arguments.n_train, 1000, 200)
-    trials, seeds = option(arguments.trials, 25, 3), option(arguments.seeds, 5, 2)
-    epochs = option(arguments.epochs, 60, 8)
+    arguments = _parse()
+    trials, seeds, epochs = arguments.trials, arguments.seeds, arguments.epochs
+    n_train = arguments.n_train
     problem = cifar(n_train, arguments.data) if arguments.data else digits(n_train)
     training = Training(problem.network, epochs, arguments.batch_size)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -240,14 +223,44 @@ def main() -> None:
     print()
     print(table(rows))
     print("\nTest accuracy in percent, mean and 95% interval over seeds (Student's t).")
-    if "SAM" in results:
-        print("Difference to SAM with the same seeds, in points:")
-        for name in [name for name in results if name != "SAM"]:
-            mean, width = interval(results[name] - results["SAM"])
-            print(f"  {name}: {mean:+.1f} +- {width:.1f}")
+    _compare_with_sam(results)
+
+
+def _compare_with_sam(results: dict[str, np.ndarray]) -> None:
+    """Print the differences to SAM with the same seeds, if SAM is among the methods."""
+    if "SAM" not in results:
+        return
+    print("Difference to SAM with the same seeds, in points:")
+    for name in [name for name in results if name != "SAM"]:
+        mean, width = interval(results[name] - results["SAM"])
+        print(f"  {name}: {mean:+.1f} +- {width:.1f}")
+
+
+def _parse() -> argparse.Namespace:
+    """Read the command line; what is not given depends on ``--quick``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", metavar="NPZ", help="CIFAR-10 (default: digits)")
+    parser.add_argument("--n-train", type=int, help="training images (default: 1000)")
+    parser.add_argument("--trials", type=int, help="trials of each method (default: 25)")
+    parser.add_argument("--seeds", type=int, help="trainings of the best setting (default: 5)")
+    parser.add_argument("--epochs", type=int, help="epochs of each training (default: 60)")
+    parser.add_argument("--batch-size", type=int, default=32, help="(default: 32)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--storage", metavar="FILE", help="SQLite file, to continue later")
+    parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
+    arguments = parser.parse_args()
+    usual = {"n_train": 1000, "trials": 25, "seeds": 5, "epochs": 60}
+    quick = {"n_train": 200, "trials": 3, "seeds": 2, "epochs": 8}
+    for name, value in (quick if arguments.quick else usual).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
 
 
 def _setting(params: Params) -> str:
+    """Write parameters in short, such as ``lr=0.1 weight=3``."""
     short = {
         name.split("_")[-1]: f"{value:.2g}" if isinstance(value, float) else value
         for name, value in params.items()

@@ -1,8 +1,8 @@
-"""Compare the time of two or more ways of doing something, and say whether it is in budget.
+"""Compare the times of several ways to do something, and judge the ratios by budgets.
 
-The ways take turns, in an order drawn anew for each, so that whatever else the machine does
-slows them alike; what is quoted is the median of the ratios within each turn, not a ratio of
-absolute times.
+The ways are run in rounds, each in a new random order, so that other programs on the machine
+slow all of them alike. The reported ratio is the median of the ratios within each round, not
+the ratio of two absolute times.
 """
 
 import gc
@@ -27,29 +27,31 @@ Times = dict[str, list[float]]
 def interleave(
     ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1, turn: int = 1
 ) -> Times:
-    """Let every way have its turn in each round, in an order that each round draws anew.
+    """Time every way in each round, in an order that is drawn anew for each round.
 
-    What ran before leaves its own data in the caches, or none after a garbage collection: in
-    a fixed order one of the ways would always pay for that.
+    A run leaves its own data in the caches of the processor. In a fixed order, the same way
+    would always pay for what its predecessor left there.
 
     Parameters
     ----------
     ways : dict of str to callable
+        Name -> what to time, called without arguments.
     rounds : int
+        Number of timed rounds.
     warmup : int, default=1
-        Rounds that do not count.
+        Number of rounds before them that are not timed.
     turn : int, default=1
-        How often a way is run in its turn.
+        Number of runs in a row of each way in a round.
 
     Returns
     -------
     dict of str to list of float
-        Seconds of each run, those of a round at the same places for all ways.
+        Name -> seconds of its runs, in order of the rounds.
     """
     times: Times = {name: [] for name in ways}
     order, generator = list(ways), random.Random(0)
     gc.collect()
-    gc.disable()  # a collection would hit one of the two ways by chance
+    gc.disable()  # a collection would slow one of the ways by chance
     try:
         for done in range(-warmup, rounds):
             generator.shuffle(order)
@@ -69,7 +71,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of the ratios within each round, with their quartiles."""
+    """A median of ratios, with its quartiles and the number of ratios."""
 
     value: float
     low: float
@@ -81,23 +83,36 @@ class Ratio:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Compare two ways that took turns.
+    """Divide the times of two ways, run by run, and take the median.
 
     Parameters
     ----------
     over, under : sequence of float
-        Numerator and denominator, one of each per round.
+        Seconds of the runs in the numerator and in the denominator, in the same order.
 
     Returns
     -------
     Ratio
+        Median and quartiles of the ratios.
     """
     low, value, high = np.quantile(np.divide(over, under), [0.25, 0.5, 0.75])
     return Ratio(float(value), float(low), float(high), len(over))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows of text in columns; the first row is the header."""
+    """Lay out rows of text in columns.
+
+    Parameters
+    ----------
+    rows : sequence of sequence of str
+        The cells; the first row is the header. The first column is aligned to the left, all
+        others to the right.
+
+    Returns
+    -------
+    str
+        The table, with a line under the header.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -111,7 +126,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """A number with its limit, `at_least` or (the default) at most."""
+    """A number with a limit: an upper one, or a lower one if `at_least` is true."""
 
     name: str
     value: float
@@ -120,23 +135,24 @@ class Budget:
 
     @property
     def met(self) -> bool:
-        """Whether the number keeps the limit; not a number does not."""
+        """Whether the number is within the limit; nan is not."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 def verdict(budgets: Sequence[Budget], *, judged: bool) -> int:
-    """Print one line per budget.
+    """Print one line per budget and return the exit code.
 
     Parameters
     ----------
     budgets : sequence of Budget
+        The numbers with their limits.
     judged : bool
-        False for smoke runs, which are too short to judge by.
+        Whether missed budgets count. False for smoke runs, which are too short for a verdict.
 
     Returns
     -------
     int
-        The exit code: 1 if a budget is missed, and judged.
+        1 if budgets are judged and one of them is missed, else 0.
     """
     print()
     for budget in budgets:
@@ -147,7 +163,13 @@ def verdict(budgets: Sequence[Budget], *, judged: bool) -> int:
 
 
 def environment() -> str:
-    """Describe what the numbers were measured on."""
+    """Describe versions, machine, threads and load, in two lines of text.
+
+    Returns
+    -------
+    str
+        The description.
+    """
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
         f"relflat_sk {relflat_sk.__version__}, torch {torch.__version__}, "

@@ -1,11 +1,12 @@
-"""Norms of networks that fit true labels, and of networks that fit random ones.
+"""Compare norms of networks that fit true labels and of networks that fit random labels.
 
-Networks with random labels generalise worse than any other, so a measure of generalisation must
-be larger for them, at every number of training samples: Figure 1 of Neyshabur et al.,
-"Exploring Generalization in Deep Learning", NeurIPS 2017, in small.
+A network that fits random labels cannot generalise, so a measure of generalisation must be larger
+for it, at every number of training samples. This is a small version of Figure 1 of Neyshabur et
+al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
 
-Run ``python -m benchmarks.random_labels``; ``--figure PATH`` draws it (needs matplotlib),
-``--quick`` for a smoke run.
+    python -m benchmarks.worth.random_labels                  # 2 minutes
+    python -m benchmarks.worth.random_labels --figure PATH    # also a figure; needs matplotlib
+    python -m benchmarks.worth.random_labels --quick          # a smoke run without verdict
 """
 
 import argparse
@@ -19,21 +20,21 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from benchmarks.timing import Budget, environment, table, verdict
+from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import MLP, flatness_report
 
 NORMS = ["l2_norm", "frobenius_product", "spectral_product", "l1_path_norm", "l2_path_norm"]
 LABELS = {"true": "tab:blue", "random": "tab:red"}
 SIZES = [100, 200, 400, 800, 1600]
 CRITERION = nn.CrossEntropyLoss()
-# where training stops: all samples right, and a mean cross-entropy of this
+# training stops when all samples are right and the mean cross-entropy is at most this
 LOSS = 0.01
 MOST_EPOCHS = 3000
 BATCH_SIZE = 50
 
 
 def draw_data(n: int, labels: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Take n of the 1,797 digits of scikit-learn, with their labels or with random ones."""
+    """Draw n of scikit-learn's 1,797 digits, with their own labels or with random ones."""
     rng = np.random.default_rng(seed)
     X, y = load_digits(return_X_y=True)
     chosen = rng.permutation(len(X))[:n]
@@ -47,7 +48,7 @@ def train(X: Tensor, y: Tensor, seed: int) -> nn.Module:
     Raises
     ------
     RuntimeError
-        If it does not; a network that does not fit has no margin.
+        If it does not fit them within `MOST_EPOCHS` epochs; it would have no positive margin.
     """
     torch.manual_seed(seed)
     net = MLP(X.shape[1], 10, hidden_layer_sizes=(256, 256))
@@ -65,7 +66,7 @@ def train(X: Tensor, y: Tensor, seed: int) -> nn.Module:
 
 
 def measure_norms(net: nn.Module, X: Tensor, y: Tensor) -> dict[str, float]:
-    """Measure all norms over the margin, one over the squared margin, and all norms alone."""
+    """Measure all norms over the margin, the inverse squared margin, and all norms alone."""
     found = {}
     for names, over in [([*NORMS, "inverse_margin"], True), (NORMS, False)]:
         report = flatness_report(net, X, y, measures=names, criterion=CRITERION, over_margin=over)
@@ -75,7 +76,7 @@ def measure_norms(net: nn.Module, X: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def compare(sizes: list[int], seeds: int) -> pd.DataFrame:
-    """Train and measure everything: columns size, seed, labels, and one for each norm."""
+    """Train and measure all networks; the columns are size, seed, labels and the norms."""
     rows = []
     for n in sizes:
         for seed in range(seeds):
@@ -87,13 +88,13 @@ def compare(sizes: list[int], seeds: int) -> pd.DataFrame:
 
 
 def random_over_true(minima: pd.DataFrame) -> pd.DataFrame:
-    """Divide what random labels give by what true ones give, for each size and seed."""
+    """Divide the norms with random labels by those with true labels, for each size and seed."""
     pairs = minima.set_index(["size", "seed", "labels"]).unstack("labels").swaplevel(axis=1)
     return pairs["random"] / pairs["true"]
 
 
 def describe(ratios: pd.DataFrame, names: list[str]) -> str:
-    """Lay out the geometric mean over seeds, with the smallest and largest in brackets."""
+    """Lay out geometric means over seeds, with the smallest and the largest value in brackets."""
     rows = [["random / true", *(f"n = {n}" for n in ratios.index.unique("size"))]]
     for name in names:
         groups = ratios[name].groupby("size")
@@ -106,7 +107,7 @@ def describe(ratios: pd.DataFrame, names: list[str]) -> str:
 
 
 def draw(minima: pd.DataFrame, names: list[str], path: Path) -> None:
-    """Draw every norm against the number of samples, one line for each kind of labels."""
+    """Draw each norm against the number of samples, with a line for each kind of labels."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (drawing is an extra)
 
     figure = Figure(figsize=(10, 5.5), layout="constrained")
@@ -131,7 +132,7 @@ def draw(minima: pd.DataFrame, names: list[str], path: Path) -> None:
 def main() -> int:
     """Train, measure, print, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--seeds", type=int, help="networks of each kind (default: 5)")
     parser.add_argument("--figure", type=Path, help="where to save a figure")
     arguments = parser.parse_args()

@@ -1,15 +1,17 @@
-"""Flatness and the gap on synthetic data, by how far apart the classes are.
+"""Compare flatness with the generalisation gap on Gaussians, for several class separations.
 
-Two classes of two Gaussians each, 500 samples, as in figures 3 and 4 of Petzka et al., "Relative
-Flatness and Generalization", NeurIPS 2021. A small network is trained on each draw; fresh data
-from the same Gaussians show the gap between test and training loss. First, how flatness and gap
-correlate over the draws of one class separation: the theory needs labels that are constant in
-the neighbourhood of a sample, and so classes that are apart. Second, the gap next to the bound
-that `generalization_bound` approximates, with representativeness from refits on random splits.
+As in figures 3 and 4 of Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021,
+there are two classes of two Gaussians each. A small network is trained on 500 samples; fresh
+samples give the gap between test and training loss.
 
-    python -m benchmarks.synthetic                              # 100 draws each, 3 minutes
-    python -m benchmarks.synthetic --figure synthetic.png       # needs matplotlib
-    python -m benchmarks.synthetic --quick                      # few draws, judges nothing
+First, flatness is correlated with the gap over the draws of each class separation. The theory
+assumes that labels are constant in the neighbourhood of a sample, and so that classes are
+separated. Second, the gap is compared with the approximated bound of `generalization_bound`, with
+representativeness from refits on random splits.
+
+    python -m benchmarks.worth.synthetic                              # 100 draws each, 3 minutes
+    python -m benchmarks.worth.synthetic --figure synthetic.png       # needs matplotlib
+    python -m benchmarks.worth.synthetic --quick                      # few draws, no verdict
 """
 
 import argparse
@@ -26,7 +28,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
 
-from benchmarks.timing import environment, table
+from benchmarks._harness.timing import environment, table
 from relflat_sk import (
     correlate,
     feature_robustness,
@@ -38,13 +40,13 @@ from relflat_sk import (
 SEPARATIONS = (0.5, 1.0, 1.5, 2.0, 3.0)
 N_TRAIN, N_TEST = 500, 4500
 N_SPLITS = 5
-# from here on classes count as separated
+# smallest separation at which classes count as separated
 APART = 1.5
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A sample of the Gaussians, more data from them, and a network trained on the sample."""
+    """A training sample and a test sample of the Gaussians, and the trained network."""
 
     X: NDArray[np.float64]
     y: NDArray[np.int64]
@@ -53,7 +55,7 @@ class Draw:
     network: MLPClassifier
 
     def losses(self) -> tuple[float, float]:
-        """Mean losses on the sample and on the other data."""
+        """Return the mean losses on the training sample and on the test sample."""
         return (
             log_loss(self.y, self.network.predict_proba(self.X)),
             log_loss(self.y_test, self.network.predict_proba(self.X_test)),
@@ -61,7 +63,7 @@ class Draw:
 
 
 def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Draw:
-    """Draw Gaussians, samples of them, and initial weights."""
+    """Draw Gaussians, samples and initial weights, and train."""
     X, y = make_classification(
         n_samples=N_TRAIN + N_TEST,
         n_features=8,
@@ -72,7 +74,7 @@ def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Dra
         flip_y=0.001,
         random_state=seed,
     )
-    # some weight decay, so that there is a minimum where the classes are apart
+    # weight decay, because separated classes have no minimum without it
     network = MLPClassifier(
         (hidden,), solver="lbfgs", alpha=alpha, max_iter=1000, random_state=seed
     )
@@ -80,8 +82,8 @@ def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Dra
     return Draw(X[:N_TRAIN], y[:N_TRAIN], X[N_TRAIN:], y[N_TRAIN:], network)
 
 
-def look_at(draw: Draw, separation: float, seed: int) -> dict[str, float]:
-    """Measure a draw: one row of figure 3."""
+def measure_draw(draw: Draw, separation: float, seed: int) -> dict[str, float]:
+    """Measure flatness and gap of a draw: a row for figure 3."""
     train_loss, test_loss = draw.losses()
     return {
         "param_separation": separation,
@@ -97,12 +99,12 @@ def look_at(draw: Draw, separation: float, seed: int) -> dict[str, float]:
 
 
 def bound(draw: Draw, separation: float, seed: int) -> dict[str, float]:
-    """Approximate the bound on a draw: one row of figure 4."""
+    """Approximate the bound for a draw: a row for figure 4."""
     train_loss, test_loss = draw.losses()
     found = generalization_bound(
         draw.network, draw.X, draw.y, refit=True, n_splits=N_SPLITS, random_state=seed
     )
-    # what the flatness term is the second order of
+    # the rise of the loss, of which the flatness term is the second order
     rise, _ = feature_robustness(
         draw.network,
         draw.X,
@@ -132,6 +134,7 @@ def correlations(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show_correlations(found: pd.DataFrame, rows: pd.DataFrame) -> None:
+    """Print coefficients with intervals, next to mean training loss and mean gap."""
     print("\nCorrelation with the gap over draws, 95% intervals")
     lines = [["separation", "measure", "train loss", "gap", "pearson", "spearman", "kendall"]]
     means = rows.groupby("param_separation")[["train_loss", "generalization_gap"]].mean()
@@ -152,6 +155,7 @@ def show_correlations(found: pd.DataFrame, rows: pd.DataFrame) -> None:
 
 
 def show_bounds(rows: pd.DataFrame) -> None:
+    """Print means over draws, and the share of draws whose gap is below the bound."""
     print("\nThe gap and its approximated bound, means over draws")
     means = rows.groupby("separation").mean()
     covered = (rows["bound"] >= rows["gap"]).groupby(rows["separation"]).mean()
@@ -174,14 +178,14 @@ def draw_figure(found: pd.DataFrame, bounds: pd.DataFrame, path: Path) -> None:
         errors = np.maximum([low, high - some["spearman"]], 0)
         label = str(name).replace("_", " ")
         left.errorbar(some["separation"] + shift, some["spearman"], errors, marker="o", label=label)
-        shift += 0.03  # intervals side by side
+        shift += 0.03  # so that intervals do not overlap
     left.axhline(0, color="grey", linewidth=0.8)
     left.set(xlabel="class separation", ylabel="Spearman correlation with the gap")
     left.legend(fontsize="small", loc="lower center")
     means = bounds.groupby("separation").mean()
     for name in ("bound", "gap"):
         right.plot(means.index, means[name], marker="o", label=name)
-    right.axhline(0, color="grey", linewidth=0.8)  # the bound can be below
+    right.axhline(0, color="grey", linewidth=0.8)  # the approximated bound can be negative
     right.set(xlabel="class separation", ylabel="loss")
     right.legend()
     figure.savefig(path, dpi=150)
@@ -195,16 +199,16 @@ def main() -> int:
         f"{arguments.hidden} hidden neurons, alpha={arguments.alpha:g}"
     )
     print(environment())
-    looks, bounds = [], []
+    measured, bounds = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for separation in SEPARATIONS:
             for seed in range(arguments.draws):
                 draw = make_draw(separation, seed, hidden=arguments.hidden, alpha=arguments.alpha)
-                looks.append(look_at(draw, separation, seed))
+                measured.append(measure_draw(draw, separation, seed))
                 if seed < arguments.bounds:
                     bounds.append(bound(draw, separation, seed))
-    rows, parts = pd.DataFrame(looks), pd.DataFrame(bounds)
+    rows, parts = pd.DataFrame(measured), pd.DataFrame(bounds)
     found = correlations(rows)
     show_correlations(found, rows)
     show_bounds(parts)
@@ -215,7 +219,7 @@ def main() -> int:
 
 
 def verdict(found: pd.DataFrame, bounds: pd.DataFrame, *, judged: bool) -> int:
-    """Judge what the paper says of separated classes, and count where the bound is one."""
+    """Test that flatness orders the gaps of separated classes, and count where the bound holds."""
     means = bounds.groupby("separation").mean()
     above = int((means["bound"] > means["gap"]).sum())
     print(f"\nthe mean bound is above the mean gap at {above} of {len(means)} separations")
@@ -230,9 +234,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="few draws, judges nothing")
-    parser.add_argument("--draws", type=int, help="draws of each separation (100)")
-    parser.add_argument("--bounds", type=int, help="of these, with a bound (20)")
+    parser.add_argument("--quick", action="store_true", help="few draws, no verdict")
+    parser.add_argument("--draws", type=int, help="draws of each separation (default: 100)")
+    parser.add_argument("--bounds", type=int, help="draws with a bound (default: 20)")
     parser.add_argument("--hidden", type=int, default=8, help="hidden neurons (8)")
     parser.add_argument("--alpha", type=float, default=0.5, help="weight decay (0.5)")
     parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")

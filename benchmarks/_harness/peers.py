@@ -1,8 +1,8 @@
-"""Traces of one layer's Hessian as other libraries estimate them.
+"""Estimate the trace of one layer's Hessian with PyHessian and curvlinops.
 
-Their estimators draw a given number of probes and report no error. Here each of them hands
-out its probes one by one, so that the caller can see the spread. The libraries are optional:
-``pip install -c constraints.txt pyhessian==0.1 curvlinops-for-pytorch==3.0.1``.
+Their estimators draw a given number of probes and report no standard error. The functions here
+return the value of each probe, from which the caller computes the error. Both libraries are
+optional: ``pip install -c constraints.txt pyhessian==0.1 curvlinops-for-pytorch==3.0.1``.
 """
 
 import copy
@@ -29,25 +29,35 @@ __all__ = [
 ]
 
 PIP = {"pyhessian": "pyhessian==0.1", "curvlinops": "curvlinops-for-pytorch==3.0.1"}
-# functions of curvlinops by the names of the methods, and what their products are multiples of
+# method -> function of curvlinops, and the number that its number of products is a multiple of
 DEFLATED = {"Hutch++": ("hutchpp_trace", 3), "XTrace": ("xtrace", 2)}
-# as many vectors at once that curvlinops may multiply with
+# numbers of vectors that curvlinops multiplies at once; the fastest is chosen
 WIDTHS = (1, 4, 8)
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 class MissingPeer(ImportError):
-    """A library to compare with is not installed; the message says how to."""
+    """A library to compare with is not installed; the message says how to install it."""
 
 
 def load(package: str) -> Any:
     """Import pyhessian or curvlinops.
 
+    Parameters
+    ----------
+    package : {"pyhessian", "curvlinops"}
+        Name of the package.
+
+    Returns
+    -------
+    module
+        The imported package.
+
     Raises
     ------
     MissingPeer
-        If it is not installed; says how to.
+        If the package is not installed.
     """
     try:
         return importlib.import_module(package)
@@ -58,7 +68,7 @@ def load(package: str) -> Any:
 
 
 def _only(module: nn.Module, layer: str) -> tuple[nn.Module, nn.Parameter]:
-    """Copy a network in which nothing but one layer's weight takes part in derivatives."""
+    """Copy a network and freeze all parameters but the weight of one layer."""
     module = copy.deepcopy(module).requires_grad_(False)
     weight = module.get_submodule(layer).weight
     assert isinstance(weight, nn.Parameter)
@@ -72,17 +82,20 @@ def pyhessian_probes(
 
     Parameters
     ----------
-    module, criterion : nn.Module
+    module : nn.Module
+        The network.
+    criterion : nn.Module
+        The loss, with mean reduction.
     layer : str
-        Name of the layer whose weight counts.
+        Name of the layer; the Hessian is taken in its weight.
     batches : sequence of (Tensor, Tensor)
-        A single one goes in as `data`, where PyHessian keeps the gradient's graph between
-        probes; more of them as `dataloader`.
+        Inputs and targets. A single batch is passed as `data`, where PyHessian keeps the
+        graph of the gradient between probes; several batches are passed as `dataloader`.
 
     Returns
     -------
     callable
-        From a number of probes to their values.
+        Takes a number of probes, draws them, and returns their values.
 
     Raises
     ------
@@ -92,7 +105,7 @@ def pyhessian_probes(
     hessian = load("pyhessian").hessian
     module, _ = _only(module, layer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of reference cycles
+        warnings.simplefilter("ignore")  # torch warns of reference cycles
         if len(batches) == 1:
             found = hessian(module, criterion, data=batches[0], cuda=False)
         else:
@@ -101,20 +114,24 @@ def pyhessian_probes(
     def draw(n: int) -> list[float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # the tolerance: never stop early, by luck, where two means are close
+            # without the tolerance it would stop where two means are close by chance
             return [float(value) for value in found.trace(maxIter=n, tol=-math.inf)]
 
     return draw
 
 
 class Operator:
-    """A linear operator of curvlinops that takes a few vectors at a time, and remembers.
+    """A Hessian of curvlinops that multiplies a few vectors at a time and keeps their forms.
+
+    The quadratic forms ``v^T H v`` of the latest product are in `forms`.
 
     Parameters
     ----------
     operator : curvlinops.HessianLinearOperator
+        The Hessian.
     width : int
-        As many vectors are multiplied at once: all of them together need too much memory.
+        Number of vectors that are multiplied at once; all of them together would need too
+        much memory.
     """
 
     def __init__(self, operator: Any, width: int) -> None:
@@ -135,18 +152,26 @@ def curvlinops_operator(
     batches: Batches,
     width: int | None = None,
 ) -> Operator:
-    """Set up the Hessian in one layer's weight.
+    """Set up curvlinops' Hessian in the weight of one layer.
 
     Parameters
     ----------
-    module, criterion, layer, batches
-        See `pyhessian_probes`.
+    module : nn.Module
+        The network.
+    criterion : nn.Module
+        The loss, with mean reduction.
+    layer : str
+        Name of the layer.
+    batches : sequence of (Tensor, Tensor)
+        Inputs and targets.
     width : int, optional
-        Vectors to multiply at once; the fastest of a few, tried on one batch, if None.
+        Number of vectors that are multiplied at once. If None, 1, 4 and 8 are tried on one
+        batch and the fastest is taken.
 
     Returns
     -------
     Operator
+        The Hessian of the mean loss.
 
     Raises
     ------
@@ -166,6 +191,7 @@ def curvlinops_operator(
 
 
 def _seconds(operator: Any, width: int) -> float:
+    """Time one product with `width` vectors, after a first one that is not timed."""
     vectors = torch.randn(operator.shape[1], width)
     operator @ vectors
     start = time.perf_counter()
@@ -179,11 +205,12 @@ def curvlinops_probes(operator: Operator) -> Callable[[int], list[float]]:
     Parameters
     ----------
     operator : Operator
+        The Hessian.
 
     Returns
     -------
     callable
-        From a number of probes to their values.
+        Takes a number of probes, draws them, and returns their values.
     """
     trace = load("curvlinops").hutchinson_trace
 
@@ -200,13 +227,16 @@ def deflated_trace(operator: Operator, method: str, n_products: int) -> float:
     Parameters
     ----------
     operator : Operator
+        The Hessian.
     method : {"Hutch++", "XTrace"}
+        The estimator.
     n_products : int
-        Products with the Hessian to spend.
+        Number of products with the Hessian.
 
     Returns
     -------
     float
+        The estimate.
     """
     function, _ = DEFLATED[method]
     return float(getattr(load("curvlinops"), function)(operator, n_products))

@@ -1,13 +1,14 @@
-"""Which measures still predict the gap after scale has moved between layers.
+"""Compare correlations with the generalisation gap before and after a rescaling of weights.
 
-Trains small networks on scikit-learn's digits to one training loss, with batch sizes and seeds
-that differ, and correlates measures at the last layer with the gap between test and training
-loss. Then every network is rescaled: each layer but the last by a random factor in [5, 25], and
-the last by what undoes them. No prediction changes, so no correlation should.
+Trains small networks with different batch sizes and seeds on scikit-learn's digits to the same
+training loss, and correlates measures at the last layer with the gap between test and training
+loss. Then every network is rescaled: each layer but the last is multiplied by a random factor in
+[5, 25], and the last layer by the inverse of their product. The predictions stay the same, so the
+correlation of a good measure stays the same, too.
 
-    python -m benchmarks.reparameterization                      # 40 minima, 3 minutes
-    python -m benchmarks.reparameterization --figure gap.png     # needs matplotlib
-    python -m benchmarks.reparameterization --quick              # a smoke run, judges nothing
+    python -m benchmarks.worth.reparameterization                      # 40 minima, 3 minutes
+    python -m benchmarks.worth.reparameterization --figure gap.png     # needs matplotlib
+    python -m benchmarks.worth.reparameterization --quick              # no verdict
 """
 
 import argparse
@@ -25,10 +26,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from benchmarks.timing import environment, table
+from benchmarks._harness.timing import environment, table
 from relflat_sk import correlate, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._registry import INVARIANCES
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
 WIDTHS = (64, 48, 32, 10)
@@ -37,13 +37,13 @@ LOW, HIGH = 5.0, 25.0
 CRITERION = nn.CrossEntropyLoss()
 TOLERANCE = 1e-6
 COEFFICIENTS = ("pearson", "spearman", "kendall")
-# "destroyed": what is left of the rank correlation is less than half of it
+# "destroyed": less than half of the rank correlation remains
 LEFT = 0.5
 DESTROYED = "hessian_trace"
 
 
 def load_data(n_train: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split the digits, few of them for training."""
+    """Split the digits into `n_train` training samples and test samples."""
     X, y = load_digits(return_X_y=True)
     parts = train_test_split(X / 16, y, train_size=n_train, stratify=y, random_state=0)
     X_train, X_test, y_train, y_test = (torch.from_numpy(part) for part in parts)
@@ -51,7 +51,7 @@ def load_data(n_train: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(X: Tensor, y: Tensor, batch_size: int, seed: int, max_epochs: int) -> nn.Module | None:
-    """Train by SGD until the mean loss on all of X is at `LOSS`; None if it never is."""
+    """Train by SGD until the mean loss on X is at most `LOSS`; None if it never is."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for narrow, wide in itertools.pairwise(WIDTHS):
@@ -63,46 +63,45 @@ def train(X: Tensor, y: Tensor, batch_size: int, seed: int, max_epochs: int) -> 
             optimizer.zero_grad()
             CRITERION(net(X[rows]), y[rows]).backward()
             optimizer.step()
-            # within the epoch too: the losses should be equal, not only low
+            # tested within the epoch, too: the losses should be equal, not only low
             if step % 2 == 0 and mean_loss(net, X, y) <= LOSS:
                 return net
     return None
 
 
 def mean_loss(net: nn.Module, X: Tensor, y: Tensor) -> float:
+    """Return the mean loss on X."""
     with torch.no_grad():
         return float(CRITERION(net(X), y))
 
 
 def rescale(net: nn.Module, rng: np.random.Generator) -> nn.Module:
-    """Multiply all layers but the last by random factors, which the last undoes."""
+    """Multiply all layers but the last by random factors, and the last by their inverse."""
     factors = rng.uniform(LOW, HIGH, size=len(WIDTHS) - 2)
     return reparameterize(net, [*factors, 1 / factors.prod()])
 
 
-def measure_all(
-    net: nn.Module, X: Tensor, y: Tensor, names: Sequence[str] | None
-) -> dict[str, float]:
-    """Measure at the last layer, or of the network as a whole; nan where it does not apply."""
+def measure_all(net: nn.Module, X: Tensor, y: Tensor, names: Sequence[str] | None) -> pd.DataFrame:
+    """Measure the last layer or the whole network; nan where a measure does not apply."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)
         report = flatness_report(
             net, X, y, measures=names, layers=[-1], criterion=CRITERION, random_state=0
         )
-    return dict(zip(report["measure"], report["value"], strict=True))
+    return report.set_index("measure")
 
 
 def find_minima(
     data: tuple[Tensor, ...], seeds: int, max_epochs: int
 ) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Train the networks; those that do not get to the loss are reported and left out."""
+    """Train the networks; those that do not reach the loss are reported and left out."""
     X, X_test, y, y_test = data
     for batch_size, seed in itertools.product(BATCH_SIZES, range(seeds)):
         net = train(X, y, batch_size, seed, max_epochs)
         if net is None:
             print(f"batch size {batch_size}, seed {seed}: not at a loss of {LOSS}, left out")
             continue
-        # from here on in float64, in which factors of hundreds leave no trace
+        # in float64 factors of several hundred change nothing but the last digits
         net = copy.deepcopy(net).double()
         losses = mean_loss(net, X.double(), y), mean_loss(net, X_test.double(), y_test)
         row = {
@@ -115,18 +114,19 @@ def find_minima(
         yield net, row
 
 
-def judge(before: pd.DataFrame, after: pd.DataFrame) -> tuple[list[list[str]], bool]:
-    """Compare the coefficients, measure by measure, with the table of invariances."""
+def judge(
+    before: pd.DataFrame, after: pd.DataFrame, invariant: set[str]
+) -> tuple[list[list[str]], bool]:
+    """Compare the coefficients of each measure with the table of invariances."""
     rows = [["measure", "kendall", "after", "spearman", "after", "largest change", "verdict"]]
     fine = True
     for name in before.index:
         one, other = before.loc[name], after.loc[name]
         change = max(abs(one[c] - other[c]) for c in COEFFICIENTS)
-        promised = INVARIANCES[name]["layer"] == "same"
         verdict = "unchanged, as promised" if change <= TOLERANCE else "changed"
         if other["n"] < one["n"]:
             verdict = f"changed, {other['n']:.0f} of {one['n']:.0f} measured"
-        if promised and not change <= TOLERANCE:
+        if name in invariant and not change <= TOLERANCE:
             verdict, fine = "CHANGED, AGAINST THE TABLE", False
         if name == DESTROYED:
             destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
@@ -137,7 +137,7 @@ def judge(before: pd.DataFrame, after: pd.DataFrame) -> tuple[list[list[str]], b
 
 
 def draw(before: pd.DataFrame, after: pd.DataFrame, path: Path) -> None:
-    """Draw the gap against an invariant measure and one that is not."""
+    """Draw the gap against a measure that is invariant and against one that is not."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -166,7 +166,11 @@ def main() -> int:
         with torch.no_grad():
             difference = max(difference, float((net(X) - same(X)).abs().max()))
         for which, one in (("before", net), ("after", same)):
-            tables[which].append({**row, **measure_all(one, X, y, arguments.measures)})
+            report = measure_all(one, X, y, arguments.measures)
+            tables[which].append({**row, **report["value"]})
+    invariant = {
+        name for name, kinds in report["invariance"].items() if "layer" in kinds.split(", ")
+    }
     before, after = (pd.DataFrame(tables[which]) for which in ("before", "after"))
     print(
         f"\n{len(before)} minima at training losses of {before['train_loss'].min():.4f} to "
@@ -178,7 +182,7 @@ def main() -> int:
         correlate(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
         for minima in (before, after)
     ]
-    rows, fine = judge(*coefficients)
+    rows, fine = judge(*coefficients, invariant)
     print(table(rows))
     if arguments.figure:
         draw(before, after, arguments.figure)
@@ -194,11 +198,11 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke run, judges nothing")
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--seeds", type=int, help="networks for each batch size (8)")
     parser.add_argument("--n-train", type=int, default=400, help="training images (400)")
     parser.add_argument("--max-epochs", type=int, default=2000)
-    parser.add_argument("--measures", nargs="+", help="names (default: all there are)")
+    parser.add_argument("--measures", nargs="+", help="names of measures (default: all)")
     parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
     arguments = parser.parse_args()
     arguments.seeds = arguments.seeds or (1 if arguments.quick else 8)

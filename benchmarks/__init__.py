@@ -1,0 +1,1 @@
+"""Benchmarks: what flatness costs (`costs`) and what it is worth (`worth`)."""

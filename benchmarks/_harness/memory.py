@@ -1,0 +1,83 @@
+"""Measure the peak memory of a call, as the operating system counts it.
+
+- **Resident memory** counts every allocation of torch, numpy and their kernel libraries.
+  Counting tensors would miss those of the libraries.
+- **A fresh process for each call**: an allocator keeps memory that an earlier call has freed,
+  and a second call in the same process would seem to need less.
+- **Growth since the start of the call**: the data set is many times larger than the memory
+  that a pass over it needs, and would hide any difference.
+- **Fixed thresholds of glibc's allocator**: every array is then requested from the operating
+  system and returned to it at once. The peak is the memory of the living arrays, the same in
+  each run. By default glibc keeps part of the freed memory, depending on the order of calls.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["in_fresh_process", "peak_growth"]
+
+# fixed thresholds in bytes; by default glibc adapts them, up to 32 MiB
+_GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_growth(call: Callable[[], object]) -> int:
+    """Run a call and return the growth of resident memory at its peak.
+
+    Parameters
+    ----------
+    call : callable
+        Called without arguments.
+
+    Returns
+    -------
+    int
+        Bytes above the resident memory at the start of the call.
+    """
+    gc.collect()
+    if _CLEAR.exists():
+        _CLEAR.write_text("5")  # resets the peak to the current resident memory
+    before = _peak()
+    call()
+    return _peak() - before
+
+
+def _peak() -> int:
+    """Return the peak of resident memory so far, in bytes."""
+    if _STATUS.exists():  # Linux
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    import resource  # noqa: PLC0415  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def in_fresh_process(module: str, arguments: Sequence[str]) -> int:
+    """Run ``python -m module arguments`` and return the number that it prints.
+
+    Parameters
+    ----------
+    module : str
+        Dotted name of a module that prints one integer.
+    arguments : sequence of str
+        Its command line.
+
+    Returns
+    -------
+    int
+        The printed number.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | _GLIBC,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)

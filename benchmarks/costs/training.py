@@ -1,0 +1,224 @@
+"""Time of a training step with the penalty at the last layer, the first layer and all layers.
+
+Each time is divided by two others: by that of the same net with a penalty weight of zero, to
+which the budgets refer, and by that of skorch's own classifier, which has no penalty and no
+sample weights and checks less. With a CUDA device, ResNet-18 is timed there as well.
+
+    python -m benchmarks.costs.training            # 3 minutes
+    python -m benchmarks.costs.training --quick    # a smoke run without verdict
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from skorch import NeuralNet, NeuralNetClassifier
+from torch import Tensor, nn
+
+from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.networks import LeNet5, ResNet18
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
+
+BATCH_SIZE = 128
+# steps of one net in a row: in training, too, each step follows a step of the same net
+TURN = 10
+OURS = RelativeFlatnessRegularizedClassifier
+
+
+class DenseHessianNet(NeuralNetClassifier):
+    """A net with the penalty at the last layer, computed from the layer's dense Hessian.
+
+    Published code computes the penalty in this way, but without the gradient through the
+    Hessian, which is included here.
+    """
+
+    def get_loss(
+        self, y_pred: Tensor, y_true: Tensor, X: Any = None, training: bool = False
+    ) -> Any:
+        """Return the loss, with ``0.1 kappa / (2 m)`` added in training."""
+        loss = super().get_loss(y_pred, y_true, X=X, training=training)
+        if not training:
+            return loss
+        head = self.module_.head
+        features = self.module_.features(X)
+        m = head.in_features
+
+        def risk(weight: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(features @ weight.T + head.bias, y_true)
+
+        blocks = torch.func.hessian(risk)(head.weight)
+        traces = blocks.diagonal(dim1=1, dim2=3).sum(dim=-1)
+        return loss + 0.1 * (traces * (head.weight @ head.weight.T)).sum() / (2 * m)
+
+
+class SharpnessAwareNet(SharpnessAwareMixin, NeuralNetClassifier):
+    """skorch's own classifier, trained by SAM."""
+
+
+def make_net(estimator: Callable[..., NeuralNet], module: Any, **arguments: object) -> NeuralNet:
+    """Make a net with the settings that all methods share."""
+    torch.manual_seed(0)
+    return estimator(
+        module,
+        criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.SGD,
+        optimizer__momentum=0.9,
+        lr=0.01,
+        batch_size=BATCH_SIZE,
+        train_split=None,
+        max_epochs=1,  # of the single batch that initialises the net
+        verbose=0,
+        **arguments,
+    )
+
+
+# method -> function that makes its net from a module
+METHODS: dict[str, Callable[..., NeuralNet]] = {
+    "plain": partial(make_net, NeuralNetClassifier),
+    "no penalty": partial(make_net, OURS, flatness_weight=0.0),
+    "last layer": partial(make_net, OURS, flatness_layer=-1),
+    "first layer": partial(make_net, OURS, flatness_layer=0),
+    "all layers": partial(make_net, OURS, flatness_layer="all"),
+    "SAM": partial(make_net, SharpnessAwareNet),
+    "dense Hessian, last layer": partial(make_net, DenseHessianNet),
+}
+IMAGE_MLP_NAME = "MLP 784-256-128-10"
+IMAGE_MLP: dict[str, Any] = {
+    "module__n_features": 784,
+    "module__n_outputs": 10,
+    "module__hidden_layer_sizes": (256, 128),
+}
+
+
+class Steps:
+    """Training steps of one net, made by skorch's own loop.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        The net; it is initialised on the first batch.
+    X : Tensor of shape (n, ...)
+        Inputs.
+    y : Tensor of shape (n,)
+        Classes.
+    loader : bool
+        Whether batches come from the net's own iterator, as in `fit`. Otherwise they are cut
+        beforehand, and a step contains nothing but forward pass, backward pass and update.
+    """
+
+    def __init__(self, net: NeuralNet, X: Tensor, y: Tensor, *, loader: bool) -> None:
+        self.net = net
+        net.partial_fit(X[:BATCH_SIZE], y[:BATCH_SIZE])
+        net.history.new_epoch()
+        self.source = net.get_iterator(net.get_dataset(X, y), training=True)
+        if not loader:
+            self.source = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
+        self.batches = iter(self.source)
+
+    def __call__(self) -> None:
+        """Make one step, and wait for the GPU if there is one."""
+        one = list(islice(self.batches, 1))
+        if not one:
+            self.batches = iter(self.source)
+            one = [next(self.batches)]
+        self.net.run_single_epoch(one, training=True, prefix="train", step_fn=self.net.train_step)
+        if self.net.device.startswith("cuda"):
+            torch.cuda.synchronize(self.net.device)
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    arguments = _parse()
+    steps = arguments.steps or (10 if arguments.quick else 300)
+    images, y = load_images(2048 if arguments.quick else 12_800, arguments.data)
+    turn = min(TURN, steps)
+    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in turn")
+    print(environment())
+    rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
+    found = {}
+    for network in _networks(images, arguments.resnet):
+        for loader in (True, False):
+            times = _time(network, y, steps, turn, loader=loader)
+            title = network.name if loader else f"{network.name} without the loader"
+            for name, seconds in times.items():
+                median = f"{1000 * torch.tensor(seconds).median():.2f}"
+                ratios = [ratio(seconds, times[other]) for other in ("plain", "no penalty")]
+                rows.append([f"{title}, {name}", median, *map(str, ratios)])
+                found[network.name, loader, name] = ratios[1].value
+    print()
+    print(table(rows))
+    return verdict(_budgets(found, arguments.resnet), judged=not arguments.quick)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--steps", type=int, help="steps of each net (default: 300)")
+    parser.add_argument(
+        "--resnet",
+        metavar="DEVICE",
+        default="cuda" if torch.cuda.is_available() else None,
+        help="also time ResNet-18 on this device (default: CUDA if available)",
+    )
+    add_data_argument(parser)
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A network to time, with its settings, its inputs and the methods."""
+
+    name: str
+    module: Any
+    settings: dict[str, Any]
+    X: Tensor
+    methods: list[str]
+
+
+def _networks(images: Tensor, resnet: str | None) -> list[Timed]:
+    """List the networks; `resnet` is the device of ResNet-18, or None."""
+    pixels = images.flatten(1)[:, :784].contiguous()
+    all_but_dense = list(METHODS)[:-1]
+    networks = [
+        Timed("LeNet-5", LeNet5, {}, images, list(METHODS)),
+        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP, pixels, all_but_dense),
+    ]
+    if resnet:
+        networks.append(Timed("ResNet-18", ResNet18, {"device": resnet}, images, all_but_dense))
+    return networks
+
+
+def _time(
+    network: Timed, y: Tensor, steps: int, turn: int, *, loader: bool
+) -> dict[str, list[float]]:
+    """Time the steps of all methods, in turn."""
+    ways = {}
+    for name in network.methods:
+        net = METHODS[name](network.module, **network.settings)
+        ways[name] = Steps(net, network.X, y, loader=loader)
+    return interleave(ways, steps // turn, warmup=2, turn=turn)
+
+
+def _budgets(found: dict[tuple[str, bool, str], float], resnet: str | None) -> list[Budget]:
+    """Compare ratios to steps without penalty with their limits."""
+    last, first = found["LeNet-5", True, "last layer"], found[IMAGE_MLP_NAME, True, "first layer"]
+    budgets = [
+        Budget("LeNet-5, last layer / no penalty", last, 1.05),
+        Budget("MLP, first layer / no penalty", first, 2.0),
+    ]
+    if resnet:
+        value = found["ResNet-18", True, "last layer"]
+        budgets.append(Budget(f"ResNet-18 on {resnet}, last layer / no penalty", value, 1.05))
+    return budgets
+
+
+if __name__ == "__main__":
+    sys.exit(main())

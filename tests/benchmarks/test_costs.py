@@ -1,0 +1,39 @@
+"""Smoke runs of the benchmarks of costs: they run and print ratios; their size is not judged."""
+
+import pytest
+
+from tests.benchmarks.commands import run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "ratios"),
+    [
+        (
+            "benchmarks.costs.scoring",
+            [
+                "scoring / forward",
+                "torch.func.hessian / scoring, the measure by itself",
+                "autograd.functional.hessian / scoring, the measure by itself",
+                "peak memory, scoring / forward",
+            ],
+        ),
+        (
+            "benchmarks.costs.training",
+            ["LeNet-5, last layer / no penalty", "MLP, first layer / no penalty"],
+        ),
+        ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
+    ],
+    ids=["scoring", "training", "layers"],
+)
+def test_quick_run_prints_ratios_and_budgets(module, ratios):
+    printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")
+    assert "torch threads" in printed  # the environment
+    *_, budgets = printed.strip().split("\n\n")
+    lines = dict(line.split(": ", 1) for line in budgets.splitlines())
+    assert set(lines) >= set(ratios)
+    for name in ratios:
+        value, _, rest = lines[name].partition(" ")
+        assert float(value) > 0
+        assert rest.startswith("(budget ")
+        assert rest.endswith("not judged (quick)")

@@ -1,0 +1,63 @@
+"""The parts that benchmarks share: images from a file, and ways that are timed in turn."""
+
+import io
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from benchmarks._harness import timing
+from tests.benchmarks.commands import ROOT
+
+
+@pytest.mark.slow
+def test_images_come_from_a_file_and_are_decoded_once(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    files, classes = [], np.arange(6, dtype=np.uint8)
+    for _ in classes:
+        file = io.BytesIO()
+        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        image.fromarray(pixels).save(file, "JPEG")
+        files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
+    np.savez(
+        tmp_path / "cifar.npz",
+        jpeg=np.concatenate(files),
+        offsets=np.cumsum([0, *map(len, files)]),
+        y=classes,
+        is_train=np.array([True, True, False, True, True, True]),
+    )
+    code = (
+        "import sys; from benchmarks._harness.data import load_images\n"
+        "X, y = load_images(4, sys.argv[1])\n"
+        "print(tuple(X.shape), y.tolist(), round(abs(X.mean().item()), 3))"
+    )
+    for _ in range(2):  # the second time from the cache
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "cifar.npz")],
+            cwd=ROOT,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == "(4, 3, 32, 32) [0, 1, 3, 4] 0.0"
+    assert len(list((tmp_path / "cache" / "relflat_sk").iterdir())) == 1
+
+
+@pytest.mark.parametrize("turn", [1, 4])
+def test_every_way_has_its_turn_in_each_round_in_changing_orders(turn):
+    calls = []
+    ways = {name: partial(calls.append, name) for name in ("a", "b", "c")}
+    times = timing.interleave(ways, rounds=40, warmup=2, turn=turn)
+    turns = [calls[i : i + turn] for i in range(0, len(calls), turn)]
+    assert all(len(set(one)) == 1 for one in turns)
+    rounds = [tuple(one[0] for one in turns[i : i + 3]) for i in range(0, len(turns), 3)]
+    assert len(rounds) == 42
+    assert set(rounds) == set(permutations("abc"))
+    lengths = {name: len(seconds) for name, seconds in times.items()}
+    assert lengths == dict.fromkeys("abc", 40 * turn)
