@@ -1,4 +1,4 @@
-"""Checks of scalar arguments, which all modules share."""
+"""Check scalar arguments in the same way in all modules."""
 
 import math
 from numbers import Integral, Real
@@ -8,12 +8,32 @@ __all__ = ["check_integer", "check_number", "is_integer", "is_number"]
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer, numpy's included; booleans are not."""
+    """Return whether a value is an integer, NumPy's included; booleans are not.
+
+    Parameters
+    ----------
+    value : object
+        Anything.
+
+    Returns
+    -------
+    bool
+    """
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number, numpy's included; booleans are not."""
+    """Return whether a value is a real number, NumPy's included; booleans are not.
+
+    Parameters
+    ----------
+    value : object
+        Anything.
+
+    Returns
+    -------
+    bool
+    """
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

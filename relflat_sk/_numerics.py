@@ -1,4 +1,4 @@
-"""Small computations in which rounding or a division by zero would spoil more than digits."""
+"""Small computations in which rounding or a division by zero would do harm."""
 
 import torch
 from torch import Tensor
@@ -7,32 +7,69 @@ __all__ = ["full_precision", "inverse_spread", "safe_root", "varies"]
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """Half-precision arrays as float32; others as they are."""
+    """Convert half precision to float32; return other arrays as they are.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of any floating type.
+
+    Returns
+    -------
+    Tensor
+        With its graph.
+    """
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
 
 
 def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:
-    """Say of features whether they vary by more than the rounding noise on a constant.
+    """Return which features vary by more than the rounding noise on a constant.
 
     Parameters
     ----------
-    low, high : Tensor
-        Their smallest and largest values.
+    low : Tensor
+        Smallest value of each feature.
+    high : Tensor
+        Largest value of each feature, of the same shape.
     eps : float
-        Of the floating type they were computed in: relative, so that scale does not matter.
+        Machine epsilon of the floating type that the features were computed in. The
+        threshold is relative to the values, so that their scale does not matter.
 
     Returns
     -------
     Tensor of bool
+        Of the same shape.
     """
     return (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
 
 
 def inverse_spread(spread: Tensor) -> Tensor:
-    """Divide one by features' spreads; 0 where a feature never varies and acts as a bias."""
+    """Invert the spreads of features; 0 for a feature that never varies and acts as a bias.
+
+    Parameters
+    ----------
+    spread : Tensor
+        Not negative.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape.
+    """
     return torch.where(spread > 0, spread, torch.inf).reciprocal()
 
 
 def safe_root(array: Tensor) -> Tensor:
-    """Take square roots with slope 0, not infinity, at 0 (whose root is next to nothing here)."""
+    """Take square roots whose slope at 0 is 0 instead of infinite.
+
+    Parameters
+    ----------
+    array : Tensor
+        Not negative.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape. The root of 0 is that of the smallest normal number.
+    """
     return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()

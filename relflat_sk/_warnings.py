@@ -1,5 +1,6 @@
-"""One way to warn: at the line of the caller's code, wherever in the package it happens."""
+"""Warn at the line of the user's code that called into the package."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from relflat_sk.exceptions import FlatnessWarning
 
 __all__ = ["warn"]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
@@ -29,4 +30,5 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
 
 
 def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame runs code of the package."""
     return frame.f_code.co_filename.startswith(_PACKAGE)

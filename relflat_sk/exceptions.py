@@ -1,4 +1,4 @@
-"""The exceptions and warnings of relflat_sk that a caller may want to catch."""
+"""Exceptions and warnings of relflat_sk that callers may want to catch."""
 
 __all__ = ["FlatnessWarning", "LayerNotFoundError"]
 

@@ -1,0 +1,66 @@
+"""Seeds, generators and signs."""
+
+import numpy as np
+import pytest
+import torch
+
+from relflat_sk._random import (
+    as_random_state,
+    draw_seed,
+    draw_seeds,
+    fork_rng,
+    make_generator,
+    rademacher,
+    seed_from,
+)
+
+
+@pytest.mark.parametrize("draw", [draw_seed, lambda state: draw_seeds(state, 3)])
+def test_seeds_repeat_with_the_random_state(draw):
+    assert draw(1) == draw(np.int64(1)) == draw(1)
+    assert draw(1) != draw(2)
+    assert draw(np.random.RandomState(1)) == draw(np.random.RandomState(1))
+    assert draw(None) != draw(None)
+
+
+def test_random_states_move_on():
+    state, rng = np.random.RandomState(0), np.random.default_rng(0)
+    assert draw_seed(state) != draw_seed(state)
+    assert draw_seed(rng) != draw_seed(rng)
+    assert as_random_state(state) is state
+
+
+def test_numpys_global_state_is_left_alone():
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    draw_seed(None), draw_seeds(None, 2), as_random_state(None).randint(5)
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("value", ["x", 0.5, True])
+@pytest.mark.parametrize("take", [seed_from, draw_seed, as_random_state])
+def test_refuses_what_is_no_random_state(take, value):
+    with pytest.raises(ValueError, match=f"random_state must be an int, .* got {value!r}"):
+        take(value)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_forked_states_come_back(device):
+    before = torch.get_rng_state()
+    with fork_rng(device):
+        torch.manual_seed(3)
+        torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_signs_are_balanced_independent_and_repeatable():
+    generator = make_generator(0, torch.device("cpu"))
+    signs = rademacher((3001, 7, 5), torch.zeros((), dtype=torch.float64), generator)
+    assert signs.shape == (3001, 7, 5)
+    assert signs.dtype == torch.float64
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    rows = signs.flatten(1)
+    # 35 variances of 1 and covariances of 0, to five standard errors
+    assert (rows.T @ rows / 3001 - torch.eye(35)).abs().max() < 5 / 3001**0.5
+    assert rows.mean(dim=0).abs().max() < 5 / 3001**0.5
+    again = rademacher((3001, 7, 5), signs, make_generator(0, torch.device("cpu")))
+    assert torch.equal(signs, again)
