@@ -188,9 +188,9 @@ def test_error_rate_of_classes_counts_labels():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": 0.0}, "target must be a finite number > 0, got 0.0"),
+        ({"target": 0.0}, "target must be a finite positive number, got 0.0"),
         ({"risk": "margin"}, "risk must be 'auto', 'error' or 'loss', got 'margin'"),
-        ({"n_draws": 1}, "n_draws must be an integer of at least 2, .*got 1"),
+        ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1: one draw"),
         ({"random_state": "seed"}, "random_state must be an int, .*got 'seed'"),
     ],
 )
@@ -203,7 +203,7 @@ def test_bad_arguments(arguments, message):
 def test_bad_eps():
     net, X, y = regression()
     at = network(net, MSE, X, y)
-    with pytest.raises(ValueError, match="eps must be a finite number > 0, got -1"):
+    with pytest.raises(ValueError, match="eps must be a finite positive number, got -1"):
         pac_bayes_magnitude_flatness(at, eps=-1)
     with pytest.raises(ValueError, match="Use a smaller eps"):
         pac_bayes_magnitude_flatness(at, eps=10.0, random_state=0)

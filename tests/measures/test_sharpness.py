@@ -19,9 +19,9 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures._api import evaluate
-from relflat_sk.measures._sharpness.perturbation import draw_noise, own_weights
+from relflat_sk.measures._sharpness.perturbation import draw_noise, weights_of
 from relflat_sk.measures._sharpness.sharpness import (
-    SHARPNESS,
+    SHARPNESS_MEASURES,
     adaptive_sharpness,
     expected_sharpness,
     keskar_sharpness,
@@ -105,7 +105,7 @@ def test_error_bars_are_right(name):
         arguments, exact = {"alpha": 0.1}, exact_rise(net, X, lambda w: 0.1 * (10 * w.abs() + 1))
     else:
         arguments, exact = {"kind": "average", "rho": 0.5}, exact_rise(net, X, lambda w: 0.5 * w)
-    found = [SHARPNESS[name](at, **arguments, random_state=seed) for seed in range(200)]
+    found = [SHARPNESS_MEASURES[name](at, **arguments, random_state=seed) for seed in range(200)]
     errors = np.array([one.value - exact for one in found])
     stated = np.array([one.stderr for one in found])
     assert np.sqrt((stated**2).mean()) == pytest.approx(np.sqrt((errors**2).mean()), rel=0.2)
@@ -193,7 +193,7 @@ def test_logits_are_needed_to_normalise_them():
 # -- what a measure must not depend on ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 @pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error", "a function"])
 def test_batches_do_not_matter(name, case):
     make_net, make_criterion, make_target, _ = CASES[case]
@@ -205,23 +205,25 @@ def test_batches_do_not_matter(name, case):
         make_target(11),
     )
     one, two = (
-        SHARPNESS[name](network(net, criterion, X, y, batch_size=size), **QUICK[name]).value
+        SHARPNESS_MEASURES[name](
+            network(net, criterion, X, y, batch_size=size), **QUICK[name]
+        ).value
         for size in (11, 4)
     )
     assert one == pytest.approx(two, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_sample_weights_count_samples(name):
     net, X, y = make_kind("mlp tanh")
     counts = torch.tensor([1, 3, 0, 2, 1, 1, 2])
     weighted = network(net, CE, X, y, sample_weight=counts.numpy())
     repeated = network(net, CE, X.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0))
-    one, two = (SHARPNESS[name](at, **QUICK[name]).value for at in (weighted, repeated))
+    one, two = (SHARPNESS_MEASURES[name](at, **QUICK[name]).value for at in (weighted, repeated))
     assert one == pytest.approx(two, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 @pytest.mark.parametrize("kind", NETS)
 def test_every_architecture(name, kind):
     net, X, y = make_kind(kind)
@@ -236,7 +238,7 @@ def test_random_states(name):
     at = network(net, CE, X, y)
 
     def value(random_state):
-        return SHARPNESS[name](at, **STOCHASTIC[name], random_state=random_state).value
+        return SHARPNESS_MEASURES[name](at, **STOCHASTIC[name], random_state=random_state).value
 
     assert value(0) == value(0) == value(np.int64(0))
     if name != "keskar_sharpness":  # of which two steps from elsewhere may be worse than none
@@ -250,7 +252,7 @@ def test_random_states(name):
 def test_noise_is_the_same_in_every_precision_and_of_the_right_size():
     net = nn.Linear(300, 100)
     single, double = (
-        draw_noise(own_weights(network(one, MSE, [[0.0]], [[0.0]])), 0)
+        draw_noise(weights_of(network(one, MSE, [[0.0]], [[0.0]])), 0)
         for one in (net, copy.deepcopy(net).double())
     )
     for name, value in single.items():
@@ -263,7 +265,7 @@ def test_noise_is_the_same_in_every_precision_and_of_the_right_size():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", ["conv", "recurrent"])
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_devices_agree(name, kind):
     net, X, y = make_kind("conv") if kind == "conv" else recurrent()
     one, two = (
@@ -294,7 +296,7 @@ def test_shares_of_weights_move_with_their_scale(change, factors, seed):
 # -- borrowed and given back -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_the_network_is_given_back(name):
     net, X, y = prepared()
     before = state_of(net)
@@ -302,16 +304,16 @@ def test_the_network_is_given_back(name):
     same(before, state_of(net))
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_the_network_is_given_back_after_an_exception_in_the_middle(name):
     net, X, y = prepared(fails=True)
     before = state_of(net)
     with pytest.raises(RuntimeError, match="in the middle"):
-        SHARPNESS[name](network(net, CE, X, y, batch_size=4), **QUICK[name])
+        SHARPNESS_MEASURES[name](network(net, CE, X, y, batch_size=4), **QUICK[name])
     same(before, state_of(net))
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_recurrent_layers_go_on_with_their_own_weights(name):
     """They keep a list of their weights beside the parameters."""
     net, X, y = recurrent()
@@ -323,7 +325,7 @@ def test_recurrent_layers_go_on_with_their_own_weights(name):
     assert torch.backends.mkldnn.enabled
 
 
-@pytest.mark.parametrize("name", SHARPNESS)
+@pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_memory_does_not_grow_with_the_data(name):
     """Each batch's graph and activations are gone before the next one starts."""
     made, alive = [], []
@@ -341,7 +343,7 @@ def test_memory_does_not_grow_with_the_data(name):
             return self.out(h)
 
     X, y = torch.randn(32, 4), torch.arange(32) % 3
-    SHARPNESS[name](network(Watched(), CE, X, y, batch_size=8), **QUICK[name])
+    SHARPNESS_MEASURES[name](network(Watched(), CE, X, y, batch_size=8), **QUICK[name])
     assert len(alive) >= 4
     assert not any(alive)
 
@@ -363,7 +365,7 @@ def test_frozen_and_shared_weights_are_disturbed_like_others():
             return self.two(torch.tanh(self.one(x)))
 
     at = network(Shared().double(), MSE, X, X)
-    assert list(own_weights(at)) == ["one.weight", "one.bias", "two.bias"]
+    assert list(weights_of(at)) == ["one.weight", "one.bias", "two.bias"]
     assert keskar_sharpness(at).value > 0
 
 
@@ -377,7 +379,7 @@ def test_estimators_of_all_kinds_are_measured():
         MLPClassifier((5,), max_iter=5000, random_state=0),
     ):
         model.fit(X, y)
-        for name in SHARPNESS:
+        for name in SHARPNESS_MEASURES:
             assert np.isfinite(measure(name, model, X, y, **QUICK[name]))
     scorer = FlatnessScorer("keskar_sharpness", at_minimum="ignore", measure_params={"n_steps": 2})
     assert scorer(model, X, y) < 0
@@ -395,9 +397,9 @@ def test_report_has_one_row_for_the_whole_network():
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("expected_sharpness", {"alpha": 0}, "alpha must be a finite number > 0, got 0"),
-        ("keskar_sharpness", {"alpha": -1.0}, "alpha must be a finite number > 0, got -1.0"),
-        ("adaptive_sharpness", {"rho": np.inf}, "rho must be a finite number > 0, got inf"),
+        ("expected_sharpness", {"alpha": 0}, "alpha must be a finite positive number, got 0"),
+        ("keskar_sharpness", {"alpha": -1.0}, "alpha must be a finite positive number, got -1.0"),
+        ("adaptive_sharpness", {"rho": np.inf}, "rho must be a finite positive number, got inf"),
         ("adaptive_sharpness", {"kind": "best"}, "kind must be 'worst' or 'average', got 'best'"),
         ("expected_sharpness", {"n_draws": 1.0}, "n_draws must be an integer .*got 1.0"),
         ("adaptive_sharpness", {"kind": "average", "random_state": 0.5}, "random_state must be"),

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.func import functional_call
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures._sharpness.perturbation import own_weights
+from relflat_sk.measures._sharpness.perturbation import map_weights, weights_of
 from relflat_sk.measures._sharpness.worst_case import largest_rise
 from tests.measures.test_layer_kinds import make as make_kind
 
@@ -53,7 +54,7 @@ def softmax_regression(seed):
 def test_the_best_corner_of_the_box_is_found(seed, size, n_restarts):
     net, X, y = softmax_regression(seed)
     radius = {
-        name: size * (w.abs() + 0.1) for name, w in own_weights(network(net, CE, X, y)).items()
+        name: size * (w.abs() + 0.1) for name, w in weights_of(network(net, CE, X, y)).items()
     }
     expected = rise_by_corners(net, CE, X, y, radius)
     loss, rise = largest_rise(network(net, CE, X, y), radius, n_restarts=n_restarts, random_state=0)
@@ -96,7 +97,7 @@ def test_small_neighbourhoods_are_judged_by_the_dual_norm_of_the_gradient(norm):
 def test_more_restarts_find_no_less():
     net, X, y = make_kind("mlp tanh")
     at = network(net, CE, X, y)
-    radius = {name: 2 * torch.ones_like(w) for name, w in own_weights(at).items()}
+    radius = {name: 2 * torch.ones_like(w) for name, w in weights_of(at).items()}
     found = [
         largest_rise(at, radius, n_steps=5, n_restarts=k, random_state=0)[1] for k in (0, 1, 4)
     ]
@@ -119,12 +120,21 @@ def test_a_network_that_only_falls_rises_by_nothing():
     ("arguments", "message"),
     [
         ({"norm": "l1"}, "norm must be one of .'l2', 'linf'., got 'l1'"),
-        ({"n_steps": 0}, "n_steps must be an integer >= 1, got 0"),
-        ({"n_restarts": -1}, "n_restarts must be an integer >= 0, got -1"),
-        ({"n_steps": True}, "n_steps must be an integer >= 1, got True"),
+        ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),
+        ({"n_restarts": -1}, "n_restarts must be an integer of at least 0, got -1"),
+        ({"n_steps": True}, "n_steps must be a positive integer, got True"),
     ],
 )
 def test_bad_arguments(arguments, message):
     net, X, y = softmax_regression(0)
     with pytest.raises(ValueError, match=message):
         largest_rise(network(net, CE, X, y), {}, **arguments)
+
+
+def test_numbers_of_steps_may_be_numpy_integers():
+    net, X, y = softmax_regression(0)
+    at, counts = network(net, CE, X, y), {"n_steps": np.int64(3), "n_restarts": np.int64(1)}
+    radius = map_weights(lambda w: 0.1 * w.abs(), weights_of(at))
+    plain = {name: int(count) for name, count in counts.items()}
+    expected = largest_rise(at, radius, random_state=0, **plain)
+    assert largest_rise(at, radius, random_state=0, **counts) == expected

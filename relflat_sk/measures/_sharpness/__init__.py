@@ -1,5 +1,5 @@
-"""How the loss or accuracy reacts to changes of the weights."""
+"""How the loss or the accuracy reacts to changes of the weights."""
 
-from relflat_sk.measures._sharpness.sharpness import SHARPNESS, sharpness_curve
+from relflat_sk.measures._sharpness.sharpness import SHARPNESS_MEASURES, sharpness_curve
 
-__all__ = ["SHARPNESS", "sharpness_curve"]
+__all__ = ["SHARPNESS_MEASURES", "sharpness_curve"]

@@ -1,9 +1,10 @@
 r"""The Fisher-Rao norm: how fast each sample's loss changes along the weights themselves.
 
-With ``l_i`` the loss of sample i, :math:`\sqrt{\frac1n \sum_i \langle w, \nabla_w l_i
-\rangle^2}` [1]_. The inner products are the slopes of the losses along what one
-Jacobian-vector product says of the outputs. It is taken forward, or, where an operation of
-the network has no forward derivative, by differentiating backward twice.
+With ``l_i`` the loss of sample i, the norm is :math:`\sqrt{\frac1n \sum_i \langle w, \nabla_w
+l_i \rangle^2}` [1]_. One Jacobian-vector product of a batch gives the derivative of the outputs
+along the weights; its inner products with the losses' gradients in the outputs are the slopes.
+The product is computed forward, or, where an operation of the network has no forward
+derivative, by differentiating backward twice.
 
 References
 ----------
@@ -22,7 +23,13 @@ from torch.autograd import forward_ad
 
 from relflat_sk._network import Network, borrowed, outcomes
 from relflat_sk.measures._estimate import Estimate
-from relflat_sk.measures._sharpness.perturbation import Weights, at, own_recurrence, own_weights
+from relflat_sk.measures._sharpness.perturbation import (
+    Weights,
+    map_weights,
+    torch_recurrence,
+    weights_of,
+    with_weights,
+)
 
 __all__ = ["fisher_rao_norm"]
 
@@ -33,30 +40,27 @@ def fisher_rao_norm(network: Network) -> Estimate:
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
 
     Returns
     -------
     Estimate
-        Exact, in the unit of the loss. The samples' losses are those whose mean the criterion
-        takes: class weights count, divided by their mean.
-
-    Raises
-    ------
-    ValueError
-        Without labels.
+        Exact, in the unit of the loss. The criterion's mean is that of the samples' losses
+        ``l_i``: class weights count, divided by their mean.
     """
-    weights = own_weights(network)
-    with borrowed(network.module), own_recurrence(network.module):
+    weights = weights_of(network)
+    with borrowed(network.module), torch_recurrence(network.module):
         try:
             with torch.no_grad(), forward_ad.dual_level():
-                return _norm(at(network, _duals(weights)), _tangent)
+                return _norm(with_weights(network, map_weights(_dual, weights)), _tangent)
         except NotImplementedError:  # an operation without a forward derivative
             with torch.enable_grad():
-                leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
-                return _norm(at(network, leaves), partial(_twice_backward, leaves))
+                leaves = map_weights(lambda w: w.clone().requires_grad_(), weights)
+                return _norm(with_weights(network, leaves), partial(_twice_backward, leaves))
 
 
 def _norm(network: Network, tangent_of: Callable[[Tensor], Tensor]) -> Estimate:
+    """Compute the norm, given the derivative of a batch's output along the weights."""
     squares, divisor, n = 0.0, 0.0, 0.0
     for outcome in outcomes(network):
         tangent = tangent_of(outcome.output)
@@ -69,15 +73,13 @@ def _norm(network: Network, tangent_of: Callable[[Tensor], Tensor]) -> Estimate:
         squares += float(outcome.weight @ slopes.square())
         divisor += float(outcome.weight @ divisors.detach().double())
         n += float(outcome.weight.sum())
-        del outcome, tangent, losses  # nothing of a batch is alive when the next one is run
+        del outcome, tangent, losses  # frees this batch before the next one runs
     return Estimate(math.sqrt(squares / n) * n / divisor)
 
 
-def _duals(weights: Weights) -> Weights:
-    return {
-        name: forward_ad.make_dual(w, w)  # type: ignore[no-untyped-call]
-        for name, w in weights.items()
-    }
+def _dual(weight: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(weight, weight)  # type: ignore[no-untyped-call]
+    return dual
 
 
 def _tangent(output: Tensor) -> Tensor:
@@ -86,16 +88,16 @@ def _tangent(output: Tensor) -> Tensor:
 
 
 def _twice_backward(weights: Weights, output: Tensor) -> Tensor:
-    """Differentiate ``<J^T u, w>``, J the Jacobian of the output, in u: ``J w``."""
+    """Compute ``J w``, with J the output's Jacobian, as the derivative of ``<J^T u, w>`` in u."""
     u = torch.zeros_like(output, requires_grad=True)
     if not output.requires_grad:
         return u.detach()
-    found = torch.autograd.grad(
+    pulled_back = torch.autograd.grad(
         output, list(weights.values()), u, create_graph=True, allow_unused=True
     )
     along = [
         (part * w.detach()).sum()
-        for part, w in zip(found, weights.values(), strict=True)
+        for part, w in zip(pulled_back, weights.values(), strict=True)
         if part is not None
     ]
     tangent: Tensor = torch.autograd.grad(torch.stack(along).sum(), u)[0]

@@ -1,9 +1,9 @@
-r"""PAC-Bayes flatness: how much noise on the weights the network's performance endures.
+r"""PAC-Bayes flatness: how much noise on its weights a network tolerates.
 
-``1 / sigma^2`` for the largest ``sigma`` at which noise on the weights raises the expected
-risk by no more than 0.1 [1]_, [2]_. The risk of a classifier is its share of errors, as in
-[1]_; of any other network it is the mean loss. The search for sigma works on a fixed set of
-draws, the same ones for all sigma.
+The measure is ``1 / sigma^2`` for the largest ``sigma`` at which noise on the weights raises the
+expected risk by no more than 0.1 [1]_, [2]_. The risk of a classifier is its share of errors, as
+in [1]_; the risk of any other network is its mean loss. The search for sigma uses the same draws
+of noise for every sigma.
 
 References
 ----------
@@ -21,27 +21,30 @@ import torch
 from scipy.optimize import bisect
 from torch import Tensor, nn
 
+from relflat_sk._checks import check_number
 from relflat_sk._network import Network, Outcome, borrowed, mean_loss, outcomes
+from relflat_sk._random import RandomState
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.perturbation import (
-    RandomState,
     Weights,
     check_draws,
-    check_positive,
-    disturbed_risks,
     draw_seeds,
-    mean_of,
-    own_weights,
+    estimate_mean,
+    map_weights,
+    noisy_risks,
+    square_norm,
+    weights_of,
 )
 
 __all__ = ["error_rate", "pac_bayes_flatness", "pac_bayes_magnitude_flatness"]
 
-# of log(sigma): 1/sigma^2 is found to one per cent, far below what ten draws know of it
+# Tolerance of log(sigma): 1/sigma^2 is exact to one per cent, far less than its standard error
+# with ten draws.
 _XTOL = 0.005
-# of log(sigma), to both sides, for the slope of the risk
+# Step of log(sigma), to both sides, for the slope of the risk.
 _STEP = 0.2
-# how often sigma is doubled or halved in search of the target; of noise a hundred times as
-# large as the weights, more changes nothing
+# How often sigma is doubled or halved in search of the target. Where noise is a hundred times as
+# large as the weights, doubling it changes nothing any more.
 _DOUBLINGS = 10
 _HALVINGS = 30
 
@@ -54,38 +57,37 @@ def pac_bayes_flatness(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network endures.
+    """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates.
 
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     target : float, default=0.1
         By how much the expected risk may rise.
     risk : {"auto", "error", "loss"}, default="auto"
-        Share of errors or mean loss; "auto" is errors for classifiers, loss otherwise.
+        Share of errors or mean loss; "auto" is the share of errors for classifiers, and the
+        mean loss otherwise.
     n_draws : int, default=10
-        Draws of noise, each taken with both signs, the same at every sigma.
+        Draws of noise, each taken with both signs, the same for every sigma.
     random_state : int, RandomState or None, default=None
+        Decides the noise.
 
     Returns
     -------
     Estimate
-        0 if no noise raises the risk that much. The standard error is that of the expected
-        risk at sigma, divided by the slope of the risk there.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, or the network has no errors to count.
+        ``1 / sigma^2``, in units of 1 over squared weights; 0 if no noise raises the risk by
+        the target. The standard error is that of the expected risk at sigma, divided by the
+        slope of the risk there.
     """
-    weights = own_weights(network)
-    # noise of a tenth of the weights' size, where networks start to feel it
+    weights = weights_of(network)
+    # noise of a tenth of the weights' size, which starts to change what networks predict
     start = 0.1 * _root_mean_square(weights) or 1.0
 
-    def spread(sigma: float) -> Weights:
-        return {name: torch.full_like(value, sigma) for name, value in weights.items()}
+    def deviation(sigma: float) -> Weights:
+        return map_weights(lambda value: torch.full_like(value, sigma), weights)
 
-    return _flatness(network, spread, start, target, risk, n_draws, random_state)
+    return _flatness(network, deviation, start, target, risk, n_draws, random_state)
 
 
 def pac_bayes_magnitude_flatness(
@@ -97,65 +99,63 @@ def pac_bayes_magnitude_flatness(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure the same with noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` on each weight.
+    """Measure ``1/sigma^2`` with noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` on each weight.
 
     Parameters
     ----------
     network : Network
-    target, risk
-        See `pac_bayes_flatness`.
+        The network, its loss and labelled data.
+    target : float, default=0.1
+        By how much the expected risk may rise.
+    risk : {"auto", "error", "loss"}, default="auto"
+        Share of errors or mean loss, see `pac_bayes_flatness`.
     eps : float, default=1e-3
-        Noise on weights of zero.
-    n_draws, random_state
-        See `pac_bayes_flatness`.
+        Standard deviation of the noise on weights that are zero.
+    n_draws : int, default=10
+        Draws of noise, each taken with both signs, the same for every sigma.
+    random_state : int, RandomState or None, default=None
+        Decides the noise.
 
     Returns
     -------
     Estimate
-        See `pac_bayes_flatness`.
-
-    Raises
-    ------
-    ValueError
-        As `pac_bayes_flatness`, and if `eps` alone raises the risk beyond the target.
+        See `pac_bayes_flatness`; it has no unit.
     """
-    check_positive("eps", eps)
-    weights = own_weights(network)
+    check_number("eps", eps)
+    weights = weights_of(network)
 
-    def spread(sigma: float) -> Weights:
-        return {
-            name: (sigma**2 * value.square() + eps**2).sqrt() for name, value in weights.items()
-        }
+    def deviation(sigma: float) -> Weights:
+        return map_weights(lambda value: (sigma**2 * value.square() + eps**2).sqrt(), weights)
 
-    return _flatness(network, spread, 0.1, target, risk, n_draws, random_state)
+    return _flatness(network, deviation, 0.1, target, risk, n_draws, random_state)
 
 
 def _root_mean_square(weights: Weights) -> float:
-    total = sum(float(value.double().square().sum()) for value in weights.values())
-    return math.sqrt(total / sum(value.numel() for value in weights.values()))
+    return math.sqrt(square_norm(weights) / sum(value.numel() for value in weights.values()))
 
 
 def _flatness(
     network: Network,
-    spread: Callable[[float], Weights],
+    deviation: Callable[[float], Weights],
     start: float,
     target: float,
     risk: str,
     n_draws: int,
     random_state: RandomState,
 ) -> Estimate:
-    check_positive("target", target)
+    """Search for the sigma at which the risk has risen by the target, from a start on."""
+    check_number("target", target)
     check_draws(n_draws)
-    judge = _find_risk(network, risk)
+    risk_of = _find_risk(network, risk)
     seeds = draw_seeds(random_state, n_draws)
-    before = judge(network)
+    before = risk_of(network)
     if not math.isfinite(before):
         return Estimate(math.nan, math.nan, "none")
 
     @cache
     def rise(log_sigma: float) -> Estimate:
-        found = disturbed_risks(network, spread(math.exp(log_sigma)), seeds, judge)
-        return mean_of(np.nan_to_num(found, nan=np.inf) - before)  # too much noise overflows
+        risks = noisy_risks(network, deviation(math.exp(log_sigma)), seeds, risk_of)
+        return estimate_mean(np.nan_to_num(risks, nan=np.inf) - before)  # large noise overflows
 
     def excess(log_sigma: float) -> float:
         return rise(log_sigma).value - target
@@ -163,31 +163,32 @@ def _flatness(
     bracket = _bracket(excess, math.log(start))
     if bracket is None:
         return Estimate(0.0, 0.0, "monte carlo")
-    at = bisect(excess, *bracket, xtol=_XTOL)
-    slope = (rise(at + _STEP).value - rise(at - _STEP).value) / (2 * _STEP)
-    value = math.exp(-2 * at)
+    log_sigma = bisect(excess, *bracket, xtol=_XTOL)
+    slope = (rise(log_sigma + _STEP).value - rise(log_sigma - _STEP).value) / (2 * _STEP)
+    value = math.exp(-2 * log_sigma)
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
-    stderr = 2 * value * rise(at).stderr / slope if slope > 0 else math.nan
+    stderr = 2 * value * rise(log_sigma).stderr / slope if slope > 0 else math.nan
     return Estimate(value, stderr, "monte carlo")
 
 
 def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:
-    """Find a low end where the excess is not positive, and twice that where it is."""
+    """Find two log(sigma), a factor 2 of sigma apart, between which the excess turns positive."""
     step = math.log(2)
     above = excess(start) > 0
     for k in range(1, (_HALVINGS if above else _DOUBLINGS) + 1):
-        at = start + (-k if above else k) * step
-        if (excess(at) > 0) != above:
-            return (at, at + step) if above else (at - step, at)
+        end = start + (-k if above else k) * step
+        if (excess(end) > 0) != above:
+            return (end, end + step) if above else (end - step, end)
     if above:
         raise ValueError(
-            f"the risk rises beyond the target at any sigma down to {math.exp(at):.1g}: the "
-            "noise that does not depend on sigma is too much. Use a smaller eps."
+            f"the risk rises beyond the target at any sigma down to {math.exp(end):.1g}: the "
+            "noise eps, which does not depend on sigma, is too large. Use a smaller eps."
         )
     return None
 
 
 def _find_risk(network: Network, risk: str) -> Callable[[Network], float]:
+    """Choose between the share of errors and the mean loss."""
     row = network.loss.row
     classifies = row is not None and row.task in _WRONG
     if risk not in {"auto", "error", "loss"}:
@@ -201,7 +202,7 @@ def _find_risk(network: Network, risk: str) -> Callable[[Network], float]:
 
 
 def error_rate(network: Network) -> float:
-    """Compute the share of wrong labels, in evaluation mode.
+    """Compute the share of labels that a classifier gets wrong, in evaluation mode.
 
     Parameters
     ----------
@@ -211,15 +212,15 @@ def error_rate(network: Network) -> float:
     Returns
     -------
     float
-        Of labels, if a sample has several; ignored ones do not count.
+        Between 0 and 1. A sample may have several labels; ignored labels do not count.
     """
     assert network.loss.row is not None
-    judge = _WRONG[network.loss.row.task]
+    errors_of = _WRONG[network.loss.row.task]
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
             wrong, counted = (
-                part.reshape(len(part), -1).sum(dim=1).double() for part in judge(outcome)
+                part.reshape(len(part), -1).sum(dim=1).double() for part in errors_of(outcome)
             )
             total += float(outcome.weight @ wrong)
             divisor += float(outcome.weight @ counted)
@@ -227,6 +228,7 @@ def error_rate(network: Network) -> float:
 
 
 def _wrong_class(outcome: Outcome) -> tuple[Tensor, Tensor]:
+    """Tell which class labels are wrong, and which count."""
     output, target = outcome.output, outcome.target
     if target.is_floating_point():  # class probabilities
         target = target.argmax(dim=1)
@@ -236,6 +238,7 @@ def _wrong_class(outcome: Outcome) -> tuple[Tensor, Tensor]:
 
 
 def _wrong_side(outcome: Outcome) -> tuple[Tensor, Tensor]:
+    """Tell which binary labels are wrong, and which count: all."""
     threshold = 0.0 if isinstance(outcome.loss.criterion, nn.BCEWithLogitsLoss) else 0.5
     wrong = (outcome.output > threshold) != (outcome.target > 0.5)
     wrong = wrong | outcome.output.isnan()

@@ -1,9 +1,9 @@
-"""A network at other weights than its own: its loss there, the gradient, random draws.
+"""A network with other weights than its own: its loss and gradient there, and random noise.
 
-The network's own parameters are never written to. `at` gives a network that runs with other
-tensors in their place, so that nothing needs to be put back. All floating-point parameters
-take part, biases and frozen ones included: a measure is one of the function, not of which
-parameters an optimiser was told to leave alone.
+The network's own parameters are never written to. `with_weights` returns a network that runs
+with other tensors in their place, so that nothing has to be restored. All floating-point
+parameters take part, biases and frozen parameters included: a measure depends on the function
+that the network computes, not on which parameters an optimiser trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,46 +16,51 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from relflat_sk._checks import check_integer
 from relflat_sk._network import Network, borrowed, mean_loss, outcomes
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk.measures._estimate import Estimate
 
 __all__ = [
-    "RandomState",
     "Weights",
-    "at",
+    "add_weights",
     "check_draws",
-    "check_positive",
-    "disturbed_risks",
     "draw_noise",
     "draw_seeds",
+    "estimate_mean",
     "loss_gradient",
-    "mean_of",
-    "moved",
-    "own_recurrence",
-    "own_weights",
+    "map_weights",
+    "noisy_risks",
+    "square_norm",
+    "torch_recurrence",
+    "weights_of",
+    "with_weights",
 ]
 
 # tensors by the names of the parameters that they stand for
 Weights = dict[str, Tensor]
 
 
-def own_weights(network: Network) -> Weights:
-    """Collect the network's own weights, by name and detached; shared ones once.
+# -- weights as one vector ---------------------------------------------------------------------
+
+
+def weights_of(network: Network) -> Weights:
+    """Collect the floating-point parameters of a network, each shared one once.
 
     Parameters
     ----------
     network : Network
+        The network whose parameters are collected.
 
     Returns
     -------
     dict of str to Tensor
-        Not copies: not to be written to.
+        By name, detached. They are not copies: do not write to them.
 
     Raises
     ------
     ValueError
-        If the network has none.
+        If the network has no such parameters.
     """
     weights = {
         name: parameter.detach()
@@ -70,6 +75,61 @@ def own_weights(network: Network) -> Weights:
     return weights
 
 
+def map_weights(function: Callable[..., Tensor], *weights: Weights) -> Weights:
+    """Apply a function to the tensors of one or several weights, name by name.
+
+    Parameters
+    ----------
+    function : callable
+        From one tensor of each of `weights` to a tensor.
+    *weights : dict of str to Tensor
+        Weights with the same names.
+
+    Returns
+    -------
+    dict of str to Tensor
+        What the function returned, by name.
+    """
+    return {name: function(*(each[name] for each in weights)) for name in weights[0]}
+
+
+def add_weights(weights: Weights, direction: Weights, length: float = 1.0) -> Weights:
+    """Add a multiple of a direction to weights.
+
+    Parameters
+    ----------
+    weights, direction : dict of str to Tensor
+        Weights with the same names.
+    length : float, default=1.0
+        Factor of the direction.
+
+    Returns
+    -------
+    dict of str to Tensor
+        New tensors; the arguments stay as they are.
+    """
+    return {name: value + length * direction[name] for name, value in weights.items()}
+
+
+def square_norm(weights: Weights) -> float:
+    """Sum the squares of all weights.
+
+    Parameters
+    ----------
+    weights : dict of str to Tensor
+        The weights.
+
+    Returns
+    -------
+    float
+        Summed in float64.
+    """
+    return sum(float(value.double().square().sum()) for value in weights.values())
+
+
+# -- running a network with other weights ------------------------------------------------------
+
+
 class _Runner(nn.Module):
     """The network as a module, so that torch can run it with other parameters."""
 
@@ -82,48 +142,40 @@ class _Runner(nn.Module):
         return self.network(x)
 
 
-def at(network: Network, weights: Weights) -> Network:
-    """Give a network that runs with other weights; the one given keeps its own.
+def with_weights(network: Network, weights: Weights) -> Network:
+    """Make a network that runs with other weights.
 
     Parameters
     ----------
     network : Network
+        The network; it keeps its own weights.
     weights : dict of str to Tensor
-        As `own_weights` names them. They may carry a gradient, forward or backward.
+        By the names of `weights_of`. They may carry a gradient, forward or backward.
 
     Returns
     -------
     Network
+        The same module, loss and data, with another forward pass.
     """
     runner = _Runner(network)
     named = {f"module.{name}": value for name, value in weights.items()}
     return replace(network, forward=lambda x: functional_call(runner, named, (x,)))
 
 
-def moved(weights: Weights, direction: Weights, length: float = 1.0) -> Weights:
-    """Add a multiple of a direction to weights.
-
-    Parameters
-    ----------
-    weights, direction : dict of str to Tensor
-    length : float, default=1.0
-
-    Returns
-    -------
-    dict of str to Tensor
-    """
-    return {name: value + length * direction[name] for name, value in weights.items()}
-
-
 @contextmanager
-def own_recurrence(module: nn.Module) -> Iterator[None]:
-    """Run torch's own recurrent layers, if there are any.
+def torch_recurrence(module: nn.Module) -> Iterator[None]:
+    """Run recurrent layers by torch's own implementation, which has all derivatives.
 
     Those of cuDNN have no derivative in evaluation mode, and those of oneDNN no second one.
 
     Parameters
     ----------
     module : nn.Module
+        The network. Nothing is switched off if it has no recurrent layers.
+
+    Yields
+    ------
+    None
     """
     if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
         yield
@@ -139,71 +191,86 @@ def own_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 def loss_gradient(network: Network, weights: Weights) -> tuple[float, Weights]:
-    """Compute the mean loss over the data at some weights, and its gradient.
+    """Compute the mean loss over the data with some weights, and its gradient in them.
 
     Parameters
     ----------
     network : Network
+        The network, its loss and the data.
     weights : dict of str to Tensor
+        The weights to run the network with.
 
     Returns
     -------
     loss : float
+        Mean loss.
     gradient : dict of str to Tensor
-        Zero for weights that the loss does not depend on.
+        Gradient of the mean loss; zero for weights on which the loss does not depend.
     """
     total, divisor = 0.0, 0.0
-    found = {name: torch.zeros_like(value) for name, value in weights.items()}
-    with borrowed(network.module), own_recurrence(network.module), torch.enable_grad():
+    gradient = map_weights(torch.zeros_like, weights)
+    with borrowed(network.module), torch_recurrence(network.module), torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        for outcome in outcomes(at(network, leaves)):
+        for outcome in outcomes(with_weights(network, leaves)):
             loss, share = outcome.total()
             if loss.requires_grad:
                 parts = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
                 for name, part in zip(leaves, parts, strict=True):
                     if part is not None:
-                        found[name] += part
+                        gradient[name] += part
             total += float(loss.detach())
             divisor += share
-            del loss, outcome  # nothing of a batch is alive when the next one is run
-    return total / divisor, {name: value / divisor for name, value in found.items()}
+            del loss, outcome  # frees this batch before the next one runs
+    return total / divisor, map_weights(lambda value: value / divisor, gradient)
+
+
+# -- random noise ------------------------------------------------------------------------------
+
+
+def check_draws(n_draws: int) -> None:
+    """Refuse a number of draws that leaves no standard error.
+
+    Parameters
+    ----------
+    n_draws : int
+        The argument, as the user gave it; at least 2.
+    """
+    check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
 
 
 def draw_seeds(random_state: RandomState, size: int) -> list[int]:
-    """Draw seeds, one for each of some draws, which can then be made again and again.
+    """Draw seeds, so that each draw of noise can be repeated.
 
     Parameters
     ----------
     random_state : int, RandomState or None
+        Where the seeds come from.
     size : int
+        How many seeds to draw.
 
     Returns
     -------
     list of int
-
-    Raises
-    ------
-    ValueError
-        If `random_state` is no such thing.
+        One seed for each draw.
     """
-    return [
-        int(one)
-        for one in np.random.default_rng(seed_from(random_state)).integers(2**63 - 1, size=size)
-    ]
+    rng = np.random.default_rng(seed_from(random_state))
+    return [int(seed) for seed in rng.integers(2**63 - 1, size=size)]
 
 
 def draw_noise(weights: Weights, seed: int) -> Weights:
-    """Draw independent standard normal numbers in the shape of weights.
+    """Draw independent standard normal numbers in the shapes of weights.
 
     Parameters
     ----------
     weights : dict of str to Tensor
+        Names, shapes, types and devices of the result.
     seed : int
+        Decides the numbers.
 
     Returns
     -------
     dict of str to Tensor
-        The same on every device and, up to rounding, in every floating type.
+        The same numbers on every device and, up to rounding, in every floating type.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -212,78 +279,55 @@ def draw_noise(weights: Weights, seed: int) -> Weights:
     }
 
 
-def disturbed_risks(
+def noisy_risks(
     network: Network,
-    spread: Weights,
+    deviation: Weights,
     seeds: Sequence[int],
     risk: Callable[[Network], float] = mean_loss,
 ) -> np.ndarray:
-    """Measure a risk under normal noise on the weights, draw by draw.
+    """Compute a risk under normal noise on the weights, draw by draw.
 
-    Each draw is taken with both signs: what is linear in the noise, and has no expectation,
-    cancels.
+    Each draw is taken with both signs. The part of the risk that is linear in the noise has
+    expectation zero, and cancels.
 
     Parameters
     ----------
     network : Network
-    spread : dict of str to Tensor
+        The network, its loss and the data.
+    deviation : dict of str to Tensor
         Standard deviation of the noise on each weight.
     seeds : sequence of int
         One for each draw.
-    risk : callable
-        From a network to its risk; the mean loss if not given.
+    risk : callable, default=mean_loss
+        From a network to its risk.
 
     Returns
     -------
     array of shape (n_draws,)
-        Means of two risks each, independent of each other.
+        For each draw, the mean of the risks at its two signs.
     """
-    weights = own_weights(network)
-    found = []
+    weights = weights_of(network)
+    risks = []
     for seed in seeds:
-        noise = draw_noise(weights, seed)
-        noise = {name: spread[name] * value for name, value in noise.items()}
-        pair = [risk(at(network, moved(weights, noise, sign))) for sign in (1.0, -1.0)]
-        found.append(sum(pair) / 2)
-    return np.array(found)
+        noise = map_weights(torch.mul, deviation, draw_noise(weights, seed))
+        pair = [risk(with_weights(network, add_weights(weights, noise, s))) for s in (1.0, -1.0)]
+        risks.append(sum(pair) / 2)
+    return np.array(risks)
 
 
-def mean_of(draws: np.ndarray) -> Estimate:
+def estimate_mean(draws: np.ndarray) -> Estimate:
     """Estimate an expectation from independent draws.
 
     Parameters
     ----------
     draws : array of shape (n_draws,)
+        One value for each draw.
 
     Returns
     -------
     Estimate
-        With the standard error of the mean.
+        The mean, with its standard error.
     """
     with np.errstate(invalid="ignore"):  # losses may be infinite
         stderr = draws.std(ddof=1) / np.sqrt(len(draws))
     return Estimate(float(draws.mean()), float(stderr), "monte carlo")
-
-
-def check_draws(n_draws: int) -> None:
-    """Refuse numbers of draws that leave no standard error.
-
-    Raises
-    ------
-    ValueError
-    """
-    if isinstance(n_draws, bool) or not isinstance(n_draws, int | np.integer) or n_draws < 2:
-        raise ValueError(
-            f"n_draws must be an integer of at least 2, for a standard error, got {n_draws!r}."
-        )
-
-
-def check_positive(name: str, value: float) -> None:
-    """Refuse scales of a disturbance that are none.
-
-    Raises
-    ------
-    ValueError
-    """
-    if not 0 < value < np.inf:
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}.")

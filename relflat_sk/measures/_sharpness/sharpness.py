@@ -1,9 +1,9 @@
-r"""How much the loss rises when the weights are disturbed: the rivals of flatness by name.
+r"""Measures of how much the loss rises when the weights are disturbed, by name.
 
 ========================  ================================================================
 fisher_rao_norm           ``sqrt(mean_i <w, grad l_i>^2)`` [1]_
-pac_bayes_flatness        ``1/sigma^2`` of the largest noise that the risk endures [2]_
-pac_bayes_magnitude_...   the same with noise in units of each weight
+pac_bayes_flatness        ``1/sigma^2`` of the largest noise that the risk tolerates [2]_
+pac_bayes_magnitude_...   the same with noise in proportion to each weight
 expected_sharpness        mean rise of the loss under noise of ``alpha (10 |w| + 1)`` [3]_
 keskar_sharpness          largest rise in a box of ``alpha (|w| + 1)``, relative [4]_
 adaptive_sharpness        largest, or mean, rise in a box of ``rho |w|`` [5]_
@@ -29,8 +29,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import check_number
 from relflat_sk._losses import ProbabilityNLLLoss
 from relflat_sk._network import Network, mean_loss
+from relflat_sk._random import RandomState
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
 from relflat_sk.measures._sharpness.pac_bayes import (
@@ -38,19 +40,19 @@ from relflat_sk.measures._sharpness.pac_bayes import (
     pac_bayes_magnitude_flatness,
 )
 from relflat_sk.measures._sharpness.perturbation import (
-    RandomState,
     Weights,
     check_draws,
-    check_positive,
-    disturbed_risks,
     draw_seeds,
-    mean_of,
-    own_weights,
+    estimate_mean,
+    map_weights,
+    noisy_risks,
+    square_norm,
+    weights_of,
 )
 from relflat_sk.measures._sharpness.worst_case import largest_rise
 
 __all__ = [
-    "SHARPNESS",
+    "SHARPNESS_MEASURES",
     "adaptive_sharpness",
     "expected_sharpness",
     "keskar_sharpness",
@@ -65,35 +67,31 @@ def sharpness_curve(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> pd.DataFrame:
-    r"""Trade expected sharpness against the norm of the weights in units of the noise.
+    r"""Measure expected sharpness, and the norm of the weights in units of the noise, by its scale.
 
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     alphas : sequence of float
         Scales of the noise.
     n_draws : int, default=10
-        Draws of noise at each scale, each taken with both signs. All scales share them, which
-        makes the curve a smooth one.
+        Draws of noise at each scale, each taken with both signs. All scales share the draws,
+        which makes the curve smooth.
     random_state : int, RandomState or None, default=None
+        Decides the noise.
 
     Returns
     -------
     DataFrame
         One row for each alpha, in the order given, with columns `alpha`, `kl`,
-        `expected_sharpness` and `stderr`, the standard error of the latter.
-
-    Raises
-    ------
-    ValueError
-        If an alpha is no positive number, or there are no labels.
+        `expected_sharpness`, in the unit of the loss, and its standard error `stderr`.
 
     Notes
     -----
-    The bi-criteria plots of [1]_: noise of standard deviation
-    :math:`s_i = \alpha (10 |w_i| + 1)` on every weight. `kl` is the divergence between
-    normal distributions of these deviations around the weights and around zero,
-    :math:`\sum_i w_i^2 / (2 s_i^2)`, in nats.
+    These are the bi-criteria plots of [1]_, with noise of standard deviation :math:`s_i = \alpha
+    (10 |w_i| + 1)` on every weight. `kl` is the divergence between normal distributions of these
+    deviations around the weights and around zero, :math:`\sum_i w_i^2 / (2 s_i^2)`, in nats.
 
     References
     ----------
@@ -102,8 +100,8 @@ def sharpness_curve(
     Examples
     --------
     >>> import torch
-    >>> from relflat_sk._network.batches import make_batches
-    >>> from relflat_sk._losses.loss import Loss
+    >>> from relflat_sk._losses import Loss
+    >>> from relflat_sk._network import make_batches
     >>> batches = make_batches(torch.eye(2), torch.tensor([0, 1]))
     >>> net = Network(torch.nn.Linear(2, 2), Loss(torch.nn.CrossEntropyLoss()), batches)
     >>> curve = sharpness_curve(net, [0.01, 0.1], random_state=0)
@@ -114,12 +112,12 @@ def sharpness_curve(
     """
     check_draws(n_draws)
     seeds = draw_seeds(random_state, n_draws)
-    weights, start = own_weights(network), mean_loss(network)
+    weights, loss = weights_of(network), mean_loss(network)
     rows = []
     for alpha in alphas:
-        spread = _spread(weights, alpha)
-        found = mean_of(disturbed_risks(network, spread, seeds) - start)
-        rows.append((float(alpha), _divergence(weights, spread), found.value, found.stderr))
+        deviation = _deviation(weights, alpha)
+        rise = estimate_mean(noisy_risks(network, deviation, seeds) - loss)
+        rows.append((float(alpha), _divergence(weights, deviation), rise.value, rise.stderr))
     return pd.DataFrame(rows, columns=["alpha", "kl", "expected_sharpness", "stderr"])
 
 
@@ -135,10 +133,13 @@ def expected_sharpness(
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     alpha : float, default=5e-4
+        Scale of the noise.
     n_draws : int, default=10
         Draws of noise, each taken with both signs.
     random_state : int, RandomState or None, default=None
+        Decides the noise.
 
     Returns
     -------
@@ -146,27 +147,25 @@ def expected_sharpness(
         In the unit of the loss.
     """
     check_draws(n_draws)
-    return _mean_rise(network, _spread(own_weights(network), alpha), n_draws, random_state)
+    return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
 
 
 def _mean_rise(
-    network: Network, spread: Weights, n_draws: int, random_state: RandomState
+    network: Network, deviation: Weights, n_draws: int, random_state: RandomState
 ) -> Estimate:
     seeds = draw_seeds(random_state, n_draws)
-    return mean_of(disturbed_risks(network, spread, seeds) - mean_loss(network))
+    return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
 
 
-def _spread(weights: Weights, alpha: float) -> Weights:
-    check_positive("alpha", alpha)
-    return {name: alpha * (10 * value.abs() + 1) for name, value in weights.items()}
+def _deviation(weights: Weights, alpha: float) -> Weights:
+    check_number("alpha", alpha)
+    return map_weights(lambda value: alpha * (10 * value.abs() + 1), weights)
 
 
-def _divergence(weights: Weights, spread: Weights) -> float:
-    """Kullback-Leibler divergence of N(w, spread^2) from N(0, spread^2), in nats."""
-    return sum(
-        float((value.double() / spread[name].double()).square().sum()) / 2
-        for name, value in weights.items()
-    )
+def _divergence(weights: Weights, deviation: Weights) -> float:
+    """Kullback-Leibler divergence of N(w, deviation^2) from N(0, deviation^2), in nats."""
+    shares = map_weights(lambda w, s: w.double() / s.double(), weights, deviation)
+    return square_norm(shares) / 2
 
 
 def keskar_sharpness(
@@ -182,18 +181,28 @@ def keskar_sharpness(
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     alpha : float, default=5e-4
-    n_steps, n_restarts, random_state
-        See `relflat_sk.measures._sharpness.worst_case.largest_rise`.
+        Scale of the box.
+    n_steps : int, default=20
+        Steps of an ascent to the largest rise.
+    n_restarts : int, default=0
+        Further ascents from random points; the first ascent starts at the weights.
+    random_state : int, RandomState or None, default=None
+        Decides the random points.
 
     Returns
     -------
     Estimate
         Equation 4 of Neyshabur et al. (2017): a share, where Keskar et al. give per cent.
+
+    Raises
+    ------
+    ValueError
+        If the mean loss is -1 or less.
     """
-    check_positive("alpha", alpha)
-    weights = own_weights(network)
-    radius = {name: alpha * (value.abs() + 1) for name, value in weights.items()}
+    check_number("alpha", alpha)
+    radius = map_weights(lambda value: alpha * (value.abs() + 1), weights_of(network))
     loss, rise = largest_rise(
         network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
     )
@@ -222,30 +231,41 @@ def adaptive_sharpness(  # noqa: PLR0913
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     kind : {"worst", "average"}, default="worst"
         Largest rise, or mean rise under normal noise of deviation ``rho |w|``.
     rho : float, default=1e-3
+        Largest share by which a weight moves, or the noise's deviation as a share.
     norm : {"linf", "l2"}, default="linf"
-        Of the shares, for the worst case.
+        Norm of the shares that is at most `rho`, for the largest rise.
     normalize_logits : bool, default=False
-        Centre each sample's logits and divide them by their norm, which makes classifiers
-        comparable whatever their confidence.
-    n_steps, n_restarts, random_state
-        See `relflat_sk.measures._sharpness.worst_case.largest_rise`.
+        Centre each sample's logits and divide them by their norm, so that the confidence of
+        classifiers does not matter.
+    n_steps : int, default=20
+        Steps of an ascent to the largest rise.
+    n_restarts : int, default=0
+        Further ascents from random points; the first ascent starts at the weights.
     n_draws : int, default=10
-        For the average, each taken with both signs.
+        Draws of noise for the mean rise, each taken with both signs.
+    random_state : int, RandomState or None, default=None
+        Decides the random points and the noise.
 
     Returns
     -------
     Estimate
         In the unit of the loss.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kind.
     """
-    check_positive("rho", rho)
+    check_number("rho", rho)
     check_draws(n_draws)
     if kind not in {"worst", "average"}:
         raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
     network = with_unit_logits(network) if normalize_logits else network
-    radius = {name: rho * value.abs() for name, value in own_weights(network).items()}
+    radius = map_weights(lambda value: rho * value.abs(), weights_of(network))
     if kind == "average":
         return _mean_rise(network, radius, n_draws, random_state)
     _, rise = largest_rise(
@@ -259,7 +279,7 @@ def adaptive_sharpness(  # noqa: PLR0913
     return Estimate(rise, 0.0, "ascent")
 
 
-# to logits, and back to what the criterion takes
+# from the network's output, as the criterion takes it, to logits, and back
 _LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     nn.CrossEntropyLoss: (lambda z: z, lambda z: z),
     nn.NLLLoss: (lambda z: z, lambda z: z.log_softmax(dim=1)),
@@ -271,20 +291,22 @@ _LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 
 
 def with_unit_logits(network: Network) -> Network:
-    """Give a network whose logits are centred and of norm one, for each sample.
+    """Make a network whose logits are centred and of norm one, for each sample.
 
     Parameters
     ----------
     network : Network
+        A classifier.
 
     Returns
     -------
     Network
+        The same network with another forward pass.
 
     Raises
     ------
     ValueError
-        If it has no logits.
+        If the criterion is not one of classification.
     """
     criterion = type(network.loss.criterion)
     if criterion not in _LOGITS:
@@ -295,21 +317,25 @@ def with_unit_logits(network: Network) -> Network:
     to_logits, from_logits = _LOGITS[criterion]
 
     def forward(x: Any) -> Tensor:
-        output = network(x)
-        if output.ndim != 2:
-            raise ValueError(
-                f"normalize_logits needs outputs of shape (n, n_classes), got "
-                f"{tuple(output.shape)}."
-            )
-        z = to_logits(output)
-        z = z - z.mean(dim=1, keepdim=True)
-        return from_logits(nn.functional.normalize(z, dim=1))
+        return from_logits(_unit(to_logits(_check_logits(network(x)))))
 
     return replace(network, forward=forward)
 
 
-# from a network, and keyword arguments of its own, to the measure
-SHARPNESS: dict[str, Callable[..., Estimate]] = {
+def _check_logits(output: Tensor) -> Tensor:
+    if output.ndim != 2:
+        raise ValueError(
+            f"normalize_logits needs outputs of shape (n, n_classes), got {tuple(output.shape)}."
+        )
+    return output
+
+
+def _unit(logits: Tensor) -> Tensor:
+    return nn.functional.normalize(logits - logits.mean(dim=1, keepdim=True), dim=1)
+
+
+# each takes a network, and keyword arguments of its own
+SHARPNESS_MEASURES: dict[str, Callable[..., Estimate]] = {
     "fisher_rao_norm": fisher_rao_norm,
     "pac_bayes_flatness": pac_bayes_flatness,
     "pac_bayes_magnitude_flatness": pac_bayes_magnitude_flatness,

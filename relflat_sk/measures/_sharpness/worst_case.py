@@ -1,10 +1,10 @@
 r"""The largest rise of the loss in a neighbourhood of the weights, by projected ascent.
 
-With a radius ``r_i`` for every weight, the disturbance is ``nu_i = r_i u_i`` with u in the
-unit ball of a norm. The ascent runs in u, where the neighbourhood is round: steps along the
-steepest direction of the norm (signs for the box, the gradient's own for the ball),
-momentum, and a step that is halved when progress stalls, as in APGD [1]_. What it finds is
-a lower bound of the maximum.
+Every weight has a radius ``r_i``. Weights move by ``nu_i = r_i u_i``, with u in the unit ball of
+a norm. The ascent runs in u, where the neighbourhood is the same in all directions. As in APGD
+[1]_, it steps along the steepest direction of the norm (the gradient's signs for a box, the
+gradient for a ball), with momentum, and halves the step when progress stalls. The largest rise
+it finds is a lower bound of the maximum.
 
 References
 ----------
@@ -15,19 +15,22 @@ References
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
+from relflat_sk._checks import check_integer
 from relflat_sk._network import Network
+from relflat_sk._random import RandomState
 from relflat_sk.measures._sharpness.perturbation import (
-    RandomState,
     Weights,
+    add_weights,
     draw_noise,
     draw_seeds,
     loss_gradient,
-    moved,
-    own_weights,
+    map_weights,
+    square_norm,
+    weights_of,
 )
 
 __all__ = ["BALLS", "Ball", "largest_rise"]
@@ -39,26 +42,33 @@ _SHARE_OF_RISES = 0.75
 
 @dataclass(frozen=True)
 class Ball:
-    """The unit ball of a norm."""
+    """The unit ball of a norm.
+
+    Parameters
+    ----------
+    project : callable
+        From a point to the nearest point of the ball.
+    direction : callable
+        From a gradient to the vector of norm one in whose direction the loss rises fastest.
+    """
 
     project: Callable[[Weights], Weights]
-    direction: Callable[[Weights], Weights]  # of norm one, in which a linear function rises most
+    direction: Callable[[Weights], Weights]
 
 
 def _norm(weights: Weights) -> float:
-    return math.sqrt(sum(float(value.double().square().sum()) for value in weights.values()))
+    return math.sqrt(square_norm(weights))
 
 
 def _scaled(weights: Weights, factor: float) -> Weights:
-    return {name: factor * value for name, value in weights.items()}
-
-
-def _each(function: Callable[[Tensor], Tensor]) -> Callable[[Weights], Weights]:
-    return lambda weights: {name: function(value) for name, value in weights.items()}
+    return map_weights(lambda value: factor * value, weights)
 
 
 BALLS: dict[str, Ball] = {
-    "linf": Ball(_each(lambda u: u.clamp(-1, 1)), _each(torch.sign)),
+    "linf": Ball(
+        partial(map_weights, lambda u: u.clamp(-1, 1)),
+        partial(map_weights, torch.sign),
+    ),
     "l2": Ball(
         lambda weights: _scaled(weights, 1 / max(1.0, _norm(weights))),
         # tiny: a gradient of zero has no direction
@@ -81,68 +91,78 @@ def largest_rise(
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     radius : dict of str to Tensor
         How far each weight may move.
     norm : {"linf", "l2"}, default="linf"
-        Whether every weight may move by its radius, or all of them together, by a sum of
-        squares of their shares of it.
+        Norm of the moves as shares of the radius, at most 1: "linf" lets every weight move by
+        its radius, "l2" bounds the sum of the squared shares.
     n_steps : int, default=20
-        Steps of an ascent, each a forward and backward pass over the data.
+        Steps of an ascent. Each is a forward and a backward pass over the data.
     n_restarts : int, default=0
-        Further ascents from random points; the first one starts at the weights.
+        Further ascents from random points; the first ascent starts at the weights.
     random_state : int, RandomState or None, default=None
-        For these.
+        Decides the random points.
 
     Returns
     -------
     loss : float
         Mean loss at the weights.
     rise : float
-        The largest rise seen, 0 if there was none.
+        The largest rise found, 0 if the loss rose nowhere. In the unit of the loss.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range, or there are no labels.
+        If there is no such norm.
     """
     if norm not in BALLS:
         raise ValueError(f"norm must be one of {sorted(BALLS)}, got {norm!r}.")
-    for name, value, least in (("n_steps", n_steps, 1), ("n_restarts", n_restarts, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
-    weights = own_weights(network)
+    check_integer("n_steps", n_steps, minimum=1)
+    check_integer("n_restarts", n_restarts, minimum=0)
+    weights = weights_of(network)
 
-    def loss_at(u: Weights) -> Point:
-        shift = {name: radius[name] * value for name, value in u.items()}
-        loss, gradient = loss_gradient(network, moved(weights, shift))
-        return Point(u, loss, {name: radius[name] * value for name, value in gradient.items()})
+    def evaluate(u: Weights) -> Point:
+        moved = add_weights(weights, map_weights(torch.mul, radius, u))
+        loss, gradient = loss_gradient(network, moved)
+        return Point(u, loss, map_weights(torch.mul, radius, gradient))
 
     ball = BALLS[norm]
-    start = loss_at({name: torch.zeros_like(value) for name, value in weights.items()})
-    best = _ascend(loss_at, start, ball, n_steps)
+    origin = evaluate(map_weights(torch.zeros_like, weights))
+    largest = _ascend(evaluate, origin, ball, n_steps)
     for seed in draw_seeds(random_state, n_restarts):
-        begin = loss_at(ball.project(draw_noise(weights, seed)))
-        best = max(best, _ascend(loss_at, begin, ball, n_steps))
-    return start.loss, best - start.loss
+        start = evaluate(ball.project(draw_noise(weights, seed)))
+        largest = max(largest, _ascend(evaluate, start, ball, n_steps))
+    return origin.loss, largest - origin.loss
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where an ascent has come."""
+    """A point of the unit ball, with the loss there.
+
+    Parameters
+    ----------
+    u : dict of str to Tensor
+        Moves of the weights, as shares of their radius.
+    loss : float
+        Mean loss with the weights moved so.
+    gradient : dict of str to Tensor
+        Gradient of the loss in u.
+    """
 
     u: Weights
     loss: float
     gradient: Weights
 
 
-def _ascend(loss_at: Callable[[Weights], Point], start: Point, ball: Ball, n_steps: int) -> float:
-    """Return the largest loss that an ascent meets, its start included."""
+def _ascend(evaluate: Callable[[Weights], Point], start: Point, ball: Ball, n_steps: int) -> float:
+    """Return the largest loss on the way of an ascent, its start included."""
     best, point, before = start, start, start.u
-    step = 2.0  # the diameter
+    step = 2.0  # the ball's diameter
     rises, halved, best_then, checked = 0, False, start.loss, 0
     checkpoints = _checkpoints(n_steps)
     for k in range(1, n_steps + 1):
-        ahead = ball.project(moved(point.u, ball.direction(point.gradient), step))
+        ahead = ball.project(add_weights(point.u, ball.direction(point.gradient), step))
         # the first step has no momentum yet
         share = _MOMENTUM if k > 1 else 1.0
         u = {
@@ -150,7 +170,7 @@ def _ascend(loss_at: Callable[[Weights], Point], start: Point, ball: Ball, n_ste
             for name, value in point.u.items()
         }
         before, last = point.u, point.loss
-        point = loss_at(ball.project(u))
+        point = evaluate(ball.project(u))
         rises += point.loss > last
         best = point if point.loss > best.loss else best
         if k in checkpoints:
@@ -163,10 +183,10 @@ def _ascend(loss_at: Callable[[Weights], Point], start: Point, ball: Ball, n_ste
 
 
 def _checkpoints(n_steps: int) -> set[int]:
-    """List the steps after which progress is judged: less and less far apart."""
-    share, gap, found = 0.0, 0.22, set()
+    """List the steps after which progress is judged; the distance between them shrinks."""
+    share, gap, steps = 0.0, 0.22, set()
     while share + gap < 1:
         share += gap
-        found.add(math.ceil(share * n_steps))
+        steps.add(math.ceil(share * n_steps))
         gap = max(gap - 0.03, 0.06)
-    return found
+    return steps
