@@ -10,7 +10,12 @@ from relflat_sk.measures._registry import invariance_table
 
 ROOT = Path(__file__).parents[2]
 MEASURES = ROOT / "docs" / "measures.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_table_of_invariances_is_printed_as_it_is():
@@ -28,10 +33,17 @@ def test_every_measure_is_defined():
         assert f"`{name}`" in definitions
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    for module in re.findall(r"\bbenchmarks\.[a-z_.]*[a-z]", text):
+    for module in re.findall(r"python -m (benchmarks[\w.]*\w)", text):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_about_120_characters_long(page):
+    """Tables may be wider."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 125 and not line.startswith("|")]
