@@ -1,9 +1,7 @@
-"""Callbacks that train until convergence, for any skorch net."""
+"""Callbacks that stop training at convergence, for any skorch net."""
 
-from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
@@ -11,6 +9,7 @@ from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
 from torch import Tensor
 
+from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss
 from relflat_sk._network import borrowed, mean_loss, primary_output
 from relflat_sk.training._sample_weights import split_target, training_network
@@ -19,22 +18,32 @@ __all__ = ["StopAtGradientNorm", "StopAtLoss"]
 
 
 class _StopWhenReached(Callback):
-    """Stop training once a quantity, measured after an epoch, is small enough."""
+    """Stop training once a quantity, measured at the end of an epoch, is small enough."""
 
     every: int
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Nothing is reached yet."""
-        if (
-            isinstance(self.every, bool)
-            or not isinstance(self.every, int | np.integer)
-            or self.every < 1
-        ):
-            raise ValueError(f"every must be a positive integer, got {self.every!r}.")
+        """Check the parameters, and mark the net as not converged."""
+        check_integer("every", self.every, minimum=1)
         net.converged_ = False
 
     def on_epoch_end(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
-        """Measure, and stop as skorch's own callbacks do."""
+        """Measure every few epochs, and stop training as skorch's own callbacks do.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net in training.
+        dataset_train : torch Dataset
+            Its training data.
+        **kwargs
+            Not used.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            If the goal is reached. skorch catches it and ends the training.
+        """
         if len(net.history) % self.every == 0 and self._reached(net, dataset_train):
             net.converged_ = True
             if net.verbose:
@@ -49,30 +58,33 @@ class _StopWhenReached(Callback):
 
 
 class StopAtLoss(_StopWhenReached):
-    """Stop once the loss on the training data is small enough.
+    """Stop training once the loss on the training data is small enough.
 
-    Minima are comparable only when they are equally deep. The loss that skorch records in
-    the history is a mean over an epoch during which the weights move, in training mode and
-    over batches of any size; here it is that of the weights at the end of the epoch, in
-    evaluation mode, over all training data and without penalty.
+    Minima can be compared only if they are equally deep. This callback measures the loss at
+    the end of an epoch: in evaluation mode, on all training data, without penalty. The
+    `train_loss` in skorch's history is another number. It is a mean over an epoch during which
+    the weights move, it is in training mode, and it counts small batches like large ones.
 
     Parameters
     ----------
     loss : float, default=0.01
         Mean training loss to reach.
     every : int, default=1
-        Epochs between measurements, each of which takes a forward pass over the training
-        data.
+        Number of epochs between measurements. Each takes a forward pass over the training data.
 
     Attributes
     ----------
     loss_ : float
-        The training loss when it was last measured.
+        The training loss of the last measurement.
 
     Raises
     ------
     ValueError
         At the start of training, if `loss` or `every` is not positive.
+
+    See Also
+    --------
+    StopAtGradientNorm : Stop training at a stationary point.
 
     Examples
     --------
@@ -91,8 +103,8 @@ class StopAtLoss(_StopWhenReached):
         self.every = every
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Check the arguments."""
-        _check_positive("loss", self.loss)
+        """Check the parameters."""
+        check_number("loss", self.loss)
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
@@ -104,27 +116,33 @@ class StopAtLoss(_StopWhenReached):
 
 
 class StopAtGradientNorm(_StopWhenReached):
-    """Stop once the gradient over all training data is small enough: a stationary point.
+    """Stop training once the gradient on the training data is small enough.
 
-    The gradient is that of what is minimised, a flatness penalty included, in evaluation
-    mode (dropout off, batch norm with its running statistics), at the end of an epoch.
+    The net is then at a stationary point of its objective, flatness penalty included. The
+    gradient is measured at the end of an epoch, in evaluation mode (without dropout, batch norm
+    with its running statistics), on all training data.
 
     Parameters
     ----------
     tol : float, default=1e-5
-        Euclidean norm of the gradient, over all parameters, of the mean loss.
+        Euclidean norm to reach, of the gradient of the mean loss in all parameters.
     every : int, default=1
-        Epochs between measurements, each of which takes a pass over the training data.
+        Number of epochs between measurements. Each takes a forward and a backward pass over the
+        training data.
 
     Attributes
     ----------
     gradient_norm_ : float
-        The norm when it was last measured.
+        The norm of the last measurement.
 
     Raises
     ------
     ValueError
         At the start of training, if `tol` or `every` is not positive.
+
+    See Also
+    --------
+    StopAtLoss : Stop training at a training loss.
 
     Examples
     --------
@@ -144,8 +162,8 @@ class StopAtGradientNorm(_StopWhenReached):
         self.every = every
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Check the arguments."""
-        _check_positive("tol", self.tol)
+        """Check the parameters."""
+        check_number("tol", self.tol)
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
@@ -157,18 +175,20 @@ class StopAtGradientNorm(_StopWhenReached):
 
 
 def gradient_norm(net: NeuralNet, dataset: Any) -> float:
-    """Euclidean norm of the gradient of what a net minimises, over a whole data set.
+    """Compute the norm of the gradient of a net's objective on a whole data set.
 
     Parameters
     ----------
     net : NeuralNet
-        Initialised. It is given back as it was: `.grad`, train/eval mode, random state.
+        An initialised net. Its gradients, train/eval mode and random state stay as they are.
     dataset : torch Dataset
+        The training data, as skorch hands them to callbacks.
 
     Returns
     -------
     float
-        Of the mean over samples, also where the criterion sums.
+        Euclidean norm over all learnable parameters, of the mean over samples also if the
+        criterion sums.
     """
     parameters = [p for _, p in net.get_all_learnable_params() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in parameters]
@@ -179,7 +199,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
         for X, y in map(unpack_data, net.get_iterator(dataset, training=False)):
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
-            # batches of means add up by what each mean divides by
+            # means of batches are weighted by their divisors
             target, weight = split_target(y)
             target = to_tensor(target, device=net.device)
             share = _divisor(loss, primary_output(output), target, weight)
@@ -192,12 +212,6 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
 
 
 def _divisor(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> float:
-    """Sum what the mean over a batch divides by."""
+    """Compute the divisor of the mean over a batch."""
     divisors = loss.divisors(output, loss.check_target(output, target))
     return float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
-
-
-def _check_positive(name: str, value: Any) -> None:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (number and 0 < value < inf):
-        raise ValueError(f"{name} must be a positive number, got {value!r}.")

@@ -1,4 +1,4 @@
-"""What a net takes as X, checked as scikit-learn does, and networks sized after it."""
+"""Checks of the inputs X, as in scikit-learn, and the sizes that a network takes from them."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,19 +15,21 @@ __all__ = ["check_inputs", "with_sizes"]
 
 
 def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
-    """Check X, and learn its size or compare it with what was learned.
+    """Check X, and learn its size or compare it with the size learned before.
 
     Parameters
     ----------
     net : NeuralNet
-        Keeps `n_features_in_`, `n_inputs_` and `is_double_`.
+        Gets the attributes `n_features_in_`, `n_inputs_` and `is_double_`.
     X : array-like, tensor, dict or tuple of these, or Dataset
+        Inputs as a user passes them.
     reset : bool
-        Learn instead of compare.
+        Whether to learn the size, rather than compare it.
 
     Returns
     -------
-    As X, array-likes as arrays.
+    ndarray, or the type of X
+        Array-likes as arrays; tensors, mappings, tuples and data sets as they are.
 
     Raises
     ------
@@ -44,7 +46,7 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         _check_tensor(net, X, reset)
     else:
         X = validate_data(net, X, reset=reset, dtype="numeric", allow_nd=True, order="C")
-        if not X.flags.writeable:  # as joblib's memory maps; torch wants to own its arrays
+        if not X.flags.writeable:  # such as joblib's memory maps: torch warns of them
             X = X.copy()
     if reset:
         net.n_inputs_ = int(np.prod(X.shape[1:]))
@@ -53,6 +55,7 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
 
 
 def _check_finite(X: Any) -> None:
+    """Refuse arrays and tensors with NaN or infinity."""
     finite = True
     if isinstance(X, Tensor):
         finite = bool(torch.isfinite(X).all())
@@ -63,7 +66,7 @@ def _check_finite(X: Any) -> None:
 
 
 def _check_tensor(net: Any, X: Tensor, reset: bool) -> None:
-    """Check as validate_data does, without a detour through numpy."""
+    """Check a tensor as validate_data checks arrays, without a copy to numpy."""
     _check_finite(X)
     if X.ndim < 2:
         raise ValueError(
@@ -71,7 +74,7 @@ def _check_tensor(net: Any, X: Tensor, reset: bool) -> None:
             "X.reshape(-1, 1) if there is a single feature."
         )
     if not X.numel():
-        raise ValueError(f"X has shape {tuple(X.shape)}: there is nothing to learn from.")
+        raise ValueError(f"X has shape {tuple(X.shape)}, and there is nothing to learn from.")
     if reset:
         net.n_features_in_ = X.shape[1]
     elif getattr(net, "n_features_in_", X.shape[1]) != X.shape[1]:
@@ -84,25 +87,26 @@ def _check_tensor(net: Any, X: Tensor, reset: bool) -> None:
 def with_sizes(
     factory: Callable[..., Any], given: dict[str, Any], sizes: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """Add the sizes that a network's constructor asks for and the user did not give.
+    """Add the sizes that a network's constructor asks for, unless the user passed them.
 
     Parameters
     ----------
     factory : callable
         The network's class.
     given : dict
-        Arguments that the user gave.
+        Arguments that the user passed.
     sizes : mapping
-        Sizes by the name of the argument, None where the data did not tell.
+        Sizes by the name of the argument; None if the data do not determine a size.
 
     Returns
     -------
     dict
+        `given` with the sizes.
 
     Raises
     ------
     ValueError
-        If it cannot do without a size that is not known.
+        If the constructor requires a size that is unknown.
     """
     accepted = inspect.signature(factory).parameters
     found = dict(given)
@@ -113,7 +117,7 @@ def with_sizes(
             found[name] = size
         elif accepted[name].default is inspect.Parameter.empty:
             raise ValueError(
-                f"the module needs {name}, which cannot be told here: that takes fitting on "
-                f"arrays, and for outputs a known criterion. Pass module__{name}."
+                f"the module needs {name}, which can be read only from arrays, and for outputs "
+                f"only with a known criterion. Pass module__{name}."
             )
     return found

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from relflat_sk._checks import is_integer
 
 __all__ = ["MLP"]
 
@@ -35,21 +36,22 @@ class MLP(nn.Sequential):
     Parameters
     ----------
     n_features : int
-        Number of inputs. Inputs with more axes are flattened.
+        Number of inputs. Inputs with several axes, such as images, are flattened.
     n_outputs : int
-        Number of outputs; there is no activation after the last layer.
+        Number of outputs. There is no activation after the last layer.
     hidden_layer_sizes : int or sequence of int, default=(100,)
-        Width of each hidden layer, as in `sklearn.neural_network.MLPClassifier`.
-    activation : {"relu", "tanh", "logistic", "gelu", "leaky_relu", "identity"}
-        Activation of the hidden layers, "relu" by default.
+        Width of each hidden layer, as in `sklearn.neural_network.MLPClassifier`. An empty
+        sequence makes a linear model.
+    activation : {"relu", "tanh", "logistic", "gelu", "leaky_relu", "identity"}, default="relu"
+        Activation of the hidden layers.
     init : str, default="default"
-        How weights are drawn: "default" (torch's own), "xavier_uniform",
-        "xavier_normal", "kaiming_uniform" or "kaiming_normal", with biases at zero.
+        How the weights are drawn. "default" is torch's own way. "xavier_uniform",
+        "xavier_normal", "kaiming_uniform" and "kaiming_normal" also set the biases to zero.
 
     Raises
     ------
     ValueError
-        If a size is not a positive integer, or a name is unknown.
+        If a size is not a positive integer, or `activation` or `init` is unknown.
 
     Examples
     --------
@@ -71,7 +73,7 @@ class MLP(nn.Sequential):
         else:
             hidden = (hidden_layer_sizes,)
         sizes = (n_features, *hidden, n_outputs)
-        if any(not isinstance(size, int | np.integer) or size < 1 for size in sizes):
+        if not all(is_integer(size) and size >= 1 for size in sizes):
             raise ValueError(
                 "n_features, n_outputs and hidden_layer_sizes must be positive integers, got "
                 f"n_features={n_features!r}, n_outputs={n_outputs!r}, "

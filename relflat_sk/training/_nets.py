@@ -17,50 +17,62 @@ __all__ = [
 
 
 class RelativeFlatnessRegularizedNet(EstimatorNet):
-    r"""A skorch net that minimises its loss plus the price of not being flat.
+    r"""Train a network to a flat minimum: a skorch net with a flatness penalty.
 
-    Each training step minimises ``criterion + flatness_weight * kappa / (2 m)``, where
-    :math:`\kappa` is the relative flatness of the batch at a layer with `m` inputs. At the
-    last layer it costs little; there is no second forward pass.
+    Each training step minimises
 
-    The criterion decides the task: with a classification loss the net is a scikit-learn
-    classifier (labels of any type, `classes_`, `predict_proba`), with a regression loss a
-    regressor, with a loss that `relflat_sk` does not know a plain skorch net.
+    .. math:: L + \lambda \, \frac{\kappa}{2 m}
+
+    on its batch, where :math:`L` is the criterion, :math:`\lambda` the `flatness_weight`, and
+    :math:`\kappa` the relative flatness at a layer with :math:`m` inputs ([1]_, Definition 3;
+    [2]_). There is no second forward pass. A penalty at the last layer costs little; one at an
+    earlier layer also differentiates the network behind that layer once more.
+
+    The net follows the conventions of scikit-learn, and its criterion determines the task. With
+    a classification loss it is a classifier (labels of any type, `classes_`, `predict_proba`),
+    with a regression loss a regressor, and with a loss that `relflat_sk` does not know a plain
+    skorch net.
 
     Parameters
     ----------
     module : type or nn.Module, default=MLP
-        Class of the network. If its constructor has arguments `n_features` or `n_outputs`
-        that are not given as `module__n_features`, they are set from the data. An instance
-        is copied, so that every `fit` starts from its weights. `MLP`
-        computes in float64 for float64 data on the CPU, as scikit-learn's networks do, and in
-        float32 otherwise; other modules keep the dtype they are made with.
+        The class of the network. If its constructor has the arguments `n_features` or
+        `n_outputs`, they are set from the data, unless you pass ``module__n_features``. An
+        instance is copied, and every `fit` starts from its weights. `MLP` computes in float64
+        for float64 data on the CPU, as scikit-learn's networks do, and in float32 otherwise.
+        Other modules keep their dtype.
     criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
-        The loss. As in skorch's classifiers, `NLLLoss` expects a module that puts out
-        probabilities.
+        The loss. `NLLLoss` takes probabilities from the module, as in skorch's classifiers.
     flatness_weight : float, default=0.1
-        Weight of the penalty; 0 trains as without it.
+        Weight of the penalty. With 0, training is that of a plain skorch net.
     flatness_layer : int, str, sequence of these, or "all", default=-1
-        Where flatness is measured: position among the layers with a weight matrix in
-        forward order, or dotted module name. The penalties of several layers add.
+        The penalised layer: its position among the layers with a weight matrix, in the order
+        of the forward pass, or its dotted name in the module. The penalties of several layers
+        are added.
     flatness_normalize : bool, default=False
-        Measure features in units of their standard deviation.
+        Whether to measure features in units of their standard deviations.
     flatness_probes : int, default=1
-        Random probes per sample where there is no closed form, as at earlier layers.
+        Number of random probes per sample for layers without a closed form, such as hidden
+        layers.
     flatness_warmup : int, default=0
-        Epochs over which the weight of the penalty grows linearly to `flatness_weight`: with
-        k, the first has 1/k of it, and from epoch k on all of it counts. With large weights
-        also clip gradients (``callbacks=[skorch.callbacks.GradientNormClipping(1.0)]``).
+        Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
+        `flatness_weight` in the first epoch, and all of it from epoch k on. With large weights,
+        clip gradients as well (``callbacks=[skorch.callbacks.GradientNormClipping(1.0)]``).
     random_state : int, RandomState or None, default=None
-        Makes `fit` reproducible (initial weights, shuffling, dropout, probes) and leaves
-        torch's global random state alone. With None, that global state is used.
+        Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
+        torch's global random state. If None, `fit` draws from that global state.
     optimizer : type, default=torch.optim.Adam
+        Class of the torch optimizer; any but LBFGS. Arguments are passed as ``optimizer__...``.
     lr : float, default=0.01
+        Learning rate.
     max_epochs : int, default=50
+        Number of passes over the training data; callbacks such as `StopAtLoss` may stop before.
     batch_size : int, default=32
+        Number of samples per training step; -1 for all samples.
     train_split : callable or None, default=None
-        Unlike in skorch, nothing is held out by default: flatness is a property of a
-        minimum on all the data. Pass ``skorch.dataset.ValidSplit(5)`` for `valid_loss`.
+        How to hold out validation data. Unlike in skorch, nothing is held out by default,
+        because flatness is a property of a minimum on all data. Pass
+        ``skorch.dataset.ValidSplit(5)`` to record `valid_loss`.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`: `callbacks`, `device`, `verbose`,
         ``module__...``, ``optimizer__...``, ``criterion__...``.
@@ -68,26 +80,33 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
     Attributes
     ----------
     relative_flatness_ : float
-        Relative flatness on the training data at the end of `fit`, at `flatness_layer`
-        (the sum over layers if there are several); normalised if `flatness_normalize`.
+        Relative flatness on the training data at the end of `fit`, at `flatness_layer`: the sum
+        over several layers, the normalised one if `flatness_normalize`. nan, with a warning, if
+        it cannot be measured.
     history : skorch.history.History
-        Per epoch: `train_loss` without the penalty, `flatness_penalty` as it was added to
-        it, `valid_loss` (without penalty) where there is a `train_split`.
-    classes_ : array of shape (n_classes,)
-        Of a classifier.
+        Per epoch: `train_loss` (without penalty), `flatness_penalty` (as it was added), and with
+        a `train_split` also `valid_loss` (without penalty).
+    classes_ : ndarray of shape (n_classes,)
+        The class labels of a classifier.
     n_features_in_ : int
+        Number of input features.
     module_ : nn.Module
         The trained network.
     converged_ : bool
-        Whether a `StopAtLoss` or `StopAtGradientNorm` callback reached its goal.
+        Whether a callback `StopAtLoss` or `StopAtGradientNorm` reached its goal.
 
     Raises
     ------
     ValueError
-        From `fit`, if an argument is out of its range, the data do not fit the task, or the
-        optimizer is LBFGS and there is a penalty, which is no fixed function.
+        From `fit`, if a parameter is out of its range, the data do not fit the task, or the
+        optimizer is LBFGS, which needs an objective that does not change between evaluations.
     LayerNotFoundError
-        From `fit`, if there is no such layer.
+        From `fit`, if `flatness_layer` names no layer.
+
+    See Also
+    --------
+    RelativeFlatnessPenalty : The penalty alone, for plain torch loops.
+    StopAtLoss : Train until the training loss is small enough.
 
     References
     ----------
@@ -140,11 +159,48 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
 
 
 class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
-    """A classifier with one output per class, trained to be flat.
+    """Train a classifier with one output per class to a flat minimum.
 
-    `RelativeFlatnessRegularizedNet` with the task fixed: see there for the parameters.
-    A criterion that `relflat_sk` does not know is taken as a classification loss, with
-    class indices as targets.
+    The net of `RelativeFlatnessRegularizedNet` with its task fixed to classification; the
+    parameters are explained in full there. A criterion that `relflat_sk` does not know gets class
+    indices as targets.
+
+    Parameters
+    ----------
+    module : type or nn.Module, default=MLP
+        The network's class, or an instance to copy. Ends in logits, one per class.
+    criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
+        A classification loss.
+    flatness_weight : float, default=0.1
+        Weight of the flatness penalty; 0 to train without it.
+    flatness_layer : int, str, sequence of these, or "all", default=-1
+        The penalised layer, by position or name.
+    flatness_normalize : bool, default=False
+        Whether to measure features in units of their standard deviations.
+    flatness_probes : int, default=1
+        Random probes per sample at hidden layers.
+    flatness_warmup : int, default=0
+        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
+    random_state : int, RandomState or None, default=None
+        Makes `fit` reproducible.
+    optimizer : type, default=torch.optim.Adam
+        Class of the torch optimizer.
+    lr : float, default=0.01
+        Learning rate.
+    max_epochs : int, default=50
+        Number of passes over the training data.
+    batch_size : int, default=32
+        Number of samples per training step; -1 for all samples.
+    train_split : callable or None, default=None
+        How to hold out validation data; nothing is held out by default.
+    **skorch_arguments
+        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
+        ``module__...`` and ``optimizer__...``.
+
+    See Also
+    --------
+    RelativeFlatnessRegularizedNet : The net whose criterion determines the task.
+    RelativeFlatnessRegularizedBinaryClassifier : One logit for two classes; multi-label tasks.
 
     Examples
     --------
@@ -159,10 +215,25 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
 
 
 class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet):
-    """A classifier with one logit for two classes, trained to be flat.
+    """Train a classifier with one logit for two classes to a flat minimum.
 
-    `RelativeFlatnessRegularizedNet` with the task fixed: see there for the parameters.
-    Labels may be of any type; with a 0/1 column per label it does multi-label tasks.
+    The net of `RelativeFlatnessRegularizedNet` with its task fixed to binary classification.
+    Labels may be of any type. With one 0/1 column of y per label, it solves multi-label tasks.
+
+    Parameters
+    ----------
+    module : type or nn.Module, default=MLP
+        The network's class, or an instance to copy. Ends in one logit, or one per label.
+    criterion : type or nn.Module, default=torch.nn.BCEWithLogitsLoss
+        A loss for two classes.
+    **arguments
+        Any other parameter of `RelativeFlatnessRegularizedNet`, such as `flatness_weight`,
+        `flatness_layer`, `random_state`, `lr` and `max_epochs`.
+
+    See Also
+    --------
+    RelativeFlatnessRegularizedNet : All parameters and attributes.
+    RelativeFlatnessRegularizedClassifier : One output per class.
 
     Examples
     --------
@@ -185,9 +256,23 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
 
 
 class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
-    """A regressor of one or more outputs, trained to be flat.
+    """Train a regressor with one or more outputs to a flat minimum.
 
-    `RelativeFlatnessRegularizedNet` with the task fixed: see there for the parameters.
+    The net of `RelativeFlatnessRegularizedNet` with its task fixed to regression.
+
+    Parameters
+    ----------
+    module : type or nn.Module, default=MLP
+        The network's class, or an instance to copy. Ends in one output per column of y.
+    criterion : type or nn.Module, default=torch.nn.MSELoss
+        A regression loss.
+    **arguments
+        Any other parameter of `RelativeFlatnessRegularizedNet`, such as `flatness_weight`,
+        `flatness_layer`, `random_state`, `lr` and `max_epochs`.
+
+    See Also
+    --------
+    RelativeFlatnessRegularizedNet : All parameters and attributes.
 
     Examples
     --------

@@ -1,61 +1,67 @@
-"""The training step of a net that minimises its loss and a flatness penalty."""
+"""The training step of a net that minimises its loss plus a flatness penalty."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from skorch import NeuralNet
 from skorch.history import History
 from skorch.utils import to_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from relflat_sk._losses import Loss
+from relflat_sk._checks import check_number
+from relflat_sk._losses import Loss, Target
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk._warnings import warn
 from relflat_sk.measures import measure_layers
 from relflat_sk.training._sample_weights import (
-    plain,
+    plain_batch,
     split_target,
     training_network,
-    weigh,
+    weighted_loss,
     with_weights,
 )
+from relflat_sk.training._sklearn_net import SklearnNet
+from relflat_sk.training._state import TrainingState
 
-__all__ = ["IN_TRAINING", "PenalisedNet", "original"]
-
-# what a net knows while it is trained only
-IN_TRAINING = (
-    "_captured",
-    "_first_parameter",
-    "_known_penalty",
-    "_terms",
-    "_trained_on",
-    "_weights",
-)
+__all__ = ["PenalisedNet", "unwrap"]
 
 
-def original(module: Any) -> Any:
-    """Return what `torch.compile` or torch's data parallelism was wrapped around."""
+def unwrap(module: Any) -> Any:
+    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism.
+
+    Parameters
+    ----------
+    module : nn.Module or callable
+        A network or a criterion, wrapped or not.
+
+    Returns
+    -------
+    nn.Module or callable
+        The innermost module; `module` itself if it has no wrapper.
+    """
     children = getattr(module, "_modules", {})
     if "_orig_mod" in children:
-        return original(children["_orig_mod"])
-    wrapped = "module" in children and isinstance(module, DistributedDataParallel)
-    return original(children["module"]) if wrapped else module
+        return unwrap(children["_orig_mod"])
+    parallel = "module" in children and isinstance(module, DistributedDataParallel)
+    return unwrap(children["module"]) if parallel else module
 
 
-class PenalisedNet(NeuralNet):
-    """A skorch net whose training step knows sample weights and the penalty.
+class PenalisedNet(SklearnNet):
+    """Train with a flatness penalty and with sample weights.
 
-    Everything happens in `infer` and `get_loss`, so that whatever else changes skorch's
-    training step (accelerate, gradient accumulation, two passes as in SAM) goes together
-    with it. Its arguments and their meaning are those of `RelativeFlatnessRegularizedNet`.
+    Both enter in `infer` and `get_loss` only. Code that changes other parts of skorch's
+    training step (accelerate, gradient accumulation, the two passes of SAM) therefore works
+    together with this class.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arguments of `RelativeFlatnessRegularizedNet`.
     """
 
     flatness_weight: float
@@ -65,203 +71,229 @@ class PenalisedNet(NeuralNet):
     flatness_warmup: float
     criterion_: Any
 
-    # of the training step in progress
-    _captured: RelativeFlatnessPenalty | None = None
-    _terms: tuple[Tensor, Tensor | None] | None = None  # loss and penalty
-    # of the training in progress
-    _weights: np.ndarray | None = None
+    _training: TrainingState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_training", None)  # a copy that a callback makes is not in training
+        return state
+
+    def _state(self) -> TrainingState:
+        """Return the state of the training, a new one for steps made outside of `fit`."""
+        if self._training is None:
+            self._training = TrainingState()
+        return self._training
+
+    # -- the penalty ---------------------------------------------------------------------
 
     def _check_penalty(self) -> None:
-        for name in ("flatness_weight", "flatness_warmup"):
-            value = getattr(self, name)
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (number and 0 <= value < np.inf):
-                raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
-        self._penalty()
+        """Refuse parameters that make no penalty, and optimizers that do not work with one."""
+        check_number("flatness_weight", self.flatness_weight, positive=False)
+        check_number("flatness_warmup", self.flatness_warmup, positive=False)
+        RelativeFlatnessPenalty(*self._penalty_settings())
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
-                "flatness_layer must be a position or a dotted name, got a module: the net "
-                "trains a copy of its own. Use the layer's name, as in module.named_modules()."
+                "flatness_layer must be a position or a dotted name, got a module. The net trains "
+                "a copy of its own, which does not contain that module. Pass the layer's name, as "
+                "listed by module.named_modules()."
             )
         optimizer = self.optimizer
         searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
         if self.flatness_weight > 0 and searches:
             raise ValueError(
                 f"{optimizer.__name__} evaluates the objective several times per step and "
-                "compares the values, but the penalty may be drawn anew each time (random "
-                "probes) and changes with the batch. Use SGD or Adam, say, or flatness_weight=0."
+                "compares the values, but the penalty may use new random probes each time, and "
+                "depends on the batch. Use another optimizer, such as SGD or Adam, or "
+                "flatness_weight=0."
             )
 
-    def _penalty(self) -> RelativeFlatnessPenalty:
-        return RelativeFlatnessPenalty(
-            self.flatness_layer, self.flatness_normalize, self.flatness_probes
-        )
+    def _penalty_settings(self) -> tuple[Any, bool, int]:
+        return self.flatness_layer, self.flatness_normalize, self.flatness_probes
 
     def _layers(self) -> Any:
-        """List the penalised layers as the measures take them: "all" stays "all"."""
+        """Return the penalised layers in the form that measures take: a sequence or "all"."""
         several = isinstance(self.flatness_layer, list | tuple) or self.flatness_layer == "all"
         return self.flatness_layer if several else [self.flatness_layer]
 
-    def _watcher(self) -> RelativeFlatnessPenalty:
-        """Return one penalty for all steps with the same settings: it knows its way around."""
-        settings = self.flatness_layer, self.flatness_normalize, self.flatness_probes
-        known = self.__dict__.get("_known_penalty")
-        if known is None or known[0] != settings:
-            known = self.__dict__["_known_penalty"] = settings, self._penalty()
-        return known[1]
+    def _penalty(self, state: TrainingState) -> RelativeFlatnessPenalty:
+        """Return the training's penalty, a new one if its settings have changed."""
+        settings, penalty = self._penalty_settings(), state.penalty
+        if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
+            penalty = state.penalty = RelativeFlatnessPenalty(*settings)
+        return penalty
 
-    def _ramp(self) -> float:
-        """Share of the penalty's weight that counts in the epoch in progress."""
+    def _penalty_weight(self) -> float:
+        """Return the weight of the penalty in the current epoch, warm-up included."""
         if not self.flatness_warmup:
-            return 1.0
+            return float(self.flatness_weight)
         epoch = max(1, len(self.history or ()))
-        return min(1.0, epoch / self.flatness_warmup)
+        return float(min(1.0, epoch / self.flatness_warmup) * self.flatness_weight)
 
-    # -- what skorch calls in each step --------------------------------------------------
+    # -- called by skorch in each step ---------------------------------------------------
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
-        """Run the module on a batch; watch the penalised layers if there will be gradients."""
+        """Run the module on a batch; record the penalised layers if gradients are enabled."""
         module = self.module_
-        learns = torch.is_grad_enabled()
-        if not (learns and isinstance(x, Tensor) and x.dtype == self._type_of(module)):
+        with_gradients = torch.is_grad_enabled()
+        if not (with_gradients and isinstance(x, Tensor) and x.dtype == self._input_dtype(module)):
             x = cast_inputs(to_tensor(x, device=self.device), module)
-        if not (learns and self.flatness_weight > 0):
+        if not (with_gradients and self.flatness_weight > 0):
             return _full_precision(super().infer(x, **fit_params))
         if "_orig_mod" in module._modules:
-            with self._uncompiled():  # not `self.infer`, which may be a subclass's
+            with self._uncompiled():  # not `self.infer`, which a subclass may override
                 return PenalisedNet.infer(self, x, **fit_params)
-        # past __setattr__, which skorch looks through all its components in
-        penalty = self.__dict__["_captured"] = self._watcher()
-        with penalty.capture(original(module)):
-            return _full_precision(super().infer(x, **fit_params))
+        state = self._state()
+        with self._penalty(state).capture(unwrap(module)):
+            output = _full_precision(super().infer(x, **fit_params))
+        state.recorded = True
+        return output
 
-    def _type_of(self, module: nn.Module) -> torch.dtype | None:
-        """Return that of the inputs, which is looked for once in a training."""
-        known = self.__dict__.get("_first_parameter")
-        if known is None or known[0] is not module:
-            known = self.__dict__["_first_parameter"] = module, floating_parameter(module)
-        return None if known[1] is None else known[1].dtype
+    def _input_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """Return the dtype of the network's inputs; searches its parameters once per training."""
+        state = self._state()
+        found = state.first_parameter
+        if found is None or found[0] is not module:
+            found = state.first_parameter = module, floating_parameter(module)
+        return None if found[1] is None else found[1].dtype
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:
-        """Run the module as it was before `torch.compile`.
+        """Replace a compiled module by the original one.
 
-        Compiled code may have been traced without our recording, be it of another instance of
-        the class, and then ignores it; and its graph does not tell what follows a layer.
+        Compiled code ignores the recording if it was compiled without it, possibly for another
+        instance of the class. And the graph of compiled code does not show what follows a layer.
         """
         compiled = self.module_
-        self.__dict__["module_"] = compiled._orig_mod
+        self.module_ = compiled._orig_mod
         try:
             yield
         finally:
-            self.__dict__["module_"] = compiled
+            self.module_ = compiled
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
-        """Compute the loss of a batch, in training with the penalty added."""
-        penalty: RelativeFlatnessPenalty | None = self.__dict__.pop("_captured", None)
-        criterion = Loss(original(self.criterion_))
+        """Compute the loss of a batch, with the penalty added in training."""
+        state = self._state()
+        recorded, state.recorded = state.recorded, False
+        criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
+        target = self._read_target(criterion, y_pred, y_true)
+        if weight is None:
+            loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
+        else:
+            weight = weight.to(y_pred)
+            loss = weighted_loss(criterion, y_pred, target.values, weight)
+        if not training:
+            return loss
+        term = None
+        if recorded and state.penalty is not None and (weight is None or bool((weight > 0).any())):
+            scale = self._penalty_weight()
+            term = state.penalty.of_batch(criterion, y_pred, target, weight, scale)
+        if state.terms is None:  # the first pass of a step is at the weights it starts from
+            state.terms = loss, term
+        return loss if term is None else loss + term
+
+    def _read_target(self, criterion: Loss, y_pred: Tensor, y_true: Any) -> Target:
+        """Bring the labels of a batch to the output's device, and check them."""
         if isinstance(y_true, Tensor):
             y_true = y_true.to(y_pred.device)
         else:
             y_true = to_tensor(y_true, device=self.device)
-        target = criterion.read_target(y_pred, y_true)
-        if weight is None:
-            weighted = {}
-            loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
-        else:
-            weighted = {"sample_weight": weight.to(y_pred)}
-            loss = weigh(criterion, y_pred, target.values, weighted["sample_weight"])
-        if not training:
-            return loss
-        term = None
-        if penalty is not None and (weight is None or bool((weight > 0).any())):
-            scale = float(self._ramp() * self.flatness_weight)
-            term = penalty.of_batch(criterion, y_pred, target, scale=scale, **weighted)
-        # of several passes in a step, the first is at the weights the step starts from
-        self.__dict__.setdefault("_terms", (loss, term))
-        return loss if term is None else loss + term
+        return criterion.read_target(y_pred, y_true)
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs that do not fit the task."""
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
-        """Run the module for its output alone."""
+        """Run the module for its output alone, without keeping a graph for the penalty."""
         try:
             return super().evaluation_step(batch, training=training)
         finally:
-            self.__dict__.pop("_captured", None)  # keeps no graph alive
+            state = self._training
+            if state is not None and state.recorded:
+                state.recorded, state.penalty = False, None
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
-        """Call the callbacks, which see batches without weights."""
-        if "batch" in cb_kwargs and self._weights is not None:
-            cb_kwargs["batch"] = plain(cb_kwargs["batch"])
+        """Call the callbacks, which get batches without sample weights."""
+        if "batch" in cb_kwargs and self._state().sample_weight is not None:
+            cb_kwargs["batch"] = plain_batch(cb_kwargs["batch"])
         super().notify(method_name, **cb_kwargs)
 
     def on_batch_begin(self, net: Any, batch: Any = None, training: bool = False) -> None:
-        """Forget what was computed between steps."""
+        """Forget losses that were computed between steps."""
         super().on_batch_begin(net, batch=batch, training=training)
-        self.__dict__.pop("_terms", None)
+        self._state().terms = None
 
     def on_batch_end(
         self, net: Any, batch: Any = None, training: bool = False, **step: Any
     ) -> None:
-        """Record loss and penalty of a training step apart."""
+        """Record the loss and the penalty of a training step separately."""
         super().on_batch_end(net, batch=batch, training=training, **step)
-        if training and self._terms is not None:
-            loss, term = self.__dict__.pop("_terms")
+        state = self._state()
+        if training and state.terms is not None:
+            (loss, term), state.terms = state.terms, None
             penalty = 0.0 if term is None else term.item()
             _record(self.history, train_loss=loss.item(), flatness_penalty=penalty)
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
-        """Split as skorch does, weights along with the data; remember what is trained on."""
-        if self._weights is not None:
+        """Split off the validation data as skorch does, together with the sample weights.
+
+        Parameters
+        ----------
+        X, y : array-like
+            Inputs and labels.
+        **fit_params
+            Passed on to the `train_split` function.
+
+        Returns
+        -------
+        dataset_train, dataset_valid : torch Dataset or None
+            None for validation if nothing is held out.
+
+        Raises
+        ------
+        ValueError
+            If there are sample weights, and the user's own function collates batches.
+        """
+        state = self._state()
+        if state.sample_weight is not None:
             for name in ("iterator_train", "iterator_valid"):
                 if self.get_params_for(name).get("collate_fn") is not None:
                     raise ValueError(
-                        f"sample_weight travels with the labels, which {name}__collate_fn may not "
-                        "expect: leave it out, or put the weights into a criterion of your own."
+                        "sample_weight travels with the labels of a batch, which "
+                        f"{name}__collate_fn may not expect. Leave out the collate function, or "
+                        "put the weights into a criterion of your own."
                     )
-            X = with_weights(self.get_dataset(X, y), self._weights)
-        train, valid = super().get_split_datasets(X, y, **fit_params)
-        self._trained_on = train
-        return train, valid
+            X = with_weights(self.get_dataset(X, y), state.sample_weight)
+        state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
+        return state.dataset, valid
 
-    # -- once it is trained --------------------------------------------------------------
+    # -- at the end of training ----------------------------------------------------------
 
     def _record_flatness(self) -> None:
-        """Measure the flatness of the training data, as far as it can be measured."""
-        network = training_network(self, self._trained_on)
-        with torch.random.fork_rng(devices=[]):  # a seed for probes, without taking a number
+        """Measure `relative_flatness_` on the training data; nan if it cannot be measured."""
+        network = training_network(self, self._state().dataset)
+        with torch.random.fork_rng(devices=[]):  # the draw must not change what users draw next
             seed = int(torch.randint(2**31 - 1, ()))
+        name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
         try:
-            name = (
-                "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
-            )
             found = measure_layers(network, [name], self._layers(), random_state=seed)
-            self.relative_flatness_ = sum(one.value for one in found.values())
+            self.relative_flatness_ = sum(flatness.value for flatness in found.values())
         except (TypeError, ValueError) as error:
-            warnings.warn(
-                f"relative_flatness_ could not be measured: {error}",
-                FlatnessWarning,
-                stacklevel=3,
-            )
+            warn(f"relative_flatness_ could not be measured: {error}")
             self.relative_flatness_ = np.nan
         curved = network.loss.row is not None and bool(network.loss.row.links)
         if self.relative_flatness_ == 0 and self.flatness_weight > 0 and curved:
-            warnings.warn(
-                "the network is perfectly flat: it has probably died (constant outputs). Clip "
-                "gradients (callbacks=[skorch.callbacks.GradientNormClipping(1.0)]), use "
-                f"flatness_warmup, or a flatness_weight below {self.flatness_weight!r}.",
-                FlatnessWarning,
-                stacklevel=3,
+            warn(
+                "the network is perfectly flat: it has probably died (its outputs are constant). "
+                "Clip gradients (callbacks=[skorch.callbacks.GradientNormClipping(1.0)]), use "
+                f"flatness_warmup, or a flatness_weight below {self.flatness_weight!r}."
             )
 
 
 def _record(history: Any, **values: float) -> None:
-    """Record several values of a batch, in a plain history by finding the batch only once."""
+    """Record several values of a batch; in skorch's own history, find the batch only once."""
     if type(history) is History:
         history[-1]["batches"][-1].update(values)
         return
@@ -270,7 +302,7 @@ def _record(history: Any, **values: float) -> None:
 
 
 def _full_precision(output: Any) -> Any:
-    """Return outputs in float32 at least, for losses and numpy."""
+    """Convert half-precision outputs to float32, for losses and numpy."""
     if type(output) is tuple:
         return tuple(map(_full_precision, output))
     return full_precision(output) if isinstance(output, Tensor) else output

@@ -11,23 +11,41 @@ from torch import Tensor
 
 __all__ = ["States", "get_states", "own_random_state", "set_states"]
 
-# of the CPU first, then of the CUDA device where there is one
+# of the CPU first, then of the net's CUDA device if it has one
 States = list[Tensor]
 
 
-def cuda_device(device: Any) -> torch.device | None:
-    """Return the CUDA device that a net runs on, None on any other."""
+def _cuda_device(device: Any) -> torch.device | None:
     return torch.device(device) if str(device).startswith("cuda") else None
 
 
 def get_states(device: Any) -> States:
-    """Copy the random states that a net on a device draws from."""
-    cuda = cuda_device(device)
+    """Copy the random states that a net on a device draws from.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        The net's device.
+
+    Returns
+    -------
+    list of Tensor
+        The CPU's state, and that of `device` if it is a CUDA device.
+    """
+    cuda = _cuda_device(device)
     return [torch.get_rng_state(), *([] if cuda is None else [torch.cuda.get_rng_state(cuda)])]
 
 
 def set_states(device: Any, states: States) -> None:
-    """Go back to states that were copied."""
+    """Return to random states that `get_states` copied.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        The net's device.
+    states : list of Tensor
+        The copied states.
+    """
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, torch.device(device))
@@ -35,20 +53,25 @@ def set_states(device: Any, states: States) -> None:
 
 @contextmanager
 def own_random_state(net: Any, *, restart: bool) -> Iterator[None]:
-    """Use the net's own random state, and give torch's global one back.
+    """Use the net's own random state inside the context, and restore torch's afterwards.
 
     Parameters
     ----------
     net : NeuralNet
-        Keeps the state between calls in `_rng_states`. With ``random_state=None`` it draws
-        from the global state like everybody else.
+        Stores its state between calls in `_rng_states`. If its `random_state` is None, torch's
+        global state is used.
     restart : bool
-        Start from `random_state`, instead of going on where the last call ended.
+        Whether to start from `random_state`, rather than from the end of the last call.
+
+    Yields
+    ------
+    None
+        The state is in use.
     """
     if net.random_state is None:
         yield
         return
-    cuda = cuda_device(net.device)
+    cuda = _cuda_device(net.device)
     with torch.random.fork_rng(devices=[] if cuda is None else [cuda]):
         if restart or not hasattr(net, "_rng_states"):
             seed = check_random_state(net.random_state).randint(np.iinfo(np.int32).max)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from skorch import NeuralNet
 from torch import Tensor, nn
 
+from relflat_sk._checks import check_number
 from relflat_sk.training._random_state import get_states, set_states
 
 __all__ = ["SharpnessAwareMixin"]
@@ -18,27 +17,30 @@ __all__ = ["SharpnessAwareMixin"]
 class SharpnessAwareMixin(NeuralNet):
     r"""Train a skorch net by SAM [1]_, or by its scale-invariant form ASAM [2]_.
 
-    Each step takes the gradient not at the weights :math:`w` but where, to first order, the
-    batch's loss is highest around them:
+    Each step takes the gradient not at the weights :math:`w`, but at the point around them
+    where the loss of the batch is highest, to first order:
 
-    .. math:: w + \rho \, \frac{T^2 g}{\|T g\|}, \qquad g = \nabla L(w),
+    .. math:: w + \rho \, \frac{T^2 g}{\|T g\|}, \qquad g = \nabla L(w).
 
-    with :math:`T = 1` (SAM) or :math:`T = |w| + \eta` for each weight by itself (ASAM), the
-    norm taken over all parameters. The step itself starts from :math:`w`, which is restored
-    bit by bit. Put the mixin before a net's class:
+    SAM has :math:`T = 1`. ASAM has :math:`T = |w| + \eta`, element by element. The norm is over
+    all parameters. The optimizer then steps from :math:`w`, which is restored bit by bit.
+
+    To use it, put the mixin before the class of a net:
     ``class SAMNet(SharpnessAwareMixin, NeuralNetClassifier): pass``.
 
     Parameters
     ----------
-    *args, **kwargs
-        Those of the net.
+    *args : object
+        Positional arguments of the net.
     sharpness_radius : float, default=0.05
-        :math:`\rho`; ASAM takes about ten times as much as SAM. 0 is the plain step, at
-        twice the cost.
+        The radius :math:`\rho`. ASAM needs about ten times the radius of SAM. With 0, a step
+        is the plain one at twice the cost.
     sharpness_adaptive : bool, default=False
-        ASAM in place of SAM.
+        Whether to use ASAM instead of SAM.
     sharpness_eta : float, default=0.01
-        :math:`\eta` of ASAM.
+        The :math:`\eta` of ASAM.
+    **kwargs : object
+        Keyword arguments of the net.
 
     Raises
     ------
@@ -47,12 +49,14 @@ class SharpnessAwareMixin(NeuralNet):
 
     Notes
     -----
-    A step makes two forward-backward passes over its batch. The second repeats the random
+    A step makes two forward-backward passes over its batch. The second pass repeats the random
     numbers of the first (dropout masks), as in the authors' code, and leaves the buffers
-    (statistics of batch norm) as the first made them. The loss recorded is that of the
-    first. Any torch optimizer will do, and so will gradient accumulation, clipping, loss
-    scaling and skorch's accelerate mixin (``class Net(SharpnessAwareMixin, AccelerateMixin,
-    ...)``). With a flatness penalty it is loss plus penalty that is taken uphill.
+    (statistics of batch norm) as the first pass made them. The recorded loss is that of the
+    first pass. With a flatness penalty, the loss :math:`L` includes the penalty.
+
+    The mixin works with any torch optimizer, with gradient accumulation, clipping and loss
+    scaling, and with skorch's accelerate mixin
+    (``class Net(SharpnessAwareMixin, AccelerateMixin, ...)``).
 
     References
     ----------
@@ -87,33 +91,30 @@ class SharpnessAwareMixin(NeuralNet):
         self.sharpness_eta = sharpness_eta
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
-        """Check the arguments."""
-        for name in ("sharpness_radius", "sharpness_eta"):
-            value = getattr(self, name)
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            if not (number and 0 <= value < np.inf):
-                raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
+        """Check the parameters of SAM."""
+        check_number("sharpness_radius", self.sharpness_radius, positive=False)
+        check_number("sharpness_eta", self.sharpness_eta, positive=False)
         super().on_train_begin(net, X=X, y=y, **kwargs)
 
     def train_step_single(self, batch: Any, **fit_params: Any) -> Any:
-        """Compute loss and output at the weights, and gradients uphill of them."""
+        """Compute loss and output at the weights, and gradients at the highest point around."""
         learnable = [p for _, p in self.get_all_learnable_params() if p.requires_grad]
         accumulated = [p.grad for p in learnable]
         _clear(learnable)
-        random = get_states(self.device)
+        random_states = get_states(self.device)
         step = super().train_step_single(batch, **fit_params)
         parts = [getattr(self, f"{name}_") for name in (*self._modules, *self._criteria)]
         eta = self.sharpness_eta if self.sharpness_adaptive else None
         uphill = _uphill(learnable, self.sharpness_radius, eta)
         _clear(learnable)
-        with _moved(uphill), _kept_buffers(parts):
-            set_states(self.device, random)
-            torch.clear_autocast_cache()  # which holds the weights of the first pass
+        with _moved(uphill), _restored_buffers(parts):
+            set_states(self.device, random_states)
+            torch.clear_autocast_cache()  # it holds the weights of the first pass
             super().train_step_single(batch, **fit_params)
         torch.clear_autocast_cache()
-        for p, earlier in zip(learnable, accumulated, strict=True):
-            if earlier is not None:
-                p.grad = earlier if p.grad is None else p.grad.add_(earlier)
+        for p, grad in zip(learnable, accumulated, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
         return step
 
 
@@ -126,7 +127,7 @@ def _clear(parameters: Iterable[Tensor]) -> None:
 def _uphill(
     parameters: Sequence[Tensor], radius: float, eta: float | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pair each parameter that has a gradient with the step that raises the loss most."""
+    """Pair each parameter that has a gradient with its part of the step of steepest ascent."""
     steepest = []
     for p in parameters:
         if p.grad is not None:
@@ -141,7 +142,7 @@ def _uphill(
 
 @contextmanager
 def _moved(steps: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Move parameters by some steps, and put them back exactly."""
+    """Move parameters by the steps inside the context, and restore them bit by bit."""
     before = [(p, p.detach().clone()) for p, _ in steps]
     try:
         with torch.no_grad():
@@ -155,8 +156,8 @@ def _moved(steps: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(parts: Iterable[Any]) -> Iterator[None]:
-    """Leave buffers as they are, such as the running statistics of batch norm."""
+def _restored_buffers(parts: Iterable[Any]) -> Iterator[None]:
+    """Restore buffers at the end of the context, such as the running statistics of batch norm."""
     modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
     before = [
         (m, name, buffer, buffer.clone())

@@ -1,7 +1,7 @@
 """Sample weights on their way through skorch, whose batches are pairs (X, y).
 
-A weight travels with its label: a data set with weights gives `Weighted` labels, any
-loader batches them, and the net's loss takes them apart again. Callbacks never see them.
+A weight travels with its label: a data set with weights returns `Weighted` labels, any data
+loader batches them, and the net's loss separates them again. Callbacks get batches without.
 """
 
 from typing import Any, NamedTuple
@@ -18,18 +18,41 @@ from relflat_sk._losses import Loss
 from relflat_sk._models import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network import Batch, Batches, Network
 
-__all__ = ["Weighted", "plain", "split_target", "training_network", "weigh", "with_weights"]
+__all__ = [
+    "Weighted",
+    "plain_batch",
+    "split_target",
+    "training_network",
+    "weighted_loss",
+    "with_weights",
+]
 
 
 class Weighted(NamedTuple):
-    """Labels with the weights of their samples; loaders collate both."""
+    """Labels with the weights of their samples; data loaders collate both.
+
+    Parameters
+    ----------
+    target : object
+        The label of a sample, or the labels of a batch.
+    weight : float or Tensor of shape (n,)
+        The weight of the sample, or the weights of the batch.
+    """
 
     target: Any
     weight: Any
 
 
 class WeightedDataset(Dataset[Any]):
-    """A data set of pairs (x, y), with a weight for each."""
+    """A data set of pairs (x, y), with a weight for each.
+
+    Parameters
+    ----------
+    dataset : torch Dataset
+        The data set of n pairs.
+    weights : ndarray of shape (n,)
+        Weights of the samples.
+    """
 
     def __init__(self, dataset: Any, weights: np.ndarray) -> None:
         self.dataset = dataset
@@ -42,7 +65,7 @@ class WeightedDataset(Dataset[Any]):
         x, y = self.dataset[i]
         return x, Weighted(y, float(self.weights[i]))
 
-    # skorch and its callbacks find whole arrays by these names, where there are any
+    # skorch and its callbacks read whole arrays from these attributes, if a data set has them
 
     @property
     def X(self) -> Any:
@@ -56,32 +79,81 @@ class WeightedDataset(Dataset[Any]):
 
 
 class _WeightedArrays(WeightedDataset, SkorchDataset):
-    """The same of skorch's own data set, which its callbacks look into."""
+    """A weighted data set that skorch's callbacks recognise as skorch's own."""
 
 
 def with_weights(dataset: Any, weights: np.ndarray) -> WeightedDataset:
-    """Give each sample of a data set its weight."""
+    """Add a weight to each sample of a data set.
+
+    Parameters
+    ----------
+    dataset : torch Dataset
+        The data set of n pairs (x, y).
+    weights : ndarray of shape (n,)
+        Weights of the samples.
+
+    Returns
+    -------
+    WeightedDataset
+        Pairs of x and `Weighted` y.
+    """
     kind = _WeightedArrays if is_skorch_dataset(dataset) else WeightedDataset
     return kind(dataset, weights)
 
 
-def plain(batch: Any) -> Any:
-    """Return a batch as it is without weights."""
+def plain_batch(batch: Any) -> Any:
+    """Remove the sample weights from a batch.
+
+    Parameters
+    ----------
+    batch : object
+        What a data loader returned.
+
+    Returns
+    -------
+    object
+        The batch as it would be without sample weights.
+    """
     if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Weighted):
         return [batch[0], batch[1].target]
     return batch
 
 
 def split_target(y: Any) -> tuple[Any, Any]:
-    """Take labels and weights of a batch apart; weights are None where none were given."""
+    """Separate the labels of a batch from its sample weights.
+
+    Parameters
+    ----------
+    y : Tensor or Weighted
+        Labels from a data loader.
+
+    Returns
+    -------
+    labels, weights : Tensor
+        The weights are None if `y` has none.
+    """
     return y if isinstance(y, Weighted) else (y, None)
 
 
-def weigh(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``.
 
-    As in scikit-learn, a mean is over the weights of the batch at hand. A batch without any
-    weight has no loss.
+    Parameters
+    ----------
+    loss : Loss
+        The criterion.
+    output : Tensor of shape (n, ...)
+        The network's output.
+    target : Tensor
+        Targets as `loss.check_target` returns them.
+    weight : Tensor of shape (n,)
+        Weights of the samples.
+
+    Returns
+    -------
+    Tensor of shape ()
+        The mean is weighted by the weights of this batch, as in scikit-learn. It is 0 if all
+        of them are 0.
     """
     losses, divisors = loss.terms(output, target, each=True)
     total = (weight * losses).sum()  # a product of vectors loses digits under autocast
@@ -92,12 +164,24 @@ def weigh(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def training_network(net: NeuralNet, dataset: Any) -> Network:
-    """Read a net and what it trains on, weights included.
+    """Read a net with its training data, sample weights included.
 
-    In large batches where the data are arrays, through a loader where only the user's own
-    data set knows how to make samples.
+    Arrays are read in large batches. Other data sets are read through the net's data loader,
+    because only they know how to make samples.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        An initialised net.
+    dataset : torch Dataset
+        Its training data, as skorch hands them to callbacks.
+
+    Returns
+    -------
+    Network
+        Network, loss and data, to be measured.
     """
-    base, rows, weights = _unwrapped(dataset)
+    base, rows, weights = _base_of(dataset)
     options = DataOptions(sample_weight=weights)
     if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):
         X, y = data_from_dataset(base if rows is None else Subset(base, rows))
@@ -116,13 +200,13 @@ def _has_arrays(dataset: Any) -> bool:
         return False
 
 
-def _unwrapped(dataset: Any) -> tuple[Any, Any, np.ndarray | None]:
-    """Find the data set at the bottom, the rows of it that are used, and the weights of these."""
+def _base_of(dataset: Any) -> tuple[Any, Any, np.ndarray | None]:
+    """Find the innermost data set, the rows of it that are used, and the weights of these."""
     if isinstance(dataset, WeightedDataset):
-        base, rows, _ = _unwrapped(dataset.dataset)
+        base, rows, _ = _base_of(dataset.dataset)
         return base, rows, dataset.weights
     if isinstance(dataset, Subset):
-        base, rows, weights = _unwrapped(dataset.dataset)
+        base, rows, weights = _base_of(dataset.dataset)
         indices = np.asarray(dataset.indices)
         chosen = indices if rows is None else rows[indices]
         return base, chosen, None if weights is None else weights[indices]
@@ -130,6 +214,7 @@ def _unwrapped(dataset: Any) -> tuple[Any, Any, np.ndarray | None]:
 
 
 def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
+    """Batch a data set with weights through the net's validation loader."""
     params = {**net.get_params_for("iterator_valid"), "batch_size": batch_size}
     loader = net.iterator_valid(dataset, **params)
 

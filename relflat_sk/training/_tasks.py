@@ -1,64 +1,24 @@
-"""What a net does with labels and outputs, by task: the difference between estimators.
+"""The tasks that nets solve: classification, binary and multi-label classification, regression."""
 
-Each task turns the labels that users have into the targets that a criterion takes, says
-how many outputs that needs, and turns outputs back into predictions. What it learns from
-the labels is kept on the net, as scikit-learn's fitted attributes.
-"""
-
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
-__all__ = ["TASKS", "Task"]
+from relflat_sk.training._task import Array, Task
 
-Array = npt.NDArray[Any]
-
-
-class Task(Protocol):
-    """One way of reading labels and outputs."""
-
-    @property
-    def estimator_type(self) -> str | None:
-        """What scikit-learn calls it."""
-
-    @property
-    def learned(self) -> str:
-        """Which attribute of the net is there once `learn` has run."""
-
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Keep on the net what encoding and decoding need."""
-
-    def encode(self, net: Any, y: Any) -> Array:
-        """Turn labels into targets."""
-
-    def n_outputs(self, net: Any) -> int | None:
-        """Count the outputs that the targets need, None if nobody knows."""
-
-    def describe(self, net: Any) -> str:
-        """Say what was learned from y, for error messages."""
-
-    def probabilities(self, outputs: Array) -> Array:
-        """Arrange the probabilities of the outputs one column per class."""
-
-    def predict(self, outputs: Array) -> Array:
-        """Turn outputs (after the link) into predicted targets."""
-
-    def decode(self, net: Any, predicted: Array) -> Array:
-        """Turn predicted targets into what users call them."""
-
-    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        """Judge predictions as scikit-learn does by default."""
+__all__ = ["TASKS"]
 
 
 def _numpy(y: Any) -> Any:
+    """Convert tensors to arrays, and leave other labels as they are."""
     return y.detach().cpu().numpy() if hasattr(y, "detach") else y
 
 
 def _require(y: Any) -> Any:
+    """Return labels as an array; refuse missing ones."""
     if y is None:
         raise ValueError(
             "this estimator requires y to be passed, but the target y is None. Pass y, or a "
@@ -73,11 +33,12 @@ def _listed(labels: Array) -> str:
 
 
 def _class_indices(y: Any, classes: Array) -> Array:
+    """Find the position of each label among the classes."""
     y = column_or_1d(_numpy(y), warn=True)
     unseen = np.setdiff1d(y, classes)
     if len(unseen):
         raise ValueError(
-            f"y contains labels that were not seen when the net was fitted: "
+            "y contains labels that were not seen when the net was fitted: "
             f"{_listed(unseen)}; known are {_listed(classes)}."
         )
     indices: Array = np.searchsorted(classes, y).astype(np.int64)
@@ -85,17 +46,26 @@ def _class_indices(y: Any, classes: Array) -> Array:
 
 
 class _Classification:
+    """Labels of any type, with one output per class."""
+
     estimator_type = "classifier"
     learned = "classes_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+        """Learn the classes.
+
+        Raises
+        ------
+        ValueError
+            If the labels are no classes, or all of one class.
+        """
         y = column_or_1d(_require(y), warn=True)
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
         net.classes_ = np.unique(y if classes is None else classes)
         if len(net.classes_) < 2:
             raise ValueError(
-                f"a classifier needs at least two classes in y, got one class: "
+                "a classifier needs at least two classes in y, got one class: "
                 f"{net.classes_.tolist()}."
             )
 
@@ -116,7 +86,7 @@ class _Classification:
         return indices
 
     def decode(self, net: Any, predicted: Array) -> Array:
-        # a Dataset's labels are class indices already
+        # a net that was trained on a Dataset knows class indices only
         return net.classes_[predicted] if hasattr(net, "classes_") else predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
@@ -127,6 +97,13 @@ class _Binary(_Classification):
     """One logit for two classes, or one for each label of a multi-label task."""
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+        """Learn the two classes, or the number of labels of a multi-label task.
+
+        Raises
+        ------
+        ValueError
+            If the labels are of one class, or of more than two.
+        """
         y = _require(y)
         if type_of_target(y, input_name="y") == "multilabel-indicator":
             net.classes_ = np.arange(np.asarray(y).shape[1])
@@ -137,8 +114,8 @@ class _Binary(_Classification):
         if len(net.classes_) > 2:
             raise ValueError(
                 "Only binary classification is supported with this criterion: y has "
-                f"{len(net.classes_)} classes, one logit tells two apart. Use "
-                "torch.nn.CrossEntropyLoss for more, or one 0/1 column per label."
+                f"{len(net.classes_)} classes, but one logit separates two. Use "
+                "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
 
     def encode(self, net: Any, y: Any) -> Array:
@@ -164,6 +141,8 @@ class _Binary(_Classification):
 
 
 class _Regression:
+    """Numbers, with one output per column of y."""
+
     estimator_type = "regressor"
     learned = "n_outputs_"
 
@@ -173,6 +152,7 @@ class _Regression:
         net.flat_target_ = y.ndim == 1
 
     def _numbers(self, y: Any) -> Array:
+        """Copy the values as float32, checked to be finite numbers."""
         array: Array = check_array(
             _require(y),
             dtype=np.float32,
@@ -208,10 +188,10 @@ class _Regression:
 
 
 class _Plain:
-    """A criterion that is not in the table: targets are what the user says they are."""
+    """A criterion that is not in the table of losses: labels are passed on as they are."""
 
     estimator_type = None
-    learned = ""  # nothing
+    learned = ""  # no attribute
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         pass
@@ -235,7 +215,14 @@ class _Plain:
         return predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        raise AttributeError("a net whose criterion tells no task has no score")
+        """Refuse to compute a score.
+
+        Raises
+        ------
+        AttributeError
+            In any case.
+        """
+        raise AttributeError("a net whose criterion determines no task has no score")
 
 
 TASKS: dict[str | None, Task] = {

@@ -292,9 +292,9 @@ def test_clone_pickle_and_parameters(data, callback):
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "0.1", None], ids=str)
 def test_refuses_goals(data, value):
     X, y = data
-    with pytest.raises(ValueError, match="loss must be a positive number, got"):
+    with pytest.raises(ValueError, match="loss must be a finite positive number, got"):
         make(StopAtLoss(value)).fit(X, y)
-    with pytest.raises(ValueError, match="tol must be a positive number, got"):
+    with pytest.raises(ValueError, match="tol must be a finite positive number, got"):
         make(StopAtGradientNorm(value)).fit(X, y)
 
 

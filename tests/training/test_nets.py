@@ -427,7 +427,7 @@ def test_nll_takes_probabilities_as_in_skorch():
     logits = make(random_state=None).fit(X, NAMES)
     assert net.predict_proba(X) == pytest.approx(logits.predict_proba(X), abs=1e-4)
     assert net.relative_flatness_ == pytest.approx(logits.relative_flatness_, rel=1e-3)
-    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*module put out -"):
+    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*module returned -"):
         make(criterion=nn.NLLLoss).fit(X, NAMES)
 
 
@@ -437,7 +437,7 @@ def test_nll_takes_probabilities_as_in_skorch():
 )
 def test_fixed_tasks_refuse_other_criteria(kind, criterion):
     net = make(kind, criterion=criterion)
-    with pytest.raises(ValueError, match=f"{criterion.__name__} is a .* loss; use Relative"):
+    with pytest.raises(ValueError, match=f"{criterion.__name__} is a .* loss. Use Relative"):
         net.fit(X, INDEX > 0)
     usual = {"Regressor": nn.MSELoss}.get(kind.__name__[-9:], kind().criterion)
     net.set_params(criterion=usual).fit(X, INDEX > 0)  # and nothing is broken
@@ -500,9 +500,38 @@ def clone_of_partial_fit(net):
 def test_a_graph_is_never_pickled():
     net = make().fit(X, NAMES)
     net.infer(torch.tensor(X))  # with gradients on, and no loss to follow
+    assert net._training.penalty is not None
+    assert "_training" not in vars(pickle.loads(pickle.dumps(net)))
+    assert "_training" not in vars(copy.deepcopy(net))
     assert pickle.loads(pickle.dumps(net)).predict(X).tolist() == net.predict(X).tolist()
     list(net.forward_iter(X, training=True))
-    assert not [v for v in vars(net).values() if isinstance(v, RelativeFlatnessPenalty)]
+    assert net._training.penalty is None  # nor is one kept alive
+
+
+def test_the_state_of_a_training_ends_with_it():
+    net = make()
+    for train in (net.fit, net.partial_fit):
+        train(X, NAMES)
+        assert net._training is None
+    with pytest.raises(LayerNotFoundError):
+        net.set_params(flatness_layer="nope").fit(X, NAMES)
+    assert net._training is None
+    net.predict(X)
+    assert net._training is None
+    assert "_training" not in net.get_params()
+    assert net._state() is net._state()  # of steps outside of `fit`
+
+
+def test_settings_of_the_penalty_may_change_during_training():
+    class Change(Callback):
+        def on_epoch_end(self, net, **kwargs):
+            net.set_params(flatness_normalize=True)
+
+    params = {"optimizer": torch.optim.SGD, "lr": 1e-30}  # the weights hardly move
+    terms = make(callbacks=[Change()], **params).fit(X, NAMES).history[:, "flatness_penalty"]
+    for normalize, term in zip([False, True], terms, strict=False):
+        net = make(flatness_normalize=normalize, max_epochs=1, **params).fit(X, NAMES)
+        assert term == pytest.approx(net.history[0, "flatness_penalty"], rel=FLOAT32)
 
 
 def test_parameters_are_public_and_settable():
@@ -786,7 +815,7 @@ def test_binary_classifiers_refuse_three_classes():
         (
             {"flatness_weight": -1},
             ValueError,
-            "flatness_weight must be a finite number >= 0, got -1",
+            "flatness_weight must be a finite number of at least 0, got -1",
         ),
         ({"flatness_weight": np.inf}, ValueError, "flatness_weight must be a finite"),
         ({"flatness_weight": np.nan}, ValueError, "flatness_weight must be a finite"),

@@ -33,7 +33,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     relative_flatness,
 )
-from relflat_sk.training._penalised_net import original
+from relflat_sk.training._penalised_net import unwrap
 
 Classifier = RelativeFlatnessRegularizedClassifier
 
@@ -533,8 +533,8 @@ def test_accelerate_accumulates_as_in_skorch(accelerated):
 
 def test_the_penalty_looks_through_wrappers():
     module = MLP(4, 3)
-    assert original(module) is module
-    assert original(torch.compile(module, backend="eager")) is module
+    assert unwrap(module) is module
+    assert unwrap(torch.compile(module, backend="eager")) is module
 
 
 class Parts(torch.utils.data.Dataset):

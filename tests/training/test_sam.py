@@ -344,5 +344,5 @@ def test_regression():
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, "0.1", True, None], ids=str)
 @pytest.mark.parametrize("name", ["sharpness_radius", "sharpness_eta"])
 def test_refuses_arguments(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0, got"):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number of at least 0, got"):
         make(**{name: value}).fit(X, INDEX)

@@ -1,0 +1,44 @@
+"""A skorch net that follows scikit-learn's rules for parameters and attributes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from skorch import NeuralNet
+
+__all__ = ["SklearnNet"]
+
+
+# skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
+_UNFITTED: dict[str, Callable[[], Any]] = {
+    "history_": lambda: None,
+    "initialized_": lambda: False,
+    "virtual_params_": dict,
+}
+
+
+class SklearnNet(NeuralNet):
+    """Set nothing but parameters in the constructor, and list nothing but public parameters.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arguments of `skorch.NeuralNet`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attributes = vars(self)
+        for name, default in _UNFITTED.items():
+            if attributes[name] == default():
+                del attributes[name]
+
+    def __getattr__(self, name: str) -> Any:
+        # skorch's __setattr__ takes a missing `initialized_` for a net under construction, and
+        # `_params_to_validate` is set where the construction ends
+        if name in _UNFITTED and "_params_to_validate" in vars(self):
+            return _UNFITTED[name]()
+        return object.__getattribute__(self, name)  # raises the usual AttributeError
+
+    def _get_param_names(self) -> list[str]:
+        # skorch lists every attribute that does not end in an underscore
+        return [name for name in super()._get_param_names() if not name.startswith("_")]

@@ -1,0 +1,161 @@
+"""A net that knows its task: a network sized from the data, outputs that fit the labels."""
+
+import copy
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sklearn.metrics import accuracy_score
+from sklearn.utils._tags import ClassifierTags, RegressorTags
+from skorch.callbacks import EpochScoring, EpochTimer, PassthroughScoring, PrintLog
+from torch import Tensor, nn
+
+from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
+from relflat_sk.training._inputs import with_sizes
+from relflat_sk.training._mlp import MLP
+from relflat_sk.training._penalised_net import PenalisedNet, unwrap
+from relflat_sk.training._task import Task
+from relflat_sk.training._tasks import TASKS
+
+__all__ = ["TaskNet"]
+
+
+class TaskNet(PenalisedNet):
+    """Find the task in the criterion, and make network, criterion and callbacks for it.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arguments of `RelativeFlatnessRegularizedNet`.
+    """
+
+    _fixed_task: ClassVar[str | None] = None
+
+    @property
+    def _criterion_class(self) -> type:
+        return self.criterion if isinstance(self.criterion, type) else type(self.criterion)
+
+    @property
+    def _criterion_task(self) -> str | None:
+        row = TABLE.get(self._criterion_class)
+        return None if row is None else row.task
+
+    @property
+    def _task(self) -> Task:
+        return TASKS[self._fixed_task or self._criterion_task]
+
+    def _check_task(self) -> None:
+        """Refuse a criterion of another task than the estimator's."""
+        if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
+            raise ValueError(
+                f"{type(self).__name__} does {self._fixed_task}, but "
+                f"{self._criterion_class.__name__} is a {self._criterion_task} loss. Use "
+                "RelativeFlatnessRegularizedNet, which takes its task from the criterion."
+            )
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.estimator_type = self._task.estimator_type
+        tags.target_tags.required = tags.estimator_type is not None
+        if tags.estimator_type == "classifier":
+            tags.classifier_tags = ClassifierTags(multi_class=self._task is not TASKS["binary"])
+        elif tags.estimator_type == "regressor":
+            tags.regressor_tags = RegressorTags()
+            tags.target_tags.multi_output = True
+        return tags
+
+    @property
+    def _default_callbacks(self) -> list[tuple[str, Any]]:
+        """Record time, losses and the penalty per epoch, and a classifier's accuracy."""
+        callbacks = [
+            ("epoch_timer", EpochTimer()),
+            ("train_loss", PassthroughScoring(name="train_loss", on_train=True)),
+            (
+                "flatness_penalty",
+                PassthroughScoring(name="flatness_penalty", on_train=True, lower_is_better=None),
+            ),
+            ("valid_loss", PassthroughScoring(name="valid_loss")),
+        ]
+        if self._task.estimator_type == "classifier":
+            accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
+            callbacks.append(("valid_acc", accuracy))
+        return [*callbacks, ("print_log", PrintLog())]
+
+    # -- labels --------------------------------------------------------------------------
+
+    def _knows_labels(self) -> bool:
+        """Return whether the task has learned from labels, rather than from a Dataset."""
+        return hasattr(self, self._task.learned)
+
+    def _gets_targets(self) -> bool:
+        """Return whether labels come as targets: in training, its own data sets hold targets."""
+        return self._training is not None and self._training.labels_encoded
+
+    def _encode(self, y: Any) -> Any:
+        """Turn labels into the criterion's targets."""
+        # a net that was trained on a Dataset has met targets only
+        labels = self._knows_labels() and not self._gets_targets()
+        return self._task.encode(self, y) if labels else y
+
+    # -- network and criterion -----------------------------------------------------------
+
+    def initialize_module(self) -> "TaskNet":
+        """Make the module, sized from the data where its constructor asks for sizes."""
+        kwargs = self.get_params_for("module")
+        if isinstance(self.module, nn.Module) and not kwargs:
+            self.module_ = copy.deepcopy(self.module)
+            return self
+        sizes = {"n_features": getattr(self, "n_inputs_", None), "n_outputs": self._n_outputs()}
+        factory = type(self.module) if isinstance(self.module, nn.Module) else self.module
+        kwargs = with_sizes(factory, kwargs, sizes)
+        self.module_ = self.initialized_instance(self.module, kwargs)
+        # float64 as in scikit-learn's networks; users choose the dtype of their own modules
+        if factory is MLP and getattr(self, "is_double_", False) and str(self.device) == "cpu":
+            self.module_.double()
+        return self
+
+    def _n_outputs(self) -> int | None:
+        return self._task.n_outputs(self) if self._knows_labels() else None
+
+    def initialize_criterion(self) -> "TaskNet":
+        """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""
+        super().initialize_criterion()
+        made = self.criterion_
+        if type(made) is nn.NLLLoss:
+            self.criterion_ = ProbabilityNLLLoss(
+                weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
+            )
+        return self
+
+    def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
+        """Refuse outputs of another size than the labels need, and logits for probabilities."""
+        n_outputs = self._n_outputs()
+        if n_outputs is not None and y_pred.shape[1:].numel() != n_outputs:
+            raise ValueError(
+                f"y has {self._task.describe(self)}, which takes {n_outputs} output(s) for each "
+                f"sample, but the module returned shape {tuple(y_pred.shape)} for a batch. Give "
+                "the module's constructor an argument n_outputs, which is then set from y, or "
+                "pass all classes to partial_fit."
+            )
+        if isinstance(criterion.criterion, ProbabilityNLLLoss) and bool((y_pred < 0).any()):
+            raise ValueError(
+                "NLLLoss takes probabilities here, as in skorch's classifiers, but the module "
+                f"returned {y_pred.min().item():g}. End the module with a softmax, or use "
+                "CrossEntropyLoss on logits."
+            )
+
+    def _get_predict_nonlinearity(self) -> Any:
+        """Return the function from outputs to predictions, where skorch's own does not fit."""
+        criterion = unwrap(self.criterion_)
+        if self.predict_nonlinearity == "auto":
+            if isinstance(criterion, nn.BCEWithLogitsLoss):
+                return torch.sigmoid  # skorch's own makes two columns, and needs 1-d outputs
+            if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
+                return torch.exp  # the expected count
+        return super()._get_predict_nonlinearity()
+
+
+def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:
+    """Compute the accuracy on the net's own data sets, which hold targets."""
+    targets = y if isinstance(y, np.ndarray) else np.asarray([np.asarray(t) for t in y])
+    return float(accuracy_score(targets, net.predict(X)))
