@@ -156,7 +156,7 @@ class EstimatorNet(TaskNet):
     ) -> tuple[Any, Any, np.ndarray | None]:
         """Check data and weights, and learn from them; a fitted net survives bad data."""
         reset = reset or not self._knows_labels()  # initialize() may have been called by hand
-        attributes = vars(self)  # skorch's own __delattr__ would unregister components
+        attributes = self.__dict__  # skorch's own __delattr__ would unregister components
         learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
         try:
             X, y = self._learn(X, y, reset, classes)

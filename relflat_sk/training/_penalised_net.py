@@ -69,6 +69,7 @@ class PenalisedNet(SklearnNet):
     flatness_normalize: bool
     flatness_probes: int
     flatness_warmup: float
+    module_: Any
     criterion_: Any
 
     _training: TrainingState | None = None

@@ -27,15 +27,14 @@ class SklearnNet(NeuralNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attributes = vars(self)
         for name, default in _UNFITTED.items():
-            if attributes[name] == default():
-                del attributes[name]
+            if self.__dict__[name] == default():
+                del self.__dict__[name]
 
     def __getattr__(self, name: str) -> Any:
         # skorch's __setattr__ takes a missing `initialized_` for a net under construction, and
         # `_params_to_validate` is set where the construction ends
-        if name in _UNFITTED and "_params_to_validate" in vars(self):
+        if name in _UNFITTED and "_params_to_validate" in self.__dict__:
             return _UNFITTED[name]()
         return object.__getattribute__(self, name)  # raises the usual AttributeError
 
