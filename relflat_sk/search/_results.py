@@ -1,20 +1,84 @@
-"""What a search shows of its table of minima: as scikit-learn's searches do, and in words."""
+"""Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import optuna
 import pandas as pd
 from optuna.trial import FrozenTrial
 
-from relflat_sk.minima import is_complete, is_converged
+from relflat_sk._warnings import warn
+from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
+from relflat_sk.search._sharing import is_cut_short
 from relflat_sk.search._trial import Space
 
-__all__ = ["cv_results", "list_reasons"]
+__all__ = ["candidate_table", "check_table", "cv_results"]
 
 
-def list_reasons(table: pd.DataFrame) -> str:
-    """Say how often what went wrong, most frequent first."""
+def candidate_table(study: optuna.Study) -> pd.DataFrame:
+    """Return the unranked table of a study's candidates, in the order of the trials.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study of a search.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per candidate that was finished, failed or was pruned; see
+        `relflat_sk.minima._table` for the columns. With several objectives, the column `pareto`
+        says whether no other candidate is at least as good in all of them and better in one.
+    """
+    trials = study.get_trials(deepcopy=False)
+    ended = [trial for trial in trials if trial.state in STATES and not is_cut_short(trial)]
+    table = table_of_trials(ended, study.user_attrs)
+    if len(study.directions) > 1:
+        front = [trial.number for trial in study.best_trials]
+        table["pareto"] = table["trial"].isin(front)
+    return table
+
+
+def check_table(table: pd.DataFrame, interrupted: bool) -> None:
+    """Refuse a table in which no candidate was finished, and warn of one without minima.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of candidates.
+    interrupted : bool
+        Whether Ctrl-C ended the search.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If no candidate was finished, and Ctrl-C is the reason.
+    ValueError
+        If no candidate was finished otherwise; lists the reasons.
+    """
+    if not table["state"].eq("complete").any():
+        if interrupted:
+            raise KeyboardInterrupt("before any candidate was finished.")
+        raise ValueError(
+            f"none of {len(table)} candidates could be trained and measured:\n"
+            + _list_reasons(table)
+        )
+    if interrupted:
+        warn(
+            f"interrupted: the search ends with the {len(table)} candidates that were "
+            "finished. To train the others, fit again with the same storage and study_name."
+        )
+    if not is_converged(table).any():
+        warn(
+            "no candidate converged: the ranking is of networks that had not finished training, "
+            "not of minima. Train longer (max_epochs), or to a goal within reach (StopAtLoss). "
+            "Reasons:\n" + _list_reasons(table)
+        )
+
+
+def _list_reasons(table: pd.DataFrame) -> str:
+    """List why candidates failed or did not converge, the five most frequent reasons first."""
     counts = table["reason"].value_counts().head(5)
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
@@ -26,10 +90,29 @@ def cv_results(
     space: Space,
     trials: Sequence[FrozenTrial],
 ) -> dict[str, Any]:
-    """Arrange the table as scikit-learn's searches do, one entry per candidate."""
+    """Arrange the table of candidates as scikit-learn's searches do.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        The candidates, in the order of the trials.
+    ranked : pandas.DataFrame
+        The same candidates, ranked.
+    by : str
+        The measure that ranks.
+    space : Space
+        The space of the search.
+    trials : sequence of optuna.trial.FrozenTrial
+        All trials of the study, by number.
+
+    Returns
+    -------
+    dict of str to array or list
+        One entry per candidate, as in `FlatMinimaSearch.cv_results_`.
+    """
     minima = is_converged(table) & is_complete(table)
-    counted = minima if minima.any() else is_complete(table)
-    scores = np.where(counted, -table[by].to_numpy(dtype=float), np.nan)
+    scored = minima if minima.any() else is_complete(table)
+    scores = np.where(scored, -table[by].to_numpy(dtype=float), np.nan)
     params = [space.values(trials[number]) for number in table["trial"].tolist()]
     results: dict[str, Any] = {
         "mean_fit_time": table["seconds"].to_numpy(dtype=float),

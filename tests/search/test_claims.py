@@ -20,9 +20,9 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
-from relflat_sk.search._sharing import claims as claims_module
-from relflat_sk.search._sharing import study as storages_module
-from relflat_sk.search._sharing import workers as sweep_module
+from relflat_sk.search._sharing import processes as processes_module
+from relflat_sk.search._sharing import study as study_module
+from relflat_sk.search._sharing import workers as workers_module
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import claim, give_up, is_cut_short
 from relflat_sk.search._trial.space import Space
@@ -89,7 +89,7 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
     grid, first, raced = Grid(POINTS), [], []
 
     def at_the_same_moment(study, trials):
-        found = Grid.free(grid, study, trials)
+        found = Grid.next_candidate(grid, study, trials)
         if not raced:
             raced.append(True)
             first.append(claim(study, grid, "a"))
@@ -97,7 +97,7 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
         return found
 
     other = Grid(POINTS)
-    monkeypatch.setattr(other, "free", at_the_same_moment)
+    monkeypatch.setattr(other, "next_candidate", at_the_same_moment)
     second = claim(study, other, "b")
     finish(first[0])
     finish(second)
@@ -113,11 +113,11 @@ def move_elsewhere(claimed):
 
 def test_what_runs_elsewhere_is_left_alone(study):
     """In another thread, another process, on another machine."""
-    here, start = socket.gethostname(), claims_module._started(os.getppid())
+    here, start = socket.gethostname(), processes_module._start_time(os.getppid())
     parent = [here, os.getppid(), start, 1]
     other = threading.Thread(target=threading.Event().wait, daemon=True)
     other.start()
-    thread = [here, os.getpid(), claims_module._started(os.getpid()), other.ident]
+    thread = [here, os.getpid(), processes_module._start_time(os.getpid()), other.ident]
     for point, process in zip(POINTS, [["elsewhere", 1, "1", 1], parent, thread], strict=True):
         add_running(study, point, process=process)
     assert claim(study, Grid(POINTS), "b") is None
@@ -136,7 +136,7 @@ def test_what_was_abandoned_is_taken_over(study):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = socket.gethostname()
-    mine = claims_module._this_process()
+    mine = processes_module.this_process()
     for point, process in zip(
         POINTS,
         [[here, gone.pid, "1", 1], [here, os.getppid(), "not then", 1], mine],
@@ -153,24 +153,24 @@ def test_what_a_process_of_the_same_sweep_died_of_is_left_to_the_sweep(study):
     """This process may be ended, too, at any moment: what it claims now is not what it dies of."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    sweep = sweep_module.Sweep(None, Grid(POINTS[:2]), quiet=True)
+    sweep = workers_module.Sweep(None, Grid(POINTS[:2]), quiet=True)
     dead = {"process": [socket.gethostname(), gone.pid, "1", 1], "sweep": sweep.name}
     add_running(study, POINTS[0], killed=True, **dead)
     give_up(study, lambda trial: True)
     add_running(study, POINTS[0], **dead)
-    fresh = claim(study, sweep.wanted, sweep.name)
+    fresh = claim(study, sweep.plan, sweep.name)
     finish(fresh)
     assert study.trials[-1].params == POINTS[1]
-    assert claim(study, sweep.wanted, sweep.name) is None
+    assert claim(study, sweep.plan, sweep.name) is None
     assert states(study) == ["FAIL", "RUNNING", "COMPLETE"]
     assert (sweep.n_killed(study), sweep.n_left(study), sweep.n_killed(study)) == (1, 1, 2)
-    finish(claim(study, sweep.wanted, sweep.name))
+    finish(claim(study, sweep.plan, sweep.name))
     assert states(study) == ["FAIL", "FAIL", "COMPLETE", "COMPLETE"]
 
 
 def test_a_zombie_is_gone(study):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    start = claims_module._started(child.pid)
+    start = processes_module._start_time(child.pid)
     child.stdout.read()  # it has ended, and nobody has waited for it
     add_running(study, POINTS[0], process=[socket.gethostname(), child.pid, start, 1])
     assert os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -179,10 +179,10 @@ def test_a_zombie_is_gone(study):
     child.wait()
 
 
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # not in all versions
 def test_a_heartbeat_tells_of_other_machines(tmp_path):
     url = f"sqlite:///{tmp_path / 'minima.db'}"
-    with pytest.warns(optuna.exceptions.ExperimentalWarning):
-        storage = RDBStorage(url, heartbeat_interval=1, grace_period=1)
+    storage = RDBStorage(url, heartbeat_interval=1, grace_period=1)
     study = optuna.create_study(storage=storage, study_name="sweep")
     add_running(study, POINTS[0], process=["elsewhere", 1, "1", 1])
     trial_id = study.trials[0]._trial_id
@@ -251,10 +251,10 @@ def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
 
     monkeypatch.setattr(MinimaObjective, "run", sleeps_once)
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
-    sweep = sweep_module.Sweep(objective, Grid(POINTS), quiet=True)
+    sweep = workers_module.Sweep(objective, Grid(POINTS), quiet=True)
     kept = []
-    with sweep_module.log_level(quiet=True):
-        while sweep.run(study, lambda trial, _: kept.append(trial.params)):
+    with study_module.log_level(quiet=True):
+        while sweep.train_one(study, lambda trial, _: kept.append(trial.params)):
             pass
     assert sorted(states(study)) == ["COMPLETE"] * 3 + ["FAIL"]
     assert sorted(params["C"] for params in kept) == C
@@ -313,14 +313,14 @@ def test_of_a_killed_process_only_the_culprit_is_lost():
     search = FlatMinimaSearch(Dies(max_iter=1000), space, n_jobs=2, random_state=0).fit(X, Y)
     reasons = search.minima_.set_index("param_C")["reason"]
     assert len(reasons) == 5
-    assert "a process that trained was killed, twice" in reasons[1.0]
+    assert "the process that trained was killed twice" in reasons[1.0]
     assert (reasons.drop(1.0) == "").all()
 
 
 class Kills(Grid):
     """Kills the process that looks for something to train."""
 
-    def free(self, study, trials):
+    def next_candidate(self, study, trials):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -329,9 +329,9 @@ class Kills(Grid):
 def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     study = optuna.create_study(storage=STORAGES["sqlite"](tmp_path))
     objective = MinimaObjective(LogisticRegression(), X, Y, {"C": C})
-    sweep = sweep_module.Sweep(objective, Kills(POINTS), quiet=True)
+    sweep = workers_module.Sweep(objective, Kills(POINTS), quiet=True)
     with pytest.raises(TerminatedWorkerError, match="unexpectedly terminated"):
-        sweep_module.run_in_processes(study, sweep, 2, keep=print)
+        workers_module.train_in_processes(study, sweep, 2, on_finished=print)
     assert not study.trials
 
 
@@ -408,19 +408,19 @@ def test_progress_counts_what_is_left_for_this_process(storage, capfd):
 
 def test_a_database_that_two_processes_make_at_once(monkeypatch):
     """One of them finds a table that was not there a moment ago, and looks again."""
-    real, failures = storages_module._open, [OperationalError("table exists", None, None)]
+    real, failures = study_module._open, [OperationalError("table exists", None, None)]
 
     def fails_at_first(storage):
         if failures:
             raise failures.pop()
         return real(storage)
 
-    monkeypatch.setattr(storages_module, "_open", fails_at_first)
-    monkeypatch.setattr(storages_module, "PATIENCE", (0.0,))
-    assert storages_module.open_storage("sqlite:///:memory:").get_all_studies() == []
+    monkeypatch.setattr(study_module, "_open", fails_at_first)
+    monkeypatch.setattr(study_module, "PATIENCE", (0.0,))
+    assert study_module.open_storage("sqlite:///:memory:").get_all_studies() == []
     failures += [OperationalError("no such host", None, None)] * 2
     with pytest.raises(OperationalError, match="no such host"):
-        storages_module.open_storage("sqlite:///:memory:")
+        study_module.open_storage("sqlite:///:memory:")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a search trains: all combinations of its choices, or so many draws from its space."""
+"""Plan what a search trains: all combinations of its choices, or a number of draws."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -10,26 +10,59 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from relflat_sk.search._sharing.claims import NUMBER, POINT, Claimed, live, was_killed
+from relflat_sk.search._optuna_internals import FIXED_VALUES, reread
+from relflat_sk.search._sharing.claims import NUMBER, counted, is_suspect
 from relflat_sk.search._trial import Space
 
 __all__ = ["CandidateSampler", "Draws", "Grid"]
 
 
 class Grid:
-    """All combinations of choices."""
+    """The plan to train all combinations of choices.
+
+    Parameters
+    ----------
+    points : list of dict
+        The combinations, by parameter name, as Optuna stores the values.
+    """
 
     def __init__(self, points: list[dict[str, Any]]) -> None:
         self.points = points
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
-        """Count the points that no trial has."""
+        """Count the combinations that no trial holds.
+
+        Parameters
+        ----------
+        trials : iterable of optuna.trial.FrozenTrial
+            The trials of the study.
+
+        Returns
+        -------
+        int
+            Number of combinations that are neither finished nor being trained.
+        """
         return len(self._missing(trials))
 
-    def free(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
-        """Choose the first one, those that a process died of last."""
-        candidates = [{POINT: point} for point in self._missing(trials)]
-        return _unsuspected_first(candidates, trials)
+    def next_candidate(
+        self, study: optuna.Study, trials: Sequence[FrozenTrial]
+    ) -> dict[str, Any] | None:
+        """Choose the first combination left; those that a process died of come last.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            Not used.
+        trials : sequence of optuna.trial.FrozenTrial
+            The trials of the study.
+
+        Returns
+        -------
+        dict or None
+            System attributes of the candidate's trial; None if there is no candidate left.
+        """
+        candidates = [{FIXED_VALUES: point} for point in self._missing(trials)]
+        return _suspects_last(candidates, trials)
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
         taken = _points(trials)
@@ -37,71 +70,101 @@ class Grid:
 
 
 class Draws:
-    """So many draws, numbered from 0, of a sampler.
+    """The plan to train a number of draws, which are numbered from 0.
 
     Parameters
     ----------
     n_trials : int
-        How many, those of an earlier session included.
+        Number of draws, those of earlier sessions included.
     """
 
     def __init__(self, n_trials: int) -> None:
         self.n_trials = n_trials
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
-        """Count the draws that no trial has."""
+        """Count the draws that no trial holds.
+
+        Parameters
+        ----------
+        trials : iterable of optuna.trial.FrozenTrial
+            The trials of the study.
+
+        Returns
+        -------
+        int
+            Number of draws that are neither finished nor being trained.
+        """
         return len(self._missing(trials))
 
-    def free(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
-        """Choose the first one, those that a process died of last, and draw if it is of choices."""
+    def next_candidate(
+        self, study: optuna.Study, trials: Sequence[FrozenTrial]
+    ) -> dict[str, Any] | None:
+        """Choose the first draw left; those that a process died of come last.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            If its sampler is a `CandidateSampler` over choices, it draws their values now.
+        trials : sequence of optuna.trial.FrozenTrial
+            The trials of the study.
+
+        Returns
+        -------
+        dict or None
+            System attributes of the candidate's trial; None if there is no candidate left.
+        """
         candidates = [{NUMBER: number} for number in self._missing(trials)]
-        found = _unsuspected_first(candidates, trials)
+        found = _suspects_last(candidates, trials)
         if found is not None and isinstance(study.sampler, CandidateSampler):
             found |= study.sampler.point(study, found[NUMBER], _points(trials))
         return found
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[int]:
-        numbers = [trial.system_attrs.get(NUMBER) for trial in live(trials)]
-        n_trials = self.n_trials - numbers.count(None)  # of a grid, or not of a search
+        numbers = [trial.system_attrs.get(NUMBER) for trial in counted(trials)]
+        # trials without a number are of a grid, or were made by something other than a search
+        n_trials = self.n_trials - numbers.count(None)
         return [number for number in range(n_trials) if number not in numbers]
 
 
 def _points(trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
-    """List the values that trials have, or will have."""
-    return [values for trial in live(trials) for values in (trial.params, _fixed(trial)) if values]
+    """List the values that trials have drawn, or are going to have."""
+    return [
+        values
+        for trial in counted(trials)
+        for values in (trial.params, trial.system_attrs.get(FIXED_VALUES, {}))
+        if values
+    ]
 
 
-def _fixed(trial: FrozenTrial) -> dict[str, Any]:
-    fixed: dict[str, Any] = trial.system_attrs.get(POINT, {})
-    return fixed
-
-
-def _unsuspected_first(
+def _suspects_last(
     candidates: list[dict[str, Any]], trials: Sequence[FrozenTrial]
 ) -> dict[str, Any] | None:
+    """Return the first candidate that no process died of, or else the first one."""
     killed = [trial for trial in trials if "killed" in trial.user_attrs]
     if not killed:
         return next(iter(candidates), None)
 
-    def is_suspected(candidate: dict[str, Any]) -> bool:
+    def died_of(candidate: dict[str, Any]) -> bool:
         template = create_trial(state=TrialState.WAITING, system_attrs=candidate)
-        return was_killed(template, killed)
+        return is_suspect(template, killed)
 
-    return min(candidates, key=is_suspected, default=None)
+    return min(candidates, key=died_of, default=None)
 
 
 class CandidateSampler(TPESampler):
-    """TPE that draws a candidate by its number, and no combination of choices twice.
+    """TPE that repeats no combination of choices and can repeat any draw by its number.
 
-    A draw depends on the seed, on its number and on the results before it, so that a sweep
-    that was interrupted goes on as it would have, and a draw whose process died is drawn
-    again. Of choices alone, the first draws are a random order of all combinations, whatever
-    process asks for them.
+    A draw depends on the seed, its number and the results before it. A search that was
+    interrupted therefore goes on as it would have, and if the process of a draw dies, the same
+    values are drawn again. If the space has choices only, the first draws follow a random order
+    of all combinations, whichever process asks for them.
 
     Parameters
     ----------
     seed : int or None
+        Seed of all draws; None for a fresh one.
     space : Space
+        The space of the search.
     """
 
     n_random = 10
@@ -115,56 +178,70 @@ class CandidateSampler(TPESampler):
         self.choices = space.distributions()
 
     def reseed_rng(self) -> None:
-        """Keep the seed: no two draws share a number."""
+        """Do nothing: every draw has a seed of its own, in every process."""
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Start from the seed and the number of the draw."""
-        number = trial.system_attrs.get(NUMBER, trial.number)
-        self._start(number)
-        super().before_trial(study, trial)
-
-    def _start(self, number: int) -> None:
-        if self.seed is not None:
-            seed = zlib.crc32(b"%d" % number, self.seed)
-            TPESampler.__init__(self, seed=seed, n_startup_trials=self.n_random)
-
-    def point(self, study: optuna.Study, number: int, taken: list[Any]) -> dict[str, Any]:
-        """Draw a combination of choices that no trial has.
+        """Start from the seed and the number of the draw.
 
         Parameters
         ----------
         study : optuna.Study
+            The study.
+        trial : optuna.trial.FrozenTrial
+            The trial that begins.
+        """
+        number = trial.system_attrs.get(NUMBER, trial.number)
+        self._restart(number)
+        super().before_trial(study, trial)
+
+    def _restart(self, number: int) -> None:
+        if self.seed is not None:
+            seed = zlib.crc32(b"%d" % number, self.seed)
+            TPESampler.__init__(self, seed=seed, n_startup_trials=self.n_random)
+
+    def point(
+        self, study: optuna.Study, number: int, taken: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Draw a combination of choices that no trial holds.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study, whose finished trials guide the draw.
         number : int
-            Of the draw.
+            Number of the draw.
         taken : list of dict
-            What other trials have.
+            The combinations that trials hold.
 
         Returns
         -------
         dict
-            As a system attribute; empty if the space has more than choices.
+            The combination as a system attribute of its trial; empty if the space does not
+            consist of choices only.
         """
         if self.points is None:
             return {}
         start = min(number, self.n_random)
         in_order = [self.points[i] for i in (*self.order[start:], *self.order[:start])]
         if number >= self.n_random:
-            reserved = in_order[len(in_order) - start :]
+            reserved = in_order[len(in_order) - start :]  # for the draws before this one
             drawn = self._draw(study, number, [*taken, *reserved])
             if drawn is not None:
-                return {POINT: drawn}
-        return {POINT: next(one for one in in_order if one not in taken)}
+                return {FIXED_VALUES: drawn}
+        return {FIXED_VALUES: next(point for point in in_order if point not in taken)}
 
     def _draw(
         self, study: optuna.Study, number: int, taken: list[dict[str, Any]]
     ) -> dict[str, Any] | None:
-        self._start(number)
-        fresh = Claimed(study, -1)  # Optuna keeps what it reads until a study runs a trial
+        """Draw by TPE until a combination is not taken; None after 100 attempts."""
+        self._restart(number)
+        current = reread(study)
         trial = create_trial(state=TrialState.WAITING)
         choices: dict[str, BaseDistribution] = self.choices
         for _ in range(100):
             point = {
-                name: self.sample_independent(fresh, trial, name, choices[name]) for name in choices
+                name: self.sample_independent(current, trial, name, choices[name])
+                for name in choices
             }
             if point not in taken:
                 return point

@@ -1,9 +1,7 @@
-"""Run the trials of a search: in one process or several, resumed, none twice, none lost."""
+"""Train the candidates of a search, in this process or in several worker processes."""
 
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,82 +10,135 @@ import optuna
 import torch
 from joblib import Parallel, delayed
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
+from tqdm import tqdm
 
-from relflat_sk.minima import later
+from relflat_sk.search._optuna_internals import TELL_ERRORS, read_trial
 from relflat_sk.search._sharing.claims import (
-    Wanted,
+    Plan,
     claim,
     give_up,
     give_up_abandoned,
     is_cut_short,
-    was_killed,
+    is_suspect,
 )
+from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._trial import MinimaObjective
 
-__all__ = [
-    "Kept",
-    "Sweep",
-    "check_data",
-    "check_resumable",
-    "in_memory",
-    "log_level",
-    "run_in_processes",
-]
+__all__ = ["FlattestSoFar", "Sweep", "train_all", "train_in_processes"]
 
-Keep = Callable[[FrozenTrial, Any], None]
+OnFinished = Callable[[FrozenTrial, Any], None]
 
 
 class Sweep:
-    """The objective of a search: one value, for the candidates that this process claims.
+    """One call of `FlatMinimaSearch.fit`: claims candidates and trains them.
+
+    Worker processes hold copies of it, which share its name.
 
     Parameters
     ----------
     objective : MinimaObjective
-    wanted : Wanted
-        What is to be trained.
+        Trains and measures one candidate.
+    plan : Plan
+        The candidates to train.
     quiet : bool
-        Whether Optuna's log is to be silent, in this process or another.
+        Whether to silence Optuna's log, in worker processes too.
     """
 
-    def __init__(self, objective: MinimaObjective, wanted: Wanted, quiet: bool) -> None:
+    def __init__(self, objective: MinimaObjective, plan: Plan, quiet: bool) -> None:
         self.objective = objective
-        self.wanted = wanted
+        self.plan = plan
         self.quiet = quiet
         self.name = uuid.uuid4().hex
 
     def n_left(self, study: optuna.Study) -> int:
-        """How many candidates are to be trained, now that this sweep is at none."""
+        """Count the candidates left, while no process of this sweep trains.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study; trials of processes that are gone are given up first.
+
+        Returns
+        -------
+        int
+            Number of candidates that nobody has trained or is training.
+        """
         give_up_abandoned(study)
-        return self.wanted.n_left(study.get_trials(deepcopy=False))
+        return self.plan.n_left(study.get_trials(deepcopy=False))
 
     def n_killed(self, study: optuna.Study) -> int:
-        """How many trials of this sweep ended with their process."""
+        """Count the trials of this sweep whose process died.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study.
+
+        Returns
+        -------
+        int
+            Number of trials.
+        """
         trials = study.get_trials(deepcopy=False)
-        return sum("killed" in trial.user_attrs and self.has(trial) for trial in trials)
+        return sum("killed" in trial.user_attrs and self.owns(trial) for trial in trials)
 
     def n_open(self, study: optuna.Study) -> int:
-        """How many candidates are to be trained, those included that this sweep is at."""
-        trials = study.get_trials(deepcopy=False)
-        running = sum(trial.state == TrialState.RUNNING and self.has(trial) for trial in trials)
-        return self.wanted.n_left(trials) + running
+        """Count the candidates left and those that this sweep is training.
 
-    def has(self, trial: FrozenTrial) -> bool:
-        """Say whether a trial is one of this sweep's."""
+        Parameters
+        ----------
+        study : optuna.Study
+            The study.
+
+        Returns
+        -------
+        int
+            Number of candidates.
+        """
+        trials = study.get_trials(deepcopy=False)
+        running = sum(trial.state == TrialState.RUNNING and self.owns(trial) for trial in trials)
+        return self.plan.n_left(trials) + running
+
+    def owns(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial belongs to this sweep.
+
+        Parameters
+        ----------
+        trial : optuna.trial.FrozenTrial
+            A trial of the study.
+
+        Returns
+        -------
+        bool
+            Whether this sweep claimed it, in any of its processes.
+        """
         return bool(trial.user_attrs.get("sweep") == self.name)
 
     def __call__(self, trial: optuna.Trial) -> Sequence[float]:
-        """Train a candidate."""
+        """Train and measure a candidate; the objective of `Study.optimize`."""
         self.estimator = None
         found, self.estimator = self.objective.run(trial)
         values = found if isinstance(found, tuple) else (found,)
         # with one direction, the first measure alone, so that any sampler and pruner works
         return values[: len(trial.study.directions)]
 
-    def run(self, study: optuna.Study, keep: Keep) -> bool:
-        """Train one candidate in this process and hand it over, if there is one left."""
-        claimed = claim(study, self.wanted, self.name)
+    def train_one(self, study: optuna.Study, on_finished: OnFinished) -> bool:
+        """Claim a candidate and train it in this process.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study.
+        on_finished : callable
+            Takes the finished trial and the estimator, None if training failed.
+
+        Returns
+        -------
+        bool
+            Whether there may be another candidate.
+        """
+        claimed = claim(study, self.plan, self.name)
         if claimed is None:
             return False
         try:
@@ -95,139 +146,165 @@ class Sweep:
                 self,
                 n_trials=1,
                 catch=(Exception,),
-                callbacks=[lambda _, trial: keep(trial, self.estimator)],
+                callbacks=[lambda _, trial: on_finished(trial, self.estimator)],
             )
-        except (ValueError, AssertionError):  # Optuna's word for a trial that is finished
-            # This process was taken for dead (its machine slept, say), and the trial was given
-            # up. Another one trains the candidate again, and what this one found is dropped.
-            if not is_cut_short(study._storage.get_trial(claimed.trial_id)):
+        except TELL_ERRORS:
+            # Another process took this one for dead (its machine slept, say) and gave the trial
+            # up. The candidate is trained again, and this result is dropped.
+            if not is_cut_short(read_trial(study, claimed.trial_id)):
                 raise
         if self.estimator is None:
-            torch.cuda.empty_cache()  # for the next one, if this one ran out of memory
+            torch.cuda.empty_cache()  # the next candidate may fit, if this one ran out of memory
         return not claimed.stopped
 
-    def run_one(self, study: optuna.Study) -> list[tuple[FrozenTrial, Any]]:
-        """Train one candidate, if there is one left, in a process of its own."""
+    def train_one_in_worker(self, study: optuna.Study) -> list[tuple[FrozenTrial, Any]]:
+        """Claim a candidate and train it in a worker process.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The worker's copy of the study.
+
+        Returns
+        -------
+        list of (optuna.trial.FrozenTrial, estimator or None)
+            The finished trial, if there was a candidate left. The estimator comes along only
+            if it is a minimum, since others need not be sent between processes.
+        """
         found: list[tuple[FrozenTrial, Any]] = []
-        study.sampler.reseed_rng()  # a copy would draw what the other processes draw
+        study.sampler.reseed_rng()  # otherwise every worker would draw the same values
         with log_level(self.quiet):
-            self.run(study, lambda *result: found.append(result))
-        # networks that cannot win need not travel
-        return [(trial, one if is_minimum(trial) else None) for trial, one in found]
+            self.train_one(study, lambda *result: found.append(result))
+        return [(trial, estimator if _is_minimum(trial) else None) for trial, estimator in found]
 
 
-class Kept:
-    """The flattest minimum so far, with its network."""
+class FlattestSoFar:
+    """The flattest minimum found so far, with its estimator.
 
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
-        self.best = (np.inf, -1)  # equally flat ones rank in the order of their trials
+    Parameters
+    ----------
+    enabled : bool
+        Whether to hold an estimator at all.
+
+    Attributes
+    ----------
+    estimator : estimator or None
+        The estimator of the flattest minimum; None if there is none yet.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.best = (np.inf, -1)  # equally flat minima rank in the order of their trials
         self.estimator: Any = None
 
     @property
     def number(self) -> int:
-        """Return the number of its trial."""
+        """Number of the flattest minimum's trial; -1 if there is none yet."""
         return self.best[1]
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Keep the estimator if it is the flattest minimum so far."""
-        if self.wanted and is_minimum(trial):
+        """Hold the estimator of a trial if it is the flattest minimum so far.
+
+        Parameters
+        ----------
+        trial : optuna.trial.FrozenTrial
+            A finished trial.
+        estimator : estimator or None
+            The estimator that it trained.
+        """
+        if self.enabled and _is_minimum(trial):
             value = trial.values[0]
             if (value, trial.number) < self.best:
                 self.best, self.estimator = (value, trial.number), estimator
 
 
-def run_in_processes(study: optuna.Study, sweep: Sweep, n_jobs: int, keep: Keep) -> None:
-    """Train in processes: threads would race for torch's random state."""
+def train_all(
+    study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool
+) -> bool:
+    """Train all candidates left.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+    sweep : Sweep
+        Claims and trains one candidate at a time.
+    n_jobs : int
+        Number of processes; 1 is the calling process.
+    on_finished : callable
+        Takes each finished trial and its estimator, None if it is not a minimum.
+    progress : bool
+        Whether to show a progress bar.
+
+    Returns
+    -------
+    bool
+        Whether Ctrl-C ended the training.
+    """
+    with tqdm(total=sweep.n_open(study), desc="minima", unit="net", disable=not progress) as bar:
+
+        def count(trial: FrozenTrial, estimator: Any) -> None:
+            # other searches may train candidates of the same study, or give them up
+            bar.total = bar.n + 1 + sweep.n_open(study)
+            bar.update()
+            on_finished(trial, estimator)
+
+        try:
+            if n_jobs > 1:
+                train_in_processes(study, sweep, n_jobs, count)
+            else:
+                while sweep.train_one(study, count):
+                    pass
+        except KeyboardInterrupt:
+            give_up(study, sweep.owns)  # the trials that were running
+            return True
+    return False
+
+
+def train_in_processes(
+    study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished
+) -> None:
+    """Train all candidates left in worker processes.
+
+    Threads would not do: they would share torch's random state.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study, in a storage that processes can share.
+    sweep : Sweep
+        Trains one candidate at a time in each worker process.
+    n_jobs : int
+        Number of worker processes.
+    on_finished : callable
+        Called here, with each finished trial and its estimator or None.
+
+    Raises
+    ------
+    joblib.externals.loky.process_executor.TerminatedWorkerError
+        If worker processes die while they train no candidate.
+    """
     while n_left := sweep.n_left(study):
         n_killed = sweep.n_killed(study)
-        runs = (delayed(sweep.run_one)(study) for _ in range(n_left))
+        runs = (delayed(sweep.train_one_in_worker)(study) for _ in range(n_left))
         try:
             for found in Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs):
                 for result in found:
-                    keep(*result)
-        except TerminatedWorkerError:  # joblib has ended them all
-            give_up(study, sweep.has, partial(_blame, trials=study.get_trials(deepcopy=False)))
+                    on_finished(*result)
+        except TerminatedWorkerError:  # joblib has ended all workers
+            trials = study.get_trials(deepcopy=False)
+            give_up(study, sweep.owns, partial(_blame, trials=trials))
             if sweep.n_killed(study) == n_killed:
-                raise  # processes die by themselves
+                raise
 
 
 def _blame(trial: FrozenTrial, trials: list[FrozenTrial]) -> dict[str, Any]:
-    """Try a candidate again when its process, or one beside it, was killed, but only once."""
-    if not was_killed(trial, trials):
+    """Return the attributes of a killed trial: its candidate is tried again once."""
+    if not is_suspect(trial, trials):
         return {"killed": True}
-    reason = "a process that trained was killed, twice, perhaps for lack of memory"
+    reason = "the process that trained was killed twice, perhaps for lack of memory"
     return {"killed": True, "reason": reason, "failed": True}
 
 
-def is_minimum(trial: FrozenTrial) -> bool:
+def _is_minimum(trial: FrozenTrial) -> bool:
     return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
-
-
-def check_resumable(study: optuna.Study, objective: MinimaObjective, n_objectives: int = 1) -> None:
-    """Refuse to go on with a study of something else, whose minima cannot be compared."""
-    name = study.study_name
-    if study.directions != [StudyDirection.MINIMIZE] * n_objectives:
-        raise ValueError(
-            f"study {name!r} was not made by a search: its directions are "
-            f"{[direction.name.lower() for direction in study.directions]}."
-        )
-    objective.space.check_study(study)
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        found = trial.user_attrs | study.user_attrs.get(later(trial), {})
-        lacking = [measure for measure in objective.measures if measure not in found]
-        if lacking:
-            raise ValueError(
-                f"trial {trial.number} of study {name!r} has no {lacking}. Give this search a "
-                "study_name of its own, or, if the weights were kept, have it measured: "
-                f"remeasure({lacking}) of a search with the measures of that study."
-            )
-    check_data(study, objective)
-
-
-def check_data(study: optuna.Study, objective: MinimaObjective) -> None:
-    """Refuse data other than those that a study was made with."""
-    name = study.study_name
-    digest = [_digest(objective.X), _digest(objective.y)]
-    if study.user_attrs.get("data", digest) != digest:
-        raise ValueError(
-            f"study {name!r} was made with other data; give this search a study_name of its own. "
-            "In cross-validation leave study_name out: every fold is a search of its own."
-        )
-    study.set_user_attr("data", digest)
-
-
-def _digest(data: Any) -> str | None:
-    """Return a short text that changes with the data; None for what is no array."""
-    array = np.asarray(data) if hasattr(data, "__array__") or isinstance(data, list) else None
-    if array is None or not array.ndim:
-        return None
-    if array.dtype == object:
-        array = array.astype(str)
-    return f"{array.shape} {zlib.crc32(np.ascontiguousarray(array).tobytes())}"
-
-
-def in_memory(study: optuna.Study) -> optuna.Study:
-    """Copy a study out of its storage."""
-    copied = optuna.create_study(
-        directions=study.directions,
-        study_name=study.study_name,
-        sampler=study.sampler,
-        pruner=study.pruner,
-    )
-    copied.add_trials(study.get_trials())
-    for name, value in study.user_attrs.items():
-        copied.set_user_attr(name, value)
-    return copied
-
-
-@contextmanager
-def log_level(quiet: bool) -> Iterator[None]:
-    """Borrow Optuna's log level."""
-    before = optuna.logging.get_verbosity()
-    try:
-        if quiet:
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)

@@ -10,7 +10,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from skorch import NeuralNet
 
@@ -47,10 +52,12 @@ class _Choices:
 
 @dataclass(frozen=True)
 class _Drawn:
-    distribution: BaseDistribution
+    distribution: FloatDistribution | IntDistribution
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        return trial._suggest(name, self.distribution)
+        own = self.distribution
+        suggest = trial.suggest_int if isinstance(own, IntDistribution) else trial.suggest_float
+        return suggest(name, own.low, own.high, step=own.step, log=own.log)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class Space:
             for name, distribution in drawn.items():
                 before = trial.distributions[name]
                 categorical = isinstance(distribution, CategoricalDistribution)
-                if type(before) is not type(distribution) or (
+                if not isinstance(distribution, type(before)) or (
                     categorical and before != distribution
                 ):
                     raise ValueError(
@@ -228,7 +235,7 @@ def _is_choice(entry: Any) -> TypeGuard[_Choices]:
 def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
     if isinstance(values, CategoricalDistribution):
         values = list(values.choices)
-    if isinstance(values, BaseDistribution):
+    if isinstance(values, FloatDistribution | IntDistribution):
         return _Drawn(values)
     if hasattr(values, "tolist"):  # arrays, series, tensors
         values = values.tolist()

@@ -1,0 +1,170 @@
+"""Adapter to the private attributes of Optuna: no other module uses them.
+
+Optuna has no public way to create a running trial, to learn its id and to run exactly that
+trial. Processes that share a study need all three (see `relflat_sk.search._sharing.claims`). The
+tests of this module (``tests/search/test_optuna_internals.py``) pass with the oldest and the
+newest version of Optuna that ``pyproject.toml`` allows; run them with a new version first.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+__all__ = [
+    "FIXED_VALUES",
+    "TELL_ERRORS",
+    "OneTrialStudy",
+    "add_trial",
+    "fail_trial",
+    "read_trial",
+    "reread",
+    "trial_id_of",
+]
+
+# the system attribute in which Optuna looks for values that its sampler is not to draw
+FIXED_VALUES = "fixed_params"
+
+# what `Study.optimize` raises if another process has finished the trial meanwhile
+TELL_ERRORS = (ValueError, AssertionError)
+
+# what a storage raises then; plain RuntimeError before Optuna 4.3
+_FINISHED: type[Exception] = getattr(optuna.exceptions, "UpdateFinishedTrialError", RuntimeError)
+
+
+class OneTrialStudy(optuna.Study):
+    """A view of a study whose ``optimize(..., n_trials=1)`` runs a trial that exists already.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study that holds the trial.
+    trial_id : int
+        The trial's id in the storage, as returned by `add_trial`.
+
+    Attributes
+    ----------
+    trial_id : int
+        The same id.
+    stopped : bool
+        Whether the sampler asked to stop, because it has nothing left to draw.
+    """
+
+    def __init__(self, study: optuna.Study, trial_id: int) -> None:
+        super().__init__(study.study_name, study._storage, study.sampler, study.pruner)
+        self.trial_id = trial_id
+        self.stopped = False
+
+    def _pop_waiting_trial_id(self) -> int:
+        return self.trial_id
+
+    def stop(self) -> None:
+        """Stop as `optuna.Study.stop` does, and remember it."""
+        super().stop()
+        self.stopped = True
+
+
+def add_trial(study: optuna.Study, template: FrozenTrial) -> tuple[int, int]:
+    """Create a trial in a study.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study that gets the trial.
+    template : optuna.trial.FrozenTrial
+        The trial's state and attributes.
+
+    Returns
+    -------
+    trial_id : int
+        The trial's id in the storage.
+    number : int
+        The trial's number in the study. All trials with smaller numbers are visible by now.
+    """
+    storage: Any = study._storage
+    trial_id: int = storage.create_new_trial(study._study_id, template)
+    # without a first heartbeat, Optuna would never miss a process that dies at once
+    interval: Callable[[], int | None] = getattr(storage, "get_heartbeat_interval", lambda: None)
+    if interval() is not None:
+        storage.record_heartbeat(trial_id)
+    return trial_id, storage.get_trial_number_from_id(trial_id)
+
+
+def read_trial(study: optuna.Study, trial_id: int) -> FrozenTrial:
+    """Read a trial as it is in the storage now.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study that holds the trial.
+    trial_id : int
+        The trial's id in the storage.
+
+    Returns
+    -------
+    optuna.trial.FrozenTrial
+        A copy of the trial.
+    """
+    return study._storage.get_trial(trial_id)
+
+
+def fail_trial(
+    study: optuna.Study, trial_id: int, attributes: Mapping[str, Any] | None = None
+) -> bool:
+    """Mark a running trial as failed, unless another process has finished it.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study that holds the trial.
+    trial_id : int
+        The trial's id in the storage.
+    attributes : dict, optional
+        User attributes that the trial gets first.
+
+    Returns
+    -------
+    bool
+        Whether this call marked it.
+    """
+    try:
+        for name, value in (attributes or {}).items():
+            study._storage.set_trial_user_attr(trial_id, name, value)
+        return study._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+    except _FINISHED:
+        return False
+
+
+def trial_id_of(trial: FrozenTrial) -> int:
+    """Return a trial's id in the storage.
+
+    Parameters
+    ----------
+    trial : optuna.trial.FrozenTrial
+        A trial that was read from a study.
+
+    Returns
+    -------
+    int
+        The id, which is unique among all studies in the storage.
+    """
+    return trial._trial_id
+
+
+def reread(study: optuna.Study) -> optuna.Study:
+    """Open a study anew, so that samplers see the trials that it holds now.
+
+    A study hands its sampler the trials that it read when it last began a trial.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        Any study.
+
+    Returns
+    -------
+    optuna.Study
+        The same study, with nothing read so far. It is not meant to run trials.
+    """
+    return OneTrialStudy(study, -1)

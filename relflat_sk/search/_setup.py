@@ -1,0 +1,139 @@
+"""Check the arguments of a search, plan its candidates and create its study."""
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+from joblib import effective_n_jobs
+from optuna.samplers import NSGAIIISampler, NSGAIISampler
+from optuna.storages import InMemoryStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from relflat_sk._checks import check_integer
+from relflat_sk.search._sharing import Draws, Grid, Plan, open_storage
+from relflat_sk.search._trial import Space
+
+__all__ = ["check_arguments", "create_study", "n_objectives", "n_processes", "plan_candidates"]
+
+
+def check_arguments(search: Any) -> None:
+    """Refuse arguments of a search that are not valid, before anything is trained.
+
+    Parameters
+    ----------
+    search : FlatMinimaSearch
+        The search; its space, measures and estimator are checked by `MinimaObjective`.
+
+    Raises
+    ------
+    TypeError
+        If the sampler or the pruner is not one of Optuna's.
+    ValueError
+        If `n_trials` is not a positive integer, or processes cannot share the storage.
+    """
+    check_integer("n_trials", search.n_trials, minimum=1, optional=True)
+    for name, kind in (
+        ("sampler", optuna.samplers.BaseSampler),
+        ("pruner", optuna.pruners.BasePruner),
+    ):
+        value = getattr(search, name)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be an optuna {name} or None, got {value!r}.")
+    if n_processes(search.n_jobs) > 1 and isinstance(search.storage, InMemoryStorage):
+        raise ValueError(
+            f"n_jobs={search.n_jobs} processes cannot share a storage in memory: leave storage "
+            "out, or give a file, such as 'sqlite:///minima.db'."
+        )
+
+
+def n_processes(n_jobs: int | None) -> int:
+    """Return the number of processes that train.
+
+    Parameters
+    ----------
+    n_jobs : int or None
+        As in joblib: -1 means all cores. None means one, the calling process.
+
+    Returns
+    -------
+    int
+        At least 1.
+    """
+    return 1 if n_jobs is None else int(effective_n_jobs(n_jobs))
+
+
+def n_objectives(search: Any) -> int:
+    """Return the number of objectives of a search's study.
+
+    Parameters
+    ----------
+    search : FlatMinimaSearch
+        The search.
+
+    Returns
+    -------
+    int
+        One for each measure with a multi-objective sampler, otherwise 1.
+    """
+    multiple = isinstance(search.sampler, NSGAIISampler | NSGAIIISampler)
+    return len(search.measure) if multiple and not isinstance(search.measure, str) else 1
+
+
+def plan_candidates(search: Any, space: Space) -> Plan:
+    """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws.
+
+    Parameters
+    ----------
+    search : FlatMinimaSearch
+        The search.
+    space : Space
+        The space of the search.
+
+    Returns
+    -------
+    Plan
+        The candidates.
+
+    Raises
+    ------
+    ValueError
+        If `n_trials` is None, but there is no finite grid to train, or a sampler draws.
+    """
+    grid = space.grid() if search.sampler is None else None
+    if search.n_trials is None and grid is None:
+        raise ValueError(
+            "n_trials is needed with a sampler: say how many candidates to train."
+            if search.sampler is not None
+            else "n_trials is needed: the space has distributions or functions, so there is no "
+            "finite grid to train. Say how many candidates to train."
+        )
+    if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
+        return Grid(grid or [])
+    return Draws(int(search.n_trials))
+
+
+def create_study(search: Any, folder: str) -> optuna.Study:
+    """Create the study of a search, or open the one to resume.
+
+    Parameters
+    ----------
+    search : FlatMinimaSearch
+        The search.
+    folder : str
+        A temporary folder. Processes share a journal file in it if the search has no storage.
+
+    Returns
+    -------
+    optuna.Study
+        The study.
+    """
+    storage = search.storage
+    if storage is None and n_processes(search.n_jobs) > 1:
+        storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
+    return optuna.create_study(
+        directions=["minimize"] * n_objectives(search),
+        storage=open_storage(storage),
+        pruner=search.pruner or optuna.pruners.NopPruner(),
+        study_name=search.study_name,
+        load_if_exists=search.study_name is not None,
+    )

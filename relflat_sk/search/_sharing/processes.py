@@ -1,0 +1,67 @@
+"""Identify the process and thread that train a trial, and tell whether they are gone."""
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["is_gone", "this_process"]
+
+
+def this_process() -> list[Any]:
+    """Describe the calling thread, so that other processes can tell whether it still exists.
+
+    Returns
+    -------
+    list of (str, int, str or None, int)
+        Host name, process id, start time of the process and thread id. JSON can store it.
+    """
+    return [socket.gethostname(), os.getpid(), _start_time(os.getpid()), threading.get_ident()]
+
+
+def is_gone(process: Sequence[Any]) -> bool:
+    """Return whether a thread no longer exists, or is the calling thread itself.
+
+    Parameters
+    ----------
+    process : list
+        A description that `this_process` returned, here or on another machine.
+
+    Returns
+    -------
+    bool
+        False for threads of other machines, which cannot be seen from here. True for the
+        calling thread: it looks for work, so it no longer trains.
+    """
+    host, process_id, started, thread = process
+    if host != socket.gethostname():
+        return False
+    if process_id == os.getpid() and started == _start_time(process_id):
+        others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
+        return thread not in others
+    return not _is_alive(process_id) or started != _start_time(process_id)
+
+
+def _is_alive(process_id: int) -> bool:
+    """Return whether a process of this machine runs; True where one cannot ask."""
+    if os.name != "posix":  # os.kill(..., 0) would end the process on Windows
+        return True
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _start_time(process_id: int) -> str | None:
+    """Return when a process started, since ids are reused; None if unknown or a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]

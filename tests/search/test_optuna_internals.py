@@ -1,0 +1,151 @@
+"""Tests of `_optuna_internals`, for the oldest and the newest Optuna that is allowed.
+
+With another version: ``pip install --target FOLDER --no-deps optuna==4.0.0``, then
+``PYTHONPATH=FOLDER python -m pytest tests/search``.
+"""
+
+import ast
+import threading
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.samplers import GridSampler
+from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState, create_trial
+
+import relflat_sk
+from relflat_sk.search._optuna_internals import (
+    FIXED_VALUES,
+    TELL_ERRORS,
+    OneTrialStudy,
+    add_trial,
+    fail_trial,
+    read_trial,
+    reread,
+    trial_id_of,
+)
+
+STORAGES = {
+    "memory": lambda folder: InMemoryStorage(),
+    "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
+    "journal": lambda folder: JournalStorage(JournalFileBackend(str(folder / "minima.log"))),
+}
+
+
+@pytest.fixture(params=STORAGES)
+def study(request, tmp_path):
+    return optuna.create_study(storage=STORAGES[request.param](tmp_path), study_name="sweep")
+
+
+def running(**system_attrs):
+    return create_trial(state=TrialState.RUNNING, system_attrs=system_attrs)
+
+
+def draw(trial):
+    return trial.suggest_float("x", 0.0, 1.0)
+
+
+def test_a_trial_that_was_added_is_run(study):
+    waiting = optuna.trial.create_trial(state=TrialState.WAITING)
+    study.add_trial(waiting)  # Optuna itself would run this one
+    trial_id, number = add_trial(study, running(**{FIXED_VALUES: {"x": 0.25}}))
+    assert (number, read_trial(study, trial_id).state) == (1, TrialState.RUNNING)
+    OneTrialStudy(study, trial_id).optimize(draw, n_trials=1)
+    assert [trial.state.name for trial in study.trials] == ["WAITING", "COMPLETE"]
+    assert study.trials[1].value == 0.25
+    assert trial_id_of(study.trials[1]) == trial_id
+
+
+def test_ids_are_found_among_several_studies(study):
+    add_trial(study, running())
+    other = optuna.create_study(storage=OneTrialStudy(study, -1)._storage, study_name="other")
+    trial_id, number = add_trial(other, running())
+    assert number == 0
+    assert read_trial(other, trial_id).number == 0
+    assert fail_trial(other, trial_id)
+    assert [one.trials[0].state.name for one in (study, other)] == ["RUNNING", "FAIL"]
+
+
+def test_a_running_trial_can_be_failed_once(study):
+    trial_id, _ = add_trial(study, running())
+    assert fail_trial(study, trial_id, {"killed": True})
+    assert not fail_trial(study, trial_id, {"killed": False})
+    trial = read_trial(study, trial_id)
+    assert (trial.state, trial.user_attrs) == (TrialState.FAIL, {"killed": True})
+
+
+def test_a_trial_that_another_process_failed_ends_in_one_of_the_errors(study):
+    trial_id, _ = add_trial(study, running())
+
+    def fails_meanwhile(trial):
+        fail_trial(study, trial_id)
+        return 0.5
+
+    with pytest.raises(TELL_ERRORS):
+        OneTrialStudy(study, trial_id).optimize(fails_meanwhile, n_trials=1)
+    assert read_trial(study, trial_id).state == TrialState.FAIL
+
+
+def test_the_sampler_can_stop():
+    study = optuna.create_study(sampler=GridSampler({"x": [0.0, 1.0]}, seed=0))
+    stopped = []
+    for _ in range(2):
+        one = OneTrialStudy(study, add_trial(study, running())[0])
+        one.optimize(draw, n_trials=1)
+        stopped.append(one.stopped)
+    assert stopped == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_first_heartbeat_is_recorded(tmp_path):
+    url = f"sqlite:///{tmp_path / 'minima.db'}"
+    storage = RDBStorage(url, heartbeat_interval=1, grace_period=1)
+    study = optuna.create_study(storage=storage)
+    add_trial(study, running())
+    unseen = storage.create_new_trial(study._study_id, running())
+    while not storage._get_stale_trial_ids(study._study_id):
+        threading.Event().wait(0.1)
+    stale = storage._get_stale_trial_ids(study._study_id)
+    assert stale == [1]
+    assert unseen not in stale
+
+
+def test_a_study_can_be_read_again(study):
+    """In a trial, a study shows its sampler the trials that there were when it began."""
+    counts = []
+
+    def objective(trial):
+        add_trial(study, running())
+        cached = trial.study._get_trials(deepcopy=False, use_cache=True)
+        fresh = reread(trial.study)._get_trials(deepcopy=False, use_cache=True)
+        counts.append((len(cached), len(fresh)))
+        return 0.0
+
+    study.sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=0)
+    study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
+    study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
+    assert all(fresh == cached + 1 for cached, fresh in counts)
+
+
+def private_names_used(path):
+    """Names with an underscore that a module takes from objects other than itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value)
+            if not node.attr.startswith("__") and owner not in {"self", "cls"}:
+                yield f"{owner}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optuna"):
+            parts = [*node.module.split("."), *(name.name for name in node.names)]
+            yield from (f"{node.module}: {part}" for part in parts if part.startswith("_"))
+
+
+def test_private_attributes_of_optuna_are_used_in_one_module_only():
+    folder = Path(relflat_sk.__file__).parent
+    users = {
+        path.relative_to(folder).as_posix(): sorted(set(found))
+        for path in [*folder.glob("search/**/*.py"), *folder.glob("minima/**/*.py")]
+        if (found := list(private_names_used(path)))
+    }
+    assert list(users) == ["search/_optuna_internals.py"], users
