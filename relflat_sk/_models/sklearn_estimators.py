@@ -229,9 +229,8 @@ def _mlp_regressor(estimator: Any, y: Any) -> TorchModel:
 
 
 def _linear_regressor(estimator: Any, criterion: nn.Module) -> TorchModel:
-    module = _linear_network(estimator)
-    encode = partial(regression_targets, n_outputs=module[0].out_features)
-    return TorchModel(module, criterion, encode)
+    encode = partial(regression_targets, n_outputs=len(np.atleast_2d(estimator.coef_)))
+    return TorchModel(_linear_network(estimator), criterion, encode)
 
 
 def _linear_network(estimator: Any) -> nn.Sequential:

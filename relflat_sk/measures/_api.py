@@ -22,7 +22,7 @@ from relflat_sk.measures._flatness import (
     measure_layers,
     see_network,
 )
-from relflat_sk.measures._norms import NORMS
+from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._registry import INVARIANCES, describe_invariance
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
@@ -37,7 +37,7 @@ __all__ = [
 
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
 # measures of the network as a whole, each with arguments of its own
-NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORMS, **SHARPNESS_MEASURES}
+NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
 # what any measure takes, whether it has a use for it or not
 _GENERAL = {"method", "n_probes", "rtol", "random_state"}
 # how many standard errors below zero a curvature must be to be called negative

@@ -1,5 +1,5 @@
-"""Norms of the weights, over the margin."""
+"""Norms of the weights, divided by the margin or not."""
 
-from relflat_sk.measures._norms.norms import NORMS
+from relflat_sk.measures._norms.norms import NORM_MEASURES
 
-__all__ = ["NORMS"]
+__all__ = ["NORM_MEASURES"]

@@ -1,4 +1,4 @@
-"""By how much a classifier gets its samples right."""
+"""The margin: by how much the score of the true class exceeds that of any other class."""
 
 import math
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _PERCENTILE = 5
 
 @dataclass(frozen=True)
 class _Scores:
-    """How scores of classes come out of what a criterion takes."""
+    """How a criterion's first argument and the classes' scores belong together."""
 
-    link: str  # what turns the last layer's output, the scores, into what the criterion takes
-    undo: Callable[[Tensor], Tensor]  # the same backwards, up to a constant per sample
+    link: str  # from the scores, the last layer's output, to the criterion's first argument
+    undo: Callable[[Tensor], Tensor]  # the inverse of the link, up to a constant per sample
 
 
 _SCORES: dict[type, _Scores] = {
@@ -43,17 +43,13 @@ def margin(network: Network) -> float:
     Parameters
     ----------
     network : Network
+        A classifier with labelled data.
 
     Returns
     -------
     float
-        In units of logits; negative where more than 5% of the samples are classified
-        wrongly. Between two samples' margins it is interpolated linearly.
-
-    Raises
-    ------
-    ValueError
-        See `sample_margins`.
+        In units of logits, interpolated linearly between two samples' margins. It is negative
+        if more than 5% of the samples are classified wrongly.
 
     References
     ----------
@@ -66,27 +62,28 @@ def margin(network: Network) -> float:
 def sample_margins(network: Network) -> NDArray[np.float64]:
     """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
 
-    ``f`` are the logits: what comes before a softmax or sigmoid. A single logit z is the score
-    of class 1, and 0 that of class 0, so that its margin is z or -z.
+    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
+    1; the score of class 0 is then 0, and the margin z or -z.
 
     Parameters
     ----------
     network : Network
+        A classifier with labelled data.
 
     Returns
     -------
     ndarray of shape (n,)
-        One number for each sample, or each labelled token.
+        One margin for each sample, or for each labelled token, in units of logits.
 
     Raises
     ------
     ValueError
-        If there are no labels, or the criterion is none of classification with one label for
+        If there are no labels, the criterion is not one of classification with one label for
         each sample, or samples have weights.
 
     Examples
     --------
-    >>> from relflat_sk._network.batches import make_batches
+    >>> from relflat_sk._network import make_batches
     >>> batches = make_batches(np.array([[3.0, 1.0], [0.0, 2.0]]), np.array([0, 0]))
     >>> net = nn.Linear(2, 2, bias=False)
     >>> _ = nn.init.eye_(net.weight)
@@ -97,46 +94,48 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
     if type(criterion) not in _SCORES:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
-            f"a margin is that of a classifier, and {name} is not known as a classification "
-            f"loss. Known are {[kind.__name__ for kind in _SCORES]}; if the network's outputs "
-            "are logits, pass criterion=torch.nn.CrossEntropyLoss()."
+            f"a margin needs a classifier, but {name} is not known as a classification loss. "
+            f"Known are {[kind.__name__ for kind in _SCORES]}; if the network's outputs are "
+            "logits, pass criterion=torch.nn.CrossEntropyLoss()."
         )
     (last,) = layer_names(network)[-1:]
-    found = []
+    parts = []
     with borrowed(network.module):
         for batch in network.batches():
             if batch.y is None:
-                raise ValueError("y is needed: a margin is that of the true class. Pass y.")
+                raise ValueError("y is needed: the margin is that of the true class. Pass y.")
             if batch.weight is not None:
                 raise ValueError(
-                    "a margin is a percentile over samples that count alike: leave sample_weight "
-                    "out."
+                    "the margin is a percentile of samples with equal weights: leave "
+                    "sample_weight out."
                 )
-            found.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
-    margins: NDArray[np.float64] = np.concatenate(found)
+            parts.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
+    margins: NDArray[np.float64] = np.concatenate(parts)
     if not len(margins):
-        raise ValueError("all labels are those the criterion ignores, so there is no margin.")
+        raise ValueError("the criterion ignores all labels, so there is no margin.")
     return margins
 
 
 def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
+    """Run one batch, and compute its margins from the last layer's output where possible."""
     with torch.no_grad(), record_tail(network.module, last) as recorder:
         output = network(x)
     record = recorder[last]
     loss = network.loss
-    how = _SCORES[type(loss.criterion)]
+    known = _SCORES[type(loss.criterion)]
     scores = output.detach()
-    if how.link != "identity" and find_link(output, record.node) == how.link:
-        # the layer's output, whose digits probabilities close to 1 have lost
+    if known.link != "identity" and find_link(output, record.node) == known.link:
+        # probabilities close to 1 have lost digits that the layer's output has
         scores = record.check()[1].reshape(output.shape)
     else:
-        scores = how.undo(scores)
+        scores = known.undo(scores)
     scores = loss.classes_second(scores.double(), y)
     target = loss.check_target(scores, y.to(scores.device))
     return (_binary if isinstance(loss.criterion, _BINARY) else _multiclass)(loss, scores, target)
 
 
 def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    """Compare the true class with the best other class."""
     if target.is_floating_point() or scores.shape[1] < 2:
         raise ValueError(
             "a margin needs two classes or more and one label for each sample, got outputs of "
@@ -150,6 +149,7 @@ def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
 
 
 def _binary(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    """Give each sample's logit the sign of its label."""
     if scores[0].numel() != 1 or bool(((target != 0) & (target != 1)).any()):
         raise ValueError(
             "a margin needs one label, 0 or 1, for each sample, got outputs of shape "

@@ -1,4 +1,4 @@
-r"""Norms of a network's weights, over its margin or not: the rivals that look at no curvature.
+r"""Norms of a network's weights, divided by its margin or not: measures without any curvature.
 
 With weights ``W_l`` of layers l = 1 .. L, batch norm folded into the layer before it, and the
 margin ``gamma`` of `relflat_sk.measures._norms.margin` [1]_:
@@ -12,18 +12,19 @@ l2_path_norm         ``sum over paths prod w^2``
 inverse_margin       ``1 / gamma^2`` [2]_
 ===================  ======================================================================
 
-Each stands in the unit of a squared weight, or product of them, but for `l2_norm`.
+The unit of each is that of a squared weight, or of a product of squared weights; that of
+`l2_norm` is that of a weight.
 
 *Constants.* The factors 4 per layer (2 in the l1 path norm) of [1]_, and the widths in its l2 path
-norm, which are the same for all networks of one architecture, are left out.
+norm, are left out: they are the same for all networks of one architecture.
 
-*Convolutions* are the linear maps they are: ``|W|_2`` is the norm of the map from
-image to image, h_l counts all numbers that it puts out for one sample (channels times
-positions; of a linear layer its units), and paths lead from pixel to pixel. Only
-``|W|_F`` is that of the kernel, each weight counted once, as in [1]_.
+*Convolutions* count as the linear maps that they are. ``|W|_2`` is the norm of the map from image
+to image. ``h_l`` is the size of the layer's output for one sample: channels times positions, or
+the units of a linear layer. Paths lead from pixel to pixel. Only ``|W|_F`` is that of the kernel,
+with each weight counted once, as in [1]_.
 
-*Biases* count in no norm but those of paths, where each is a path from an input that is always
-one, as a batch norm's shift then is too.
+*Biases* count in the path norms only. There each bias is a path from an input that is always
+one, and so is the shift of a batch norm.
 
 References
 ----------
@@ -34,7 +35,6 @@ References
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,13 +43,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._network import Network, borrowed
 from relflat_sk._rescaling import AffineLayer, fold_layers
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk._warnings import warn
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._norms.margin import margin
 from relflat_sk.measures._norms.operator_norm import is_iterated, operator_norm
 from relflat_sk.measures._norms.path_norms import sum_over_paths
 
-__all__ = ["NORMS"]
+__all__ = ["NORM_MEASURES"]
 
 _LARGEST = math.log(sys.float_info.max)
 
@@ -60,26 +60,21 @@ def l2_norm(network: Network, *, over_margin: bool = False) -> Estimate:
     Parameters
     ----------
     network : Network
+        A network whose batch norms, if any, directly follow a layer with a weight matrix.
     over_margin : bool, default=False
-        Divide by the margin.
+        Divide by the margin, which needs a classifier and labelled data.
 
     Returns
     -------
     Estimate
-        Parameters with fewer than two axes, such as biases, are no weights.
-
-    Raises
-    ------
-    ValueError
-        If a batch norm cannot be folded into the layer before it, or there is no margin to
-        divide by.
+        Exact. Parameters with fewer than two axes, such as biases, do not count.
     """
     with borrowed(network.module):
         layers = fold_layers(network)
-        weights = {layer.name: layer.weight for layer in layers}  # once, if called twice
+        weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
         squares = [float(weight.square().sum()) for weight in weights.values()]
         others = _other_weights(network.module, layers)
-        squares += [float(one.double().square().sum()) for _, one in others]
+        squares += [float(weight.double().square().sum()) for _, weight in others]
     return _estimate(_log(sum(squares)) / 2, network, over_margin, power=1)
 
 
@@ -89,18 +84,14 @@ def frobenius_product(network: Network, *, over_margin: bool = False) -> Estimat
     Parameters
     ----------
     network : Network
+        A network all of whose weights are those of linear and convolutional layers.
     over_margin : bool, default=False
-        Divide by the square of the margin.
+        Divide by the square of the margin, which needs a classifier and labelled data.
 
     Returns
     -------
     Estimate
-
-    Raises
-    ------
-    ValueError
-        If there are weights that belong to no linear or convolutional layer, a batch norm
-        cannot be folded into the layer before it, or there is no margin to divide by.
+        Exact.
     """
     with borrowed(network.module):
         layers = _only_layers("frobenius_product", network)
@@ -111,28 +102,23 @@ def frobenius_product(network: Network, *, over_margin: bool = False) -> Estimat
 def spectral_product(
     network: Network, *, over_margin: bool = False, rtol: float = 1e-4
 ) -> Estimate:
-    """Multiply the squared spectral norms of all layers, times the numbers of their outputs.
+    """Multiply the squared spectral norms of all layers, times the sizes of their outputs.
 
     Parameters
     ----------
     network : Network
+        A network all of whose weights are those of linear and convolutional layers.
     over_margin : bool, default=False
-        Divide by the square of the margin.
+        Divide by the square of the margin, which needs a classifier and labelled data.
     rtol : float, default=1e-4
-        Relative tolerance of each squared spectral norm, where a convolution is too large to
-        write out: of the residual in Lanczos' iteration, which bounds the error, and is as a
-        rule far larger.
+        Relative tolerance of each squared spectral norm of a convolution that is too large to
+        be written as a matrix. It limits the residual in Lanczos' iteration; the residual
+        bounds the error, and is usually far larger than it.
 
     Returns
     -------
     Estimate
-        Exact, or "lanczos"; the standard error is then what the tolerances amount to.
-
-    Raises
-    ------
-    ValueError
-        If there are weights that belong to no linear or convolutional layer, a batch norm
-        cannot be folded into the layer before it, or there is no margin to divide by.
+        Exact, or "lanczos" with a standard error that adds up the tolerances.
     """
     with borrowed(network.module):
         layers = _only_layers("spectral_product", network)
@@ -140,10 +126,10 @@ def spectral_product(
             math.log(layer.given.numel()) + 2 * _log(operator_norm(layer, rtol)) for layer in layers
         ]
         n_iterated = sum(map(is_iterated, layers))
-    found = _estimate(sum(logs), network, over_margin)
+    product = _estimate(sum(logs), network, over_margin)
     if not n_iterated:
-        return found
-    return Estimate(found.value, n_iterated * rtol * found.value, "lanczos")
+        return product
+    return Estimate(product.value, n_iterated * rtol * product.value, "lanczos")
 
 
 def l1_path_norm(network: Network, *, over_margin: bool = False) -> Estimate:
@@ -152,22 +138,16 @@ def l1_path_norm(network: Network, *, over_margin: bool = False) -> Estimate:
     Parameters
     ----------
     network : Network
+        A network that `path_norms.sum_over_paths` can follow.
     over_margin : bool, default=False
-        Divide by the square of the margin.
+        Divide by the square of the margin, which needs a classifier and labelled data.
 
     Returns
     -------
     Estimate
-
-    Raises
-    ------
-    ValueError
-        See `path_norms.sum_over_paths`; if a batch norm cannot be folded into the layer
-        before it, or there is no margin to divide by.
+        Exact.
     """
-    with borrowed(network.module):
-        total = sum_over_paths(network, fold_layers(network), power=1)
-    return _estimate(2 * _log(total), network, over_margin)
+    return _estimate(2 * _log(_path_sum(network, power=1)), network, over_margin)
 
 
 def l2_path_norm(network: Network, *, over_margin: bool = False) -> Estimate:
@@ -176,22 +156,16 @@ def l2_path_norm(network: Network, *, over_margin: bool = False) -> Estimate:
     Parameters
     ----------
     network : Network
+        A network that `path_norms.sum_over_paths` can follow.
     over_margin : bool, default=False
-        Divide by the square of the margin.
+        Divide by the square of the margin, which needs a classifier and labelled data.
 
     Returns
     -------
     Estimate
-
-    Raises
-    ------
-    ValueError
-        See `path_norms.sum_over_paths`; if a batch norm cannot be folded into the layer
-        before it, or there is no margin to divide by.
+        Exact.
     """
-    with borrowed(network.module):
-        total = sum_over_paths(network, fold_layers(network), power=2)
-    return _estimate(_log(total), network, over_margin)
+    return _estimate(_log(_path_sum(network, power=2)), network, over_margin)
 
 
 def inverse_margin(network: Network) -> Estimate:
@@ -200,22 +174,18 @@ def inverse_margin(network: Network) -> Estimate:
     Parameters
     ----------
     network : Network
+        A classifier with labelled data.
 
     Returns
     -------
     Estimate
-        nan, with a `FlatnessWarning`, if the margin is not positive.
-
-    Raises
-    ------
-    ValueError
-        If there is no margin, see `relflat_sk.measures._norms.margin.sample_margins`.
+        In 1 over squared logits; nan, with a `FlatnessWarning`, if the margin is not positive.
     """
     return _estimate(0.0, network, over_margin=True)
 
 
-# from a network, and keyword arguments of its own, to the measure
-NORMS: dict[str, Callable[..., Estimate]] = {
+# each takes a network, and keyword arguments of its own
+NORM_MEASURES: dict[str, Callable[..., Estimate]] = {
     "l2_norm": l2_norm,
     "frobenius_product": frobenius_product,
     "spectral_product": spectral_product,
@@ -230,42 +200,44 @@ def _estimate(log_norm: float, network: Network, over_margin: bool, power: int =
     if over_margin:
         gamma = margin(network)
         if not gamma > 0:
-            _warn(
-                f"the margin is {gamma:.3g}, not positive: some 5% of the samples or more are "
-                "classified wrongly, and a norm over the margin means nothing. It is given as nan. "
-                "Train until the training data are fit, and measure on those."
+            warn(
+                f"the margin is {gamma:.3g}, not positive: about 5% of the samples or more are "
+                "classified wrongly, so a norm over the margin means nothing and is given as nan. "
+                "Train until the network fits the training data, and measure on those."
             )
             return Estimate(math.nan)
         log_norm -= power * math.log(gamma)
     if log_norm > _LARGEST:
-        _warn(f"the norm is exp({log_norm:.6g}), too large for a number: it is given as infinite.")
+        warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
         return Estimate(math.inf)
     return Estimate(math.exp(log_norm))
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, FlatnessWarning, stacklevel=6)
 
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
+def _path_sum(network: Network, power: int) -> float:
+    with borrowed(network.module):
+        return sum_over_paths(network, fold_layers(network), power)
+
+
 def _other_weights(
     module: nn.Module, layers: Sequence[AffineLayer]
 ) -> Iterator[tuple[str, Tensor]]:
-    """List weights that no call of a layer uses: of embeddings, recurrent cells, ..."""
+    """List weights outside the called layers: of embeddings, recurrent cells, unused layers."""
     called: list[Any] = [layer.map.layer for layer in layers]
-    known = {id(layer) for layer in called}, {id(layer.weight) for layer in called}
+    known_layers, known_weights = {id(one) for one in called}, {id(one.weight) for one in called}
     for name, owner in module.named_modules():
-        if id(owner) in known[0] or isinstance(owner, ParametrizationList):
+        if id(owner) in known_layers or isinstance(owner, ParametrizationList):
             continue
         for key, parameter in owner.named_parameters(recurse=False):
-            if parameter.ndim > 1 and id(parameter) not in known[1]:
+            if parameter.ndim > 1 and id(parameter) not in known_weights:
                 yield f"{name}.{key}".removeprefix("."), parameter.detach()
 
 
 def _only_layers(measure: str, network: Network) -> Sequence[AffineLayer]:
+    """List the layers of a network, and refuse one that has weights elsewhere."""
     layers = fold_layers(network)
     others = [name for name, _ in _other_weights(network.module, layers)]
     if others:

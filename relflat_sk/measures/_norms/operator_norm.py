@@ -1,4 +1,4 @@
-"""The spectral norm of a layer as the linear map it is."""
+"""The spectral norm of a layer, as a linear map from its input to its output."""
 
 import numpy as np
 import torch
@@ -10,43 +10,46 @@ from relflat_sk._rescaling import AffineLayer
 
 __all__ = ["is_iterated", "operator_norm"]
 
-# numbers in the matrix of an operator up to which it is written out
+# largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
 
 
 def is_iterated(layer: AffineLayer) -> bool:
-    """Whether the norm comes from an iteration, which is exact to a tolerance only.
+    """Tell whether `operator_norm` iterates, and so is exact to a tolerance only.
 
     Parameters
     ----------
     layer : AffineLayer
+        A linear or convolutional layer.
 
     Returns
     -------
     bool
+        True for a convolution that is too large to be written as a matrix.
     """
     return not isinstance(layer.map.layer, nn.Linear) and _size(layer) > _DENSE
 
 
 def operator_norm(layer: AffineLayer, rtol: float) -> float:
-    r"""Compute the spectral norm of the map from a layer's input to its output, bias left out.
+    r"""Compute the spectral norm of the map from a layer's input to its output, without bias.
 
-    Of a convolution, that is not the spectral norm of its kernel written as a matrix, which
-    depends neither on stride and padding nor on the size of the image, but of the
-    convolution as it is used in this network [1]_. Of a linear layer it is the largest
-    singular value of its weight, whatever the number of tokens.
+    For a linear layer, this is the largest singular value of its weight, whatever the number
+    of tokens. For a convolution, it is the norm of the convolution as this network uses it,
+    with its stride, its padding and the size of the image [1]_. The spectral norm of the kernel
+    as a matrix does not depend on these.
 
     Parameters
     ----------
     layer : AffineLayer
+        A linear or convolutional layer.
     rtol : float
-        Relative tolerance of the squared norm where it is iterated for.
+        Relative tolerance of the squared norm, where it is computed by iteration.
 
     Returns
     -------
     float
-        In float64: from the singular values of the matrix of the map where that is small,
-        otherwise by Lanczos' iteration on products with the map and its transpose.
+        Computed in float64: from the singular values of the map's matrix where that is small,
+        and otherwise by Lanczos' iteration on products with the map and its transpose.
 
     References
     ----------
@@ -60,7 +63,7 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
             matrix = layer.apply(basis, layer.weight).flatten(1)
         return float(torch.linalg.matrix_norm(matrix, ord=2))
     operator = _as_operator(layer)
-    # the start is arbitrary, but the same each time
+    # an arbitrary start, but the same in every call
     start = np.random.default_rng(0).standard_normal(min(operator.shape))
     (largest,) = svds(operator, k=1, v0=start, tol=rtol, return_singular_vectors=False)
     return float(largest)
@@ -70,7 +73,13 @@ def _size(layer: AffineLayer) -> int:
     return layer.taken.numel() * layer.given.numel()
 
 
+def _array(tensor: Tensor) -> NDArray[np.float64]:
+    array: NDArray[np.float64] = tensor.flatten().cpu().numpy()
+    return array
+
+
 def _as_operator(layer: AffineLayer) -> LinearOperator:
+    """Wrap products with a layer's map and its transpose for SciPy."""
     shape = (layer.given.numel(), layer.taken.numel())
     origin = layer.weight.new_zeros((1, *layer.taken)).requires_grad_()
     with torch.enable_grad():
@@ -81,15 +90,12 @@ def _as_operator(layer: AffineLayer) -> LinearOperator:
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
         with torch.no_grad():
-            found = layer.apply(tensor(vector, layer.taken), layer.weight)
-        result: NDArray[np.float64] = found.flatten().cpu().numpy()
-        return result
+            return _array(layer.apply(tensor(vector, layer.taken), layer.weight))
 
     def transposed(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        (found,) = torch.autograd.grad(
+        (pulled_back,) = torch.autograd.grad(
             output, origin, tensor(vector, layer.given), retain_graph=True
         )
-        result: NDArray[np.float64] = found.flatten().cpu().numpy()
-        return result
+        return _array(pulled_back)
 
     return LinearOperator(shape, matvec=product, rmatvec=transposed, dtype=np.float64)

@@ -1,15 +1,15 @@
 r"""Sums over all paths from a network's inputs, and its biases, to its outputs.
 
-A path is a way along single weights; the sum over all of products ``prod |w|^p`` along them is
-one forward pass of ones through the network with ``|W|^p`` in place of its weights [1]_:
+A path leads along single weights. The sum over all paths of the products ``prod |w|^p`` along
+them is one forward pass of ones through the network, with ``|W|^p`` in place of its weights [1]_:
 
 .. math:: \sum_{paths} \prod |w|^p = 1^\top |W_L|^p (|W_{L-1}|^p (\dots |W_1|^p 1 + |b_1|^p) \dots)
     + 1^\top |b_L|^p .
 
-Every bias is the start of paths too, from an input that is always one. Activations that
-are positively homogeneous hand on what they get, since it is not negative. Pooling has no
-weights: it hands on the largest sum over paths to its inputs, or their average, just as
-a forward pass does. Branches add up.
+Paths also start at every bias, as from an input that is always one. All values in this forward
+pass are nonnegative, and positively homogeneous activations return nonnegative values unchanged.
+Pooling has no weights: as in any forward pass, it returns the largest of its inputs' sums over
+paths, or their average. Branches add up.
 
 References
 ----------
@@ -20,7 +20,7 @@ import inspect
 import operator
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -35,28 +35,28 @@ __all__ = ["sum_over_paths"]
 def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
     """Sum the products of powers of weights along all paths through a network.
 
-    To be used within `relflat_sk._network.network.borrowed`.
+    To be used within `relflat_sk._network.borrowed`.
 
     Parameters
     ----------
     network : Network
-        The first batch is run, for the shape of its inputs.
+        Its first batch is run, for the shape of its inputs.
     layers : sequence of AffineLayer
-        From `relflat_sk._rescaling.folding.fold_layers`.
+        All of the network's, from `relflat_sk._rescaling.fold_layers`.
     power : int
         1 or 2.
 
     Returns
     -------
     float
-        In float64; infinite where that cannot hold it.
+        Summed in float64; infinite if the sum is too large for that.
 
     Raises
     ------
     ValueError
-        If torch.fx cannot follow the forward pass, or something in it is no step of a path:
-        an activation that is not positively homogeneous, a product of two values, a weight
-        that belongs to no layer.
+        If torch.fx cannot follow the forward pass, or paths cannot lead through one of its
+        steps: an activation that is not positively homogeneous, a product of two values, a
+        weight that belongs to no layer.
     """
     try:
         graph = trace(network.module)
@@ -64,9 +64,9 @@ def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) 
         raise ValueError(f"paths cannot be followed through this network: {error}") from error
     inputs = _first_inputs(network)
     with torch.no_grad():
-        walk = _PathSums(network.module, graph, layers, inputs, power)
-        total = float(primary_output(walk.run()).sum())
-    return total if total < torch.inf else torch.inf  # infinity times a weight of zero
+        sums = _PathSums(network.module, graph, layers, inputs, power).run()
+        total = float(primary_output(sums).sum())
+    return total if total < torch.inf else torch.inf  # nan is infinity times a weight of zero
 
 
 def _first_inputs(network: Network) -> dict[str, Any]:
@@ -95,12 +95,12 @@ class _PathSums(fx.Interpreter):
         power: int,
     ) -> None:
         super().__init__(module, graph=graph)
-        self.extra_traceback = False  # our errors say themselves where they come from
+        self.extra_traceback = False  # our errors name the step themselves
         self.layers: dict[str, deque[AffineLayer]] = {}
         for layer in layers:
             self.layers.setdefault(layer.name, deque()).append(layer)  # one for each call
         self.folded = {layer.norm for layer in layers}
-        # the graph has them in order, if not always by the same names
+        # the graph has the inputs in the same order, but not always under the same names
         starts = [node for node in graph.nodes if node.op == "placeholder"]
         names = inspect.signature(module.forward).parameters
         self.names = {node.target: name for node, name in zip(starts, names, strict=False)}
@@ -108,26 +108,55 @@ class _PathSums(fx.Interpreter):
         self.power = power
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return one sample of ones in place of an input.
+
+        Parameters
+        ----------
+        target : str
+            The input's name in the graph.
+        args, kwargs : tuple and dict
+            Its default value, if any.
+
+        Returns
+        -------
+        Tensor or object
+            Ones for a tensor; any other input as it is.
+
+        Raises
+        ------
+        ValueError
+            If the input is a tensor of integers.
+        """
         name = self.names.get(target)
         if name not in self.inputs:
-            return super().placeholder(target, args, kwargs)  # left at its default
+            return super().placeholder(target, args, kwargs)  # an argument left at its default
         value = self.inputs[name]
         if not isinstance(value, Tensor):
             return value
         if not value.is_floating_point():
             raise ValueError(
-                f"paths start at numbers, but the network takes {name!r} of {value.dtype}, as "
-                "for an embedding."
+                f"paths start at floating-point numbers, but the network takes {name!r} of "
+                f"{value.dtype}, as for an embedding."
             )
         return torch.ones_like(value[:1], dtype=torch.float64)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run one step of the forward pass, if paths can lead through it.
+
+        Parameters
+        ----------
+        n : fx.Node
+            The step.
+
+        Returns
+        -------
+        object
+            What the step returns: sums over paths, or sizes.
+        """
         if n.op in {"placeholder", "output"}:
             return super().run_node(n)
         if n.op == "get_attr":
-            raise _refusal(
-                n, self.module, "is used outside of any layer, so it is in no path's sum"
-            )
+            _refuse(n, self.module, "is used outside of any layer, so it belongs to no path")
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if not _has_tensor((args, kwargs)):  # arithmetic with sizes
             return super().run_node(n)
@@ -138,20 +167,21 @@ class _PathSums(fx.Interpreter):
             return self._pass_layer(self.layers[str(n.target)].popleft(), first)
         step = _step_of(n, self.module)
         if step in _LINKS and all(user.op == "output" for user in n.users):
-            return first  # norms are those of the network up to its logits
+            return first  # the norms are of the network up to its logits
         if step in _SUMS and (kwargs or not all(isinstance(value, Tensor) for value in args)):
-            raise _refusal(n, self.module, "adds something else than what two paths end in")
+            _refuse(n, self.module, "adds something other than two sums over paths")
         if step not in _STEPS | _SUMS:
-            raise _refusal(
+            _refuse(
                 n,
                 self.module,
-                "is not known to be positively homogeneous, or not known to hand on what is not "
-                "negative as it is. Paths lead through ReLU and its kin, pooling, dropout, "
-                "reshaping, sums and concatenation",
+                "is not known to be positively homogeneous, or not known to return nonnegative "
+                "values unchanged. Paths can lead through ReLU and its variants, pooling, "
+                "dropout, reshaping, sums and concatenation",
             )
         return super().run_node(n)
 
     def _pass_layer(self, layer: AffineLayer, x: Tensor) -> Tensor:
+        """Apply the powers of a layer's weight and bias."""
         z = layer.apply(x, layer.weight.abs() ** self.power)
         if layer.bias is None:
             return z
@@ -167,16 +197,16 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _step_of(node: fx.Node, module: nn.Module) -> Any:
-    """Return what the tables know a step by: type, function, or name of a tensor method."""
+    """Return a step's key in the tables: a module's type, a function, or a method's name."""
     if node.op != "call_module":
         return node.target
     called = module.get_submodule(str(node.target))
     return None if has_own_forward(called) else type(called)
 
 
-def _refusal(node: fx.Node, module: nn.Module, reason: str) -> ValueError:
+def _refuse(node: fx.Node, module: nn.Module, reason: str) -> NoReturn:
     step = describe_step(node, dict(module.named_modules()))
-    return ValueError(f"there is no path norm of this network: {step} {reason}.")
+    raise ValueError(f"there is no path norm of this network: {step} {reason}.")
 
 
 _STEPS = frozenset({

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import check_number
 from relflat_sk._network import Network, Outcome, borrowed, mean_loss, outcomes
-from relflat_sk._random import RandomState
+from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.perturbation import (
     Weights,
     check_draws,
-    draw_seeds,
     estimate_mean,
     map_weights,
     noisy_risks,

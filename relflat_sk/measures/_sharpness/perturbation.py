@@ -18,7 +18,6 @@ from torch.func import functional_call
 
 from relflat_sk._checks import check_integer
 from relflat_sk._network import Network, borrowed, mean_loss, outcomes
-from relflat_sk._random import RandomState, seed_from
 from relflat_sk.measures._estimate import Estimate
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "add_weights",
     "check_draws",
     "draw_noise",
-    "draw_seeds",
     "estimate_mean",
     "loss_gradient",
     "map_weights",
@@ -236,25 +234,6 @@ def check_draws(n_draws: int) -> None:
         The argument, as the user gave it; at least 2.
     """
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
-
-
-def draw_seeds(random_state: RandomState, size: int) -> list[int]:
-    """Draw seeds, so that each draw of noise can be repeated.
-
-    Parameters
-    ----------
-    random_state : int, RandomState or None
-        Where the seeds come from.
-    size : int
-        How many seeds to draw.
-
-    Returns
-    -------
-    list of int
-        One seed for each draw.
-    """
-    rng = np.random.default_rng(seed_from(random_state))
-    return [int(seed) for seed in rng.integers(2**63 - 1, size=size)]
 
 
 def draw_noise(weights: Weights, seed: int) -> Weights:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_number
 from relflat_sk._losses import ProbabilityNLLLoss
 from relflat_sk._network import Network, mean_loss
-from relflat_sk._random import RandomState
+from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
 from relflat_sk.measures._sharpness.pac_bayes import (
@@ -42,7 +42,6 @@ from relflat_sk.measures._sharpness.pac_bayes import (
 from relflat_sk.measures._sharpness.perturbation import (
     Weights,
     check_draws,
-    draw_seeds,
     estimate_mean,
     map_weights,
     noisy_risks,

@@ -21,12 +21,11 @@ import torch
 
 from relflat_sk._checks import check_integer
 from relflat_sk._network import Network
-from relflat_sk._random import RandomState
+from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._sharpness.perturbation import (
     Weights,
     add_weights,
     draw_noise,
-    draw_seeds,
     loss_gradient,
     map_weights,
     square_norm,
