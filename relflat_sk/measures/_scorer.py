@@ -1,7 +1,6 @@
 """Flatness as a scikit-learn scorer."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,84 +12,97 @@ from skorch import NeuralNet
 
 from relflat_sk._models import final_estimator
 from relflat_sk._network import Layer
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk._warnings import warn
 from relflat_sk.measures._api import evaluate, get_measure_names
+from relflat_sk.measures._flatness import Flatness
 
 __all__ = ["FlatnessScorer"]
 
 DATA = ("given", "train")
 AT_MINIMUM = ("ignore", "reject", "warn")
 
-# Measures that nets record at the end of fit -> their `flatness_normalize` then
+# measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
 
-# How far below the best constant prediction's loss a model's has to be, as a share of it:
-# by more than float32 rounding (a constant network that knows the class frequencies is
-# equal to the best constant but for that). Random initial weights get up to 15 % below by
-# luck, in one case of four on small data sets; nobody gets to half by luck.
+# By which share of the best constant prediction's loss a model's loss must be below it: by more
+# than float32 rounding, because a constant network that knows the class frequencies has the same
+# loss up to rounding.
 _ROUNDING = 1e-5
+# The same for a net whose training made no progress. On small data sets, one random
+# initialisation in four is up to 15% below by luck; none is 50% below.
 _LUCK = 0.5
-# Least share by which training has to lower its own loss, to be more than rounding.
+# by which share training must lower its own loss: by more than rounding
 _PROGRESS = 1e-3
 
 
 class FlatnessScorer(BaseEstimator):
-    r"""Score a fitted model by minus its flatness: greater is flatter.
+    r"""Score a fitted model by minus its flatness, so that greater is flatter.
 
-    Takes the place of ``scoring=`` wherever scikit-learn has one, alone or in a dict of
-    scorers, for all models that `relative_flatness` takes. The scorer sees the data that
-    scikit-learn hands it, which in cross-validation is the held-out fold.
+    An instance takes the place of ``scoring=`` wherever scikit-learn has it, alone or in a dict
+    of scorers: in `cross_validate`, `GridSearchCV`, `permutation_importance` and the others. It
+    scores all models that `relative_flatness` measures, pipelines included. The data are those
+    that scikit-learn passes: in cross-validation, the held-out fold.
 
-    A flatness says something about a model at a minimum of its loss. A network that
-    predicts a constant is perfectly flat, so that flatness alone would prefer dead and
-    untrained networks; therefore models whose loss is no better than a constant
-    prediction's are not scored.
+    Flatness means something at a minimum of the loss only. A network that predicts the same for
+    every input is perfectly flat, so flatness alone would prefer dead and untrained networks.
+    Therefore the scorer rejects models whose loss is no better than a constant prediction's.
 
     Parameters
     ----------
     measure : str, default="relative_flatness"
-        One of `get_measure_names`.
+        The measure's name, one of `get_measure_names`.
     layer : int, str or nn.Module, default=-1
-        Where to measure, see `relative_flatness`.
+        Where to measure: position among the layers with a weight matrix (-1 is the last one),
+        dotted module name, or the module itself.
     data : {"given", "train"}, default="given"
-        "given" measures on the data handed in. "train" takes the value that a
-        `RelativeFlatnessRegularizedNet` recorded on its own training data at the end of
-        `fit`; its `flatness_layer` has to be `layer`.
+        "given" measures on the data that the scorer is called with. "train" takes the value that
+        a `RelativeFlatnessRegularizedNet` recorded on its own training data at the end of `fit`;
+        its `flatness_layer` has to be `layer`.
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
-        What to do with a model that is at no minimum: score it nan with a
-        `FlatnessWarning`, which ranks it last in scikit-learn's searches, score it all the
-        same with a `FlatnessWarning`, or without any check. With `data="train"` too, the
-        check is made on the data handed in.
+        What to do with a model that is not at a minimum. "reject" gives the score nan, which
+        scikit-learn's searches rank last, and a `FlatnessWarning`. "warn" gives the flatness and
+        a `FlatnessWarning`. "ignore" gives the flatness without any check. The check uses the
+        data that the scorer is called with, also if `data="train"`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
     See Also
     --------
     relative_flatness : The measure itself, with its sign as in the papers.
+    flattest_within : Select the flattest of the candidates that score close to the best.
 
     Notes
     -----
-    A model counts as at no minimum if its mean loss on the data handed in
+    A model counts as not at a minimum if, on the data that the scorer is called with,
 
-    - is not finite, or
-    - is no better than that of the best constant prediction on the same data, or
-    - is no better than half of it, and the model is a skorch net that made no progress: its
-      history is empty, or its last epoch's training loss is no lower than its first's.
-      Initial weights are better than a constant by luck, but not by so much.
+    - its mean loss or its flatness is not finite, or
+    - its mean loss is no lower than that of the best constant prediction, or
+    - its mean loss is no lower than half of that, and the model is a skorch net whose training
+      made no progress: its history is empty, or the training loss of the last epoch is no lower
+      than that of the first. Random initial weights can beat a constant by luck, but not by half.
 
-    Without labels nothing can be checked: the score comes with a `FlatnessWarning`.
+    Without labels there is no check, and the score comes with a `FlatnessWarning`.
 
     Examples
     --------
+    Score a grid search by accuracy and by flatness at once:
+
     >>> from sklearn.datasets import load_iris
     >>> from sklearn.linear_model import LogisticRegression
-    >>> from sklearn.model_selection import cross_val_score
+    >>> from sklearn.model_selection import GridSearchCV
     >>> X, y = load_iris(return_X_y=True)
-    >>> scores = cross_val_score(LogisticRegression(max_iter=500), X, y, scoring=FlatnessScorer())
-    >>> [bool(score < 0) for score in scores]
-    [True, True, True, True, True]
+    >>> search = GridSearchCV(
+    ...     LogisticRegression(max_iter=1000),
+    ...     {"C": [0.01, 1.0]},
+    ...     scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()},
+    ...     refit="accuracy",
+    ... ).fit(X, y)
+    >>> strong, weak = search.cv_results_["mean_test_flatness"]  # regularisation
+    >>> bool(weak < strong < 0)
+    True
 
-    Linear regression has the flatness ``2 mean(|x|^2) |w|^2``:
+    A scorer can also be called directly. Linear regression has the flatness ``2 mean(|x|^2)
+    |w|^2``, and the score is minus that:
 
     >>> from sklearn.linear_model import LinearRegression
     >>> X, y = [[1.0], [2.0]], [2.0, 4.0]
@@ -119,14 +131,14 @@ class FlatnessScorer(BaseEstimator):
         Parameters
         ----------
         estimator : fitted estimator
-            See `relative_flatness` for what works.
+            Any model that `relative_flatness` measures.
         X : array-like of shape (n, ...)
-            As the estimator takes it.
+            Inputs as the estimator takes them.
         y : array-like of shape (n, ...), default=None
-            Labels or targets, as in fit.
+            Labels or targets, as in `fit`.
         sample_weight : array-like of shape (n,), default=None
-            Weight of each sample in the mean loss whose flatness is measured; with
-            `data="train"` it weighs only in the check.
+            Weight of each sample in the mean loss whose flatness is measured. With
+            `data="train"`, the weights matter for the check only.
 
         Returns
         -------
@@ -136,19 +148,18 @@ class FlatnessScorer(BaseEstimator):
         Raises
         ------
         ValueError
-            If an argument of the scorer or the data are not as expected, or there is no
-            recorded value of that measure and layer.
+            If an argument of the scorer or the data are not as expected, or the net has not
+            recorded this measure at this layer.
         TypeError
             If there is no network in the estimator.
         sklearn.exceptions.NotFittedError
             If the estimator is not fitted.
         """
         self._check_parameters()
-        recorded = self._recorded(estimator) if self.data == "train" else None
-        checked = self.at_minimum != "ignore"
-        if recorded is not None and not checked:
-            return 0.0 - recorded
-        found = evaluate(
+        recorded = self._read_recorded(estimator) if self.data == "train" else None
+        if recorded is not None and self.at_minimum == "ignore":
+            return 0.0 - recorded  # which is never -0.0
+        measured = evaluate(
             self.measure,
             estimator,
             X,
@@ -157,28 +168,35 @@ class FlatnessScorer(BaseEstimator):
             sample_weight=sample_weight,
             **(self.measure_params or {}),
         )
-        value = found.value if recorded is None else recorded
-        if not checked:
-            return 0.0 - value
-        model = final_estimator(estimator)
-        constant_risk = found.constant_risk()
+        flatness = measured.value if recorded is None else recorded
+        if self.at_minimum != "ignore":
+            objection = self._check_minimum(final_estimator(estimator), flatness, measured)
+            if objection and self.at_minimum == "reject":
+                return math.nan
+        return 0.0 - flatness
+
+    def _check_minimum(self, model: Any, flatness: float, measured: Flatness) -> bool:
+        """Warn of a model that is not at a minimum, and return whether it is not."""
+        name = type(model).__name__
+        constant_risk = measured.constant_risk()
         if math.isnan(constant_risk):
-            _warn(
-                f"without y nobody can tell whether the {type(model).__name__} is at a minimum "
-                'of its loss. Pass y, or at_minimum="ignore" if you know that it is.'
+            warn(
+                f"without y, the scorer cannot check whether the {name} is at a minimum of its "
+                'loss. Pass y, or at_minimum="ignore" if you know that it is.'
             )
-            return 0.0 - value
-        objection = _objection(value, found.risk, constant_risk, _made_no_progress(model))
+            return False
+        objection = _objection(flatness, measured.risk, constant_risk, _made_no_progress(model))
         if objection is None:
-            return 0.0 - value
+            return False
         outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
-        _warn(
-            f"the {type(model).__name__} is at no minimum of its loss, where flatness would "
-            f"mean something: {objection}. With at_minimum={self.at_minimum!r}, {outcome}."
+        warn(
+            f"the {name} is not at a minimum of its loss, so its flatness means nothing: "
+            f"{objection}. With at_minimum={self.at_minimum!r}, {outcome}."
         )
-        return math.nan if self.at_minimum == "reject" else 0.0 - value
+        return True
 
     def _check_parameters(self) -> None:
+        """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
         choices = {
             "measure": get_measure_names(),
             "data": DATA,
@@ -195,13 +213,13 @@ class FlatnessScorer(BaseEstimator):
             )
         if self.data == "train" and (self.measure not in RECORDED or self.measure_params):
             raise ValueError(
-                'data="train" takes the value recorded in fit, which is that of one of '
-                f"{', '.join(RECORDED)}, without measure_params; got {self.measure!r} and "
-                f'{self.measure_params!r}. Use data="given" with the training data.'
+                f'data="train" takes the value recorded in fit: one of {", ".join(RECORDED)}, '
+                f"without measure_params; got {self.measure!r} and {self.measure_params!r}. Use "
+                'data="given" with the training data.'
             )
 
-    def _recorded(self, estimator: Any) -> float:
-        """Take the value a net recorded in fit, if it is what is asked for."""
+    def _read_recorded(self, estimator: Any) -> float:
+        """Return the flatness that a net recorded in fit, at the scorer's layer."""
         net = final_estimator(estimator)
         check_is_fitted(net)
         if not hasattr(net, "relative_flatness_"):
@@ -210,31 +228,32 @@ class FlatnessScorer(BaseEstimator):
                 f"RelativeFlatnessRegularizedNet; the {type(net).__name__} did not. Use "
                 'data="given".'
             )
-        asked = {"layer": self.layer, "normalize": RECORDED[self.measure]}
-        there = {"layer": net.flatness_layer, "normalize": net.flatness_normalize}
-        if asked != there:
+        expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
+        recorded = {"layer": net.flatness_layer, "normalize": net.flatness_normalize}
+        if expected != recorded:
             raise ValueError(
-                f"the {type(net).__name__} recorded its flatness with {_listed(there)}, but "
-                f"the scorer asks for {_listed(asked)}. Give the same layer and measure to "
+                f"the {type(net).__name__} recorded its flatness with {_listed(recorded)}, but "
+                f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
                 "both."
             )
         return float(net.relative_flatness_)
 
     # -- metadata routing ----------------------------------------------------------------
-    # scikit-learn generates these for methods named score, not for __call__
+    # scikit-learn generates these methods for `score`, but not for `__call__`
 
     def set_score_request(self, *, sample_weight: Any = UNCHANGED) -> "FlatnessScorer":
-        """Say whether the scorer wants sample weights, where metadata routing is enabled.
+        """Request sample weights, or refuse them, where metadata routing is enabled.
 
         Parameters
         ----------
         sample_weight : bool, None or str
-            True: pass them if there are any; False: never; None: raise if there are any;
-            a name: pass what the user gives under that name.
+            True: pass them if there are any. False: never pass them. None: raise an error if
+            there are any. A name: pass the metadata that the user gives under that name.
 
         Returns
         -------
-        self
+        FlatnessScorer
+            The scorer itself.
 
         Raises
         ------
@@ -243,7 +262,7 @@ class FlatnessScorer(BaseEstimator):
         """
         if not get_config()["enable_metadata_routing"]:
             raise RuntimeError(
-                "set_score_request takes effect with metadata routing only: call "
+                "set_score_request needs metadata routing: call "
                 "sklearn.set_config(enable_metadata_routing=True) first."
             )
         requests = self._get_metadata_request()
@@ -259,14 +278,14 @@ class FlatnessScorer(BaseEstimator):
         return requests
 
     def _accept_sample_weight(self) -> bool:
-        # asked by scikit-learn of scorers in a dict, where metadata routing is off
+        # scikit-learn asks scorers in a dict, where metadata routing is off
         return True
 
 
 def _objection(
     value: float, risk: float, constant_risk: float, made_no_progress: bool
 ) -> str | None:
-    """Say why a model's flatness means nothing, None if it does."""
+    """Explain why a model is not at a minimum; return None if it is."""
     if not (math.isfinite(risk) and math.isfinite(value)):
         return f"its mean loss is {risk:.3g}, its flatness {value:.3g}; has training diverged?"
     loss = f"its mean loss of {risk:.6g}"
@@ -279,18 +298,14 @@ def _objection(
 
 
 def _made_no_progress(model: Any) -> bool:
-    """Whether a model's own record shows that training has not lowered its loss."""
+    """Tell whether a net's history shows that training has not lowered its loss."""
     if not isinstance(model, NeuralNet):
         return False
     epochs = [epoch["train_loss"] for epoch in model.history if "train_loss" in epoch]
-    if len(epochs) < 2:  # one epoch shows no progress, nor the lack of it
+    if len(epochs) < 2:  # one epoch shows neither progress nor the lack of it
         return not model.history
     return not epochs[-1] < epochs[0] - _PROGRESS * abs(epochs[0])
 
 
 def _listed(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, FlatnessWarning, stacklevel=3)

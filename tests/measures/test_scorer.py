@@ -471,13 +471,20 @@ def bad_net(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_models_at_no_minimum_are_not_scored(name):
+def test_models_that_are_not_at_a_minimum_are_not_scored(name):
     with pytest.warns(FlatnessWarning, match=BAD[name][1] + ".* its score is nan"):
         assert math.isnan(SCORER(bad_net(name), X, Y))
 
 
+def test_warnings_point_at_the_call():
+    model = bad_net("dead")
+    with pytest.warns(FlatnessWarning) as caught:
+        SCORER(model, X, Y)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_models_at_no_minimum_are_scored_on_demand(name):
+def test_models_that_are_not_at_a_minimum_are_scored_on_demand(name):
     model = bad_net(name)
     flatness = -relative_flatness(model, X, Y)
     with pytest.warns(FlatnessWarning, match=BAD[name][1] + ".* it is scored anyway"):
@@ -536,7 +543,7 @@ def test_regressors_at_no_minimum_are_not_scored(bad):
     y = TARGET[:, None]
     assert SCORER(regressor.fit(X, y), X, y) == -relative_flatness(regressor, X, y)
     regressor.set_params(**bad).fit(X, y)
-    with pytest.warns(FlatnessWarning, match="the NeuralNetRegressor is at no minimum"):
+    with pytest.warns(FlatnessWarning, match="the NeuralNetRegressor is not at a minimum"):
         assert math.isnan(SCORER(regressor, X, y))
 
 
@@ -594,7 +601,9 @@ def test_an_infinite_loss_is_said_to_be_one():
 @pytest.mark.parametrize("at_minimum", ["reject", "warn"])
 def test_without_labels_nothing_is_known(at_minimum):
     model = net().fit(X, Y)
-    with pytest.warns(FlatnessWarning, match="without y nobody can tell whether the NeuralNet"):
+    with pytest.warns(
+        FlatnessWarning, match="without y, the scorer cannot check whether the Neural"
+    ):
         score = FlatnessScorer(at_minimum=at_minimum)(model, X)
     assert score == -relative_flatness(model, X)
     assert FlatnessScorer(at_minimum="ignore")(model, X) == score
@@ -678,7 +687,7 @@ def test_recorded_value_of_a_model_at_no_minimum_is_not_taken(bad):
     ],
     ids=["stock net", "layer", "layers", "measure"],
 )
-def test_refuses_to_take_what_was_not_recorded(model, scorer, message):
+def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
     with pytest.raises(ValueError, match=message):
         FlatnessScorer(data="train", **scorer)(model.fit(X, Y), X, Y)
 
