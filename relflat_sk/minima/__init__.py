@@ -1,26 +1,38 @@
-"""The table of minima: ranked, correlated and judged."""
+"""Rank minima by flatness, and test whether a measure predicts the generalization gap.
+
+All functions take a table with one row per trained network, an Optuna study or a fitted
+`FlatMinimaSearch`. A table has these columns, of which only those that a function reads have
+to be there:
+
+======================  =======  ===========================================================
+column                  type     meaning
+======================  =======  ===========================================================
+``trial``               int      number of the trial in its study
+``param_<name>``        any      value of a varied parameter, as in ``cv_results_``
+one per measure         float    value of the measure, such as ``relative_flatness``;
+                                 small is flat
+``train_loss``          float    mean loss on the training data
+``test_loss``           float    mean loss on the held-out data, nan without such data
+``generalization_gap``  float    ``test_loss - train_loss``
+``train_score``         float    the estimator's own ``score`` on the training data
+``test_score``          float    the estimator's own ``score`` on the held-out data
+``converged``           bool     whether training ended in a minimum
+``seconds``             float    duration of the training
+``state``               str      ``"complete"``, ``"failed"`` or ``"pruned"``
+``reason``              str      why there is no (converged) minimum; otherwise empty
+``rank``                int      1 is flattest; only in ranked tables
+======================  =======  ===========================================================
+
+Every other numeric column counts as a measure, so that a table can be extended by hand.
+"""
 
 from relflat_sk.minima._correlation import correlate
 from relflat_sk.minima._granulated import granulated_kendall
+from relflat_sk.minima._mutual_information import conditional_mutual_information
+from relflat_sk.minima._ranking import rank_minima
 
 # for the packages above, not public
-from relflat_sk.minima._hyperparameters import find_axis as find_axis
-from relflat_sk.minima._mutual_information import conditional_mutual_information
-from relflat_sk.minima._resampling import FEWEST as FEWEST
-from relflat_sk.minima._resampling import Bools as Bools
-from relflat_sk.minima._resampling import Floats as Floats
-from relflat_sk.minima._resampling import Judged as Judged
-from relflat_sk.minima._resampling import judge as judge
-from relflat_sk.minima._table import NO_REASON as NO_REASON
-from relflat_sk.minima._table import PARAM_PREFIX as PARAM_PREFIX
-from relflat_sk.minima._table import STATES as STATES
-from relflat_sk.minima._table import is_complete as is_complete
-from relflat_sk.minima._table import is_converged as is_converged
-from relflat_sk.minima._table import later as later
-from relflat_sk.minima._table import measure_columns as measure_columns
-from relflat_sk.minima._table import minima_table as minima_table
-from relflat_sk.minima._table import numeric_column as numeric_column
-from relflat_sk.minima._table import rank_minima
-from relflat_sk.minima._table import table_of_trials as table_of_trials
+from relflat_sk.minima._selection import FEWEST_MINIMA as FEWEST_MINIMA
+from relflat_sk.minima._selection import select_minima as select_minima
 
 __all__ = ["conditional_mutual_information", "correlate", "granulated_kendall", "rank_minima"]

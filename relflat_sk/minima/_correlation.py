@@ -1,16 +1,17 @@
-r"""How well a measure predicts the generalization gap, over many minima.
+r"""Correlation of measures with the generalization gap, over many minima.
 
-The symbols are those of `_resampling`. A resample is a reweighting of the minima by
-its counts, and all three coefficients are ratios of quadratic forms in the counts, so that b
-resamples are a matrix product and no loop:
+The symbols are those of `relflat_sk.minima._resampling`. All three coefficients are ratios of
+quadratic forms in the counts :math:`c` of a resample, so that b resamples take a few matrix
+products and no loop. Kendall's tau is
 
 .. math::
     \tau_b = \frac{c^\top (S_x \circ S_y) c}{\sqrt{c^\top S_x^{\circ 2} c}
                                              \sqrt{c^\top S_y^{\circ 2} c}},
-    \qquad (S_x)_{ij} = \mathrm{sign}(x_i - x_j),
+    \qquad (S_x)_{ij} = \mathrm{sign}(x_i - x_j);
 
-Pearson's r is the weighted one, and Spearman's the weighted r of the ranks that the minima
-have within the resample. One resample with all counts 1 is the coefficient itself.
+Pearson's r is the weighted one, with the counts as weights, and Spearman's rho the weighted r
+of the ranks within the resample. A resample with all counts 1 gives the coefficient of the
+minima themselves.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima._resampling import FEWEST, draw_seed, interval, judge, resample
+from relflat_sk._random import draw_seed
+from relflat_sk.minima._resampling import interval, resample
+from relflat_sk.minima._selection import FEWEST_MINIMA, Floats, select_minima
 
 __all__ = ["correlate"]
-
-Floats = NDArray[np.float64]
 
 
 def correlate(
@@ -36,49 +37,54 @@ def correlate(
 ) -> pd.DataFrame:
     r"""Correlate every measure with the generalization gap over many minima.
 
-    Only converged minima with a finite target are used: away from a minimum flatness means
-    nothing, and a few networks that diverged or stopped early can turn the sign of the result.
+    Only converged minima with a finite target are used: flatness says nothing away from a
+    minimum, and a few networks that diverged or stopped early can turn the sign of the result.
 
     Parameters
     ----------
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-        The minima; see `relflat_sk.minima._table` for the columns of a table.
+        The minima; `relflat_sk.minima` describes the columns of a table.
     target : str, default="generalization_gap"
         The numeric column to predict.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
-        Seed of the resampling. The order of the minima does not matter.
+        Seed of the resampling. The order of the minima does not change the result.
 
     Returns
     -------
     pandas.DataFrame
-        One row per measure, and one for ``train_loss`` as a baseline. Columns: ``measure``;
-        ``pearson``, ``pearson_low``, ``pearson_high``, the coefficient and its 95% percentile
-        interval over resampled minima; the same for ``spearman`` and ``kendall`` (tau-b);
-        ``n``, the number of minima used; ``n_left_out``, the number of rows that were not.
-        Where a measure or the target is constant, or there are fewer than 3 minima with that
-        measure, the coefficients are nan.
+        One row per measure, and one for ``train_loss`` as a baseline, with the columns
+
+        - ``measure``: its name;
+        - ``pearson``, ``pearson_low``, ``pearson_high``: the coefficient, in [-1, 1], and its
+          95% percentile interval over resampled minima;
+        - the same for ``spearman`` and ``kendall`` (tau-b);
+        - ``n``: the number of minima used; ``n_left_out``: the number of other rows.
+
+        The coefficients are nan where the measure or the target is constant, and for a measure
+        with finite values at fewer than 3 minima.
 
     Raises
     ------
     TypeError
-        If `minima` is neither a table nor a study.
+        If `minima` is neither a table nor a study nor a fitted search.
     ValueError
         If there is no numeric column `target`, fewer than 3 converged minima have a finite
-        one, or `n_bootstrap` is not a positive integer.
+        target, or `n_bootstrap` is not a positive integer.
 
     See Also
     --------
     granulated_kendall : Kendall's tau along one hyper-parameter at a time.
-    conditional_mutual_information : What a measure tells beyond the hyper-parameters.
-    rank_minima : The minima in order of flatness.
-    FlatnessGapDisplay : The same as a picture.
+    conditional_mutual_information : Information about the gap beyond the hyper-parameters.
+    rank_minima : Rank minima, flattest first.
+    FlatnessGapDisplay : Draw the gap against one measure, with the coefficients.
 
     Notes
     -----
-    Percentile intervals are approximate for few minima (below about 20). Resamples in which a
-    column is constant have no coefficient and are left out of its interval.
+    Jiang et al. [1]_ compare measures by Kendall's tau; the intervals are those of [2]_.
+    Percentile intervals are approximate for few minima (below about 20). A resample in which
+    the measure or the target is constant has no coefficient and is left out of the interval.
 
     References
     ----------
@@ -88,8 +94,8 @@ def correlate(
 
     Examples
     --------
-    Of the six pairs of these minima the measure orders five as the gap does, and one
-    wrongly: Kendall's tau is (5 - 1) / 6.
+    The measure orders five of the six pairs of minima as the gap does, and one pair the other
+    way round: Kendall's tau is (5 - 1) / 6.
 
     >>> import pandas as pd
     >>> minima = pd.DataFrame(
@@ -103,21 +109,21 @@ def correlate(
                  measure  spearman  kendall  n
     0  relative_flatness       0.8    0.667  4
     """
-    judged = judge(minima, target, n_bootstrap)
+    selected = select_minima(minima, target, n_bootstrap)
     seed = draw_seed(random_state)
     rows = []
-    for name in judged.measures:
-        _, x, y = judged.of(name)
+    for name in selected.measures:
+        _, x, y = selected.pairs(name)
         counts = resample(len(x), int(n_bootstrap), seed)
         row = {"measure": name} | _coefficients(x, y, counts)
-        rows.append(row | {"n": len(x), "n_left_out": len(judged.table) - len(x)})
+        rows.append(row | {"n": len(x), "n_left_out": len(selected.table) - len(x)})
     return pd.DataFrame(rows, columns=["measure", *_COLUMNS, "n", "n_left_out"])
 
 
 def _coefficients(x: Floats, y: Floats, counts: Floats) -> dict[str, float]:
     """Return all coefficients of one measure with their intervals, by column name."""
     row: dict[str, float] = dict.fromkeys(_COLUMNS, np.nan)
-    if len(x) < FEWEST:
+    if len(x) < FEWEST_MINIMA:
         return row
     everything = np.ones((1, len(x)))
     for name, coefficient in _COEFFICIENTS.items():
@@ -154,7 +160,7 @@ def _quadratic_form(matrix: Floats, counts: Floats) -> Floats:
 
 def _ranks(values: Floats, counts: Floats) -> Floats:
     """Return the mean rank of every value within each resample, shape (b, n)."""
-    # of c_j copies of x_j: those below x_i come first, and the tied ones share their places
+    # x_i comes after all smaller values, and equal values share the mean of their places
     below = counts @ (values[:, None] < values)
     tied = counts @ (values[:, None] == values)
     ranks: Floats = below + (tied + 1) / 2
@@ -162,21 +168,21 @@ def _ranks(values: Floats, counts: Floats) -> Floats:
 
 
 def _standardize(values: Floats) -> Floats:
-    """Return values moved and scaled to about one, so that no sum of squares overflows."""
+    """Return values shifted and scaled to [-1, 1], so that no sum of squares overflows."""
     low, high = values.min(), values.max()
-    # halved, as high - low itself may overflow
+    # halves, as high - low itself may overflow
     middle, reach = low / 2 + high / 2, high / 2 - low / 2
     return (values - middle) / reach if reach > 0 else np.zeros_like(values)
 
 
 def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
-    """Return Pearson's r of the rows of x and y, each weighted by its counts."""
+    """Return Pearson's r of the rows of x and y, weighted by the rows of counts."""
     total = counts.sum(axis=1, keepdims=True)
     x = x - (counts * x).sum(axis=1, keepdims=True) / total
     y = y - (counts * y).sum(axis=1, keepdims=True) / total
     covariance = (counts * x * y).sum(axis=1)
     variances = (counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1)
-    # rounding leaves a constant row a variance of about eps**2 instead of 0
+    # rounding gives a constant row a variance of about eps**2 instead of 0
     constant = _is_constant(x, counts) | _is_constant(y, counts)
     return _divide(covariance, np.where(constant, 0.0, np.sqrt(variances)))
 

@@ -1,16 +1,17 @@
-r"""How well a measure follows the generalization gap along one hyper-parameter at a time.
+r"""Correlation of measures with the generalization gap along one hyper-parameter at a time.
 
 The symbols are those of `relflat_sk.minima._resampling`, and
 
 =====================  ===========  ==========================================================
 name                   shape        meaning
 =====================  ===========  ==========================================================
-``levels``             ``(n, k)``   values of k hyper-parameters, numbered along each axis
-``first``, ``second``  ``(p,)``     the minima of each pair that differs in one of them
-``weights``            ``(p,)``     ``counts[first] * counts[second]``, of one resample
+``levels``             ``(n, k)``   level numbers of the values of k hyper-parameters
+``first``, ``second``  ``(p,)``     the two minima of each pair that differs in exactly one
+                                    hyper-parameter
+``weights``            ``(p,)``     ``counts[first] * counts[second]`` in one resample
 =====================  ===========  ==========================================================
 
-Two copies of one minimum in a resample differ in nothing, and are no such pair.
+Two copies of the same minimum in a resample differ in no hyper-parameter and form no pair.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima._hyperparameters import find_axes, number_levels, plain_name
-from relflat_sk.minima._resampling import Floats, draw_seed, interval, judge, resample, signs
+from relflat_sk._minima_table import find_axes, number_levels, plain_name
+from relflat_sk._random import draw_seed
+from relflat_sk.minima._resampling import interval, resample, signs
+from relflat_sk.minima._selection import Floats, select_minima
 
 __all__ = ["granulated_kendall"]
 
@@ -39,65 +42,71 @@ def granulated_kendall(
 ) -> pd.DataFrame:
     r"""Correlate measures with the gap along one hyper-parameter at a time.
 
-    Kendall's tau over all minima rewards a measure for following the one hyper-parameter that
-    moves the gap most. The granulated coefficient asks along every axis, among minima that
-    differ in that hyper-parameter only, and weighs the axes alike.
+    Kendall's tau over all minima is high for any measure that follows the one hyper-parameter
+    with the largest effect on the gap. The granulated coefficient compares only minima that
+    differ in a single hyper-parameter, and gives every hyper-parameter (axis) equal weight.
 
     Parameters
     ----------
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-        The minima, best a grid over the axes; see `relflat_sk.minima._table` for the columns.
+        The minima, preferably a grid over the axes; `relflat_sk.minima` describes the columns
+        of a table.
     axes : str, sequence of str or None, default=None
         The hyper-parameters, as ``"batch_size"`` or ``"param_batch_size"``. None takes every
-        parameter that was varied; of two that were only varied together, the first. Leave
-        out the random seed to treat its values as repeats.
+        parameter that was varied, and the first of several that were only varied together.
+        Leave out the random seed, so that runs with different seeds count as repeats.
     target : str, default="generalization_gap"
         The numeric column to predict.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
-        Seed of the resampling. The order of the minima does not matter.
+        Seed of the resampling. The order of the minima does not change the result.
 
     Returns
     -------
     pandas.DataFrame
-        One row per measure, and one for ``train_loss`` as a baseline. Columns: ``measure``;
-        ``psi``, ``psi_low``, ``psi_high``, the coefficient and its 95% percentile interval
-        over resampled minima; the same as ``psi_<axis>`` for every axis; ``n``, the number of
-        minima used; ``n_left_out``, the number of rows that were not. An axis along which no
-        two minima differ alone has nan, and no part in ``psi``.
+        One row per measure, and one for ``train_loss`` as a baseline, with the columns
+
+        - ``measure``: its name;
+        - ``psi``, ``psi_low``, ``psi_high``: the coefficient, in [-1, 1], and its 95%
+          percentile interval over resampled minima;
+        - ``psi_<axis>``, ``psi_<axis>_low``, ``psi_<axis>_high``: the same for every axis;
+        - ``n``: the number of minima used; ``n_left_out``: the number of other rows.
+
+        An axis is nan, and left out of ``psi``, if no two minima differ in it alone.
 
     Raises
     ------
     TypeError
-        If `minima` is neither a table nor a study.
+        If `minima` is neither a table nor a study nor a fitted search.
     ValueError
         If there is no numeric column `target`, fewer than 3 converged minima have a finite
-        one, there is no such axis, no two minima differ in one axis alone, or `n_bootstrap`
+        target, there is no such axis, no two minima differ in one axis alone, or `n_bootstrap`
         is not a positive integer.
 
     See Also
     --------
     correlate : Kendall's tau over all minima.
-    conditional_mutual_information : What the measure tells where hyper-parameters are known.
+    conditional_mutual_information : Information about the gap beyond the hyper-parameters.
 
     Notes
     -----
-    Section 2.2.2 of [1]_: with :math:`\tau` of a group of minima the mean of
-    :math:`\mathrm{sign}(\mu_1 - \mu_2) \, \mathrm{sign}(g_1 - g_2)` over its pairs (ties count
-    as 0: tau-a, unlike in `correlate`),
+    The coefficient is defined in section 2.2.2 of [1]_. Let :math:`\tau` of a group of minima
+    be the mean of :math:`\mathrm{sign}(\mu_1 - \mu_2) \, \mathrm{sign}(g_1 - g_2)` over its
+    pairs, with :math:`\mu` the measure and :math:`g` the gap; ties count as 0 (this is tau-a,
+    unlike in `correlate`). Then
 
     .. math::
         \psi_i = \frac{1}{m_i} \sum_{\text{groups}} \tau, \qquad
         \psi = \frac1k \sum_{i=1}^k \psi_i,
 
-    where the :math:`m_i` groups along axis i share all other hyper-parameters. Where several
-    minima share all of them (repeats), pairs of these are in no group: they differ in
-    nothing. Groups that lost minima, because these did not converge, count with the pairs
-    that are left.
+    where the minima of each of the :math:`m_i` groups along axis i share all other
+    hyper-parameters. Repeats, which share all hyper-parameters, form no pairs. A group in
+    which some minima did not converge counts with its remaining pairs.
 
-    Where every combination of hyper-parameters has repeats, resamples are drawn within each
-    combination; otherwise, since a single minimum can only be drawn again, from all minima.
+    If every combination of hyper-parameters has repeats, resamples are drawn within each
+    combination. Otherwise they are drawn from all minima, since a combination with a single
+    minimum would be the same in every resample.
 
     References
     ----------
@@ -106,8 +115,8 @@ def granulated_kendall(
 
     Examples
     --------
-    Along the batch size, the measure orders minima as the gap does for both learning rates;
-    along the learning rate it does so for one batch size of two:
+    Along the batch size, the measure orders the minima as the gap does at both learning rates.
+    Along the learning rate, it does so at one of the two batch sizes:
 
     >>> import pandas as pd
     >>> minima = pd.DataFrame(
@@ -123,20 +132,21 @@ def granulated_kendall(
                  measure  psi  psi_batch_size  psi_lr  n
     0  relative_flatness  0.5             1.0     0.0  4
     """
-    judged = judge(minima, target, n_bootstrap)
-    columns = find_axes(judged.table, axes)
-    levels = number_levels(judged.table, columns)
-    if not len(_Granules.of(levels[judged.used]).first):
+    selected = select_minima(minima, target, n_bootstrap)
+    columns = find_axes(selected.table, axes)
+    levels = number_levels(selected.table, columns)
+    if not len(_Granules.of(levels[selected.usable]).first):
         raise ValueError(
-            f"No two of the {judged.used.sum()} minima differ in one of {columns} alone. Name "
-            "the hyper-parameters that were varied independently as axes, without the random "
-            "seed, and sweep over a grid of them: values drawn at random hardly ever agree."
+            f"No two of the {selected.usable.sum()} minima differ in one of {columns} alone. "
+            "Name the hyper-parameters that were varied independently as axes, without the "
+            "random seed, and sweep over a grid of them: values drawn at random hardly ever "
+            "repeat."
         )
     seed = draw_seed(random_state)
     names = ["psi", *(f"psi_{plain_name(column)}" for column in columns)]
     rows = []
-    for measure in judged.measures_but(columns):
-        used, x, y = judged.of(measure)
+    for measure in selected.measures_except(columns):
+        used, x, y = selected.pairs(measure)
         granules = _Granules.of(levels[used])
         psi = granules.psi(x, y, np.ones((1, len(x))))[0]
         resampled = granules.psi(x, y, resample_cells(levels[used], int(n_bootstrap), seed))
@@ -144,23 +154,29 @@ def granulated_kendall(
         for name, value, values in zip(names, psi, resampled.T, strict=True):
             low, high = interval(values)
             row |= {name: float(value), f"{name}_low": low, f"{name}_high": high}
-        rows.append(row | {"n": len(x), "n_left_out": len(judged.table) - len(x)})
+        rows.append(row | {"n": len(x), "n_left_out": len(selected.table) - len(x)})
     ends = [name + end for name in names for end in ("", "_low", "_high")]
     return pd.DataFrame(rows, columns=["measure", *ends, "n", "n_left_out"])
 
 
 def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
-    """Return the counts of resamples of minima, within cells of equal levels where they can.
+    """Draw resamples within each combination of hyper-parameters, if all have repeats.
+
+    If a combination has a single minimum, resamples are drawn from all minima instead.
 
     Parameters
     ----------
     levels : ndarray of int of shape (n, k)
+        Level numbers of the hyper-parameters; equal rows are one combination (cell).
     n_bootstrap : int
+        Number of resamples.
     seed : int
+        Seed of the draws.
 
     Returns
     -------
     ndarray of shape (n_bootstrap, n)
+        The counts; every row sums to n.
     """
     cells, cell, sizes = np.unique(levels, axis=0, return_inverse=True, return_counts=True)
     if len(cells) == 0 or sizes.min() < 2:
@@ -174,7 +190,7 @@ def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
 
 @dataclass(frozen=True)
 class _Granules:
-    """The pairs of minima that differ in one axis only, grouped by their other values."""
+    """The pairs of minima that differ in one axis only, grouped by their other levels."""
 
     first: Integers
     second: Integers
@@ -184,11 +200,12 @@ class _Granules:
 
     @classmethod
     def of(cls, levels: Integers) -> "_Granules":
+        """Find the pairs and their groups from the levels of the minima, shape (n, k)."""
         first, second = np.triu_indices(len(levels), 1)
         differs = levels[first] != levels[second]
         one_apart = differs.sum(axis=1) == 1
         first, second, differs = first[one_apart], second[one_apart], differs[one_apart]
-        # what a pair shares, with a hole at its axis: a name for its group
+        # the levels that a pair shares, with -1 at its axis, identify its group
         shared = np.where(differs, -1, levels[first])
         groups, group = np.unique(shared, axis=0, return_inverse=True)
         axis_of_group = (groups == -1).argmax(axis=1)
@@ -203,12 +220,13 @@ class _Granules:
         return np.column_stack([mean, along])
 
     def _psi_of_axes(self, concordance: Integers, counts: Floats) -> Floats:
+        """Return psi along each axis in one resample, shape (k,)."""
         weights = counts[self.first] * counts[self.second]
         n_pairs = np.bincount(self.group, weights, minlength=len(self.axis_of_group))
         total = np.bincount(self.group, weights * concordance, minlength=len(self.axis_of_group))
-        there = n_pairs > 0
-        axis = self.axis_of_group[there]
-        tau = np.bincount(axis, total[there] / n_pairs[there], minlength=self.n_axes)
+        drawn = n_pairs > 0
+        axis = self.axis_of_group[drawn]
+        tau = np.bincount(axis, total[drawn] / n_pairs[drawn], minlength=self.n_axes)
         return _ratio(tau, np.bincount(axis, minlength=self.n_axes))
 
 

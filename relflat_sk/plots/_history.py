@@ -10,8 +10,8 @@ from skorch.callbacks import EpochScoring
 
 from relflat_sk._models import final_estimator
 from relflat_sk.measures import FlatnessScorer
-from relflat_sk.minima import Floats
 from relflat_sk.plots._style import (
+    Floats,
     figure_of,
     is_wide,
     label_of,

@@ -6,17 +6,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk.minima import (
-    FEWEST,
-    Judged,
-    correlate,
-    find_axis,
-    judge,
-    minima_table,
-    numeric_column,
-)
+from relflat_sk._minima_table import find_axis, minima_table, numeric_column
+from relflat_sk.minima import FEWEST_MINIMA, correlate, select_minima
 from relflat_sk.plots._scatter import SYMBOLS, measures_to_draw
 from relflat_sk.plots._style import (
+    Floats,
     draw_panels,
     figure_of,
     label_of,
@@ -143,19 +137,19 @@ class LabelNoiseDisplay:
         by = find_axis(table, by, argument="by")
         shares = numeric_column(table, by, argument="by")
         names = [name for name in measures_to_draw(table, measures, target) if name != by]
-        judged = judge(table, target, n_bootstrap)
+        usable = select_minima(table, target, n_bootstrap).usable
         found = [
             correlate(
                 table[rows], target, n_bootstrap=n_bootstrap, random_state=random_state
             ).assign(share=share)
             for share in np.unique(shares[np.isfinite(shares)])
-            if (judged.used & (rows := shares == share)).sum() >= FEWEST
+            if (usable & (rows := shares == share)).sum() >= FEWEST_MINIMA
         ]
         if not found:
             raise ValueError(
-                f"No value of {by!r} has {FEWEST} converged minima with a finite {target!r}, "
-                f"and a correlation needs as many; there are {_counts(judged, shares)}. "
-                "Train more minima at each."
+                f"No value of {by!r} has {FEWEST_MINIMA} converged minima with a finite "
+                f"{target!r}, as a correlation needs; there are {_counts(shares[usable])}. Train "
+                "more minima at each value."
             )
         every = pd.concat(found, ignore_index=True)
         display = cls(
@@ -218,9 +212,9 @@ class LabelNoiseDisplay:
         return self
 
 
-def _counts(judged: Judged, shares: Any) -> dict[float, int]:
-    """Return how many minima there are for each share."""
-    known, counts = np.unique(shares[judged.used & np.isfinite(shares)], return_counts=True)
+def _counts(shares: Floats) -> dict[float, int]:
+    """Return the number of minima at each share, without those whose share is unknown."""
+    known, counts = np.unique(shares[np.isfinite(shares)], return_counts=True)
     return dict(zip(known.tolist(), counts.tolist(), strict=True))
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk.minima import minima_table, numeric_column
+from relflat_sk._minima_table import minima_table, numeric_column
 from relflat_sk.plots._scatter import (
     Cloud,
     Colors,
@@ -40,7 +40,7 @@ class MeasurePanelsDisplay:
     Parameters
     ----------
     minima : pandas.DataFrame
-        The table of minima; see `relflat_sk.minima._table` for its columns.
+        The table of minima; see `relflat_sk.minima` for its columns.
     measures : list of str
         The columns on the x axes.
     target : str

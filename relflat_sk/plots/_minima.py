@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk.minima import minima_table, numeric_column, rank_minima
+from relflat_sk._minima_table import minima_table, numeric_column
+from relflat_sk.minima import rank_minima
 from relflat_sk.plots._scatter import Cloud, Colors, color_column, correlation_of, describe
 from relflat_sk.plots._style import figure_of, is_wide, label_of, legend_below, make_axes, panels
 
@@ -30,7 +31,7 @@ class FlatnessGapDisplay:
     Parameters
     ----------
     minima : pandas.DataFrame
-        The table of minima; see `relflat_sk.minima._table` for its columns.
+        The table of minima; see `relflat_sk.minima` for its columns.
     measure : str
         The column on the x axis.
     target : str

@@ -5,19 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from relflat_sk.minima import (
-    FEWEST,
-    PARAM_PREFIX,
-    Bools,
-    Floats,
-    correlate,
+from relflat_sk._minima_table import (
     is_complete,
     is_converged,
     measure_columns,
     numeric_column,
+    parameter_columns,
 )
-from relflat_sk.plots._style import is_wide, label_of, prepare, shorten
+from relflat_sk.minima import FEWEST_MINIMA, correlate
+from relflat_sk.plots._style import Floats, is_wide, label_of, prepare, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +114,7 @@ class Colors:
             self.codes = np.ma.masked_invalid(codes.to_numpy(dtype=np.float64))
             self.norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
 
-    def of(self, rows: Bools) -> dict[str, Any]:
+    def of(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
         """Return the arguments of ``scatter`` that color these rows."""
         if self.column is None:
             return {}
@@ -159,8 +157,7 @@ def _text(level: Any) -> str:
 
 def color_column(table: pd.DataFrame) -> str | None:
     """Return the column of the batch size, or else the first parameter that varies."""
-    params = [str(name) for name in table.columns if str(name).startswith(PARAM_PREFIX)]
-    varied = [name for name in params if table[name].nunique() > 1]
+    varied = [name for name in parameter_columns(table) if table[name].nunique() > 1]
     batch_sizes = [name for name in varied if name.endswith("batch_size")]
     return next(iter([*batch_sizes, *varied]), None)
 
@@ -188,7 +185,7 @@ def correlation_of(
     x = numeric_column(table, measure, argument="measure")
     y = numeric_column(table, target, argument="target")
     used = Cloud(table, x, y).converged
-    if used.sum() < FEWEST:
+    if used.sum() < FEWEST_MINIMA:
         return None
     pairs = pd.DataFrame({"measure": x[used], "target": y[used]})
     return correlate(pairs, "target", random_state=random_state).iloc[0]

@@ -6,14 +6,16 @@ Matplotlib is imported when something is drawn.
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from relflat_sk.minima import PARAM_PREFIX, Floats
+from relflat_sk._minima_table import plain_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
+    "Floats",
     "draw_panels",
     "figure_of",
     "is_wide",
@@ -29,6 +31,8 @@ __all__ = [
     "spread",
     "style_of",
 ]
+
+Floats = NDArray[np.float64]
 
 # what is in the unit of the loss, and how it is called; other names are read as words
 IN_LOSS_UNITS = {
@@ -219,7 +223,7 @@ def label_of(name: str, loss_unit: str) -> str:
     """Return how a column is called on an axis, with its unit."""
     if name in IN_LOSS_UNITS:
         return f"{IN_LOSS_UNITS[name]} ({loss_unit})" if loss_unit else IN_LOSS_UNITS[name]
-    plain = name.removeprefix(PARAM_PREFIX).rpartition("__")[2]
+    plain = plain_name(name).rpartition("__")[2]
     return WORDS.get(plain, plain.replace("_", " "))
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
+from relflat_sk._minima_table import remeasured_key
 from relflat_sk.measures import check_name
-from relflat_sk.minima import later
 from relflat_sk.search._sharing import check_data
 from relflat_sk.search._trial import ARTIFACT, MinimaObjective
 
@@ -43,7 +43,7 @@ def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[s
             "the search an artifact_store, a folder for instance, before it trains."
         )
     for trial in trials:
-        found: dict[str, Any] = study.user_attrs.get(later(trial), {})
+        found: dict[str, Any] = study.user_attrs.get(remeasured_key(trial), {})
         missing = [name for name in names if name not in trial.user_attrs | found]
         if not missing or ARTIFACT not in trial.user_attrs:
             continue
@@ -51,4 +51,4 @@ def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[s
         estimator = objective.restore(params, trial)
         measured = objective.measure(missing, estimator, objective.data(params), trial.params)
         values = {name: float(np.float64(one.value)) for name, one in measured.items()}
-        study.set_user_attr(later(trial), found | values)
+        study.set_user_attr(remeasured_key(trial), found | values)

@@ -17,7 +17,8 @@ import pandas as pd
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from relflat_sk.minima import correlate, is_complete, is_converged
+from relflat_sk._minima_table import is_complete, is_converged
+from relflat_sk.minima import correlate
 from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
 
 __all__ = ["render"]

@@ -8,8 +8,8 @@ import optuna
 import pandas as pd
 from optuna.trial import FrozenTrial
 
+from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
-from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk.search._sharing import is_cut_short
 from relflat_sk.search._trial import Space
 
@@ -28,7 +28,7 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
     -------
     pandas.DataFrame
         One row per candidate that was finished, failed or was pruned; see
-        `relflat_sk.minima._table` for the columns. With several objectives, the column `pareto`
+        `relflat_sk.minima` for the columns. With several objectives, the column `pareto`
         says whether no other candidate is at least as good in all of them and better in one.
     """
     trials = study.get_trials(deepcopy=False)

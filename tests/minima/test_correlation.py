@@ -236,7 +236,7 @@ def test_study_is_correlated_as_its_table():
         (
             {"converged": False},
             {"target": "relative_flatness"},
-            "0 of the 20.*what was left",
+            "0 of the 20.*why minima were left out",
         ),
         ({}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),
         ({}, {"n_bootstrap": 10.5}, "n_bootstrap must be a positive integer, got 10.5"),
@@ -251,3 +251,8 @@ def test_says_what_is_wrong(change, arguments, message):
 def test_two_minima_are_too_few():
     with pytest.raises(ValueError, match=r"2 of the 2 minima.*needs at least 3"):
         correlate(make_minima(2))
+
+
+def test_numbers_of_numpy_will_do():
+    few, same = (correlate(make_minima(), n_bootstrap=n, random_state=0) for n in (np.int64(5), 5))
+    assert_frame_equal(few, same)

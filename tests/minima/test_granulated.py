@@ -233,7 +233,7 @@ def test_a_column_of_ones_own_can_be_an_axis_and_is_no_measure_then():
     assert table["psi_width"].item() == expected["psi_batch_size"].item()
 
 
-def test_study_is_judged_as_its_table():
+def test_study_gives_the_result_of_its_table():
     study = optuna.create_study()
     choices = optuna.distributions.CategoricalDistribution([8, 32])
     for size, value in [(8, 1.0), (8, 1.5), (32, 2.0)]:

@@ -217,6 +217,13 @@ def test_a_measure_nobody_knows_is_nan():
     assert table.set_index("measure").loc["absent", ["cmi", "cmi_low", "chance"]].isna().all()
 
 
+def test_without_measures_the_table_is_empty_but_has_its_columns():
+    minima = make_minima().drop(columns="relative_flatness")
+    table = conditional_mutual_information(minima, random_state=0)
+    assert len(table) == 0
+    assert table.columns.tolist()[:5] == ["measure", "cmi", "cmi_low", "cmi_high", "given"]
+
+
 def test_same_seed_same_result():
     first, second, other = (
         conditional_mutual_information(make_minima(), n_bootstrap=50, random_state=seed)

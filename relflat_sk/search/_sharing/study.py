@@ -13,7 +13,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from relflat_sk.minima import later
+from relflat_sk._minima_table import remeasured_key
 from relflat_sk.search._trial import MinimaObjective
 
 __all__ = ["check_data", "check_resumable", "in_memory", "log_level", "open_storage"]
@@ -85,7 +85,7 @@ def check_resumable(study: optuna.Study, objective: MinimaObjective, n_objective
         )
     objective.space.check_study(study)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        found = trial.user_attrs | study.user_attrs.get(later(trial), {})
+        found = trial.user_attrs | study.user_attrs.get(remeasured_key(trial), {})
         lacking = [measure for measure in objective.measures if measure not in found]
         if lacking:
             raise ValueError(

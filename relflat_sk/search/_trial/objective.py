@@ -10,10 +10,10 @@ from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import is_classifier
 from sklearn.utils import check_random_state
 
+from relflat_sk._minima_table import NO_REASON
 from relflat_sk._models import DataOptions, final_estimator, to_network
 from relflat_sk._network import mean_loss
 from relflat_sk.measures import Flatness, check_name, evaluate
-from relflat_sk.minima import NO_REASON
 from relflat_sk.search._trial.fitting import fit, prepare, seeded
 from relflat_sk.search._trial.learning_rate import LR_SCALINGS, scale_lr
 from relflat_sk.search._trial.space import Space

@@ -1,4 +1,4 @@
-"""Tests for `_table`."""
+"""Tests for `_ranking`: the order of the minima."""
 
 import numpy as np
 import optuna
@@ -6,18 +6,11 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optuna.trial import TrialState, create_trial
 from pandas.testing import assert_frame_equal
 
-from relflat_sk.minima._table import (
-    FIXED,
-    is_complete,
-    is_converged,
-    measure_columns,
-    minima_table,
-    numeric_column,
-    rank_minima,
-)
+from relflat_sk import rank_minima
+from relflat_sk._minima_table import minima_table
+from relflat_sk._minima_table.columns import FIXED
 
 # one row for each way of being last: (flatness, converged, state)
 CASES = [
@@ -45,37 +38,6 @@ def make_minima(cases=CASES):
         "converged": converged,
         "state": state,
     })
-
-
-def make_study(directions=("minimize",)):
-    """A study of one trial per state, as a search leaves it behind."""
-    study = optuna.create_study(directions=directions)
-    values = [1.5] * len(directions)
-    distributions = {
-        "net__lr": optuna.distributions.FloatDistribution(0.0, 1.0),
-        "opt": optuna.distributions.CategoricalDistribution(["SGD", "Adam"]),
-    }
-    params = {"net__lr": 0.1, "opt": "SGD"}
-    fine = {
-        "relative_flatness": 1.5,
-        "param_net__batch_size": "(8, 8)",
-        "train_loss": 0.1,
-        "test_loss": 0.3,
-        "generalization_gap": 0.2,
-        "converged": True,
-        "seconds": 2,
-        "reason": "",
-        "seeds": {"net__random_state": 7},
-        "artifact": "a1b2",
-    }
-    shared = {"params": params, "distributions": distributions}
-    study.add_trial(create_trial(values=values, user_attrs=fine, **shared))
-    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"reason": "boom"}, **shared))
-    study.add_trial(create_trial(state=TrialState.PRUNED, **shared))
-    study.add_trial(create_trial(state=TrialState.FAIL, **shared))
-    study.add_trial(create_trial(state=TrialState.RUNNING, **shared))
-    study.add_trial(create_trial(state=TrialState.WAITING))
-    return study
 
 
 def test_minima_come_first_then_unconverged_then_the_rest():
@@ -132,38 +94,10 @@ def test_ranking_agrees_with_sorting_by_definition(cases):
     assert ranked["trial"].tolist() == sorted(range(len(cases)), key=key)
 
 
-@pytest.mark.parametrize("directions", [("minimize",), ("minimize", "maximize")])
-def test_study_becomes_a_table_of_its_finished_trials(directions):
-    table = minima_table(make_study(directions))
-    assert table["trial"].tolist() == [0, 1, 2, 3]
-    assert table["state"].tolist() == ["complete", "failed", "pruned", "failed"]
-    assert table["reason"].tolist() == [
-        "",
-        "boom",
-        "stopped by the pruner",
-        "failed without a recorded reason",
-    ]
-    assert table["converged"].tolist() == [True, False, False, False]
-    assert table.columns.tolist() == [
-        "trial",
-        "param_net__lr",
-        "param_opt",
-        "param_net__batch_size",
-        "relative_flatness",
-        *FIXED[1:-1],
-    ]
-    first = table.iloc[0]
-    assert first["param_net__batch_size"] == "(8, 8)"
-    assert first["seconds"] == 2.0
-    assert first["generalization_gap"] == 0.2
-    assert table["train_score"].isna().all()
-
-
-def test_study_without_trials_becomes_an_empty_table():
-    table = minima_table(optuna.create_study())
-    assert len(table) == 0
-    assert table.columns.tolist() == list(FIXED[:-1])
-    assert rank_minima(table, by="train_loss").columns.tolist() == list(FIXED)
+def test_study_without_trials_is_ranked_as_an_empty_table():
+    ranked = rank_minima(optuna.create_study(), by="train_loss")
+    assert ranked.columns.tolist() == list(FIXED)
+    assert len(ranked) == 0
 
 
 def test_fitted_search_is_its_minima():
@@ -172,20 +106,6 @@ def test_fitted_search_is_its_minima():
 
     assert minima_table(Search()) is Search.minima_
     assert rank_minima(Search())["trial"].tolist() == IN_ORDER
-
-
-def test_measures_are_the_numeric_columns_without_another_meaning():
-    assert measure_columns(make_minima()) == ["relative_flatness", "l2_norm"]
-
-
-def test_missing_values_are_nan_and_missing_answers_are_no():
-    table = pd.DataFrame({
-        "rho": pd.array([1, None], dtype="Int64"),
-        "converged": pd.array([True, None], dtype="boolean"),
-    })
-    np.testing.assert_array_equal(numeric_column(table, "rho", argument="by"), [1.0, np.nan])
-    assert is_converged(table).tolist() == [True, False]
-    assert is_complete(table).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Tests for `_hyperparameters`: how hyper-parameters are called."""
+"""Tests for `hyperparameters`: how hyper-parameters are found by name."""
 
 import pandas as pd
 import pytest
 
-from relflat_sk.minima._hyperparameters import find_axes, find_axis
+from relflat_sk._minima_table.hyperparameters import find_axes, find_axis
 
 TABLE = pd.DataFrame({
     "param_lr": [0.1, 0.2],

@@ -1,0 +1,45 @@
+"""The table of minima: its columns, its hyper-parameters, and how Optuna's trials become rows.
+
+`relflat_sk.minima` documents the columns. The statistics, the displays and the search read
+the table with these functions only.
+"""
+
+from relflat_sk._minima_table.columns import (
+    is_complete,
+    is_converged,
+    is_score,
+    measure_columns,
+    numeric_column,
+)
+from relflat_sk._minima_table.hyperparameters import (
+    find_axes,
+    find_axis,
+    number_levels,
+    parameter_columns,
+    plain_name,
+)
+from relflat_sk._minima_table.trials import (
+    NO_REASON,
+    STATES,
+    minima_table,
+    remeasured_key,
+    table_of_trials,
+)
+
+__all__ = [
+    "NO_REASON",
+    "STATES",
+    "find_axes",
+    "find_axis",
+    "is_complete",
+    "is_converged",
+    "is_score",
+    "measure_columns",
+    "minima_table",
+    "number_levels",
+    "numeric_column",
+    "parameter_columns",
+    "plain_name",
+    "remeasured_key",
+    "table_of_trials",
+]

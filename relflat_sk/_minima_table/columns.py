@@ -1,0 +1,143 @@
+"""The columns of a table of minima, which `relflat_sk.minima` documents for users."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+__all__ = [
+    "FIXED",
+    "LOSSES",
+    "PARAM_PREFIX",
+    "SCORES",
+    "STATUS",
+    "is_complete",
+    "is_converged",
+    "is_score",
+    "measure_columns",
+    "numeric_column",
+]
+
+PARAM_PREFIX = "param_"
+LOSSES = ("train_loss", "test_loss", "generalization_gap")
+SCORES = ("train_score", "test_score")
+STATUS = ("converged", "seconds", "state", "reason")
+FIXED = ("trial", *LOSSES, *SCORES, *STATUS, "rank")
+
+
+def measure_columns(table: pd.DataFrame) -> list[str]:
+    """Return the names of the measures in a table of minima.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of minima.
+
+    Returns
+    -------
+    list of str
+        The numeric columns that are neither a parameter nor a fixed column, in the table's
+        order.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> measure_columns(pd.DataFrame({"trial": [0], "param_lr": [0.1], "l2_norm": [4.0]}))
+    ['l2_norm']
+    """
+    return [
+        str(name)
+        for name in table.columns
+        if name not in FIXED and not str(name).startswith(PARAM_PREFIX) and _is_numeric(table[name])
+    ]
+
+
+def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[np.float64]:
+    """Return one column of a table of minima as floats.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of minima.
+    name : str
+        The column.
+    argument : str
+        Name of the caller's argument, for the error message.
+
+    Returns
+    -------
+    ndarray of shape (n_minima,)
+        The values in float64; missing values are nan.
+
+    Raises
+    ------
+    ValueError
+        If there is no such column, or it is not numeric.
+    """
+    if name in table.columns and _is_numeric(table[name]):
+        return table[name].to_numpy(dtype=np.float64, na_value=np.nan)
+    problem = "is not numeric" if name in table.columns else "is not a column of these minima"
+    others = [column for column in table.columns if column in (*LOSSES, *SCORES, "seconds")]
+    raise ValueError(
+        f"{argument}={name!r} {problem}. Expected one of the measures {measure_columns(table)} "
+        f"or of the other numeric columns {others}. To record another measure, add it to the "
+        "measures of the search and run the search again."
+    )
+
+
+def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows come from a trial that ran to its end.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of minima; without a column ``state`` every trial ran to its end.
+
+    Returns
+    -------
+    ndarray of bool of shape (n_minima,)
+        True for a complete trial.
+    """
+    if "state" not in table.columns:
+        return np.ones(len(table), dtype=bool)
+    return table["state"].eq("complete").to_numpy(dtype=bool)
+
+
+def is_converged(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows are minima.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of minima; without a column ``converged`` every row is a minimum.
+
+    Returns
+    -------
+    ndarray of bool of shape (n_minima,)
+        True for a minimum; a missing value of ``converged`` counts as False.
+    """
+    if "converged" not in table.columns:
+        return np.ones(len(table), dtype=bool)
+    return table["converged"].eq(True).fillna(False).to_numpy(dtype=bool)
+
+
+def is_score(name: str) -> bool:
+    """Return whether large values of a column are good.
+
+    Parameters
+    ----------
+    name : str
+        A column of a table of minima.
+
+    Returns
+    -------
+    bool
+        True for the two scores, False for losses, measures and all others.
+    """
+    return name in SCORES
+
+
+def _is_numeric(column: Any) -> bool:
+    """Return whether a column holds numbers; booleans are not numbers here."""
+    return pd.api.types.is_numeric_dtype(column) and not pd.api.types.is_bool_dtype(column)

@@ -1,0 +1,134 @@
+"""Optuna's finished trials as a table of minima.
+
+A trial stores the columns of its row as flat keys in ``trial.user_attrs``. Optuna does not let
+a finished trial be changed, so measures computed afterwards are stored in ``study.user_attrs``,
+under the key that `remeasured_key` returns.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import optuna
+import pandas as pd
+from optuna.trial import FrozenTrial, TrialState
+
+from relflat_sk._checks import is_number
+from relflat_sk._minima_table.columns import FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
+
+__all__ = ["NO_REASON", "STATES", "minima_table", "remeasured_key", "table_of_trials"]
+
+# the states of finished trials, and their names in the column `state`
+STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.FAIL: "failed",
+    TrialState.PRUNED: "pruned",
+}
+# the column `reason` of a trial that recorded none
+NO_REASON = {
+    TrialState.COMPLETE: "",
+    TrialState.FAIL: "failed without a recorded reason",
+    TrialState.PRUNED: "stopped by the pruner",
+}
+
+
+def minima_table(source: Any) -> pd.DataFrame:
+    """Return the table of minima of a table, a study or a fitted search.
+
+    Parameters
+    ----------
+    source : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+        The minima. A table is returned as it is, not copied.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per finished trial, in the order of the trials; the columns are those of
+        `relflat_sk.minima`, in that order.
+
+    Raises
+    ------
+    TypeError
+        If `source` is none of these.
+
+    Examples
+    --------
+    >>> import optuna
+    >>> study = optuna.create_study()
+    >>> study.add_trial(
+    ...     optuna.trial.create_trial(
+    ...         value=2.0, user_attrs={"relative_flatness": 2.0, "converged": True}
+    ...     )
+    ... )
+    >>> minima_table(study)[["trial", "relative_flatness", "converged", "state"]]
+       trial  relative_flatness  converged     state
+    0      0                2.0       True  complete
+    """
+    if isinstance(source, pd.DataFrame):
+        return source
+    if isinstance(source, optuna.Study):
+        trials = source.get_trials(deepcopy=False)
+        return table_of_trials((t for t in trials if t.state in STATES), source.user_attrs)
+    table = getattr(source, "minima_", None)
+    if isinstance(table, pd.DataFrame):
+        return table
+    raise TypeError(
+        f"minima must be a pandas.DataFrame, an optuna.Study or a fitted FlatMinimaSearch, "
+        f"got {type(source).__name__}. Pass the `minima_` or the `study_` of a fitted search."
+    )
+
+
+def remeasured_key(trial: FrozenTrial) -> str:
+    """Return the study's user attribute for measures computed after a trial had finished.
+
+    Parameters
+    ----------
+    trial : optuna.trial.FrozenTrial
+        The finished trial.
+
+    Returns
+    -------
+    str
+        The key in ``study.user_attrs``; its value is a dict from measure to value.
+    """
+    return f"measures of trial {trial.number}"
+
+
+def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the unranked table of finished trials.
+
+    Parameters
+    ----------
+    trials : iterable of optuna.trial.FrozenTrial
+        The finished trials.
+    study_attrs : mapping
+        User attributes of their study, which hold the measures computed after a trial had
+        finished.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per trial, without the column ``rank``.
+    """
+    rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
+    names = dict.fromkeys(name for row in rows for name in row)
+    params = [name for name in names if name.startswith(PARAM_PREFIX)]
+    measures = [name for name in names if name not in FIXED and name not in params]
+    columns = ["trial", *params, *measures, *LOSSES, *SCORES, *STATUS]
+    table = pd.DataFrame(rows, columns=columns)
+    floats = [*measures, *LOSSES, *SCORES, "seconds"]
+    types = {"trial": int, "converged": bool} | dict.fromkeys(floats, float)
+    return table.astype(types)
+
+
+def _row(trial: FrozenTrial) -> dict[str, Any]:
+    """Return one trial as a row, without unknown attributes that are not numbers."""
+    row: dict[str, Any] = {"trial": trial.number}
+    row |= {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
+    for name, value in trial.user_attrs.items():
+        if name in FIXED or name.startswith(PARAM_PREFIX) or is_number(value):
+            row[name] = value
+    complete = trial.state == TrialState.COMPLETE
+    row["converged"] = complete and row.get("converged", True)
+    row["state"] = STATES[trial.state]
+    row.setdefault("reason", NO_REASON[trial.state])
+    return row

@@ -1,0 +1,133 @@
+"""The minima that a statistic uses: converged, with finite values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from relflat_sk._checks import check_integer
+from relflat_sk._minima_table import (
+    is_complete,
+    is_converged,
+    measure_columns,
+    minima_table,
+    numeric_column,
+)
+
+__all__ = ["FEWEST_MINIMA", "Floats", "SelectedMinima", "select_minima"]
+
+Floats = NDArray[np.float64]
+
+FEWEST_MINIMA = 3  # with two minima every coefficient is 1 or -1
+BASELINE = "train_loss"
+
+
+@dataclass(frozen=True)
+class SelectedMinima:
+    """A table of minima, and which of them a statistic uses.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        All minima, N rows.
+    target : ndarray of shape (N,)
+        The values to predict, nan where unknown.
+    usable : ndarray of bool of shape (N,)
+        Whether the minimum converged and has a finite target.
+    measures : list of str
+        The measures, and the training loss as a baseline.
+    """
+
+    table: pd.DataFrame
+    target: Floats
+    usable: NDArray[np.bool_]
+    measures: list[str]
+
+    def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
+        """Return the usable minima with a finite measure.
+
+        The minima are sorted by target and measure, so that a seed draws the same resamples
+        whatever the order of the table.
+
+        Parameters
+        ----------
+        measure : str
+            A column of the table.
+
+        Returns
+        -------
+        rows : ndarray of int of shape (n,)
+            Positions of the minima in the table.
+        x, y : ndarray of shape (n,)
+            Their values of the measure and of the target.
+        """
+        x = numeric_column(self.table, measure, argument="measure")
+        order = np.lexsort((x, self.target))
+        rows = order[(self.usable & np.isfinite(x))[order]]
+        return rows, x[rows], self.target[rows]
+
+    def measures_except(self, columns: list[str]) -> list[str]:
+        """Return the measures without some columns.
+
+        Parameters
+        ----------
+        columns : list of str
+            Columns that serve as hyper-parameters.
+
+        Returns
+        -------
+        list of str
+            The other measures, in order.
+        """
+        return [name for name in self.measures if name not in columns]
+
+
+def select_minima(minima: Any, target: str, n_bootstrap: int) -> SelectedMinima:
+    """Select the minima with which measures can be compared to a target.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+        The minima.
+    target : str
+        The numeric column to predict.
+    n_bootstrap : int
+        The caller's number of bootstrap resamples, which is only checked.
+
+    Returns
+    -------
+    SelectedMinima
+        The minima, and the names of the measures in the table's order.
+
+    Raises
+    ------
+    TypeError
+        If `minima` is neither a table nor a study nor a fitted search.
+    ValueError
+        If there is no numeric column `target`, fewer than 3 converged minima have a finite
+        target, or `n_bootstrap` is not a positive integer.
+    """
+    table = minima_table(minima)
+    reason = "it is the number of resamples behind each interval, usually 1000"
+    check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)
+    y = numeric_column(table, target, argument="target")
+    usable = is_complete(table) & is_converged(table) & np.isfinite(y)
+    if usable.sum() < FEWEST_MINIMA:
+        raise ValueError(
+            f"{usable.sum()} of the {len(table)} minima converged and have a finite "
+            f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. {_advice(target)}"
+        )
+    names = [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]
+    return SelectedMinima(table, y, usable, [name for name in names if name != target])
+
+
+def _advice(target: str) -> str:
+    """Return what to do about too few minima."""
+    if target in ("generalization_gap", "test_loss", "test_score"):
+        return (
+            "Pass X_test and y_test to the search to record held-out values. The columns "
+            "'converged' and 'reason' of the table say why minima were left out."
+        )
+    return "The columns 'converged' and 'reason' of the table say why minima were left out."
