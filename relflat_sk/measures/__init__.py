@@ -14,6 +14,7 @@ from relflat_sk.measures._flatness import layer_names as layer_names
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
 from relflat_sk.measures._flatness import observe as observe
+from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
 

@@ -1,30 +1,16 @@
 """Measures of flatness, of any model, by name."""
 
-import inspect
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import Layer, Network
-from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._estimate import Estimate
-from relflat_sk.measures._flatness import (
-    EIGENVALUE_LIKE,
-    TRACE_LIKE,
-    Flatness,
-    layer_names,
-    measure_eigenvalues,
-    measure_gradients,
-    measure_layers,
-    see_network,
-)
-from relflat_sk.measures._norms import NORM_MEASURES
+from relflat_sk._network import Layer
+from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._measure_network import counts_decay, measure_network
 from relflat_sk.measures._registry import INVARIANCES, describe_invariance
-from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
 __all__ = [
     "check_name",
@@ -36,12 +22,6 @@ __all__ = [
 ]
 
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
-# measures of the network as a whole, each with arguments of its own
-NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
-# what any measure takes, whether it has a use for it or not
-_GENERAL = {"method", "n_probes", "rtol", "random_state"}
-# how many standard errors below zero a curvature must be to be called negative
-_SURE = 4
 
 
 def get_measure_names() -> list[str]:
@@ -70,106 +50,6 @@ def check_name(name: str) -> None:
     """
     if name not in INVARIANCES:
         raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
-
-
-def _measure(
-    network: Network,
-    names: Sequence[str],
-    layers: Sequence[Layer] | str,
-    *,
-    weight_decay: float = 0.0,
-    refuse: bool = True,
-    **params: Any,
-) -> dict[tuple[str, str], Flatness]:
-    """Measure layers in several ways, with as few passes over the data as that takes."""
-    if not 0 <= weight_decay < np.inf:
-        raise ValueError(f"weight_decay must be a finite number >= 0, got {weight_decay!r}.")
-    _check_arguments(names, params)
-    found: dict[tuple[str, str], Flatness] = {}
-    traces = [name for name in names if name in TRACE_LIKE]
-    eigenvalues = [name for name in names if name in EIGENVALUE_LIKE]
-    undecayed = [name for name in names if not _counts_decay(name)]
-    if weight_decay and undecayed:
-        raise ValueError(
-            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
-            "of the weights; leave one of them out."
-        )
-    if traces:
-        some = {key: value for key, value in params.items() if key in _GENERAL}
-        found |= measure_layers(network, traces, layers, weight_decay=weight_decay, **some)
-    if "gradient_norm" in names:
-        found |= measure_gradients(network, layers, weight_decay=weight_decay)
-    some = {key: value for key, value in params.items() if key in {"rtol", "random_state"}}
-    if eigenvalues:
-        for layer in layer_names(network) if layers == "all" else layers:
-            found |= measure_eigenvalues(
-                network, eigenvalues, layer, weight_decay=weight_decay, **some
-            )
-    if "network_flatness" in names:
-        each = _measure(network, ["eigenvalue_flatness"], "all", weight_decay=weight_decay, **some)
-        found["", "network_flatness"] = max(each.values(), key=lambda one: one.value)
-    found |= _measure_whole(network, names, refuse, params)
-    for (layer, name), one in found.items():
-        _warn_of_saddle(layer, name, one)
-    return found
-
-
-def _counts_decay(name: str) -> bool:
-    return name not in NETWORK_WIDE and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
-
-
-def _check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
-    """Refuse arguments that none of the measures takes."""
-    known = _GENERAL.union(*(_arguments(name) for name in names if name in NETWORK_WIDE))
-    for key in params:
-        if key not in known:
-            raise TypeError(
-                f"{key!r} is no argument of {', '.join(names)}, which take {sorted(known)}."
-            )
-
-
-def _arguments(name: str) -> set[str]:
-    return {
-        key
-        for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()
-        if one.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-
-
-def _measure_whole(
-    network: Network, names: Sequence[str], refuse: bool, params: Mapping[str, Any]
-) -> dict[tuple[str, str], Flatness]:
-    """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
-    found = {}
-    names = [name for name in names if name in NETWORK_WIDE]
-    seen = see_network(network) if names else None
-    for name in names:
-        own = {key: value for key, value in params.items() if key in _arguments(name)}
-        try:
-            one = NETWORK_WIDE[name](network, **own)
-        except (TypeError, ValueError) as error:
-            if refuse:
-                raise
-            _warn(f"{name} does not apply to this network: {error}")
-            one = Estimate(np.nan, np.nan, "none")
-        assert seen is not None
-        found["", name] = Flatness(one.value, one.stderr, one.method, network, seen)
-    return found
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, FlatnessWarning, stacklevel=5)
-
-
-def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
-    if name in TRACE_LIKE and found.value < -max(_SURE * found.stderr, 1e-9 * abs(found.risk)):
-        warnings.warn(
-            f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
-            "there, so this point is no minimum, and flatness says nothing about it. Train "
-            "further, or look at gradient_norm.",
-            FlatnessWarning,
-            stacklevel=4,
-        )
 
 
 def evaluate(  # noqa: PLR0913
@@ -220,7 +100,9 @@ def evaluate(  # noqa: PLR0913
     check_name(name)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
-    return next(iter(_measure(network, [name], [name_layer(model, layer)], **params).values()))
+    return next(
+        iter(measure_network(network, [name], [name_layer(model, layer)], **params).values())
+    )
 
 
 def measure(
@@ -328,10 +210,10 @@ def flatness_report(  # noqa: PLR0913
     for name in names:
         check_name(name)
     if params.get("weight_decay") and measures is None:
-        names = [name for name in names if _counts_decay(name)]
+        names = [name for name in names if counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
-    found = _measure(network, names, layers, refuse=measures is not None, **params)
+    found = measure_network(network, names, layers, refuse=measures is not None, **params)
     order = {name: at for at, name in enumerate(dict.fromkeys(layer for layer, _ in found))}
     rows = [
         {
@@ -389,7 +271,7 @@ def relative_flatness(  # noqa: PLR0913
         Needed for a bare module; an estimator knows its own.
     normalize : bool, default=False
         Measure features in units of their standard deviation (Theorem 4), which makes the
-        value independent of the scale of every single feature too. Two passes over X.
+        value independent of the scale of every single feature too.
     method : {"auto", "exact", "hutchinson"}, default="auto"
         "auto" is exact where a closed form or few Hessian-vector products do it, and takes
         random probes otherwise, or exact products where they cost less than the probes.

@@ -9,7 +9,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures._api import evaluate
-from relflat_sk.measures._flatness.flatness import TRACE_LIKE, measure_layers
+from relflat_sk.measures._flatness import TRACE_LIKE, measure_layers
 from tests import oracles
 
 # networks with random weights are at no minimum

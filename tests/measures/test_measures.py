@@ -219,7 +219,7 @@ def test_auto_turns_to_probes_for_wide_layers_and_back_where_exact_is_cheaper():
             r"method must be one of \('auto', 'exact', 'hutchinson'\), got 'g",
         ),
         ({"n_probes": 1}, "n_probes must be an integer of at least 2"),
-        ({"rtol": 0}, "rtol must be positive, got 0"),
+        ({"rtol": 0}, "rtol must be a finite positive number, got 0"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ({"method": "hutchinson", "random_state": "a"}, "random_state must be an int"),
         ({"criterion": None}, "criterion is needed for a bare module"),

@@ -9,7 +9,8 @@ from scipy.sparse.linalg import ArpackNoConvergence
 from torch import nn
 
 from relflat_sk import FlatnessWarning, flatness_report, get_measure_names, measure
-from relflat_sk.measures._api import NETWORK_WIDE, evaluate
+from relflat_sk.measures._api import evaluate
+from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS, invariance_table
 from tests import oracles
 from tests.measures.test_layer_kinds import CE, NETS, dense, make
@@ -113,7 +114,7 @@ def test_gradient_norm_is_that_of_the_mean_loss():
     ("arguments", "message"),
     [
         ({"measures": ["sharp"]}, "there is no measure 'sharp'"),
-        ({"weight_decay": -1}, "weight_decay must be a finite number >= 0, got -1"),
+        ({"weight_decay": -1}, "weight_decay must be a finite number of at least 0, got -1"),
         (
             {"weight_decay": 0.1, "measures": ["normalized_relative_flatness"]},
             "weight_decay cannot be counted into normalized",

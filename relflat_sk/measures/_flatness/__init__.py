@@ -1,27 +1,24 @@
 """Measures from the Hessian of the loss in one layer's weight."""
 
 from relflat_sk.measures._flatness.flatness import (
-    EIGENVALUE_LIKE,
-    TRACE_LIKE,
-    Flatness,
+    LAYER_MEASURES,
     layer_names,
-    measure_eigenvalues,
     measure_flatness,
-    measure_gradients,
     measure_layers,
-    see_network,
+    summarize,
 )
 from relflat_sk.measures._flatness.layer_curvature import observe
+from relflat_sk.measures._flatness.summary import Flatness, Summary
+from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE
 
 __all__ = [
-    "EIGENVALUE_LIKE",
+    "LAYER_MEASURES",
     "TRACE_LIKE",
     "Flatness",
+    "Summary",
     "layer_names",
-    "measure_eigenvalues",
     "measure_flatness",
-    "measure_gradients",
     "measure_layers",
     "observe",
-    "see_network",
+    "summarize",
 ]

@@ -4,7 +4,6 @@ A product with the Hessian is a pass over the data: with the notation of
 `relflat_sk._network.layer_maps`, ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
 """
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +11,16 @@ import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from relflat_sk._network import Layer, Network
-from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._flatness.layer_curvature import View, observe
-from relflat_sk.measures._flatness.summation import Pass
+from relflat_sk._network import Network
+from relflat_sk._random import RandomState, seed_from
+from relflat_sk._warnings import warn
+from relflat_sk.measures._flatness.layer_curvature import LayerView, View, scan
+from relflat_sk.measures._flatness.summary import Summary
 
-__all__ = ["Eigenvalue", "largest_eigenvalue"]
+__all__ = ["Eigenvalue", "StreamedHessians"]
 
-# numbers of a batch's features and closed forms that are kept instead of computed again
-_KEPT = 2**26
+# numbers of features and closed forms that are stored, to spare further passes
+_MOST_STORED = 2**26
 # below this size all of the matrix is cheaper than Lanczos' basis
 _SMALL = 24
 
@@ -33,107 +33,146 @@ class Eigenvalue:
     error: float  # residual norm, which bounds the distance to an eigenvalue
     weight: Tensor  # (d, m)
     layer: str
-    seen: Pass
 
 
-def largest_eigenvalue(
-    network: Network,
-    layer: Layer = -1,
-    *,
-    rtol: float = 0.01,
-    random_state: int | np.random.RandomState | None = None,
-    max_products: int = 1000,
-) -> Eigenvalue:
-    """Find the largest (algebraic) eigenvalue; to be used within `borrowed`.
+class StreamedHessians:
+    """Hessians in the weights of layers, each known through its products with vectors.
+
+    A product takes a pass over the data, unless the layer has a closed form and few enough
+    samples for it to be stored.
 
     Parameters
     ----------
     network : Network
-    layer : int, str or nn.Module
-    rtol : float, default=0.01
-        Relative tolerance of Lanczos' stopping rule.
-    random_state : int, RandomState or None
-        For the vector that the iteration starts from.
-    max_products : int, default=1000
-        Most products with the Hessian.
-
-    Returns
-    -------
-    Eigenvalue
-
-    Warns
-    -----
-    FlatnessWarning
-        If the iteration does not converge; then with the best estimate, if there is one.
+        The network, with its loss and data.
     """
-    hessian = _StreamedHessian(network, layer)
-    size = hessian.weight.numel()
-    if size <= _SMALL:
-        matrix = np.stack([hessian.product(row) for row in np.eye(size)])
-        value = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1])
-        return Eigenvalue(value, 0.0, hessian.weight, hessian.name, hessian.seen)
-    operator = LinearOperator((size, size), matvec=hessian.product, dtype=np.float64)
-    rng = np.random.default_rng(_seed(random_state))
-    try:
-        values, vectors = eigsh(
-            operator,
-            k=1,
-            which="LA",
-            v0=rng.standard_normal(size),
-            tol=rtol,
-            maxiter=max(1, max_products // 20),
-        )
-    except ArpackNoConvergence as error:
-        values, vectors = error.eigenvalues, error.eigenvectors
-        warnings.warn(
-            f"the largest eigenvalue at layer {hessian.name!r} did not converge to a relative "
-            f"tolerance of {rtol:g} in {max_products} products with the Hessian.",
-            FlatnessWarning,
-            stacklevel=4,
-        )
-    if len(values) == 0:
-        return Eigenvalue(np.nan, np.nan, hessian.weight, hessian.name, hessian.seen)
-    value, vector = float(values[-1]), vectors[:, -1]
-    residual = hessian.product(vector) - value * vector
-    return Eigenvalue(
-        value, float(np.linalg.norm(residual)), hessian.weight, hessian.name, hessian.seen
-    )
 
-
-def _seed(random_state: int | np.random.RandomState | None) -> int | None:
-    if isinstance(random_state, np.random.RandomState):
-        return int(random_state.randint(2**31 - 1))
-    return random_state
-
-
-class _StreamedHessian:
-    """Products with the Hessian; closed forms are kept if they are small enough."""
-
-    def __init__(self, network: Network, layer: Layer) -> None:
+    def __init__(self, network: Network) -> None:
         self.network = network
-        self.layer = layer
-        self.kept: list[View] | None = []
-        self.seen = Pass()
-        size = 0
-        for view in observe(network, [layer]):
-            self.seen.look(view)
-            ((self.name, found),) = view.layers.items()
-            self.weight = found.weight
-            size += found.features.numel() + 2 * found.bump.numel()
-            if found.closed is None or size > _KEPT:
-                self.kept = None
-            if self.kept is not None:
-                self.kept.append(view)
-            del view, found
+        self._stored: dict[str, list[tuple[LayerView, Tensor]] | None] = {}
+        self._size = 0
 
-    def product(self, vector: np.ndarray) -> np.ndarray:
-        matrix = torch.from_numpy(np.asarray(vector)).to(self.weight).reshape(self.weight.shape)
-        total = torch.zeros_like(self.weight)
-        for view in self.kept or observe(self.network, [self.name]):
-            found = view.layers[self.name]
-            rows = found.map.apply(found.features, matrix.to(found.features.dtype))
-            rows = found.product(rows) * view.weights(len(rows))[:, None, None]
-            total += found.map.total(found.features, rows.to(found.features.dtype)).double()
-            del view, found
-        product: np.ndarray = (total / self.seen.divisor).flatten().cpu().numpy()
-        return product
+    def add(self, view: View) -> None:
+        """Store the closed forms of a batch, while there is room.
+
+        Parameters
+        ----------
+        view : View
+            The forward pass of the batch.
+        """
+        for name, layer in view.layers.items():
+            stored = self._stored.setdefault(name, [])
+            if layer.closed is not None:
+                self._size += layer.features.numel() + 2 * layer.bump.numel()
+            if layer.closed is None or self._size > _MOST_STORED:
+                self._stored[name] = None
+            elif stored is not None:
+                stored.append((layer, view.weights(len(layer.features))))
+
+    def product(self, layer: str, matrix: Tensor) -> Tensor:
+        """Multiply the Hessian of the summed loss with a matrix.
+
+        Parameters
+        ----------
+        layer : str
+            The layer's name.
+        matrix : Tensor of shape (d, m)
+            A change of the layer's weight.
+
+        Returns
+        -------
+        Tensor of shape (d, m)
+            In float64.
+        """
+        stored = self._stored[layer]
+        if stored is not None:
+            return sum((_product(*one, matrix) for one in stored), torch.zeros_like(matrix))
+        total = torch.zeros_like(matrix)
+
+        def add(view: View) -> None:
+            found = view.layers[layer]
+            rows_weights = view.weights(len(found.features))
+            total.add_(_product(found, rows_weights, matrix))
+
+        scan(self.network, [layer], add)
+        return total
+
+    def largest(
+        self,
+        layer: str,
+        summary: Summary,
+        *,
+        rtol: float = 0.01,
+        random_state: RandomState = None,
+        max_products: int = 1000,
+    ) -> Eigenvalue:
+        """Find the largest (algebraic) eigenvalue by Lanczos' iteration.
+
+        To be used within `borrowed`.
+
+        Parameters
+        ----------
+        layer : str
+            The layer's name.
+        summary : Summary
+            Totals of the pass whose batches were added.
+        rtol : float, default=0.01
+            Relative tolerance of the stopping rule.
+        random_state : int, RandomState or None, default=None
+            For the vector that the iteration starts from.
+        max_products : int, default=1000
+            Most products with the Hessian.
+
+        Returns
+        -------
+        Eigenvalue
+            The best estimate if the iteration does not converge, nan if there is none.
+
+        Warns
+        -----
+        FlatnessWarning
+            If the iteration does not converge.
+        """
+        weight = summary.layer_weights[layer]
+        size = weight.numel()
+
+        def product(vector: np.ndarray) -> np.ndarray:
+            matrix = torch.from_numpy(np.asarray(vector)).to(weight).reshape(weight.shape)
+            found = self.product(layer, matrix) / summary.divisor
+            flat: np.ndarray = found.flatten().cpu().numpy()
+            return flat
+
+        if size <= _SMALL:
+            dense = np.stack([product(row) for row in np.eye(size)])
+            value = float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1])
+            return Eigenvalue(value, 0.0, weight, layer)
+        operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
+        rng = np.random.default_rng(seed_from(random_state))
+        try:
+            values, vectors = eigsh(
+                operator,
+                k=1,
+                which="LA",
+                v0=rng.standard_normal(size),
+                tol=rtol,
+                maxiter=max(1, max_products // 20),
+            )
+        except ArpackNoConvergence as error:
+            values, vectors = error.eigenvalues, error.eigenvectors
+            warn(
+                f"the largest eigenvalue at layer {layer!r} did not converge to a relative "
+                f"tolerance of {rtol:g} in {max_products} products with the Hessian."
+            )
+        if len(values) == 0:
+            return Eigenvalue(np.nan, np.nan, weight, layer)
+        value, vector = float(values[-1]), vectors[:, -1]
+        residual = product(vector) - value * vector
+        return Eigenvalue(value, float(np.linalg.norm(residual)), weight, layer)
+
+
+def _product(layer: LayerView, weights: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply the Hessian of the loss, summed over a batch with weights, with a matrix."""
+    dtype = layer.features.dtype
+    rows = layer.product(layer.map.apply(layer.features, matrix.to(dtype)))
+    rows = rows * weights[:, None, None]
+    return layer.map.total(layer.features, rows.to(dtype)).double()

@@ -11,6 +11,7 @@ neuron_flatness_max          ``max_j rho(j)``, rho(j) the form of H in column j 
 neuron_flatness_sum          ``sum_j rho(j)``
 hessian_trace                ``Tr(H)``
 hessian_max_eigenvalue       ``lambda_max(H)``
+gradient_norm                norm of the gradient of the mean loss in ``W``
 ===========================  ==============================================================
 
 References
@@ -20,137 +21,37 @@ References
    Neural Networks", 2020.
 """
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Layer, Network, borrowed, find_layer, record_order, sample_weight
-from relflat_sk._numerics import inverse_spread, varies
-from relflat_sk.measures._flatness.eigenvalue import largest_eigenvalue
-from relflat_sk.measures._flatness.layer_curvature import LayerView, observe
-from relflat_sk.measures._flatness.summation import Pass, Sums, sum_quantities
-from relflat_sk.measures._flatness.terms import Neurons, Quantity, Trace, left_factor
+from relflat_sk._network import Layer, Network, borrowed, find_layer, record_order
+from relflat_sk._random import RandomState
+from relflat_sk.measures._flatness.eigenvalue import Eigenvalue, StreamedHessians
+from relflat_sk.measures._flatness.layer_curvature import View, scan
+from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
+from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasures
 
 __all__ = [
     "EIGENVALUE_LIKE",
-    "TRACE_LIKE",
-    "Flatness",
+    "LAYER_MEASURES",
     "layer_names",
-    "measure_eigenvalues",
     "measure_flatness",
-    "measure_gradients",
     "measure_layers",
-    "see_network",
+    "summarize",
 ]
 
-
-@dataclass(frozen=True)
-class TraceLike:
-    """A measure that is a sum over samples of traces and quadratic forms of the Hessian.
-
-    Parameters
-    ----------
-    quantity : callable
-        From the weight (d, m) and the features' spread (m,) to the quantity to sum.
-    finish : callable
-        From the mean of the quantity and the weight to the measure.
-    decay : callable
-        What an identity added to the Hessian adds to the measure, from the weight.
-    normalized : bool
-        Whether the features' spread is needed, one more pass over the data.
-    """
-
-    quantity: Callable[[Tensor, Tensor | None], Quantity]
-    finish: Callable[[Tensor, Tensor], Tensor]
-    decay: Callable[[Tensor], Tensor]
-    normalized: bool = False
-
-
-def _normalized(weight: Tensor, spread: Tensor | None) -> Quantity:
-    assert spread is not None
-    # a feature that never varies acts as a bias: it drops out of both factors
-    return Trace(left_factor(weight * spread), inverse_spread(spread))
-
-
-def _square(weight: Tensor) -> Tensor:
-    return weight.square().sum()
-
-
-def _itself(value: Tensor, weight: Tensor) -> Tensor:
-    return value
-
-
-_TRACE = lambda weight, spread: Trace()  # noqa: E731
-
-TRACE_LIKE: dict[str, TraceLike] = {
-    "relative_flatness": TraceLike(
-        lambda weight, spread: Trace(left_factor(weight)),
-        _itself,
-        lambda weight: weight.shape[1] * _square(weight),
-    ),
-    "normalized_relative_flatness": TraceLike(
-        _normalized, _itself, lambda weight: torch.full((), math.nan), normalized=True
-    ),
-    "hessian_trace": TraceLike(_TRACE, _itself, lambda weight: torch.tensor(float(weight.numel()))),
-    "trace_flatness": TraceLike(
-        _TRACE,
-        lambda value, weight: value * _square(weight),
-        lambda weight: weight.numel() * _square(weight),
-    ),
-    "neuron_flatness_sum": TraceLike(lambda weight, spread: Neurons(total=True), _itself, _square),
-    "neuron_flatness_max": TraceLike(
-        lambda weight, spread: Neurons(total=False),
-        _itself,
-        lambda weight: weight.square().sum(dim=0),
-    ),
+# from the eigenvalue and the weight to the measure
+EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
+    "hessian_max_eigenvalue": lambda value, weight: value,
+    "eigenvalue_flatness": lambda value, weight: value * float(weight.square().sum()),
 }
 
-
-@dataclass
-class Flatness:
-    """A flatness with what else the same pass over the data showed."""
-
-    value: float
-    stderr: float
-    method: str  # "closed form", "exact", "hutchinson" or "lanczos"
-    network: Network
-    seen: Pass
-
-    @property
-    def risk(self) -> float:
-        """Mean loss; nan without labels."""
-        return self.seen.loss / self.seen.divisor
-
-    @property
-    def n_samples(self) -> int:
-        """How many samples were measured on."""
-        return self.seen.n_samples
-
-    def constant_risk(self) -> float:
-        """Compute the mean loss of the best constant prediction on the same data.
-
-        Returns
-        -------
-        float
-            nan without labels. Goes through the labels again, not through the network.
-        """
-        targets, weights = [], []
-        for batch in self.network.batches():
-            if batch.y is None:
-                return math.nan
-            n, device = len(batch.y), batch.y.device
-            shape = (n, *self.seen.output_shape)
-            output = torch.empty(shape, dtype=torch.float64, device=device)
-            targets.append(self.network.loss.check_target(output, batch.y))
-            weights.append(sample_weight(batch, n, device))
-        return self.network.loss.constant_risk(
-            torch.cat(targets), torch.cat(weights), self.seen.output_shape, self.seen.link
-        )
+GRADIENT_NORM = "gradient_norm"
+# every measure that belongs to one layer
+LAYER_MEASURES = (*TRACE_LIKE, *EIGENVALUE_LIKE, GRADIENT_NORM)
 
 
 def measure_layers(
@@ -161,17 +62,19 @@ def measure_layers(
     method: str = "auto",
     n_probes: int | None = None,
     rtol: float = 0.01,
-    random_state: int | np.random.RandomState | None = None,
+    random_state: RandomState = None,
     weight_decay: float = 0.0,
-) -> dict[tuple[str, str], Flatness]:
+) -> Found:
     """Measure several layers in several ways, in one pass over the data if possible.
 
     Parameters
     ----------
     network : Network
+        The network, with its loss and data.
     names : sequence of str
-        Keys of `TRACE_LIKE`.
+        Some of `LAYER_MEASURES`.
     layers : sequence of int, str or nn.Module, or "all"
+        The layers to measure at.
     method, n_probes, rtol, random_state
         See `relflat_sk.relative_flatness`.
     weight_decay : float, default=0
@@ -185,51 +88,76 @@ def measure_layers(
     Raises
     ------
     ValueError
-        If an argument is out of its range, or data or layers do not fit the network.
+        If an argument is out of its range, data or layers do not fit the network, or no
+        sample counts.
     """
     with borrowed(network.module):
-        spreads: dict[str, Tensor] = {}
-        if any(TRACE_LIKE[name].normalized for name in names):
-            spreads = feature_spreads(network, layers)
-
-        def quantities(view: LayerView) -> Mapping[Hashable, Quantity]:
-            spread = spreads.get(view.name)
-            return {name: TRACE_LIKE[name].quantity(view.weight, spread) for name in names}
-
-        sums, seen = sum_quantities(
+        summary = Summary()
+        traces = TraceMeasures(
             network,
-            layers,
-            quantities,
+            [name for name in names if name in TRACE_LIKE],
             method=method,
             n_probes=n_probes,
             rtol=rtol,
             random_state=random_state,
         )
+        gradients = _Gradients() if GRADIENT_NORM in names else None
+        hessians = StreamedHessians(network) if EIGENVALUE_LIKE.keys() & set(names) else None
+        parts = [part for part in (traces, gradients, hessians) if part is not None]
+        scan(network, layers, summary.add, *(part.add for part in parts))
+        if summary.divisor == 0:
+            raise ValueError(
+                "no sample counts in the mean loss: every label is ignored (ignore_index) or "
+                "has weight zero."
+            )
+        found = traces.finish(summary, weight_decay)
+        if gradients is not None:
+            found |= gradients.finish(network, summary, weight_decay)
+        if hessians is not None:
+            for layer in summary.layer_weights:
+                top = hessians.largest(layer, summary, rtol=rtol, random_state=random_state)
+                found |= _eigenvalue_measures(top, network, summary, weight_decay)
+    return {(layer, name): found[layer, name] for layer in summary.layer_weights for name in names}
+
+
+class _Gradients:
+    """Gradients of the summed loss in the layers' weights, filled batch by batch."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+
+    def add(self, view: View) -> None:
+        """Add a batch."""
+        for name, layer in view.layers.items():
+            rows = layer.loss_gradient
+            rows = rows * view.weights(len(rows))[:, None, None]
+            found = layer.map.total(layer.features, rows.to(layer.features.dtype)).double()
+            self.totals[name] = self.totals[name] + found if name in self.totals else found
+
+    def finish(self, network: Network, summary: Summary, weight_decay: float) -> Found:
+        """Compute the norm of the gradient of the mean loss at each layer."""
+        found = {}
+        for name, total in self.totals.items():
+            gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
+            norm = float(gradient.norm())
+            found[name, GRADIENT_NORM] = Flatness(norm, 0.0, "exact", network, summary)
+        return found
+
+
+def _eigenvalue_measures(
+    top: Eigenvalue, network: Network, summary: Summary, weight_decay: float
+) -> Found:
+    """Compute the measures of a layer from the largest eigenvalue of its Hessian."""
     return {
-        (layer, name): _result(
-            TRACE_LIKE[name], sums[layer, name], layer, network, seen, weight_decay
+        (top.layer, name): Flatness(
+            value=measure(top.value + weight_decay, top.weight),
+            stderr=measure(top.error, top.weight),
+            method="lanczos",
+            network=network,
+            summary=summary,
         )
-        for layer in seen.weights
-        for name in names
+        for name, measure in EIGENVALUE_LIKE.items()
     }
-
-
-def _result(
-    measure: TraceLike, sums: Sums, layer: str, network: Network, seen: Pass, weight_decay: float
-) -> Flatness:
-    weight = seen.weights[layer]
-    values = measure.finish(sums.value, weight)
-    if weight_decay:
-        values = values + weight_decay * measure.decay(weight).to(values.device)
-    at = int(values.argmax())  # one value, or the neuron that is least flat
-    stderrs = measure.finish(sums.stderr, weight)
-    return Flatness(
-        value=float(values[at]),
-        stderr=float(stderrs[at]),
-        method=sums.method,
-        network=network,
-        seen=seen,
-    )
 
 
 def measure_flatness(
@@ -240,122 +168,40 @@ def measure_flatness(
     Parameters
     ----------
     network : Network
-    layer : int, str or nn.Module
-    normalize : bool
+        The network, with its loss and data.
+    layer : int, str or nn.Module, default=-1
+        Where to measure.
+    normalize : bool, default=False
+        Whether to measure features in units of their standard deviation.
     **params
         See `measure_layers`.
 
     Returns
     -------
     Flatness
+        The value, with its standard error and the mean loss.
     """
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     return next(iter(measure_layers(network, [name], [layer], **params).values()))
 
 
-# from the eigenvalue and the weight to the measure
-EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
-    "hessian_max_eigenvalue": lambda value, weight: value,
-    "eigenvalue_flatness": lambda value, weight: value * float(_square(weight)),
-}
-
-
-def measure_eigenvalues(
-    network: Network,
-    names: Sequence[str],
-    layer: Layer,
-    *,
-    rtol: float = 0.01,
-    random_state: int | np.random.RandomState | None = None,
-    weight_decay: float = 0.0,
-) -> dict[tuple[str, str], Flatness]:
-    """Measure one layer by the largest eigenvalue of its Hessian.
+def summarize(network: Network) -> Summary:
+    """Compute the totals of a pass over the data without measuring anything.
 
     Parameters
     ----------
     network : Network
-    names : sequence of str
-        Keys of `EIGENVALUE_LIKE`.
-    layer : int, str or nn.Module
-    rtol : float
-        Relative tolerance of the eigenvalue.
-    random_state : int, RandomState or None
-    weight_decay : float, default=0
+        The network, with its loss and data.
 
     Returns
     -------
-    dict of (layer name, measure name) to Flatness
-        The standard error is the norm of the eigenvector's residual.
+    Summary
+        The loss, the number of samples and the shape of the outputs.
     """
+    summary = Summary()
     with borrowed(network.module):
-        found = largest_eigenvalue(network, layer, rtol=rtol, random_state=random_state)
-    return {
-        (found.layer, name): Flatness(
-            value=EIGENVALUE_LIKE[name](found.value + weight_decay, found.weight),
-            stderr=EIGENVALUE_LIKE[name](found.error, found.weight),
-            method="lanczos",
-            network=network,
-            seen=found.seen,
-        )
-        for name in names
-    }
-
-
-def measure_gradients(
-    network: Network, layers: Sequence[Layer] | str, *, weight_decay: float = 0.0
-) -> dict[tuple[str, str], Flatness]:
-    """Measure how far from stationary the mean loss is: its gradient's norm, layer by layer.
-
-    Parameters
-    ----------
-    network : Network
-    layers : sequence of int, str or nn.Module, or "all"
-    weight_decay : float, default=0
-
-    Returns
-    -------
-    dict of (layer name, "gradient_norm") to Flatness
-    """
-    totals: dict[str, Tensor] = {}
-    seen = Pass()
-    with borrowed(network.module):
-        for view in observe(network, layers):
-            seen.look(view)
-            for name, layer in view.layers.items():
-                rows = layer.loss_gradient
-                rows = rows * view.weights(len(rows))[:, None, None]
-                found = layer.map.total(layer.features, rows.to(layer.features.dtype)).double()
-                totals[name] = totals[name] + found if name in totals else found
-            del view, layer
-    return {
-        (name, "gradient_norm"): Flatness(
-            value=float((total / seen.divisor + weight_decay * seen.weights[name]).norm()),
-            stderr=0.0,
-            method="exact",
-            network=network,
-            seen=seen,
-        )
-        for name, total in totals.items()
-    }
-
-
-def see_network(network: Network) -> Pass:
-    """See what a pass over the data shows beside any measure: loss, samples, outputs.
-
-    Parameters
-    ----------
-    network : Network
-
-    Returns
-    -------
-    Pass
-    """
-    seen = Pass()
-    with borrowed(network.module):
-        for view in observe(network, [-1]):
-            seen.look(view)
-            del view
-    return seen
+        scan(network, [-1], summary.add)
+    return summary
 
 
 def layer_names(network: Network) -> list[str]:
@@ -364,72 +210,15 @@ def layer_names(network: Network) -> list[str]:
     Parameters
     ----------
     network : Network
+        The network, with its data.
 
     Returns
     -------
     list of str
+        Dotted module names.
     """
     with borrowed(network.module), torch.no_grad(), record_order(network.module) as recorder:
         network(next(network.batches()).x)
     if not recorder.order:
         find_layer(network.module, -1)  # says that there is none
     return recorder.order
-
-
-@dataclass
-class _Spread:
-    """Running mean and spread of features, by Chan's update."""
-
-    n: int = 0
-    mean: Tensor | float = 0.0
-    squares: Tensor | float = 0.0
-    low: Tensor | float = math.inf
-    high: Tensor | float = -math.inf
-
-    def add(self, rows: Tensor) -> None:
-        size, centre = len(rows), rows.mean(dim=0)
-        shift = centre - self.mean
-        share = size / (self.n + size)
-        self.squares = (
-            self.squares + (rows - centre).square().sum(dim=0) + shift.square() * self.n * share
-        )
-        self.mean = self.mean + shift * share
-        self.n += size
-        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), rows.amin(dim=0))
-        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), rows.amax(dim=0))
-
-    def spread(self, eps: float) -> Tensor:
-        low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
-        return torch.where(
-            varies(low, high, eps), torch.as_tensor(self.squares / self.n).sqrt(), 0.0
-        )
-
-
-def feature_spreads(network: Network, layers: Sequence[Layer] | str) -> dict[str, Tensor]:
-    """Compute the standard deviation of each feature, 0 where it never varies.
-
-    To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-    layers : sequence of int, str or nn.Module, or "all"
-
-    Returns
-    -------
-    dict of str to Tensor of shape (m,)
-        float64, divided by n. The standard deviation, not the variance of the paper's
-        text: only with it is the normalised flatness invariant. Of a layer with shared
-        weights, over samples and positions, and one for each input channel.
-    """
-    running: dict[str, _Spread] = {}
-    eps = 0.0
-    columns = {}
-    for view in observe(network, layers):
-        for name, layer in view.layers.items():
-            rows = layer.map.channels(layer.features)
-            running.setdefault(name, _Spread()).add(rows.double())
-            columns[name] = layer.map.column_channels()
-            eps = torch.finfo(layer.features.dtype).eps
-        del view, layer
-    return {name: found.spread(eps)[columns[name]] for name, found in running.items()}

@@ -16,7 +16,7 @@ products
     Anything else: ``B_i v_i`` by differentiating twice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,7 +44,7 @@ from relflat_sk._network import (
     weight_layers,
 )
 
-__all__ = ["LayerView", "View", "observe"]
+__all__ = ["LayerView", "View", "observe", "scan"]
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,29 @@ def observe(network: Network, layers: Sequence[Layer] | str) -> Iterator[View]:
         del output, records
         yield view
         del view  # nothing of a batch is alive when the next one is run
+
+
+def scan(
+    network: Network, layers: Sequence[Layer] | str, *visits: Callable[[View], object]
+) -> None:
+    """Run the network on all the data once, and call functions on every batch.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    layers : sequence of int, str or nn.Module, or "all"
+        The layers to record, see `observe`.
+    *visits : callable
+        Called with the `View` of each batch, in this order. Nothing of a batch is alive when
+        the network runs on the next one, unless one of the functions holds on to it.
+    """
+    for view in observe(network, layers):
+        for visit in visits:
+            visit(view)
+        del view
 
 
 def _first_pass(

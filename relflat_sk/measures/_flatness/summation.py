@@ -5,22 +5,22 @@ gradients they share the backward passes too.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Layer, Network
-from relflat_sk._random import make_generator
-from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._flatness.layer_curvature import LayerView, View, observe
+from relflat_sk._checks import check_integer, check_number
+from relflat_sk._network import Network
+from relflat_sk._warnings import warn
+from relflat_sk.measures._flatness.layer_curvature import LayerView, View, scan
+from relflat_sk.measures._flatness.summary import Summary
 from relflat_sk.measures._flatness.terms import Quantity
 
-__all__ = ["METHODS", "Pass", "Sums", "sum_quantities"]
+__all__ = ["METHODS", "Summation", "Sums"]
 
 METHODS = ("auto", "exact", "hutchinson")
 
@@ -44,27 +44,6 @@ class Sums:
     value: Tensor  # (k,), float64
     stderr: Tensor  # (k,)
     method: str  # "closed form", "exact" or "hutchinson"
-
-
-@dataclass
-class Pass:
-    """What a pass over the data showed beside the quantities."""
-
-    divisor: float = 0.0
-    loss: float = 0.0
-    n_samples: int = 0
-    output_shape: torch.Size = field(default_factory=torch.Size)
-    link: str | None = None
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-    def look(self, view: View) -> None:
-        """Add a batch."""
-        self.divisor += view.divisor
-        self.loss += view.loss
-        self.n_samples += len(view)
-        self.output_shape, self.link = view.output_shape, view.link
-        if not self.weights:
-            self.weights = {name: layer.weight for name, layer in view.layers.items()}
 
 
 @dataclass
@@ -101,78 +80,137 @@ class _Probes:
         return variance / (rtol * value) ** 2 if value else math.inf
 
 
-def sum_quantities(
-    network: Network,
-    layers: Sequence[Layer] | str,
-    quantities: Quantities,
-    *,
-    method: str = "auto",
-    n_probes: int | None = None,
-    rtol: float = 0.01,
-    random_state: int | np.random.RandomState | None = None,
-) -> tuple[dict[Key, Sums], Pass]:
-    """Average quantities over the data; to be used within `borrowed`.
+class Summation:
+    """Sums of quantities over the data, filled batch by batch.
 
     Parameters
     ----------
     network : Network
-    layers : sequence of int, str or nn.Module, or "all"
+        The network, with its loss and data.
     quantities : callable
         From the first view of a layer to its quantities by name.
-    method, n_probes, rtol, random_state
+    method, n_probes, rtol
         See `relflat_sk.relative_flatness`.
-
-    Returns
-    -------
-    sums : dict of (layer name, quantity name) to Sums
-    seen : Pass
+    generator : torch.Generator
+        Draws the random probes.
 
     Raises
     ------
     ValueError
-        If an argument is out of its range, or no sample counts.
+        If an argument is out of its range.
     """
-    _check_arguments(method, n_probes, rtol)
-    most = {"auto": _FEW, "exact": math.inf, "hutchinson": 0}[method]
-    exact = _Exact(quantities, most)
-    sampled = _Sampled(quantities, make_generator(random_state, network.device))
-    seen = Pass()
-    for view in observe(network, layers):
-        seen.look(view)
-        exact.add(view)
-        sampled.add(view, list(exact.left_out), _PILOT)
-        del view
-    if seen.divisor == 0:
-        raise ValueError(
-            "no sample counts in the mean loss: every label is ignored (ignore_index) or has "
-            "weight zero."
+
+    def __init__(
+        self,
+        network: Network,
+        quantities: Quantities,
+        *,
+        method: str,
+        n_probes: int | None,
+        rtol: float,
+        generator: torch.Generator,
+    ) -> None:
+        _check_arguments(method, n_probes, rtol)
+        most = {"auto": _FEW, "exact": math.inf, "hutchinson": 0}[method]
+        self.network = network
+        self.quantities = quantities
+        self.method = method
+        self.n_probes = n_probes
+        self.rtol = rtol
+        self._exact = _Exact(quantities, most)
+        self._sampled = _Sampled(quantities, generator)
+
+    def can_sum(self, view: View, layer: LayerView, quantity: Quantity) -> bool:
+        """Return whether a quantity is summed exactly, in the pass over the data itself.
+
+        Parameters
+        ----------
+        view : View
+            The forward pass of a batch.
+        layer : LayerView
+            One of its layers.
+        quantity : Quantity
+            A quantity at this layer.
+
+        Returns
+        -------
+        bool
+            False if it is estimated by random probes.
+        """
+        return self._exact.can_afford(_passes(view, layer, quantity))
+
+    def add(self, view: View) -> None:
+        """Add a batch.
+
+        Parameters
+        ----------
+        view : View
+            The forward pass of the batch.
+        """
+        self._exact.add(view)
+        self._sampled.add(view, list(self._exact.to_draw), _PILOT)
+
+    def finish(self, summary: Summary) -> dict[Key, Sums]:
+        """Average over the data, with as many further passes as the probes need.
+
+        Parameters
+        ----------
+        summary : Summary
+            Totals of the pass whose batches were added.
+
+        Returns
+        -------
+        dict of (layer name, quantity name) to Sums
+            Without the quantities that can neither be summed in one pass nor be drawn.
+        """
+        exact, sampled = self._exact, self._sampled
+        sums = {
+            key: Sums(total / summary.divisor, torch.zeros_like(total), exact.method[key])
+            for key, total in exact.totals.items()
+        }
+        if exact.to_draw:
+            sampled.close_round(_PILOT)
+            cap = self.n_probes or _MAX_PROBES
+            or_exact = self.method == "auto"
+            too_dear = sampled.refine(self.network, exact.to_draw, cap, self.rtol, or_exact)
+            sums |= sampled.sums(summary.divisor)
+            if self.n_probes is None:
+                for key in exact.to_draw.keys() - too_dear:
+                    _warn_if_loose(key, sums[key], self.rtol, cap)
+            sums |= self._exactly(too_dear)
+        return sums
+
+    def _exactly(self, keys: set[Key]) -> dict[Key, Sums]:
+        """Sum some quantities exactly, in one more pass."""
+        if not keys:
+            return {}
+
+        def only(layer: LayerView) -> Mapping[Hashable, Quantity]:
+            found = self.quantities(layer)
+            return {what: found[what] for what in found if (layer.name, what) in keys}
+
+        again = Summation(
+            self.network,
+            only,
+            method="exact",
+            n_probes=None,
+            rtol=self.rtol,
+            generator=self._sampled.generator,
         )
-    sums = {
-        key: Sums(total / seen.divisor, torch.zeros_like(total), exact.method[key])
-        for key, total in exact.totals.items()
-    }
-    if exact.left_out:
-        sampled.close_round(_PILOT)
-        cap = n_probes or _MAX_PROBES
-        too_dear = sampled.refine(network, exact.left_out, cap, rtol, method == "auto")
-        sums |= sampled.sums(seen.divisor)
-        if n_probes is None:
-            for key in exact.left_out.keys() - too_dear:
-                _warn_if_loose(key, sums[key], rtol, cap)
-        sums |= _exactly(network, too_dear, quantities)
-    return sums, seen
+        summary = Summary()
+        layers = sorted({name for name, _ in keys})
+        scan(self.network, layers, summary.add, again.add)
+        return again.finish(summary)
 
 
 def _check_arguments(method: str, n_probes: int | None, rtol: float) -> None:
+    """Refuse arguments out of their range."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}.")
-    if n_probes is not None and (not isinstance(n_probes, int) or n_probes < 2):
-        raise ValueError(
-            f"n_probes must be an integer of at least 2 (one probe has no error bar) or None, "
-            f"got {n_probes!r}."
-        )
-    if not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol!r}.")
+    check_integer(
+        "n_probes", n_probes, minimum=2, optional=True, reason="one probe has no standard error"
+    )
+    check_number("rtol", rtol)
 
 
 class _Exact:
@@ -183,7 +221,8 @@ class _Exact:
         self.most = most
         self.totals: dict[Key, Tensor] = {}
         self.method: dict[Key, str] = {}
-        self.left_out: dict[Key, int] = {}  # and how many passes they would take
+        self.to_draw: dict[Key, float] = {}  # and how many passes they would take
+        self.left_out: set[Key] = set()  # can neither be summed nor drawn
         self.plan: dict[str, Mapping[Hashable, Quantity]] = {}
 
     def add(self, view: View) -> None:
@@ -193,36 +232,52 @@ class _Exact:
                 self.plan[name] = self.quantities(layer)
             for what, quantity in self.plan[name].items():
                 key = name, what
-                if key in self.left_out:
+                if key in self.to_draw or key in self.left_out:
                     continue
                 passes = _passes(view, layer, quantity)
-                # with "hutchinson" even closed forms are probed, for whoever asks for it
-                if passes > self.most or self.most == 0:
-                    self.left_out[key] = passes
+                if not self.can_afford(passes):
+                    self._leave_out(key, quantity, passes)
                 elif layer.how == "closed form":
-                    self._keep(key, view, quantity.closed(layer), "closed form")
+                    self._keep(key, view, quantity, quantity.closed(layer), "closed form")
                 elif layer.how == "gradients":
                     by_gradients.append((key, quantity))
                 else:
-                    self._keep(key, view, _all_products(layer, quantity), "exact")
+                    self._keep(key, view, quantity, _all_products(layer, quantity), "exact")
         if by_gradients:
             self._add_gradients(view, by_gradients)
 
+    def can_afford(self, passes: float) -> bool:
+        """Return whether a quantity that takes so many passes for a batch is summed exactly."""
+        # with "hutchinson" even closed forms are probed, at the user's request
+        return passes <= self.most and self.most > 0 and math.isfinite(passes)
+
+    def _leave_out(self, key: Key, quantity: Quantity, passes: float) -> None:
+        """Note that a quantity is not summed exactly."""
+        if quantity.can_be_drawn:
+            self.to_draw[key] = passes
+        else:
+            self.left_out.add(key)
+            self.totals.pop(key, None)
+
     def _add_gradients(self, view: View, wanted: list[tuple[Key, Quantity]]) -> None:
         names = list(dict.fromkeys(name for (name, _), _ in wanted))
+        terms: dict[Key, Tensor] = {}
         for cotangent in view.root.unbind(dim=2):
             found = view.gradients(cotangent, names)
             for key, quantity in wanted:
-                terms = quantity.gradient(view.layers[key[0]], found[key[0]])
-                self._keep(key, view, terms, "exact")
+                more = quantity.gradient(view.layers[key[0]], found[key[0]])
+                terms[key] = terms[key] + more if key in terms else more
+        for key, quantity in wanted:
+            self._keep(key, view, quantity, terms[key], "exact")
 
-    def _keep(self, key: Key, view: View, terms: Tensor, method: str) -> None:
-        found = view.weighted_sum(terms)
+    def _keep(self, key: Key, view: View, quantity: Quantity, terms: Tensor, method: str) -> None:
+        weights = view.weights(len(terms))
+        found = quantity.sum_terms(view.layers[key[0]], terms.double(), weights)
         self.totals[key] = self.totals[key] + found if key in self.totals else found
         self.method[key] = method
 
 
-def _passes(view: View, layer: LayerView, quantity: Quantity) -> int:
+def _passes(view: View, layer: LayerView, quantity: Quantity) -> float:
     if layer.how == "closed form":
         return 0
     if layer.how == "gradients":
@@ -278,7 +333,7 @@ class _Sampled:
         self.round = {}
 
     def refine(
-        self, network: Network, passes: Mapping[Key, int], cap: int, rtol: float, or_exact: bool
+        self, network: Network, passes: Mapping[Key, float], cap: int, rtol: float, or_exact: bool
     ) -> set[Key]:
         """Add rounds until error bars are small; return what is cheaper to sum exactly."""
         too_dear: set[Key] = set()
@@ -293,9 +348,8 @@ class _Sampled:
                 return too_dear
             most = max(needed[key] for key in keys)
             missing = int(min(max(1.05 * most - done, 2), cap - done))
-            for view in observe(network, list(dict.fromkeys(name for name, _ in keys))):
-                self.add(view, keys, missing)
-                del view
+            names = list(dict.fromkeys(name for name, _ in keys))
+            scan(network, names, partial(self.add, keys=keys, n_probes=missing))
             self.close_round(missing)
             done += missing
 
@@ -328,25 +382,11 @@ class _Sampled:
         return drawn
 
 
-def _exactly(network: Network, keys: set[Key], quantities: Quantities) -> dict[Key, Sums]:
-    if not keys:
-        return {}
-
-    def only(layer: LayerView) -> Mapping[Hashable, Quantity]:
-        found = quantities(layer)
-        return {what: found[what] for what in found if (layer.name, what) in keys}
-
-    sums, _ = sum_quantities(network, sorted({name for name, _ in keys}), only, method="exact")
-    return sums
-
-
 def _warn_if_loose(key: Key, found: Sums, rtol: float, cap: int) -> None:
     at = int(found.value.argmax())
     value, stderr = float(found.value[at]), float(found.stderr[at])
     if stderr > rtol * abs(value):
-        warnings.warn(
+        warn(
             f"{cap} probes left a standard error of {stderr:.3g} on a {key[1]} of {value:.3g} "
-            f"at layer {key[0]!r}, more than rtol={rtol:g} asks for; use method='exact'.",
-            FlatnessWarning,
-            stacklevel=5,
+            f"at layer {key[0]!r}, more than rtol={rtol:g} asks for; use method='exact'."
         )

@@ -10,9 +10,11 @@ weight of the layer is ``H = mean_i sum_c vec(G_ic) vec(G_ic)^T``, so that for a
 
 That is the trace of ``H`` for ``F = I`` and relative flatness for ``F F^T = W W^T``. Each
 quantity below knows that sum in the four ways it can be had: from a closed form, from
-gradients, from all Hessian-vector products it takes, and from random ones.
+gradients, from all Hessian-vector products it takes, and from random ones. `FeaturePairs` is
+summed from the first two only.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,13 +22,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from relflat_sk._numerics import inverse_spread
 from relflat_sk.measures._flatness.layer_curvature import LayerView
 
-__all__ = ["Neurons", "Quantity", "Trace", "left_factor"]
+__all__ = ["FeaturePairs", "Neurons", "Quantity", "Trace", "left_factor"]
 
 
 class Quantity(Protocol):
     """A sum over samples of one or several numbers at one layer."""
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether there are products to sum, or to draw at random, where nothing else works."""
 
     def closed(self, view: LayerView) -> Tensor:
         """Each sample's terms from the layer's closed form: (n, k)."""
@@ -34,21 +41,33 @@ class Quantity(Protocol):
     def gradient(self, view: LayerView, found: Tensor) -> Tensor:
         """Each sample's terms that belong to what `View.gradients` found: (n, k)."""
 
+    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
+        """Sum the terms over samples with the weights (n,): one number or several."""
+
     def directions(self, view: LayerView) -> Iterator[Tensor]:
         """Yield changes of the layer's output (rows), whose forms sum up to the terms."""
 
     def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
         """Add the forms (n,) of the direction of that index to the terms."""
 
-    def n_products(self, view: LayerView) -> int:
-        """How many directions there are."""
+    def n_products(self, view: LayerView) -> float:
+        """How many directions there are; infinity without any."""
 
     def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
         """Each sample's terms, unbiased, from one random product: (n, k)."""
 
 
+class _PerSample:
+    """A quantity whose sum over samples is the weighted sum of its terms."""
+
+    can_be_drawn = True
+
+    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
+        return weights @ terms
+
+
 @dataclass(frozen=True)
-class Trace:
+class Trace(_PerSample):
     """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian.
 
     Parameters
@@ -72,8 +91,9 @@ class Trace:
 
     def gradient(self, view: LayerView, found: Tensor) -> Tensor:
         if view.flat:
-            left = self._left(found)
-            return (self._norms(view) * left.double().square().sum(dim=(1, 2)))[:, None]
+            left = found[:, :, 0].double()
+            left = left if self.factor is None else left @ self.factor
+            return (self._norms(view) * left.square().sum(dim=1))[:, None]
         if self.inverse is not None:
             found = found * self.inverse.to(found.dtype)
         return self._left(found).double().square().sum(dim=(1, 2))[:, None]
@@ -128,7 +148,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Neurons:
+class Neurons(_PerSample):
     """``rho(j) = (W e_j e_j^T)^T H (W e_j e_j^T)`` of each input neuron j, or their sum.
 
     Parameters
@@ -174,6 +194,47 @@ class Neurons:
         rows = view.map.apply(view.features, signed.to(view.features.dtype))
         back = view.map.transpose(view.features, view.product(rows))
         return self._finish((back.double() * signed).sum(dim=1))
+
+
+@dataclass(frozen=True)
+class FeaturePairs:
+    """``M_tj = mean_i phi_it^2 (w_j^T B_i w_j)``, with ``w_j`` the columns of ``W``: (m, m).
+
+    From ``M`` and the features' standard deviations ``s`` the normalised flatness follows as
+    ``sum_tj (s_j / s_t)^2 M_tj``, so that both can be had in one pass over the data. Only for
+    layers with one position for each sample, from closed forms or gradients.
+    """
+
+    can_be_drawn = False
+
+    def closed(self, view: LayerView) -> Tensor:
+        assert view.closed is not None
+        return view.closed(view.weight)
+
+    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
+        return (found[:, :, 0].double() @ view.weight).square()
+
+    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
+        squares = view.features.double().square() * weights[:, None]
+        return (squares.T @ terms).flatten()
+
+    def n_products(self, view: LayerView) -> float:
+        return math.inf
+
+    def directions(self, view: LayerView) -> Iterator[Tensor]:
+        raise NotImplementedError
+
+    def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def normalized(pairs: Tensor, spread: Tensor) -> Tensor:
+        """Return the normalised flatness, given M (m * m,) and the deviations s (m,)."""
+        ratios = inverse_spread(spread).square()[:, None] * spread.square()
+        return (ratios.flatten() * pairs).sum()[None]
 
 
 def left_factor(weight: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""Standard deviations of the features that layers receive, over a pass over the data."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relflat_sk._numerics import varies
+from relflat_sk.measures._flatness.layer_curvature import LayerView, View
+
+__all__ = ["FeatureSpreads"]
+
+
+class FeatureSpreads:
+    """Standard deviation of each feature, divided by n; 0 where the feature never varies.
+
+    The normalised flatness is invariant only with the standard deviation, not with the
+    variance of the paper's text. Where a layer shares weights between positions, the
+    deviation is over samples and positions, one for each input channel.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Spread] = {}
+
+    def add(self, view: View) -> None:
+        """Add the features of a batch.
+
+        Parameters
+        ----------
+        view : View
+            The forward pass of the batch.
+        """
+        for name, layer in view.layers.items():
+            self._running.setdefault(name, _Spread()).add(layer)
+
+    def of(self, layer: str) -> Tensor:
+        """Return the standard deviations of the features of a layer.
+
+        Parameters
+        ----------
+        layer : str
+            The layer's name.
+
+        Returns
+        -------
+        Tensor of shape (m,), or (d, m) for grouped convolutions
+            In float64, one for each entry that a row of the weight multiplies.
+        """
+        return self._running[layer].spread()
+
+
+@dataclass
+class _Spread:
+    """Running mean and spread of the channels of one layer, by Chan's update."""
+
+    n: int = 0
+    mean: Tensor | float = 0.0
+    squares: Tensor | float = 0.0
+    low: Tensor | float = math.inf
+    high: Tensor | float = -math.inf
+    eps: float = 0.0
+    columns: Tensor | None = None  # the channel that each column of the weight multiplies
+
+    def add(self, layer: LayerView) -> None:
+        """Add the features of a batch."""
+        rows = layer.map.channels(layer.features).double()
+        size, centre = len(rows), rows.mean(dim=0)
+        shift = centre - self.mean
+        share = size / (self.n + size)
+        within = (rows - centre).square().sum(dim=0)
+        self.squares = self.squares + within + shift.square() * self.n * share
+        self.mean = self.mean + shift * share
+        self.n += size
+        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), rows.amin(dim=0))
+        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), rows.amax(dim=0))
+        self.eps = torch.finfo(layer.features.dtype).eps
+        if self.columns is None:
+            self.columns = layer.map.column_channels()
+
+    def spread(self) -> Tensor:
+        """Return the standard deviations for the columns of the weight."""
+        low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
+        deviations = torch.as_tensor(self.squares / self.n).sqrt()
+        return torch.where(varies(low, high, self.eps), deviations, 0.0)[self.columns]

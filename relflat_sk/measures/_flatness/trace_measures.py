@@ -1,0 +1,240 @@
+r"""Measures that are sums over samples of traces and quadratic forms of the Hessian.
+
+For the table of the measures see `relflat_sk.measures._flatness.flatness`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from relflat_sk._network import Network
+from relflat_sk._numerics import inverse_spread
+from relflat_sk._random import RandomState, make_generator
+from relflat_sk.measures._flatness.layer_curvature import LayerView, View, scan
+from relflat_sk.measures._flatness.spread import FeatureSpreads
+from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
+from relflat_sk.measures._flatness.summation import Key, Summation, Sums
+from relflat_sk.measures._flatness.terms import (
+    FeaturePairs,
+    Neurons,
+    Quantity,
+    Trace,
+    left_factor,
+)
+
+__all__ = ["TRACE_LIKE", "TraceMeasures"]
+
+
+@dataclass(frozen=True)
+class TraceLike:
+    """A measure that is a sum over samples of traces and quadratic forms of the Hessian.
+
+    Parameters
+    ----------
+    quantity : callable
+        From the weight (d, m) and the features' spread to the quantity to sum.
+    finish : callable
+        From the mean of the quantity and the weight to the measure.
+    decay : callable
+        What an identity added to the Hessian adds to the measure, from the weight.
+    normalized : bool, default=False
+        Whether the quantity needs the features' spread, which is None otherwise.
+    """
+
+    quantity: Callable[[Tensor, Tensor | None], Quantity]
+    finish: Callable[[Tensor, Tensor], Tensor]
+    decay: Callable[[Tensor], Tensor]
+    normalized: bool = False
+
+
+def _normalized(weight: Tensor, spread: Tensor | None) -> Quantity:
+    """Return relative flatness in units of the features' spread."""
+    assert spread is not None
+    # a feature that never varies acts as a bias: it drops out of both factors
+    return Trace(left_factor(weight * spread), inverse_spread(spread))
+
+
+def _square(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+def _unchanged(value: Tensor, weight: Tensor) -> Tensor:
+    return value
+
+
+_TRACE = lambda weight, spread: Trace()  # noqa: E731
+
+TRACE_LIKE: dict[str, TraceLike] = {
+    "relative_flatness": TraceLike(
+        lambda weight, spread: Trace(left_factor(weight)),
+        _unchanged,
+        lambda weight: weight.shape[1] * _square(weight),
+    ),
+    "normalized_relative_flatness": TraceLike(
+        _normalized, _unchanged, lambda weight: torch.full((), math.nan), normalized=True
+    ),
+    "hessian_trace": TraceLike(
+        _TRACE, _unchanged, lambda weight: torch.tensor(float(weight.numel()))
+    ),
+    "trace_flatness": TraceLike(
+        _TRACE,
+        lambda value, weight: value * _square(weight),
+        lambda weight: weight.numel() * _square(weight),
+    ),
+    "neuron_flatness_sum": TraceLike(
+        lambda weight, spread: Neurons(total=True), _unchanged, _square
+    ),
+    "neuron_flatness_max": TraceLike(
+        lambda weight, spread: Neurons(total=False),
+        _unchanged,
+        lambda weight: weight.square().sum(dim=0),
+    ),
+}
+_NORMALIZED = "normalized_relative_flatness"
+# the quantity from which the normalised flatness follows, once the features' spread is known
+_PAIRS = "feature pairs"
+
+
+class TraceMeasures:
+    """The measures of `TRACE_LIKE`, from sums that are filled batch by batch.
+
+    The normalised flatness takes one pass over the data if that costs less than a second one
+    at all layers. Otherwise the first pass is for the features' spread and the second pass
+    for all sums, which share backward passes.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    names : sequence of str
+        Some keys of `TRACE_LIKE`.
+    method, n_probes, rtol, random_state
+        See `relflat_sk.relative_flatness`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        names: Sequence[str],
+        *,
+        method: str,
+        n_probes: int | None,
+        rtol: float,
+        random_state: RandomState,
+    ) -> None:
+        self.network = network
+        self.names = names
+        normalized = any(TRACE_LIKE[name].normalized for name in names)
+        self._spreads = FeatureSpreads() if normalized else None
+        self._new_sums = partial(
+            Summation,
+            network,
+            method=method,
+            n_probes=n_probes,
+            rtol=rtol,
+            generator=make_generator(random_state, network.device),
+        )
+        self._sums = self._new_sums(self._first_quantities)
+        self._in_one_pass: bool | None = None  # decided with the first batch
+        self._n_parameters = sum(p.numel() for p in network.module.parameters())
+
+    def add(self, view: View) -> None:
+        """Add a batch.
+
+        Parameters
+        ----------
+        view : View
+            The forward pass of the batch.
+        """
+        if self._in_one_pass is None:
+            layers = view.layers.values()
+            cheap = (self._has_cheap_pairs(view, layer) for layer in layers)
+            self._in_one_pass = self._spreads is None or all(cheap)
+        if self._spreads is not None:
+            self._spreads.add(view)
+        if self._in_one_pass:
+            self._sums.add(view)
+
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+        """Compute the measures, with further passes where one is not enough.
+
+        Parameters
+        ----------
+        summary : Summary
+            Totals of the pass whose batches were added.
+        weight_decay : float, default=0
+            Coefficient of the optimiser's weight decay, to be counted into the loss.
+
+        Returns
+        -------
+        dict of (layer name, measure name) to Flatness
+            One for each layer and measure.
+        """
+        sums = self._sums.finish(summary)
+        self._add_normalized(sums)
+        wanted = [(layer, name) for layer in summary.layer_weights for name in self.names]
+        missing = [key for key in wanted if key not in sums]
+        if missing:
+            again = self._new_sums(partial(self._second_quantities, missing))
+            scan(self.network, list(dict.fromkeys(layer for layer, _ in missing)), again.add)
+            sums |= again.finish(summary)
+        return {
+            (layer, name): self._measure(name, sums[layer, name], summary, layer, weight_decay)
+            for layer, name in wanted
+        }
+
+    def _add_normalized(self, sums: dict[Key, Sums]) -> None:
+        """Turn sums of `FeaturePairs` into normalised flatness."""
+        for layer, _ in [key for key in sums if key[1] == _PAIRS]:
+            assert self._spreads is not None
+            pairs = sums.pop((layer, _PAIRS))
+            value = FeaturePairs.normalized(pairs.value, self._spreads.of(layer))
+            normalized = Sums(value, torch.zeros_like(value), pairs.method)
+            sums |= {
+                (layer, name): normalized for name in TRACE_LIKE if TRACE_LIKE[name].normalized
+            }
+
+    def _measure(
+        self, name: str, sums: Sums, summary: Summary, layer: str, weight_decay: float
+    ) -> Flatness:
+        """Compute one measure at one layer from its sums."""
+        measure, weight = TRACE_LIKE[name], summary.layer_weights[layer]
+        values = measure.finish(sums.value, weight)
+        if weight_decay:
+            values = values + weight_decay * measure.decay(weight).to(values.device)
+        at = int(values.argmax())  # one value, or the neuron that is least flat
+        stderr = float(measure.finish(sums.stderr, weight)[at])
+        return Flatness(float(values[at]), stderr, sums.method, self.network, summary)
+
+    def _has_cheap_pairs(self, view: View, layer: LayerView) -> bool:
+        """Return whether `FeaturePairs` costs less than a second forward pass."""
+        return (
+            layer.flat
+            # multiplications for each sample
+            and layer.weight.shape[1] ** 2 <= self._n_parameters
+            and self._sums.can_sum(view, layer, FeaturePairs())
+        )
+
+    def _first_quantities(self, layer: LayerView) -> Mapping[Hashable, Quantity]:
+        """Return the quantities that need no spread, and the pairs if one pass is enough."""
+        found: dict[Hashable, Quantity] = {
+            name: TRACE_LIKE[name].quantity(layer.weight, None)
+            for name in self.names
+            if not TRACE_LIKE[name].normalized
+        }
+        return found if self._spreads is None else {**found, _PAIRS: FeaturePairs()}
+
+    def _second_quantities(
+        self, missing: Collection[Key], layer: LayerView
+    ) -> Mapping[Hashable, Quantity]:
+        """Return the quantities that the first pass was not enough for."""
+        spread = None if self._spreads is None else self._spreads.of(layer.name)
+        return {
+            name: TRACE_LIKE[name].quantity(layer.weight, spread)
+            for name in self.names
+            if (layer.name, name) in missing
+        }

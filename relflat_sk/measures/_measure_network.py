@@ -1,0 +1,181 @@
+"""All measures of a network, with as few passes over the data as they take together."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from relflat_sk._checks import check_number
+from relflat_sk._network import Layer, Network
+from relflat_sk._warnings import warn
+from relflat_sk.measures._estimate import Estimate
+from relflat_sk.measures._flatness import (
+    LAYER_MEASURES,
+    TRACE_LIKE,
+    Flatness,
+    Summary,
+    measure_layers,
+    summarize,
+)
+from relflat_sk.measures._norms import NORM_MEASURES
+from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
+
+__all__ = ["NETWORK_WIDE", "counts_decay", "measure_network"]
+
+# measures of the network as a whole, each with arguments of its own
+NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
+# arguments that every measure accepts, also where they have no effect
+_GENERAL = {"method", "n_probes", "rtol", "random_state"}
+# how many standard errors below zero a curvature must be to be called negative
+_SURE = 4
+
+Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure
+
+
+def measure_network(
+    network: Network,
+    names: Sequence[str],
+    layers: Sequence[Layer] | str,
+    *,
+    weight_decay: float = 0.0,
+    refuse: bool = True,
+    **params: Any,
+) -> Found:
+    """Measure a network in several ways, with as few passes over the data as possible.
+
+    All traces, the gradient norm, the mean loss, the number of samples and the shape of the
+    outputs come from one pass; the largest eigenvalues begin with it.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    names : sequence of str
+        Some of `get_measure_names`.
+    layers : sequence of int, str or nn.Module, or "all"
+        Where to measure what belongs to a layer.
+    weight_decay : float, default=0
+        Coefficient ``wd`` of the optimiser, whose ``wd/2 |W|^2`` counts into the loss.
+    refuse : bool, default=True
+        Whether to raise if a measure does not apply to the network. Otherwise its value is
+        nan, with a warning.
+    **params
+        `method`, `n_probes`, `rtol` and `random_state` as in `relflat_sk.relative_flatness`,
+        and the arguments of the measures of the whole network.
+
+    Returns
+    -------
+    dict of (layer name, measure name) to Flatness
+        The layer is empty for a measure of the whole network.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or weight decay cannot be counted into a measure.
+    TypeError
+        If none of the measures takes an argument.
+    """
+    check_number("weight_decay", weight_decay, positive=False)
+    _check_arguments(names, params)
+    _check_decay(names, weight_decay)
+    some = {key: value for key, value in params.items() if key in _GENERAL}
+    some["weight_decay"] = weight_decay
+    found: Found = {}
+    of_layers = [name for name in names if name in LAYER_MEASURES]
+    if of_layers:
+        found |= measure_layers(network, of_layers, layers, **some)
+    if "network_flatness" in names:
+        every = layers == "all" and "eigenvalue_flatness" in names
+        found["", "network_flatness"] = _least_flat(network, found if every else None, some)
+    summary = next((one.summary for one in found.values()), None)
+    found |= _measure_whole(network, names, refuse, params, summary)
+    for (layer, name), one in found.items():
+        _warn_of_saddle(layer, name, one)
+    return found
+
+
+def counts_decay(name: str) -> bool:
+    """Return whether the optimiser's weight decay can be counted into a measure.
+
+    Parameters
+    ----------
+    name : str
+        One of `get_measure_names`.
+
+    Returns
+    -------
+    bool
+        False for what is no curvature in units of the weights.
+    """
+    return name not in NETWORK_WIDE and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def _check_decay(names: Sequence[str], weight_decay: float) -> None:
+    """Refuse weight decay where it cannot be counted into a measure."""
+    undecayed = [name for name in names if not counts_decay(name)]
+    if weight_decay and undecayed:
+        raise ValueError(
+            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
+            "of the weights; leave one of them out."
+        )
+
+
+def _check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
+    """Refuse arguments that none of the measures takes."""
+    known = _GENERAL.union(*(_arguments(name) for name in names if name in NETWORK_WIDE))
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"{key!r} is no argument of {', '.join(names)}, which take {sorted(known)}."
+            )
+
+
+def _arguments(name: str) -> set[str]:
+    """List the arguments of a measure of the whole network."""
+    return {
+        key
+        for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _least_flat(network: Network, found: Found | None, some: Mapping[str, Any]) -> Flatness:
+    """Return the largest eigenvalue flatness of all layers, given or to be measured."""
+    name = "eigenvalue_flatness"
+    each = measure_layers(network, [name], "all", **some) if found is None else found
+    return max((one for (_, what), one in each.items() if what == name), key=lambda one: one.value)
+
+
+def _measure_whole(
+    network: Network,
+    names: Sequence[str],
+    refuse: bool,
+    params: Mapping[str, Any],
+    summary: Summary | None,
+) -> Found:
+    """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
+    found = {}
+    for name in names:
+        if name not in NETWORK_WIDE:
+            continue
+        summary = summarize(network) if summary is None else summary
+        own = {key: value for key, value in params.items() if key in _arguments(name)}
+        try:
+            one = NETWORK_WIDE[name](network, **own)
+        except (TypeError, ValueError) as error:
+            if refuse:
+                raise
+            warn(f"{name} does not apply to this network: {error}")
+            one = Estimate(math.nan, math.nan, "none")
+        found["", name] = Flatness(one.value, one.stderr, one.method, network, summary)
+    return found
+
+
+def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
+    """Warn if a curvature is negative beyond doubt."""
+    if name in TRACE_LIKE and found.value < -max(_SURE * found.stderr, 1e-9 * abs(found.risk)):
+        warn(
+            f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
+            "there, so this point is no minimum, and flatness says nothing about it. Train "
+            "further, or look at gradient_norm."
+        )

@@ -1,0 +1,160 @@
+"""How many passes over the data measures take, and that one pass says what two say."""
+
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import get_measure_names
+from relflat_sk._losses import Loss
+from relflat_sk._network import Network, make_batches
+from relflat_sk.measures import measure_network
+from relflat_sk.measures._flatness import TRACE_LIKE
+from relflat_sk.measures._flatness.trace_measures import TraceMeasures
+from relflat_sk.measures._measure_network import NETWORK_WIDE
+from tests.measures.test_layer_kinds import CE, NETS, make
+
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+TRACES = list(TRACE_LIKE)
+
+
+class Counted(nn.Module):
+    """Counts how many batches it is run on."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.n_runs = 0
+
+    def forward(self, x):
+        self.n_runs += 1
+        return self.net(x)
+
+
+def counted(kind, n=12, batch_size=4):
+    net, X, y = make(kind, n)
+    return Network(Counted(net).eval(), Loss(CE), make_batches(X, y, batch_size=batch_size))
+
+
+def count_passes(network, measure):
+    before = network.module.n_runs
+    measure()
+    return (network.module.n_runs - before) / 3  # batches
+
+
+@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv", "residual", "transformer"])
+def test_six_traces_at_the_last_layer_take_one_pass(kind):
+    network = counted(kind)
+    assert len(TRACES) == 6
+    assert count_passes(network, lambda: measure_network(network, TRACES, [-1])) == 1
+
+
+def test_the_gradient_norm_shares_that_pass():
+    network = counted("mlp relu")
+    names = [*TRACES, "gradient_norm"]
+    assert count_passes(network, lambda: measure_network(network, names, "all")) == 1
+
+
+def test_eigenvalues_of_a_closed_form_share_that_pass():
+    network = counted("mlp relu")
+    names = [*TRACES, "eigenvalue_flatness", "hessian_max_eigenvalue"]
+    assert count_passes(network, lambda: measure_network(network, names, [-1])) == 1
+
+
+@pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("name", ["l2_norm", "fisher_rao_norm", "frobenius_product"])
+def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
+    network = counted("mlp relu")
+    own = count_passes(network, lambda: NETWORK_WIDE[name](network))
+    both = count_passes(network, lambda: measure_network(network, [name, *TRACES], [-1]))
+    assert both == own + 1
+
+
+def test_the_network_flatness_takes_eigenvalues_that_were_measured():
+    network = counted("mlp tanh")
+    arguments = {"layers": "all", "random_state": 0}
+    one = count_passes(
+        network, lambda: measure_network(network, ["eigenvalue_flatness"], **arguments)
+    )
+    names = ["network_flatness", "eigenvalue_flatness"]
+    assert count_passes(network, lambda: measure_network(network, names, **arguments)) == one
+
+
+@pytest.mark.parametrize("layers", ["all", [-1], [0]])
+@pytest.mark.parametrize("kind", list(NETS))
+def test_one_pass_says_what_two_say(kind, layers, monkeypatch):
+    net, X, y = make(kind, n=12)
+    X[:, 0] = 0.7  # features that never vary
+    network = Network(net, Loss(CE), make_batches(X, y, batch_size=5))
+    one = measure_network(network, TRACES, layers)
+    monkeypatch.setattr(TraceMeasures, "_has_cheap_pairs", lambda *_: False)
+    two = measure_network(network, TRACES, layers)
+    assert one.keys() == two.keys()
+    for key, found in one.items():
+        assert found.value == pytest.approx(two[key].value, rel=1e-10), key
+        assert found.method == two[key].method
+        assert found.risk == pytest.approx(two[key].risk, rel=1e-12)
+
+
+def test_wide_layers_take_a_second_pass_that_costs_less_than_pairs_of_features():
+    torch.manual_seed(0)
+    net = Counted(nn.Linear(50, 3).double())
+    X, y = torch.randn(12, 50).double(), torch.arange(12) % 3
+    network = Network(net, Loss(CE), make_batches(X, y, batch_size=4))
+    assert count_passes(network, lambda: measure_network(network, TRACES, [-1])) == 2
+
+
+class Alternating(nn.Module):
+    """Has a closed form at its layer for the first batch, and none for the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.other = nn.Linear(10, 10).double()
+
+    def forward(self, x):
+        z = self.layer(x)
+        return z if len(x) == 4 else z.tanh()
+
+
+def test_a_network_that_changes_from_batch_to_batch_takes_a_further_pass():
+    torch.manual_seed(0)
+    X, y = torch.randn(7, 4).double(), torch.arange(7) % 3
+    network = Network(Alternating(), Loss(CE), make_batches(X, y, batch_size=4))
+    names = ["normalized_relative_flatness", "relative_flatness"]
+    found = measure_network(network, names, ["layer"])
+    spread = X.std(dim=0, correction=0)
+    scaled = Alternating()
+    scaled.load_state_dict(network.module.state_dict())
+    with torch.no_grad():
+        scaled.layer.weight *= spread
+    network = Network(scaled, Loss(CE), make_batches(X / spread, y, batch_size=4))
+    expected = measure_network(network, ["relative_flatness"], ["layer"])
+    assert found["layer", names[0]].value == pytest.approx(
+        expected["layer", "relative_flatness"].value, rel=1e-10
+    )
+
+
+def test_every_measure_is_found_by_name():
+    network = counted("mlp relu", n=30)
+    network.module.net[4].weight.data *= 3
+    whole = {*NETWORK_WIDE, "network_flatness"}
+    names = [name for name in get_measure_names() if name not in NETWORK_WIDE]
+    found = measure_network(network, names, [0, -1], random_state=0)
+    layers = ["net.0", "net.4"]
+    assert set(found) == {
+        (layer, name) for name in names for layer in ([""] if name in whole else layers)
+    }
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_measures_that_do_not_apply(refuse):
+    network = counted("mlp tanh")
+    if refuse:
+        with pytest.raises(ValueError, match="there is no path norm"):
+            measure_network(network, ["l1_path_norm"], [-1])
+    else:
+        with pytest.warns(UserWarning, match="l1_path_norm does not apply to this network") as seen:
+            found = measure_network(network, ["l1_path_norm"], [-1], refuse=False)
+        assert found["", "l1_path_norm"].method == "none"
+        assert seen[0].filename == __file__
