@@ -37,7 +37,8 @@ from relflat_sk._network import (
     is_piecewise_linear,
 )
 from relflat_sk._numerics import full_precision, inverse_spread, safe_root, varies
-from relflat_sk._penalty.random_changes import Directions, rademacher
+from relflat_sk._penalty.random_changes import RandomChanges
+from relflat_sk._random import rademacher
 
 __all__ = ["BatchLayer", "batch_flatness"]
 
@@ -213,21 +214,21 @@ def _estimator(
     return partial(_by_products, losses, pulled, edges, directions, weights)
 
 
-def _directions(layer: BatchLayer, normalize: bool) -> Directions:
+def _directions(layer: BatchLayer, normalize: bool) -> RandomChanges:
     features = full_precision(layer.record.check()[0])
     spread = _spread(layer.map.channels(features)) if normalize else None
-    return Directions(layer.map, features, layer.weight, spread)
+    return RandomChanges(layer.map, features, layer.weight, spread)
 
 
 def _by_gradients(
     base: Tensor,
     curvature: ClosedForm,
     edges: Sequence[GradientEdge],
-    directions: Sequence[Directions],
+    directions: Sequence[RandomChanges],
     weights: Tensor | None,
 ) -> Tensor:
     n, d = base.shape
-    signs = rademacher(n, d, full_precision(base))
+    signs = rademacher((n, d), full_precision(base))
     if weights is not None:
         signs = signs * weights.sqrt()[:, None]
     cotangent = curvature.root_product(signs).to(base.dtype)
@@ -244,7 +245,7 @@ def _by_products(
     losses: Tensor,
     pulled: Sequence[Tensor | None],
     edges: Sequence[GradientEdge],
-    directions: Sequence[Directions],
+    directions: Sequence[RandomChanges],
     weights: Tensor | None,
 ) -> Tensor:
     curved = [

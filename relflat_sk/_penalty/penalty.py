@@ -1,9 +1,9 @@
 """Relative flatness of a mini-batch as a term of the training loss.
 
-The price that a loss pays for feature noise of relative size ``delta`` is, to first order,
-``delta^2 kappa / (2 m)`` (P21 Theorem 5), which is what the penalty adds. It is computed
-from what the training step's own forward pass sends through the layer: no second pass,
-and the gradient flows to everything that influences features, weight and predictions.
+Noise of relative size ``delta`` in a layer's features raises the loss, to first order, by
+``delta^2 kappa / (2 m)`` (P21 Theorem 5). The penalty adds this quantity for ``delta = 1``. It is
+computed from what the forward pass of the training step sends through the layer, without a
+second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import check_integer
 from relflat_sk._losses import Loss, Target, as_criterion
 from relflat_sk._network import (
     Layer,
@@ -37,39 +37,51 @@ __all__ = ["RelativeFlatnessPenalty"]
 
 
 class RelativeFlatnessPenalty:
-    r"""Relative flatness of a batch, to be added to the loss of a plain torch loop.
+    r"""Compute the relative flatness of a batch, to add to the loss of a plain torch loop.
+
+    The penalty is
 
     .. math:: \sum_{\text{layers}} \frac{\kappa}{2 m}, \qquad
-        \kappa = \sum_{s,t} \langle w_s, w_t \rangle \mathrm{Tr}(H_{s,t})
+        \kappa = \sum_{s,t} \langle w_s, w_t \rangle \mathrm{Tr}(H_{s,t}),
 
-    with `m` the number of features that the layer receives and `H` the Hessian, in the
-    layer's weight, of the criterion on the batch ([1]_, Definition 3 and Theorem 5).
+    where :math:`m` is the number of features that the layer receives, and :math:`H` the Hessian
+    of the criterion on the batch in the layer's weight ([1]_, Definition 3 and Theorem 5).
 
     Parameters
     ----------
     layer : int, str, nn.Module, a sequence of these, or "all", default=-1
-        Where to measure; with several layers the terms add.
+        The penalised layer: its position among the layers with a weight matrix in the order of
+        the forward pass, its dotted name, or the module. The terms of several layers are added.
     normalize : bool, default=False
-        Use the normalised flatness (Theorem 4), with the batch's standard deviations.
+        Whether to use the normalised flatness (Theorem 4), with the standard deviations of the
+        features in the batch.
     probes : int, default=1
-        Random probes per sample where no closed form applies, that is at earlier layers
-        and for criteria that are not in the table. Unbiased for any number.
-
-    Notes
-    -----
-    Any layer that `relflat_sk.relative_flatness` measures can be penalised, of a convolution
-    with `m` the number of inputs of one patch. Batch norm in training mode counts as the
-    linear map that it is for the statistics of the batch. Nothing is run a second time: the
-    price of an earlier layer is that of differentiating the network behind it once more.
+        Number of random probes per sample where there is no closed form: at hidden layers, and
+        for criteria that `relflat_sk` does not know. The penalty is unbiased for any number.
 
     Raises
     ------
     ValueError
-        If `probes` is not a positive integer; when called, if layer, target or weights do not fit.
+        If `probes` is not a positive integer, or `layer` is empty. When called: if layer,
+        target or weights do not fit the forward pass.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
         If called without a forward pass inside `capture`.
+
+    See Also
+    --------
+    RelativeFlatnessRegularizedNet : A skorch net with this penalty.
+    relative_flatness : Measure :math:`\kappa` of a trained network.
+
+    Notes
+    -----
+    Any layer that `relflat_sk.relative_flatness` measures can be penalised. For a convolution,
+    `m` is the number of inputs of one patch. Batch norm in training mode counts as a linear map
+    with the statistics of the batch.
+
+    No part of the network runs a second time. A penalty at an earlier layer costs one more
+    differentiation of the network behind that layer.
 
     References
     ----------
@@ -94,8 +106,7 @@ class RelativeFlatnessPenalty:
         normalize: bool = False,
         probes: int = 1,
     ) -> None:
-        if isinstance(probes, bool) or not isinstance(probes, int | np.integer) or probes < 1:
-            raise ValueError(f"probes must be a positive integer, got {probes!r}.")
+        check_integer("probes", probes, minimum=1)
         if isinstance(layer, list | tuple) and not layer:
             raise ValueError("layer must name at least one layer, got an empty sequence.")
         self.layer = layer
@@ -105,16 +116,24 @@ class RelativeFlatnessPenalty:
         self._plan: _Plan | None = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Record what the forward pass inside the context sends through the layers.
+        """Record what a forward pass sends through the layers.
 
         Parameters
         ----------
         module : nn.Module
-            The network that is trained.
+            The network in training.
 
         Returns
         -------
         context manager
+            Call the network inside it, once.
+
+        Examples
+        --------
+        >>> import torch
+        >>> net, penalty = torch.nn.Linear(4, 3), RelativeFlatnessPenalty()
+        >>> with penalty.capture(net):
+        ...     y_pred = net(torch.ones(5, 4))
         """
         self._recorder = None  # if the forward pass fails, nothing of an earlier one is used
         asked, plan = self._asked(), self._plan
@@ -164,12 +183,12 @@ class RelativeFlatnessPenalty:
     def __call__(
         self, criterion: Any, y_pred: Any, y: Tensor, sample_weight: Tensor | None = None
     ) -> Tensor:
-        """Compute the penalty of the batch last seen by `capture`.
+        """Compute the penalty of the last forward pass inside `capture`.
 
         Parameters
         ----------
         criterion : nn.Module or callable
-            The loss, as it is called on ``(y_pred, y)``.
+            The loss, called as ``criterion(y_pred, y)``.
         y_pred : Tensor of shape (n, ...)
             The output of that forward pass.
         y : Tensor
@@ -181,7 +200,8 @@ class RelativeFlatnessPenalty:
         Returns
         -------
         Tensor of shape ()
-            In the unit of the loss, with its graph; follows the criterion's reduction.
+            In the unit of the loss, with its graph. It is summed over samples if the criterion
+            is, and a mean otherwise.
         """
         loss = Loss(as_criterion(criterion))
         output = primary_output(y_pred)
@@ -198,28 +218,37 @@ class RelativeFlatnessPenalty:
         sample_weight: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """Compute the same of a target that has been read already.
+        """Compute the penalty for a target that has been checked already.
 
         Parameters
         ----------
         loss : Loss
+            The criterion.
         output : Tensor of shape (n, ...)
+            The output of the last forward pass inside `capture`.
         target : Target
-            From `loss.read_target`.
+            Target from `loss.read_target`.
         sample_weight : Tensor of shape (n,), optional
+            Weight of each sample, checked already.
         scale : float, default=1.0
-            What to multiply it by.
+            Factor to multiply the penalty by.
 
         Returns
         -------
         Tensor of shape ()
+            The penalty, with its graph.
+
+        Raises
+        ------
+        RuntimeError
+            If there was no forward pass inside `capture` since the last call.
         """
         recorder, plan = self._recorder, self._plan
         if plan is None or recorder is None or not recorder.finished:
             raise RuntimeError(
-                "the penalty has seen no forward pass: call the network inside `with "
-                "penalty.capture(module):` before each call of the penalty. (A compiled "
-                "network ignores what is to be recorded.)"
+                "the penalty has recorded no forward pass. Call the network inside `with "
+                "penalty.capture(module):` before each call of the penalty. A network compiled "
+                "by torch.compile cannot be recorded: capture and call the original module."
             )
         device = output.device.type
         if torch.is_autocast_enabled(device):
@@ -240,15 +269,15 @@ class RelativeFlatnessPenalty:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where to look in a network: nothing to find out again in each training step."""
+    """The structure of a network, which need not be searched again in each training step."""
 
-    asked: tuple[Layer, ...] | None  # as the user named the layers
-    parts: list[nn.Module]  # of the network
-    children: list[dict[str, nn.Module | None]]  # of each part
-    layers: dict[str, nn.Module]  # what is penalised, then the last one in any case
+    asked: tuple[Layer, ...] | None  # the layers as the user named them; None for all
+    parts: list[nn.Module]  # all modules of the network
+    children: list[dict[str, nn.Module | None]]  # those of each part
+    layers: dict[str, nn.Module]  # the layers to record: the penalised ones, and the last one
     penalised: list[str]
-    in_attention: bool  # whether attention must be run step by step
-    norms: list[nn.Module]  # to be differentiated three times
+    in_attention: bool  # whether attention must run step by step
+    norms: list[nn.Module]  # normalisation layers that must allow three derivatives
 
     @classmethod
     def make(
@@ -260,17 +289,18 @@ class _Plan:
         order: list[str],
         norms: list[nn.Module],
     ) -> "_Plan":
+        """Make the plan of a network whose layers were called in some order."""
         last = order[-1:]
         layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
         owners = [named[name.rpartition(".")[0]] for name in layers]
         inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
-        # nothing is behind the last layer that would be differentiated again
+        # a penalty at the last layer differentiates no other part of the network again
         earlier = any(name != order[-1] for name in penalised)
         children = [dict(part._modules) for part in parts]
         return cls(asked, parts, children, layers, penalised, inside, norms if earlier else [])
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        """Whether the network is the one it was made for, and is still made of the same."""
+        """Return whether the network is the one of this plan, with the same parts."""
         return (
             module is self.parts[0]
             and asked == self.asked
@@ -282,7 +312,7 @@ class _Plan:
         return _recorder(layers, self.penalised)
 
     def batch_layers(self, recorder: Recorder) -> list[BatchLayer]:
-        """Return what a training step sent through the layers."""
+        """Return the layers with what a training step sent through them."""
         records = [recorder[name] for name in self.layers]
         return [
             BatchLayer(record, layer_map(record.layer), record.name in self.penalised)
@@ -291,19 +321,20 @@ class _Plan:
 
 
 def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+    """Return the dotted names of the layers that the user asked for."""
     if asked is None:
         return order
     return [find_layer(module, layer, order) for layer in asked]
 
 
 def _recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Recorder:
-    """Make a recorder that lets the tail of the network be trained if all before is frozen."""
+    """Make a recorder after which a penalised layer has a gradient if all before it is frozen."""
 
     def keep(
         record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
-            # what follows may be trained to be flat here
+            # the layers behind can still be trained to make this one flat
             output = output.detach().requires_grad_().view_as(output)
         return keep_graph(record, args, kwargs, output)
 

@@ -1,54 +1,57 @@
-r"""Random changes of a layer's weight, by which its relative flatness is probed in training.
+r"""Random changes of a layer's weight, by which training estimates its relative flatness.
 
-For a random matrix ``D`` of the weight's shape with mean zero and
-``E[D_st D_s't'] = <w_s, w_s'> 1[t = t']``, the form of the Hessian along it has the mean
+Let ``D`` be a random matrix of the weight's shape, with mean zero and
+``E[D_st D_s't'] = <w_s, w_s'> 1[t = t']``. The quadratic form of the Hessian along ``D`` then has
+the mean
 
 .. math:: E\langle D, H D\rangle = \sum_{s,s'} \langle w_s, w_{s'}\rangle \mathrm{Tr}(H_{s,s'})
     = \kappa .
 
-``D = W v u^T`` is such a matrix for independent ``v``, ``u`` with ``E[v v^T] = E[u u^T] = I``.
-It moves the layer's output by ``(W v) (u^T phi)``, the change of the units times the reading of
-the features.
+``D = W v u^T`` is such a matrix if ``v`` and ``u`` are independent and
+``E[v v^T] = E[u u^T] = I``. It changes the layer's output by ``(W v) (u^T phi)``.
 
-``v`` are signs: one vector for each sample, or, where the slopes in the layer's output are known
-and any number of changes costs little, some vectors that all samples share, so that few products
-with the weight are needed. (Single columns of the identity would need none and have no more
-variance, but their slope in the weight is that of few of its columns, and trains worse.) Of ``u``
-there are two kinds, both without any product with patches: where a sample has one position,
-``u^T phi`` is replaced by its root mean square ``|phi|``; otherwise ``u`` is a column of the
-identity times ``sqrt(m)``, which has less variance than signs because neighbouring inputs are
-alike; for slopes, several columns, which read different channels at the same place of the kernel.
+The vectors ``v`` are random signs. Each sample has one vector, or, for slopes, all samples share
+some vectors: the gradient in the layer's output is then known, any number of changes costs
+little, and few products with the weight are needed. (Single columns of the identity would need
+no products and have no more variance. But their slopes involve few columns of the weight, and a
+net trains worse with them.)
+
+The vectors ``u`` are of two kinds, and neither takes a product with the patches of a
+convolution. If a sample has one position, ``u^T phi`` is replaced by its root mean square
+``|phi|``. Otherwise ``u`` is a column of the identity times ``sqrt(m)``. It has less variance
+than random signs, because neighbouring inputs are alike. For slopes there are several such
+columns, for different channels at the same position of the kernel.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from relflat_sk._network import LayerMap, chosen
 from relflat_sk._numerics import inverse_spread
+from relflat_sk._random import rademacher
 
-__all__ = ["Directions", "rademacher"]
+__all__ = ["RandomChanges"]
 
-# the signs that the bits of a byte stand for
-_BYTES = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1
-# vectors v that all samples of a batch share
+# number of vectors v that all samples of a batch share
 _SHARED = 32
-# columns u of each sample, where slopes are known
+# number of columns u of each sample, for slopes
 _CHANNELS = 16
 
 
-class Directions:
-    """What random changes of a layer's weight do to its output, as shares of `kappa / (2 m)`.
+class RandomChanges:
+    """Random changes of a layer's output, scaled to estimate ``kappa / (2 m)``.
 
     Parameters
     ----------
     layer : LayerMap
+        The layer.
     features : Tensor
-        What the layer received, of n samples.
+        The layer's input, of n samples.
     weight : Tensor of shape (d, m)
-        The weight as a matrix.
+        The layer's weight as a matrix.
     spread : Tensor of shape (c,) or None
-        Units to measure the input channels in, 0 for what never varies; None for ones.
+        Standard deviation of each input channel, 0 if it is constant. None to leave the
+        features unnormalised.
     """
 
     def __init__(
@@ -60,9 +63,20 @@ class Directions:
         self.inverse = None if spread is None else inverse_spread(spread)
 
     def changes(self, z: Tensor) -> Tensor:
-        """Draw one change of the layer's output `z` for each sample, with its graph."""
+        """Draw one change of the layer's output for each sample, with its graph.
+
+        Parameters
+        ----------
+        z : Tensor of shape (n, ...)
+            The layer's output.
+
+        Returns
+        -------
+        Tensor of shape (n, ...)
+            Changes of `z`.
+        """
         n, m = len(self.features), self.weight.shape[1]
-        units = rademacher(n, m, self.weight) @ self.weight.T
+        units = rademacher((n, m), self.weight) @ self.weight.T
         if self.layer.is_flat(self.features):
             return units * self._sizes(1.0)
         blocks: Tensor = self._in_blocks(units[:, :, None]) * self._planes(1, 1.0)
@@ -73,19 +87,19 @@ class Directions:
 
         Parameters
         ----------
-        gradient : Tensor
-            Of the output's shape.
+        gradient : Tensor of shape (n, ...)
+            Gradient in the layer's output.
 
         Returns
         -------
         Tensor of shape (..., k)
-            Their squares sum to the estimate of all samples.
+            Slopes. The sum of their squares is the estimate, summed over samples.
         """
         d, m = self.weight.shape
-        if m <= 2 * _SHARED:  # all columns of the weight cost no more, and leave nothing to chance
+        if m <= 2 * _SHARED:  # all columns of the weight cost no more, and have no variance
             scale, columns = 1.0, self.weight
         else:
-            scale, columns = _SHARED**-0.5, self.weight @ rademacher(_SHARED, m, self.weight).T
+            scale, columns = _SHARED**-0.5, self.weight @ rademacher((_SHARED, m), self.weight).T
         if self.layer.is_flat(self.features):
             return (gradient * self._sizes(scale)) @ columns
         blocks = self._in_blocks(self.layer.to_rows(gradient))
@@ -93,27 +107,27 @@ class Directions:
         return along.permute(0, 3, 1, 2).reshape(-1, d) @ columns
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
-        """Tell the groups of outputs apart: (n, groups, d / groups, P)."""
+        """Reshape rows (n, d, P) by groups of outputs: (n, groups, d / groups, P)."""
         return rows.view(len(rows), self.layer.groups, -1, rows.shape[2])
 
     def _sizes(self, scale: float) -> Tensor:
-        """Lengths of features with one position, times ``scale / sqrt(2 m)``: (n, 1)."""
+        """Return norms of features with one position, times ``scale / sqrt(2 m)``: (n, 1)."""
         scaled = self.features if self.inverse is None else self.features * self.inverse
-        # unlike those of other roots, its slope at zero is zero
+        # vector_norm has the slope zero at zero, unlike the root of a sum of squares
         norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
         sizes: Tensor = norms * (scale / (2 * self.weight.shape[1]) ** 0.5)
         return sizes
 
-    def _planes(self, at_most: int, scale: float) -> Tensor:
-        """Columns of the patches, times ``scale / sqrt(2 k)``: (n, groups, k, P)."""
+    def _planes(self, n_at_most: int, scale: float) -> Tensor:
+        """Return columns of the patches, times ``scale / sqrt(2 k)``: (n, groups, k, P)."""
         layer, features, inverse = self.layer, self.features, self.inverse
         n, m = len(features), self.weight.shape[1]
         offset = int(torch.randint(layer.n_offsets, ()))
         n_channels = m // layer.n_offsets
-        if n_channels <= at_most:
+        if n_channels <= n_at_most:
             k, channels = n_channels, None
         else:
-            k = at_most
+            k = n_at_most
             first = torch.randint(n_channels, (n, 1), device=features.device)
             steps = torch.arange(k, device=features.device) * (n_channels // k)
             channels = (first + steps) % n_channels
@@ -124,28 +138,3 @@ class Directions:
             inverse.view(1, layer.groups, -1).expand(n, -1, -1).transpose(1, 2), channels
         )
         return planes * units.transpose(1, 2)[:, :, :, None]
-
-
-def rademacher(n: int, m: int, like: Tensor) -> Tensor:
-    """Draw signs of shape (n, m) from torch's random state, ten times as fast as one by one.
-
-    Parameters
-    ----------
-    n, m : int
-    like : Tensor
-        Of the dtype and on the device that the signs are to have.
-
-    Returns
-    -------
-    Tensor of shape (n, m)
-
-    Examples
-    --------
-    >>> rademacher(2, 3, torch.zeros(())).abs()
-    tensor([[1., 1., 1.],
-            [1., 1., 1.]])
-    """
-    size = -(-n * m // 64)
-    words = torch.randint(-(2**63), 2**63 - 1, (size,), device=like.device)
-    signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like))
-    return signs.flatten()[: n * m].view(n, m)

@@ -16,6 +16,7 @@ from relflat_sk._losses import Loss, Target
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures import measure_layers
 from relflat_sk.training._sample_weights import (
@@ -275,7 +276,7 @@ class PenalisedNet(SklearnNet):
     def _record_flatness(self) -> None:
         """Measure `relative_flatness_` on the training data; nan if it cannot be measured."""
         network = training_network(self, self._state().dataset)
-        with torch.random.fork_rng(devices=[]):  # the draw must not change what users draw next
+        with fork_rng(None):  # the draw must not change what users draw next
             seed = int(torch.randint(2**31 - 1, ()))
         name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
         try:

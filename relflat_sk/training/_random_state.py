@@ -4,19 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.utils import check_random_state
 from torch import Tensor
+
+from relflat_sk._random import draw_seed, fork_rng
 
 __all__ = ["States", "get_states", "own_random_state", "set_states"]
 
 # of the CPU first, then of the net's CUDA device if it has one
 States = list[Tensor]
-
-
-def _cuda_device(device: Any) -> torch.device | None:
-    return torch.device(device) if str(device).startswith("cuda") else None
 
 
 def get_states(device: Any) -> States:
@@ -32,8 +28,10 @@ def get_states(device: Any) -> States:
     list of Tensor
         The CPU's state, and that of `device` if it is a CUDA device.
     """
-    cuda = _cuda_device(device)
-    return [torch.get_rng_state(), *([] if cuda is None else [torch.cuda.get_rng_state(cuda)])]
+    states = [torch.get_rng_state()]
+    if str(device).startswith("cuda"):
+        states.append(torch.cuda.get_rng_state(torch.device(device)))
+    return states
 
 
 def set_states(device: Any, states: States) -> None:
@@ -71,11 +69,9 @@ def own_random_state(net: Any, *, restart: bool) -> Iterator[None]:
     if net.random_state is None:
         yield
         return
-    cuda = _cuda_device(net.device)
-    with torch.random.fork_rng(devices=[] if cuda is None else [cuda]):
+    with fork_rng(net.device):
         if restart or not hasattr(net, "_rng_states"):
-            seed = check_random_state(net.random_state).randint(np.iinfo(np.int32).max)
-            torch.manual_seed(seed)
+            torch.manual_seed(draw_seed(net.random_state))
         else:
             set_states(net.device, net._rng_states)
         yield

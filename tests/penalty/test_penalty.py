@@ -337,10 +337,10 @@ def test_refuses_unknown_layers_and_those_without_weight(layer):
 def test_refuses_to_be_called_without_a_new_forward_pass():
     net, criterion, X, y = make("cross-entropy")
     penalty = RelativeFlatnessPenalty()
-    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
         penalty(criterion, net(X), y)
     evaluate(penalty, net, criterion, X, y)
-    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
         penalty(criterion, net(X), y)
 
 
@@ -351,7 +351,7 @@ def test_a_failed_forward_pass_leaves_nothing_of_the_one_before():
         output = net(X)
     with pytest.raises(RuntimeError, match="shapes"), penalty.capture(net):
         net(X[:, :2])
-    with pytest.raises(RuntimeError, match="has seen no forward pass"):
+    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
         penalty(criterion, output, y)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty, measure
-from relflat_sk._penalty.random_changes import rademacher
+from relflat_sk._random import rademacher
 from tests import oracles
 from tests.measures.test_layer_kinds import CE, NETS
 from tests.measures.test_layer_kinds import make as make_kind
@@ -213,7 +213,7 @@ def test_refuses_shared_weights():
 
 def test_signs_are_signs():
     torch.manual_seed(0)
-    signs = rademacher(3001, 37, torch.zeros((), dtype=torch.float64))
+    signs = rademacher((3001, 37), torch.zeros((), dtype=torch.float64))
     assert signs.shape == (3001, 37)
     assert signs.dtype == torch.float64
     assert set(signs.unique().tolist()) == {-1.0, 1.0}
