@@ -11,27 +11,26 @@ from relflat_sk._network.batches import (
     make_batches,
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.layer_maps import LayerMap, chosen, layer_map
+from relflat_sk._network.graph import check_thrice, find_link, hands_on, is_piecewise_linear
+from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
     WEIGHT_LAYERS,
     Layer,
     check_layer,
-    check_thrice,
     check_unshared,
     find_layer,
-    find_link,
-    hands_on,
-    is_piecewise_linear,
-    primary_output,
+    layer_map,
     weight_layers,
 )
 from relflat_sk._network.network import (
     Network,
     Outcome,
     borrowed,
+    layer_names,
     mean_loss,
     outcome_of,
     outcomes,
+    primary_output,
     sample_weight,
 )
 from relflat_sk._network.norm_layers import explicit_norms, find_norm_layers
@@ -62,7 +61,6 @@ __all__ = [
     "check_thrice",
     "check_unshared",
     "check_weights",
-    "chosen",
     "count_samples",
     "explicit_attention",
     "explicit_norms",
@@ -77,6 +75,7 @@ __all__ = [
     "keep_graph",
     "layer_input",
     "layer_map",
+    "layer_names",
     "make_batches",
     "mean_loss",
     "outcome_of",
@@ -85,5 +84,6 @@ __all__ = [
     "record_order",
     "record_tail",
     "sample_weight",
+    "select_channels",
     "weight_layers",
 ]

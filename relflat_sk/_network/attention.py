@@ -1,9 +1,9 @@
-"""Make the projections inside `nn.MultiheadAttention` layers that can be looked at.
+"""Turn the projections inside `nn.MultiheadAttention` into layers that can be recorded.
 
 Torch computes attention in one fused function, in which no module is called and the three
-input projections are one packed parameter. While `explicit_attention` is open, every such
-module runs step by step through its `out_proj` and through a child `in_proj` that holds
-the packed weight, and computes the same; afterwards it is as it was.
+input projections are one packed parameter. Within `explicit_attention`, every such module
+runs step by step through its `out_proj` and through a child `in_proj` with the packed weight,
+and computes the same; afterwards it is as it was.
 """
 
 import math
@@ -27,7 +27,7 @@ class InProjection(nn.Linear):
     Parameters
     ----------
     attention : nn.MultiheadAttention
-        Whose parameters it uses.
+        The module whose parameters the layer uses.
     """
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
@@ -42,16 +42,22 @@ class InProjection(nn.Linear):
 def explicit_attention(module: nn.Module) -> Iterator[None]:
     """Run all attention inside a network step by step, with `in_proj` as a child layer.
 
-    In cross-attention it projects queries, keys and values all together, as positions of
-    one sequence, and what is not needed is left out afterwards: so the packed weight has one
-    input, and the loss depends on it as before. Modules with extra options (other sizes of
-    keys and values, added keys) are left alone.
+    In cross-attention `in_proj` projects queries, keys and values all together, as positions of
+    one sequence; the projections that are not needed are dropped afterwards. So the packed
+    weight has one input, and the loss depends on it as before. Modules with extra options
+    (other sizes of keys and values, added keys) are left alone.
 
     Parameters
     ----------
     module : nn.Module
+        The network.
+
+    Yields
+    ------
+    None
     """
-    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention) and _usual(m)]
+    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+    found = [m for m in found if _has_usual_options(m)]
     # otherwise whole encoder layers are fused in evaluation mode
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -66,7 +72,8 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
             attention._modules.pop("in_proj", None)
 
 
-def _usual(attention: nn.MultiheadAttention) -> bool:
+def _has_usual_options(attention: nn.MultiheadAttention) -> bool:
+    """Return whether `_attend` computes the same as the module."""
     return (
         attention._qkv_same_embed_dim
         and attention.bias_k is None
@@ -86,7 +93,7 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled dot-product attention, with the arguments of `nn.MultiheadAttention`."""
+    """Compute scaled dot-product attention, with the arguments of `nn.MultiheadAttention`."""
     if query.ndim != 3:
         return nn.MultiheadAttention.forward(
             attention,
@@ -133,6 +140,7 @@ def _project(attention: Any, *inputs: Tensor) -> list[Tensor]:
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """Turn a boolean mask into numbers to add to scores; other masks are numbers already."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)

@@ -1,4 +1,4 @@
-"""Hand out (X, y) in batches, checked and as the network takes them."""
+"""Cut (X, y) into batches, checked and of the type that the network takes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,14 @@ from scipy.sparse import issparse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from relflat_sk._checks import check_integer
+
 __all__ = [
     "Batch",
     "Batches",
     "cast_inputs",
     "check_finite",
+    "check_weights",
     "count_samples",
     "floating_parameter",
     "make_batches",
@@ -24,7 +27,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples: inputs, labels and sample weights, the latter two where given."""
+    """Some samples of the data.
+
+    Parameters
+    ----------
+    x : Tensor, or dict, tuple or list of tensors
+        Inputs.
+    y : Tensor or None
+        Labels.
+    weight : Tensor of shape (n,) or None
+        Sample weights, float64.
+    """
 
     x: Any
     y: Tensor | None
@@ -37,7 +50,7 @@ Batches = Callable[[], Iterator[Batch]]
 def make_batches(
     X: Any, y: Any = None, *, batch_size: int = 1024, sample_weight: Any = None
 ) -> Batches:
-    """Prepare a pass over the data, to be made as often as needed.
+    """Prepare passes over the data.
 
     Parameters
     ----------
@@ -46,7 +59,7 @@ def make_batches(
     y : array or tensor, optional
         The labels, one per sample; None with a Dataset or DataLoader.
     batch_size : int, default=1024
-        Samples per batch; of no influence on results. A DataLoader has its own.
+        Samples per batch, which does not change results. A DataLoader has its own batch size.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss.
 
@@ -58,7 +71,8 @@ def make_batches(
     Raises
     ------
     ValueError
-        If lengths differ, there are no samples, or y is not numeric.
+        If lengths differ, there are no samples, y is not numeric, or `batch_size` is not a
+        positive integer.
     TypeError
         If X cannot be cut into batches.
 
@@ -67,12 +81,11 @@ def make_batches(
     >>> [len(batch.y) for batch in make_batches(np.zeros((5, 2)), np.zeros(5), batch_size=2)()]
     [2, 2, 1]
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
+    check_integer("batch_size", batch_size, minimum=1)
     if isinstance(X, Dataset | DataLoader):
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "a Dataset or DataLoader holds its own labels: leave y and sample_weight out."
+                "a Dataset or DataLoader has its own labels: leave y and sample_weight out."
             )
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return lambda: _from_loader(loader)
@@ -87,6 +100,17 @@ def make_batches(
 
 def check_labels(y: Any, n: int) -> Any:
     """Return y as an array or tensor of n numeric labels.
+
+    Parameters
+    ----------
+    y : array or tensor
+        As the user gave it.
+    n : int
+        Number of samples.
+
+    Returns
+    -------
+    ndarray or Tensor
 
     Raises
     ------
@@ -113,10 +137,22 @@ def check_labels(y: Any, n: int) -> Any:
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
     """Return sample weights as an array of n numbers.
 
+    Parameters
+    ----------
+    sample_weight : array
+        As the user gave it.
+    n : int
+        Number of samples.
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        Float64.
+
     Raises
     ------
     ValueError
-        If there is not one weight per sample, or they are negative or all zero.
+        If there is not one weight per sample, or weights are negative, not finite or all zero.
     """
     weights = np.asarray(sample_weight, dtype=np.float64)
     if weights.shape != (n,):
@@ -132,6 +168,7 @@ def check_weights(sample_weight: Any, n: int) -> np.ndarray:
 
 
 def _sliceable(X: Any) -> Any:
+    """Convert inputs to arrays or tensors that can be sliced along the samples."""
     if isinstance(X, Tensor) or issparse(X):
         return X.tocsr() if issparse(X) else X
     if isinstance(X, Mapping):
@@ -155,6 +192,15 @@ def _sliceable(X: Any) -> Any:
 def count_samples(X: Any) -> int:
     """Count the samples of an array, or of a dict or tuple of arrays of equal length.
 
+    Parameters
+    ----------
+    X : array, or dict or tuple of arrays
+        The inputs.
+
+    Returns
+    -------
+    int
+
     Raises
     ------
     ValueError
@@ -164,7 +210,7 @@ def count_samples(X: Any) -> int:
         values = list(X.values()) if isinstance(X, Mapping) else list(X)
         sizes = {count_samples(value) for value in values}
         if len(sizes) != 1:
-            raise ValueError(f"the arrays of X must have one length, got {sorted(sizes)}.")
+            raise ValueError(f"the arrays of X must have equal lengths, got {sorted(sizes)}.")
         return sizes.pop()
     return int(X.shape[0])
 
@@ -172,6 +218,7 @@ def count_samples(X: Any) -> int:
 def _from_arrays(
     X: Any, y: Any, weights: np.ndarray | None, n: int, batch_size: int
 ) -> Iterator[Batch]:
+    """Iterate over the batches of arrays."""
     for start in range(0, n, batch_size):
         rows = slice(start, min(start + batch_size, n))
         yield Batch(
@@ -182,6 +229,7 @@ def _from_arrays(
 
 
 def _take(X: Any, rows: slice) -> Any:
+    """Return some samples as tensors, which share memory with the arrays where possible."""
     if isinstance(X, Mapping):
         return {name: _take(value, rows) for name, value in X.items()}
     if isinstance(X, tuple):
@@ -197,6 +245,7 @@ def _take(X: Any, rows: slice) -> Any:
 
 
 def _from_loader(loader: Any) -> Iterator[Batch]:
+    """Iterate over the batches of a DataLoader."""
     empty = True
     for item in loader:
         empty = False
@@ -210,7 +259,7 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
             y = torch.as_tensor(y)
         except (RuntimeError, TypeError, ValueError) as error:
             raise TypeError(
-                f"the labels of a Dataset or DataLoader must make one array, got a "
+                f"the labels of a Dataset or DataLoader must form one array, got a "
                 f"{type(y).__name__}: {error}. Measure with a loader that gives tensors."
             ) from error
         yield Batch(x, y, None)
@@ -219,21 +268,24 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
 
 
 def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -> Any:
-    """Bring inputs to the network's device and floating type, as skorch users expect.
+    """Bring inputs to the network's device and floating type, as skorch's users expect.
 
-    Whole numbers become floating ones too, unless the network has an embedding to look
-    them up in.
+    Integers become floating-point numbers, too, unless the network has an embedding that they
+    may be indices of.
 
     Parameters
     ----------
     x : Tensor, or dict, tuple or list of tensors
+        The inputs of a batch. Anything else in them is left as it is.
     module : nn.Module
+        The network.
     device : torch.device, optional
-        Where to; the inputs stay where they are if None.
+        Device of the result; that of the inputs if None.
 
     Returns
     -------
-    As `x`.
+    object
+        Of the type of `x`.
     """
     first = floating_parameter(module)
     dtype = None if first is None else first.dtype
@@ -243,7 +295,8 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
             value = value if device is None else value.to(device)
             if value.dtype == dtype or dtype is None:
                 return value
-            return value if _looks_up(module) and not value.is_floating_point() else value.to(dtype)
+            is_index = not value.is_floating_point() and _has_embedding(module)
+            return value if is_index else value.to(dtype)
         if isinstance(value, Mapping):
             return {name: cast(part) for name, part in value.items()}
         if isinstance(value, tuple | list):
@@ -254,25 +307,43 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
 
 
 def floating_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return the first parameter of a floating type, which is that of the network's inputs."""
+    """Return the first parameter of a floating type, which inputs are expected to have, too.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+
+    Returns
+    -------
+    nn.Parameter or None
+        None if there is no such parameter.
+    """
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
-def _looks_up(module: nn.Module) -> bool:
+def _has_embedding(module: nn.Module) -> bool:
+    """Return whether a network looks integers up in a table."""
     return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
 
 
 def check_finite(x: Any) -> None:
     """Refuse NaN and infinity anywhere in the inputs.
 
+    Parameters
+    ----------
+    x : Tensor, or dict, tuple or list of tensors
+        The inputs of a batch.
+
     Raises
     ------
     ValueError
+        If there is a NaN or an infinity.
     """
     if isinstance(x, Mapping | tuple | list):
         for part in x.values() if isinstance(x, Mapping) else x:
             check_finite(part)
-    # the sum is finite in all but pathological cases, and needs no second array
+    # the sum of finite numbers is nearly always finite, and needs no second array
     elif (
         isinstance(x, Tensor)
         and x.is_floating_point()

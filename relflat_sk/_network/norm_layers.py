@@ -1,10 +1,10 @@
-"""Normalisation layers that can be differentiated as often as a penalty needs.
+"""Make normalisation layers differentiable as often as a penalty needs.
 
 The gradient of a penalty at an earlier layer is a third derivative of the loss. Torch's
-formula for the second derivative of its fused normalisations takes the mean and deviation
-that the forward pass saved for constants, so that every third derivative behind them is
-wrong, without an error. While `explicit_norms` is open, normalisation layers compute the same
-as ever, but are differentiated through their definition.
+formula for the second derivative of its fused normalisations treats the mean and deviation
+that the forward pass saved as constants, so that every third derivative is wrong, without an
+error. Within `explicit_norms`, normalisation layers compute the same as before, but are
+differentiated through their definition.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ def find_norm_layers(module: nn.Module) -> list[nn.Module]:
     Parameters
     ----------
     module : nn.Module
+        The network.
 
     Returns
     -------
@@ -55,6 +56,7 @@ def explicit_norms(layers: Sequence[nn.Module]) -> ReplacedForwards:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
+    """Run a layer so that it is differentiated through its definition."""
     given = isinstance(layer, _BatchNorm | _InstanceNorm) and not _by_input(layer)
     if given or not torch.is_grad_enabled():
         usual: Tensor = type(layer).forward(layer, x)
@@ -66,12 +68,12 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _by_input(layer: Any) -> bool:
-    """Whether batch or instance norm uses the input's statistics rather than running ones."""
+    """Return whether batch or instance norm uses the input's statistics, not running ones."""
     return layer.training or layer.running_mean is None
 
 
 class _OfSample(torch.autograd.Function):
-    """A normalisation, with its fused forward pass and the gradient of its definition."""
+    """A normalisation with its fused forward pass and the gradient of its definition."""
 
     @staticmethod
     def forward(
@@ -86,7 +88,7 @@ class _OfSample(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         again = torch.is_grad_enabled()
         tensors, used = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if not again:  # nothing is to reach into the graph that is being torn down
+        if not again:  # keep the new graph apart from the one that is being freed
             tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
         with torch.enable_grad():
             out = _define(ctx.layer, *tensors).to(outer.dtype)
@@ -96,11 +98,11 @@ class _OfSample(torch.autograd.Function):
 
 
 class _OfBatch(_OfSample):
-    """The same by statistics of the batch: for given statistics, a linear map of each sample."""
+    """A normalisation by statistics of the batch: given these, a linear map of each sample."""
 
 
 def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Compute what a layer does in terms of means."""
+    """Compute a layer's output by its definition, in terms of means."""
     x = full_precision(x)
     rows, axes, shape = _arrange(layer, x)
     eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps

@@ -35,18 +35,44 @@ __all__ = [
 
 @dataclass(slots=True)
 class LayerRecord:
-    """What one forward pass sent through a layer."""
+    """Input and output of a layer in one forward pass.
 
-    name: str  # dotted, in the network
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer in the network.
+    layer : nn.Module
+        The layer.
+    calls : int
+        Number of calls. The other fields are those of the last call.
+    features : Tensor or None
+        The layer's input.
+    version : int
+        Torch's version counter of `features` at the call; another value later shows that
+        they were overwritten.
+    output : Tensor or None
+        The layer's output.
+    node : torch.autograd.graph.Node or None
+        The node at which the tail of the network starts, from which autograd reaches the
+        network's output.
+    output_nr : int
+        Number of the layer's output among the outputs of `node`.
+    offset : Tensor or None
+        For measuring: zeros added to the output, by which the loss is differentiated.
+    tail_input : Tensor or None
+        For measuring: the output plus `offset`, which the tail of the network receives.
+    """
+
+    name: str
     layer: nn.Module
     calls: int = 0
-    features: Tensor | None = None  # the layer's input
-    version: int = 0  # of `features`, which shows whether they were overwritten
-    output: Tensor | None = None  # the layer's own; see `start_graph` for `tail_input`
-    node: Any = None  # the autograd node at which the tail of the network starts
-    output_nr: int = 0  # number of the output among the node's, kept if it is overwritten
-    offset: Tensor | None = None  # when measuring: zeros added to the output; requires grad
-    tail_input: Tensor | None = None  # when measuring: the sum, which the tail receives
+    features: Tensor | None = None
+    version: int = 0
+    output: Tensor | None = None
+    node: Any = None
+    output_nr: int = 0
+    offset: Tensor | None = None
+    tail_input: Tensor | None = None
 
     def check(self) -> tuple[Tensor, Tensor]:
         """Return features and output of a layer that was called exactly once.

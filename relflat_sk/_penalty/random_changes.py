@@ -26,7 +26,7 @@ columns, for different channels at the same position of the kernel.
 import torch
 from torch import Tensor
 
-from relflat_sk._network import LayerMap, chosen
+from relflat_sk._network import LayerMap, select_channels
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import rademacher
 
@@ -134,7 +134,7 @@ class RandomChanges:
         planes: Tensor = layer.planes(features, channels, offset) * (scale / (2 * k) ** 0.5)
         if inverse is None:
             return planes
-        units = chosen(
+        units = select_channels(
             inverse.view(1, layer.groups, -1).expand(n, -1, -1).transpose(1, 2), channels
         )
         return planes * units.transpose(1, 2)[:, :, :, None]

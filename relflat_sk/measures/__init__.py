@@ -10,7 +10,6 @@ from relflat_sk.measures._api import (
     relative_flatness,
 )
 from relflat_sk.measures._flatness import Flatness
-from relflat_sk.measures._flatness import layer_names as layer_names
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
 from relflat_sk.measures._flatness import observe as observe

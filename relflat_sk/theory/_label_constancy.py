@@ -10,8 +10,7 @@ from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
 from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import Layer, borrowed, find_layer, record_tail
-from relflat_sk.measures import layer_names
+from relflat_sk._network import Layer, borrowed, find_layer, layer_names, record_tail
 
 __all__ = ["label_constancy"]
 

@@ -110,9 +110,14 @@ def test_several_inputs():
         ("text", Y, TypeError, "X must hold numbers"),
         (np.array([["a"] * 4] * 10), Y, TypeError, "X must hold numbers, got ndarray of <U1"),
         (3.0, Y, TypeError, "X must be an array of samples, got float 3.0"),
-        ({"a": X, "b": X[:3]}, Y, ValueError, r"arrays of X must have one length, got \[3, 10\]"),
+        (
+            {"a": X, "b": X[:3]},
+            Y,
+            ValueError,
+            r"must have equal lengths, got \[3, 10\]",
+        ),
         (TensorDataset(torch.from_numpy(X)), None, TypeError, r"must give \(x, y\) pairs"),
-        (TensorDataset(torch.zeros(2, 4)), Y, ValueError, "holds its own labels"),
+        (TensorDataset(torch.zeros(2, 4)), Y, ValueError, "has its own labels"),
     ],
 )
 def test_bad_data(net, inputs, labels, error, message):

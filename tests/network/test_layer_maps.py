@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk._network.layer_maps import layer_map
+from relflat_sk._network.layers import layer_map
 
 LAYERS = {
     "linear": (lambda: nn.Linear(5, 3), (5,)),

@@ -2,7 +2,6 @@
 
 from relflat_sk.measures._flatness.flatness import (
     LAYER_MEASURES,
-    layer_names,
     measure_flatness,
     measure_layers,
     summarize,
@@ -16,7 +15,6 @@ __all__ = [
     "TRACE_LIKE",
     "Flatness",
     "Summary",
-    "layer_names",
     "measure_flatness",
     "measure_layers",
     "observe",

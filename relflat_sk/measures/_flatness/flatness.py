@@ -24,10 +24,9 @@ References
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from relflat_sk._network import Layer, Network, borrowed, find_layer, record_order
+from relflat_sk._network import Layer, Network, borrowed
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.eigenvalue import Eigenvalue, StreamedHessians
 from relflat_sk.measures._flatness.layer_curvature import View, scan
@@ -37,7 +36,6 @@ from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasur
 __all__ = [
     "EIGENVALUE_LIKE",
     "LAYER_MEASURES",
-    "layer_names",
     "measure_flatness",
     "measure_layers",
     "summarize",
@@ -202,23 +200,3 @@ def summarize(network: Network) -> Summary:
     with borrowed(network.module):
         scan(network, [-1], summary.add)
     return summary
-
-
-def layer_names(network: Network) -> list[str]:
-    """List the layers with a weight matrix in forward order, by running one batch.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its data.
-
-    Returns
-    -------
-    list of str
-        Dotted module names.
-    """
-    with borrowed(network.module), torch.no_grad(), record_order(network.module) as recorder:
-        network(next(network.batches()).x)
-    if not recorder.order:
-        find_layer(network.module, -1)  # says that there is none
-    return recorder.order

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss, ProbabilityNLLLoss
-from relflat_sk._network import Network, borrowed, find_link, record_tail
-from relflat_sk.measures._flatness import layer_names
+from relflat_sk._network import Network, borrowed, find_link, layer_names, record_tail
 
 __all__ = ["margin", "sample_margins"]
 

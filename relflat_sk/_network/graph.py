@@ -1,0 +1,227 @@
+"""Read off autograd's graph what a network computes between its layers and its output.
+
+The graph of a forward pass tells what was computed behind a layer, whatever modules or
+functions did it. A layer is given by the node at which its output entered the graph,
+`LayerRecord.node`. Unknown nodes count as computing anything.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_thrice", "find_link", "hands_on", "is_piecewise_linear"]
+
+# nodes whose output holds the same numbers as their input, in the same order
+_SAME_NUMBERS = {
+    "AliasBackward0",
+    "CloneBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "ToCopyBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+_SAME_BUT_FOR_AXES = _SAME_NUMBERS | {"TransposeBackward0", "PermuteBackward0"}
+_LINKS = {
+    "SigmoidBackward0": "sigmoid",
+    "SoftmaxBackward0": "softmax",
+    "LogSoftmaxBackward0": "log_softmax",
+}
+
+
+def find_link(output: Tensor, node: Any) -> str | None:
+    """Return the function that turned a layer's output into the network's.
+
+    Parameters
+    ----------
+    output : Tensor
+        The network's output, with its graph.
+    node : torch.autograd.graph.Node
+        `LayerRecord.node` of the layer.
+
+    Returns
+    -------
+    {"identity", "softmax", "log_softmax", "sigmoid"} or None
+        None if the network computed anything else.
+
+    Examples
+    --------
+    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
+    >>> find_link(z.log_softmax(dim=1).view(2, 3), z.grad_fn)
+    'log_softmax'
+    >>> find_link(z.tanh(), z.grad_fn) is None
+    True
+    """
+    link = "identity"
+    step = output.grad_fn
+    while step is not None and step is not node:
+        name = step.name()
+        if name in _LINKS and link == "identity" and _over_outputs(step, output):
+            link = _LINKS[name]
+        elif name not in _SAME_NUMBERS:
+            return None
+        step = step.next_functions[0][0]
+    return link if step is node and node is not None else None
+
+
+def _over_outputs(step: Any, output: Tensor) -> bool:
+    """Return whether a softmax runs along axis 1 of an (n, d) array; true for a sigmoid."""
+    dim = getattr(step, "_saved_dim", None)
+    # autograd hands negative axes out as unsigned 64-bit integers
+    return dim is None or (output.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
+
+
+def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
+    """Return whether the network's output is the layer's, with axes moved at most.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, d, ...)
+        The criterion's input, classes second.
+    node : torch.autograd.graph.Node
+        `LayerRecord.node` of the layer.
+    z : Tensor of shape (n, ..., d)
+        The layer's output.
+
+    Returns
+    -------
+    bool
+    """
+    step: Any = output.grad_fn
+    while step is not None and step is not node:
+        if step.name() not in _SAME_BUT_FOR_AXES:
+            return False
+        step = step.next_functions[0][0]
+    # the graph shows that the numbers are the same, a comparison that they are in order
+    return (
+        step is node
+        and node is not None
+        and output.ndim == z.ndim
+        and torch.equal(output.detach().movedim(1, -1), z)
+    )
+
+
+# nodes that are linear, or piecewise linear, in all their inputs together
+_PIECEWISE_LINEAR = {
+    "Add", "Sub", "Neg", "Mean", "Sum", "Cat", "Stack", "Relu", "LeakyRelu", "RreluWithNoise",
+    "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Abs", "Maximum", "Minimum", "Max",
+    "Amax", "Where", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D",
+    "AdaptiveMaxPool3D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D",
+    "MkldnnAdaptiveAvgPool2D", "MkldnnMaxPool2D", "MkldnnMaxPool3D", "UpsampleNearest2D",
+    "UpsampleBilinear2D", "ConstantPadNd", "ReflectionPad1D", "ReflectionPad2D",
+    "ReplicationPad1D", "ReplicationPad2D", "T", "Transpose", "Permute", "Expand", "Slice",
+    "Select", "Index", "Gather", "Split", "SplitWithSizes", "Unbind", "Repeat", "Flip", "Roll",
+    "PixelShuffle", "AsStrided", "MaskedFill",
+}  # fmt: skip
+# linear in each of their inputs, so that only one of them may depend on the layer
+_MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
+                "PreluKernel", "Mv", "Dot"}  # fmt: skip
+# linear in the first input as long as the others do not depend on the layer
+_LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
+
+
+def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bool:
+    """Return whether a value is a piecewise linear function of the layers' outputs.
+
+    Parameters
+    ----------
+    base : Tensor
+        Computed from the layers' outputs, with its graph.
+    *nodes : torch.autograd.graph.Node
+        `LayerRecord.node` of each layer.
+    by_batch : bool, default=False
+        Whether batch norm in training counts as linear, that is with the statistics that it
+        divides by as constants; see `relflat_sk._network.norm_layers`.
+
+    Returns
+    -------
+    bool
+        False also where the graph does not tell.
+
+    Examples
+    --------
+    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
+    >>> is_piecewise_linear(z.relu() + 2 * z, z.grad_fn)
+    True
+    >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
+    False
+    """
+    return all(_keeps_linear(step, reached, by_batch) for step, reached in _tail(base, *nodes))
+
+
+def _keeps_linear(step: Any, reached: list[bool], by_batch: bool) -> bool:
+    """Return whether a node is linear in pieces in those of its inputs that are `reached`."""
+    kind = _kind(step)
+    if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
+        return True
+    if kind in _MULTILINEAR:
+        return sum(reached) == 1
+    if kind in _LINEAR_IN_FIRST:
+        fused = getattr(step, "_saved_training", False)  # see `check_thrice`
+        return not any(reached[1:]) and not fused and (by_batch or kind != "_OfBatch")
+    return False
+
+
+# torch's second derivatives of these take statistics of the input for constants
+_STATISTICS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm",
+               "NativeGroupNorm", "FusedRmsNorm"}  # fmt: skip
+
+
+def check_thrice(base: Tensor, *nodes: Any) -> None:
+    """Refuse a network with operations whose third derivative torch gets silently wrong.
+
+    Parameters
+    ----------
+    base : Tensor
+        The network's output, with its graph.
+    *nodes : torch.autograd.graph.Node
+        `LayerRecord.node` of each layer; only operations behind them count.
+
+    Raises
+    ------
+    ValueError
+        If there is a normalisation that is called as a function.
+    """
+    for step, _ in _tail(base, *nodes):
+        if _kind(step) in _STATISTICS and getattr(step, "_saved_training", True):
+            raise ValueError(
+                f"a normalisation behind the layer ({step.name()}) is called as a function. The "
+                "gradient of the penalty needs its third derivative, which torch gets wrong. Use "
+                "a module such as nn.LayerNorm or nn.BatchNorm2d, or penalise the last layer."
+            )
+
+
+def _kind(step: Any) -> str:
+    """Return a node's name without its number: "Relu" for "ReluBackward0"."""
+    name: str = step.name()
+    kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
+    return kind.removesuffix("Backward")
+
+
+def _tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
+    """List the nodes between layers and `base`, each with which inputs depend on the layers."""
+    starts = set(nodes)
+    depends: dict[Any, bool] = {None: False}
+    stack: list[Any] = [base.grad_fn]
+    found = []
+    while stack:  # depth first without recursion: networks are deep
+        step = stack[-1]
+        if step in depends:
+            stack.pop()
+            continue
+        # with one layer, the graph before it does not matter
+        inputs = [] if starts == {step} else [source for source, _ in step.next_functions]
+        missing = [source for source in inputs if source not in depends]
+        if missing:
+            stack.extend(missing)
+            continue
+        stack.pop()
+        reached = [depends[source] for source in inputs]
+        depends[step] = step in starts or any(reached)
+        if any(reached):
+            found.append((step, reached))
+    return found
