@@ -155,7 +155,7 @@ def _find_module(module: nn.Module, layer: Layer, known: str) -> str:
             f"the {type(layer).__name__} given as layer is not part of the network (was the "
             f"network copied, as clone and deepcopy do?). {known}"
         )
-    return same[0]
+    return str(same[0])
 
 
 def _describe(layers: Mapping[str, nn.Module]) -> str:
