@@ -41,4 +41,4 @@ bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

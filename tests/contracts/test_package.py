@@ -3,7 +3,9 @@
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,25 @@ import pytest
 
 import relflat_sk
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(relflat_sk.__file__).parent
 DOORS = ("measures", "training", "theory", "minima", "plots", "search")
+
+
+# the extras in pyproject.toml, and optional dependencies of skorch, Optuna and torch
+OPTIONAL = {
+    "accelerate",
+    "curvlinops",
+    "hypothesis",
+    "importlinter",
+    "matplotlib",
+    "numpydoc",
+    "PIL",
+    "plotly",
+    "pyhessian",
+    "pytest",
+    "torchvision",
+}
 
 
 def test_importing_the_package_is_free_of_side_effects():
@@ -22,12 +41,15 @@ def test_importing_the_package_is_free_of_side_effects():
         "state = np.random.get_state()[1].copy()\n"
         "before = torch.get_rng_state(), state, torch.get_default_dtype()\n"
         "import relflat_sk\n"
-        "assert 'matplotlib' not in sys.modules\n"
         "assert torch.equal(before[0], torch.get_rng_state())\n"
         "assert (before[1] == np.random.get_state()[1]).all()\n"
         "assert before[2] == torch.get_default_dtype()\n"
+        "print(*sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    imported = {name.partition(".")[0] for name in run.stdout.split()}
+    assert "relflat_sk" in imported
+    assert not imported & OPTIONAL
 
 
 def test_all_lists_what_there_is():
@@ -51,6 +73,79 @@ def test_only_doors_and_exceptions_have_public_paths():
     modules = {path.parts[:-1] if path.stem == "__init__" else path.parts for path in paths}
     public = {parts for parts in modules if not any(part.startswith("_") for part in parts)}
     assert public == {(), ("exceptions.py",), *((door,) for door in DOORS)}
+
+
+def test_no_public_name_hides_a_module():
+    for found in pkgutil.walk_packages(relflat_sk.__path__, "relflat_sk."):
+        package, _, name = found.name.rpartition(".")
+        module = importlib.import_module(found.name)
+        assert getattr(importlib.import_module(package), name) is module
+
+
+def top_level_packages():
+    """The graph of imports between the packages and modules directly in relflat_sk."""
+    graph = pytest.importorskip("grimp").build_graph("relflat_sk", cache_dir=None)
+    packages = {name for name in graph.find_children("relflat_sk") if graph.find_children(name)}
+    for name in packages:
+        graph.squash_module(name)
+    return graph, packages
+
+
+def floors(graph):
+    """Peel off the modules that import nothing any more, floor by floor from the ground."""
+    importing = {
+        name: graph.find_modules_directly_imported_by(name) - {name}
+        for name in graph.find_children("relflat_sk")
+    }
+    found = []
+    while importing:
+        floor = {name for name, imported in importing.items() if not imported & importing.keys()}
+        assert floor, f"a circle among {sorted(importing)}"
+        found.append(floor)
+        importing = {name: importing[name] for name in importing.keys() - floor}
+    return found
+
+
+def test_twelve_packages_on_nine_floors_at_most():
+    graph, packages = top_level_packages()
+    assert {f"relflat_sk.{door}" for door in DOORS} < packages
+    assert len(packages) <= 12
+    found = floors(graph)
+    assert found[-1] == {"relflat_sk.search"}
+    assert len(found) <= 9
+
+
+FORBIDDEN = {
+    "Imports go down": ("_losses/table.py", "import relflat_sk.measures"),
+    "No circle, in any package": ("_network/layers.py", "import relflat_sk._network"),
+    "The mathematics needs torch, numpy and scipy only": ("_penalty/penalty.py", "import skorch"),
+    "Optuna is known to the search and the table of minima": ("training/_mlp.py", "import optuna"),
+    "_network is entered by its door": ("search/_search.py", "import relflat_sk._network.batches"),
+    "measures._norms is entered by its door": (
+        "measures/_api.py",
+        "import relflat_sk.measures._norms.margin",
+    ),
+}
+
+
+def test_linting_fails_on_forbidden_imports(tmp_path):
+    pytest.importorskip("importlinter")
+    shutil.copytree(PACKAGE, tmp_path / "relflat_sk", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+
+    def lint():
+        command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        verdicts = re.findall(r"^(.*) (KEPT|BROKEN)", run.stdout, re.MULTILINE)
+        return run.returncode, {name for name, verdict in verdicts if verdict == "BROKEN"}
+
+    assert lint() == (0, set())
+    for file, line in FORBIDDEN.values():
+        with (tmp_path / "relflat_sk" / file).open("a", encoding="utf-8") as module:
+            module.write(f"{line}\n")
+    code, broken = lint()
+    assert code == 1
+    assert broken >= set(FORBIDDEN)
 
 
 def test_modules_are_small():
