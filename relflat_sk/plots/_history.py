@@ -1,4 +1,4 @@
-"""A picture of one training: the loss and the flatness, epoch by epoch."""
+"""Loss and flatness of one training, epoch by epoch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,61 +10,52 @@ from skorch.callbacks import EpochScoring
 
 from relflat_sk._models import final_estimator
 from relflat_sk.measures import FlatnessScorer
-from relflat_sk.plots._style import (
-    Floats,
-    figure_of,
-    is_wide,
-    label_of,
-    legend_right,
-    make_axes,
-    panels,
-    prepare,
-    style_of,
-)
+from relflat_sk.plots._display import EstimatorDisplay
+from relflat_sk.plots._labels import label_of
+from relflat_sk.plots._panels import divide, figure_of, make_axes
+from relflat_sk.plots._style import Floats, curve_style, draw_grid, legend_right, needs_log_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["FlatnessHistoryDisplay"]
 
 LOSSES = ("train_loss", "valid_loss")
 PENALTY = "flatness_penalty"
-MOST_MARKED = 40  # epochs; more become small dots, so that a lone one between gaps still shows
+# with more epochs the markers are small dots, so that a value between two gaps still shows
+MAX_MARKED = 40
 
 
-class FlatnessHistoryDisplay:
-    """The losses of a net over its epochs, and its flatness below.
+class FlatnessHistoryDisplay(EstimatorDisplay):
+    """Display of the losses of a net over its epochs, with its flatness below.
 
-    Use `from_estimator` to make one.
+    Make one with `from_estimator`.
 
     Parameters
     ----------
     epochs : ndarray of shape (n_epochs,)
-        The numbers of the epochs.
+        Numbers of the epochs, from 1.
     losses : dict of str to ndarray of shape (n_epochs,)
-        What the upper panel shows, by the name of its column in the history.
+        Curves of the upper panel, by the name of their column in the history.
     flatness : dict of str to ndarray of shape (n_epochs,)
-        What the lower panel shows, by its name; small is flat.
+        Curves of the lower panel, by the name of their column; small is flat.
 
     Attributes
     ----------
     ax_ : matplotlib.axes.Axes
         The upper panel, with the losses.
     flatness_ax_ : matplotlib.axes.Axes
-        The lower panel.
+        The lower panel, with the flatness.
     figure_ : matplotlib.figure.Figure
-        Their figure.
+        The figure of the panels.
 
     See Also
     --------
-    RelativeFlatnessRegularizedNet : Records its penalty.
-    FlatnessScorer : Records flatness in any skorch net, with `skorch.callbacks.EpochScoring`.
+    RelativeFlatnessRegularizedNet : Train with a penalty, and record it.
+    FlatnessScorer : Record flatness in any skorch net, with `skorch.callbacks.EpochScoring`.
     """
 
-    ax_: "Axes"
     flatness_ax_: "Axes"
-    figure_: "Figure"
 
     def __init__(
         self, *, epochs: Floats, losses: dict[str, Floats], flatness: dict[str, Floats]
@@ -82,19 +73,20 @@ class FlatnessHistoryDisplay:
         ax: "Axes | None" = None,
         **kwargs: Any,
     ) -> "FlatnessHistoryDisplay":
-        """Draw what a net recorded while it was trained.
+        """Draw the losses and the flatness that a net recorded during training.
 
         Parameters
         ----------
         estimator : fitted skorch net
-            Or a pipeline or search object around one. The losses are the columns
+            The net, or a pipeline or search object around one. The losses are the columns
             ``train_loss`` and ``valid_loss`` of its history.
         columns : sequence of str or None, default=None
-            The columns of the history in the lower panel. None takes ``flatness_penalty``
-            and what ``EpochScoring(FlatnessScorer(), name=...)`` callbacks recorded. The
-            sign of what a `FlatnessScorer` recorded is turned back: small is flat.
+            The columns of the history in the lower panel. None takes ``flatness_penalty`` and
+            the columns of ``EpochScoring(FlatnessScorer(), name=...)`` callbacks. A
+            `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
+            small is flat.
         ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, split in two; None makes a new figure.
+            The axes to draw in, which are divided into two panels; None makes a new figure.
         **kwargs
             Passed on to `plot`.
 
@@ -110,7 +102,7 @@ class FlatnessHistoryDisplay:
         TypeError
             If the estimator is no skorch net.
         ValueError
-            If a column is missing, or nothing about flatness was recorded.
+            If a column is missing, or the history has no column of flatness.
         sklearn.exceptions.NotFittedError
             If the net has no epoch in its history.
 
@@ -127,17 +119,17 @@ class FlatnessHistoryDisplay:
         net = final_estimator(estimator)
         if not isinstance(net, NeuralNet):
             raise TypeError(
-                f"The history is that of a skorch net, and {type(net).__name__} is none. Pass "
-                "a fitted RelativeFlatnessRegularizedNet or another skorch net."
+                f"Only a skorch net has a history, got {type(net).__name__}. Pass a fitted "
+                "RelativeFlatnessRegularizedNet or another skorch net."
             )
-        # before skorch 1.0 and before fit there may be no history at all
+        # a net that was never initialized has no history at all
         history = list(getattr(net, "history_", None) or [])
         if not history:
             raise NotFittedError(
                 f"This {type(net).__name__} has no epoch in its history: call fit first."
             )
         scored = _scored_by_flatness(net)
-        names = _columns(history, scored) if columns is None else _given(history, columns)
+        names = _columns(history, scored) if columns is None else _check(history, columns)
         display = cls(
             epochs=_values(history, "epoch"),
             losses={name: _values(history, name) for name in LOSSES if _is_recorded(history, name)},
@@ -148,66 +140,47 @@ class FlatnessHistoryDisplay:
         )
         return display.plot(ax=ax, **kwargs)
 
-    def plot(
-        self, ax: "Axes | None" = None, *, loss_unit: str = "nats", **kwargs: Any
-    ) -> "FlatnessHistoryDisplay":
-        """Draw the two panels.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, split in two; None makes a new figure.
-        loss_unit : str, default="nats"
-            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
-        **kwargs
-            Passed on to `matplotlib.axes.Axes.plot`.
-
-        Returns
-        -------
-        FlatnessHistoryDisplay
-            The display itself.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        """
-        self.ax_, self.flatness_ax_ = panels(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
+        """Draw the two panels."""
+        self.ax_, self.flatness_ax_ = divide(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
         self.figure_ = figure_of(self.ax_)
         unit = f" ({loss_unit})" if loss_unit else ""
-        drawn = 0
-        for panel, curves, label in [
-            (self.ax_, self.losses, f"loss{unit}"),
-            (self.flatness_ax_, self.flatness, f"flatness{unit}"),
-        ]:
-            prepare(panel)
-            for name, values in curves.items():
-                few = len(values) <= MOST_MARKED
-                marks = {"markersize": 4} if few else {"marker": ".", "markersize": 2.5}
-                style = {"label": label_of(name, "")} | style_of(drawn) | marks | kwargs
-                panel.plot(self.epochs, values, **style)
-                drawn += 1
-            if is_wide(np.concatenate([*curves.values(), np.empty(0)])):
-                panel.set_yscale("log")
-            panel.set_ylabel(label)
-            legend_right(panel)
+        # numbered on, so that no two curves of the figure look alike
+        self._draw_curves(self.ax_, self.losses, 0, kwargs)
+        self._draw_curves(self.flatness_ax_, self.flatness, len(self.losses), kwargs)
+        self.ax_.set_ylabel(f"loss{unit}")
+        self.flatness_ax_.set_ylabel(f"flatness{unit}")
         self.ax_.tick_params(labelbottom=False)
         self.flatness_ax_.set_xlabel("epoch")
         self.flatness_ax_.locator_params(axis="x", integer=True, min_n_ticks=1)
-        return self
+
+    def _draw_curves(
+        self, panel: "Axes", curves: dict[str, Floats], first: int, kwargs: dict[str, Any]
+    ) -> None:
+        """Draw the curves of one panel, styled by their numbers from `first`."""
+        draw_grid(panel)
+        for number, (name, values) in enumerate(curves.items(), start=first):
+            few = len(values) <= MAX_MARKED
+            marks = {"markersize": 4} if few else {"marker": ".", "markersize": 2.5}
+            style = {"label": label_of(name, "")} | curve_style(number) | marks | kwargs
+            panel.plot(self.epochs, values, **style)
+        if needs_log_scale(np.concatenate([*curves.values(), np.empty(0)])):
+            panel.set_yscale("log")
+        legend_right(panel)
 
 
 def _values(history: list[dict[str, Any]], name: str) -> Floats:
-    """Return one column of a history, nan where an epoch lacks it."""
+    """Return one column of a history, with nan for epochs without it."""
     return np.array([row.get(name, np.nan) for row in history], dtype=np.float64)
 
 
 def _is_recorded(history: list[dict[str, Any]], name: str) -> bool:
+    """Return whether any epoch has a column."""
     return any(name in row for row in history)
 
 
 def _scored_by_flatness(net: NeuralNet) -> set[str]:
-    """Return the columns that hold minus a flatness."""
+    """Return the columns that a `FlatnessScorer` recorded, which hold minus the flatness."""
     callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
     return {
         callback.name_
@@ -217,20 +190,19 @@ def _scored_by_flatness(net: NeuralNet) -> set[str]:
 
 
 def _columns(history: list[dict[str, Any]], scored: set[str]) -> list[str]:
-    """Return what was recorded about flatness, in the order of the history."""
+    """Return the columns of flatness, in the order of the history."""
     names = [name for name in history[-1] if name == PENALTY or name in scored]
     if not names:
         raise ValueError(
-            "The history has nothing about flatness. Train with "
-            "EpochScoring(FlatnessScorer(), name='relative_flatness') among the callbacks, or "
-            "with a RelativeFlatnessRegularizedNet, or name columns of the history: there are "
-            f"{_numeric(history)}."
+            "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
+            "add EpochScoring(FlatnessScorer(), name='relative_flatness') to the callbacks, or "
+            f"name columns of the history: there are {_numeric(history)}."
         )
     return names
 
 
-def _given(history: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Return the columns asked for, which have to be there."""
+def _check(history: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Return the user's columns as a list, after checking that they exist."""
     names = [columns] if isinstance(columns, str) else list(columns)
     for name in names:
         if not _is_recorded(history, name):
@@ -241,5 +213,5 @@ def _given(history: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
 
 
 def _numeric(history: list[dict[str, Any]]) -> list[str]:
-    """Return the columns that could be drawn, without skorch's counters."""
+    """Return the columns that can be drawn, without the counters of skorch."""
     return [name for name, value in history[-1].items() if isinstance(value, float | np.floating)]

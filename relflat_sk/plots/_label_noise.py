@@ -1,4 +1,4 @@
-"""A picture of what measures are worth as more and more training labels are random."""
+"""Correlation of measures with the generalization gap, against the share of random labels."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,17 +8,10 @@ import pandas as pd
 
 from relflat_sk._minima_table import find_axis, minima_table, numeric_column
 from relflat_sk.minima import FEWEST_MINIMA, correlate, select_minima
-from relflat_sk.plots._scatter import SYMBOLS, measures_to_draw
-from relflat_sk.plots._style import (
-    Floats,
-    draw_panels,
-    figure_of,
-    label_of,
-    name_rows,
-    prepare,
-    say,
-    style_of,
-)
+from relflat_sk.plots._coefficients import SYMBOLS, choose_measures
+from relflat_sk.plots._labels import label_of
+from relflat_sk.plots._panels import figure_of, label_rows, make_panels
+from relflat_sk.plots._style import Floats, curve_style, draw_grid, write_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,33 +21,34 @@ __all__ = ["LabelNoiseDisplay"]
 
 
 class LabelNoiseDisplay:
-    """How well measures predict the gap as more and more training labels are random.
+    """Display of the correlation of measures with the gap, against label noise.
 
-    Use `from_minima` to make one. A measure that tells memorizing from learning keeps its
-    correlation; the bars are 95% intervals over resampled minima.
+    Make one with `from_minima`. The noise is the share of training labels that are random. A
+    measure that predicts generalization also for networks that memorize random labels has a
+    high correlation at every share. The bars are 95% intervals over resampled minima.
 
     Parameters
     ----------
     correlations : pandas.DataFrame
-        One row per measure and share of random labels: the columns of `correlate`, and
-        `share`.
+        One row per measure and share of random labels, with the columns of `correlate` and
+        ``share``.
     by : str
         The column of the minima with the shares.
     target : str
-        The column of the minima that is predicted.
+        The column of the minima to predict.
 
     Attributes
     ----------
     ax_ : matplotlib.axes.Axes
         The first panel.
     axes_ : list of matplotlib.axes.Axes
-        All panels, a measure each.
+        All panels, one for each measure.
     figure_ : matplotlib.figure.Figure
-        Their figure.
+        The figure of the panels.
 
     See Also
     --------
-    correlate : The coefficients among all minima.
+    correlate : Compute the coefficients over all minima.
     """
 
     ax_: "Axes"
@@ -79,26 +73,27 @@ class LabelNoiseDisplay:
         ax: "Axes | None" = None,
         **kwargs: Any,
     ) -> "LabelNoiseDisplay":
-        """Draw the correlation among minima of equal label noise against that noise.
+        """Draw the correlation over minima with equal label noise, against the noise.
 
         Parameters
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-            The minima, several for every share of random labels.
+            The minima, several for every share of random labels; `relflat_sk.minima` describes
+            the columns of a table.
         measures : sequence of str or None, default=None
-            The measures, a panel each; None takes every measure recorded.
+            The measures, with a panel for each. None takes every measure of the table.
         target : str, default="generalization_gap"
             The numeric column to predict.
         by : str, default="random_labels"
             The numeric column with the share of random labels, such as
-            ``param_data__random_labels``; any other number that was varied will do. Prefixes
-            may be left out.
+            ``param_data__random_labels``, with or without its prefixes; or any other numeric
+            parameter that was varied.
         n_bootstrap : int, default=1000
             Number of bootstrap resamples behind each interval.
         random_state : int, RandomState, Generator or None, default=None
             Seed of the bootstrap behind the intervals.
         ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, divided into panels; None makes a new figure.
+            The axes to draw in, which are divided into panels; None makes a new figure.
         **kwargs
             Passed on to `plot`.
 
@@ -112,10 +107,10 @@ class LabelNoiseDisplay:
         ImportError
             If matplotlib is not installed.
         TypeError
-            If `minima` is neither a table nor a study.
+            If `minima` is neither a table nor a study nor a fitted search.
         ValueError
-            If a column is missing or not numeric, or no share of random labels has 3
-            converged minima.
+            If a column is missing or not numeric, or no share of random labels has 3 converged
+            minima.
 
         Examples
         --------
@@ -136,7 +131,7 @@ class LabelNoiseDisplay:
         table = minima_table(minima)
         by = find_axis(table, by, argument="by")
         shares = numeric_column(table, by, argument="by")
-        names = [name for name in measures_to_draw(table, measures, target) if name != by]
+        names = [name for name in choose_measures(table, measures, target) if name != by]
         usable = select_minima(table, target, n_bootstrap).usable
         found = [
             correlate(
@@ -169,9 +164,9 @@ class LabelNoiseDisplay:
         Parameters
         ----------
         ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, divided into panels; None makes a new figure.
+            The axes to draw in, which are divided into panels; None makes a new figure.
         coefficient : {"kendall", "spearman", "pearson"}, default="kendall"
-            What to draw.
+            The correlation coefficient on the y axis.
         **kwargs
             Passed on to `matplotlib.axes.Axes.errorbar`.
 
@@ -190,26 +185,33 @@ class LabelNoiseDisplay:
         if coefficient not in SYMBOLS:
             raise ValueError(f"coefficient={coefficient!r}, expected one of {', '.join(SYMBOLS)}.")
         names = list(dict.fromkeys(self.correlations["measure"]))
-        self.axes_, n_columns = draw_panels(ax, len(names), sharex="all")
+        self.axes_, n_columns = make_panels(ax, len(names), sharex="all")
         self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
-        style = style_of(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
         for name, panel in zip(names, self.axes_, strict=True):
-            rows = self.correlations[self.correlations["measure"] == name]
-            value, low, high = (
-                rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
-            )
-            prepare(panel)
-            if not np.isfinite(value).any():
-                say(panel, "not defined")
-            panel.axhline(0.0, color="0.35", linewidth=1)
-            # percentile intervals may leave out the coefficient itself
-            bars = np.maximum([value - low, high - value], 0.0)
-            panel.errorbar(rows["share"], value, yerr=bars, **style)
-            panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""))
-            panel.title.set_fontsize("small")
-            panel.set_xlabel(label_of(self.by, ""))
-        name_rows(self.axes_, n_columns, f"{SYMBOLS[coefficient]} with the\n{_goal(self.target)}")
+            self._draw_measure(panel, name, coefficient, kwargs)
+        label = f"{SYMBOLS[coefficient]} with the\n{_target_label(self.target)}"
+        label_rows(self.axes_, n_columns, label)
         return self
+
+    def _draw_measure(
+        self, panel: "Axes", name: str, coefficient: str, kwargs: dict[str, Any]
+    ) -> None:
+        """Draw the coefficients of one measure with their intervals."""
+        rows = self.correlations[self.correlations["measure"] == name]
+        value, low, high = (
+            rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
+        )
+        draw_grid(panel)
+        if not np.isfinite(value).any():
+            write_note(panel, "not defined")
+        panel.axhline(0.0, color="0.35", linewidth=1)
+        # a percentile interval need not contain the coefficient itself
+        bars = np.maximum([value - low, high - value], 0.0)
+        style = curve_style(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
+        panel.errorbar(rows["share"], value, yerr=bars, **style)
+        panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""))
+        panel.title.set_fontsize("small")
+        panel.set_xlabel(label_of(self.by, ""))
 
 
 def _counts(shares: Floats) -> dict[float, int]:
@@ -218,6 +220,6 @@ def _counts(shares: Floats) -> dict[float, int]:
     return dict(zip(known.tolist(), counts.tolist(), strict=True))
 
 
-def _goal(target: str) -> str:
-    """Return what is predicted, in words."""
+def _target_label(target: str) -> str:
+    """Return the target in words; the gap by its name, not as a difference of losses."""
     return label_of(target, "") if target != "generalization_gap" else "generalization gap"

@@ -1,4 +1,4 @@
-"""A picture that compares measures: the generalization gap against each of them."""
+"""The generalization gap of many minima against every measure, to compare the measures."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,49 +6,39 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from relflat_sk._minima_table import minima_table, numeric_column
-from relflat_sk.plots._scatter import (
-    Cloud,
-    Colors,
-    color_column,
-    correlation_of,
-    describe,
-    measures_to_draw,
-)
-from relflat_sk.plots._style import (
-    draw_panels,
-    figure_of,
-    is_wide,
-    label_of,
-    legend_below,
-    name_rows,
-    say,
-)
+from relflat_sk.plots._coefficients import choose_measures, correlation_of, show_correlation
+from relflat_sk.plots._colors import Colors, color_column
+from relflat_sk.plots._display import MinimaDisplay
+from relflat_sk.plots._labels import label_of
+from relflat_sk.plots._panels import figure_of, label_rows, make_panels
+from relflat_sk.plots._points import Points
+from relflat_sk.plots._style import legend_below, needs_log_scale, write_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["MeasurePanelsDisplay"]
 
 
-class MeasurePanelsDisplay:
-    """The generalization gap of many minima against every measure, a panel for each.
+class MeasurePanelsDisplay(MinimaDisplay):
+    """Display of the generalization gap of many minima, with a panel for every measure.
 
-    Use `from_minima` to make one. All panels show the same minima over the same gap; in the
-    title of each stand Kendall's tau with its 95% interval and the number of minima.
+    Make one with `from_minima`. All panels share the y axis. The title of a panel shows
+    Kendall's tau with its 95% interval, and the number of minima with finite values.
 
     Parameters
     ----------
     minima : pandas.DataFrame
-        The table of minima; see `relflat_sk.minima` for its columns.
+        The table of minima; `relflat_sk.minima` describes its columns.
     measures : list of str
         The columns on the x axes.
     target : str
         The column on the y axis.
     correlations : dict of str to pandas.Series or None
-        The row of `correlate` for each measure, None where there are too few minima.
-    color_by : str or None
-        The column that colors the minima, None for one color.
+        The row of `correlate` for each measure; None for a measure with finite values at fewer
+        than 3 minima.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
 
     Attributes
     ----------
@@ -57,17 +47,15 @@ class MeasurePanelsDisplay:
     axes_ : list of matplotlib.axes.Axes
         All panels, in the order of the measures.
     figure_ : matplotlib.figure.Figure
-        Their figure.
+        The figure of the panels.
 
     See Also
     --------
-    correlate : The coefficients as a table.
-    FlatnessGapDisplay : One measure, larger.
+    correlate : Compute the coefficients as a table.
+    FlatnessGapDisplay : Draw the gap against one measure.
     """
 
-    ax_: "Axes"
     axes_: "list[Axes]"
-    figure_: "Figure"
 
     def __init__(
         self,
@@ -75,7 +63,7 @@ class MeasurePanelsDisplay:
         minima: pd.DataFrame,
         measures: list[str],
         target: str,
-        correlations: "dict[str, pd.Series | None]",
+        correlations: "dict[str, pd.Series[Any] | None]",
         color_by: str | None = None,
     ) -> None:
         self.minima = minima
@@ -101,19 +89,19 @@ class MeasurePanelsDisplay:
         Parameters
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-            The minima.
+            The minima; `relflat_sk.minima` describes the columns of a table.
         measures : sequence of str or None, default=None
             The numeric columns on the x axes, each logarithmic if it spans more than a
-            decade. None takes every measure recorded.
+            decade. None takes every measure of the table.
         target : str, default="generalization_gap"
             The numeric column on the y axis.
         color_by : str or None, default="auto"
-            The column that colors the minima. "auto" takes the batch size if that was varied,
-            or else the first parameter that was; None uses one color.
+            The column that colors the minima. "auto" takes the batch size if it was varied, or
+            else the first parameter that was; None uses one color.
         random_state : int, RandomState, Generator or None, default=None
             Seed of the bootstrap behind the intervals.
         ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, divided into panels; None makes a new figure.
+            The axes to draw in, which are divided into panels; None makes a new figure.
         **kwargs
             Passed on to `plot`.
 
@@ -127,9 +115,10 @@ class MeasurePanelsDisplay:
         ImportError
             If matplotlib is not installed.
         TypeError
-            If `minima` is neither a table nor a study.
+            If `minima` is neither a table nor a study nor a fitted search.
         ValueError
-            If a column is missing or not numeric, or there are no measures.
+            If a column is missing or not numeric, there is no measure, or no converged minimum
+            has a finite target.
 
         Examples
         --------
@@ -146,7 +135,7 @@ class MeasurePanelsDisplay:
         ['relative flatness κ (nats)', 'Hessian trace']
         """
         table = minima_table(minima)
-        names = measures_to_draw(table, measures, target)
+        names = choose_measures(table, measures, target)
         display = cls(
             minima=table,
             measures=names,
@@ -154,64 +143,33 @@ class MeasurePanelsDisplay:
             correlations={
                 name: correlation_of(table, name, target, random_state) for name in names
             },
-            color_by=color_column(table) if color_by == "auto" else color_by,
+            color_by=color_column(table, color_by),
         )
         return display.plot(ax=ax, **kwargs)
 
-    def plot(
-        self,
-        ax: "Axes | None" = None,
-        *,
-        loss_unit: str = "nats",
-        cmap: str = "viridis",
-        **kwargs: Any,
-    ) -> "MeasurePanelsDisplay":
-        """Draw the panels.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes or None, default=None
-            Where to draw, divided into panels; None makes a new figure.
-        loss_unit : str, default="nats"
-            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
-        cmap : str, default="viridis"
-            Color map of the parameter in `color_by`; best one of increasing lightness.
-        **kwargs
-            Passed on to `matplotlib.axes.Axes.scatter` for the converged minima.
-
-        Returns
-        -------
-        MeasurePanelsDisplay
-            The display itself.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        ValueError
-            If a column is missing or not numeric, or no minimum converged.
-        """
-        self.axes_, n_columns = draw_panels(ax, len(self.measures))
-        self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
-        colors = Colors(self.minima, self.color_by, cmap)
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> None:
+        """Draw a panel for each measure, the legend and the color bar."""
         y = numeric_column(self.minima, self.target, argument="target")
-        whole = Cloud(self.minima, y, y)
-        whole.require_minima()
+        with_target = Points(self.minima, y, y)
+        with_target.require_minima()
+        self.axes_, n_columns = make_panels(ax, len(self.measures))
+        self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
         for name, panel in zip(self.measures, self.axes_, strict=True):
-            cloud = Cloud(self.minima, numeric_column(self.minima, name, argument="measure"), y)
+            x = numeric_column(self.minima, name, argument="measures")
+            points = Points(self.minima, x, y)
             panel.set_xlabel(label_of(name, loss_unit))
-            if not cloud.converged.any():
-                say(panel, "not finite")
+            if not points.converged.any():
+                write_note(panel, "not finite")
                 continue
-            if is_wide(cloud.x[cloud.converged]):
+            if needs_log_scale(x[points.converged]):
                 panel.set_xscale("log")
-            cloud.draw_minima(panel, colors, **({"s": 22} | kwargs))
-            panel.set_ylim(whole.frame())  # the same in all, whatever is known where
-            cloud.draw_crosses(panel, "not converged")
-            correlation = self.correlations[name]
-            if correlation is not None:
-                panel.set_title(describe(correlation, ["kendall"]), fontsize="small", pad=9)
-        name_rows(self.axes_, n_columns, label_of(self.target, loss_unit))
+            points.draw_minima(panel, colors, **({"s": 22} | kwargs))
+            # the same limits in all panels, whichever minima have the measure
+            panel.set_ylim(with_target.y_limits())
+            points.draw_crosses(panel, "not converged")
+            show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
+        label_rows(self.axes_, n_columns, label_of(self.target, loss_unit))
         legend_below(self.axes_[-1], self.axes_)
         colors.draw_bar(self.axes_, -(-len(self.axes_) // n_columns))
-        return self

@@ -209,7 +209,7 @@ def test_without_a_seed_the_global_random_state_stays_as_it_was():
     assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
 
 
-def test_a_measure_keeps_its_interval_when_another_joins():
+def test_the_interval_of_a_measure_does_not_depend_on_other_measures():
     minima = make_minima()
     joined = minima[["generalization_gap"]].assign(
         l2_norm=range(20), relative_flatness=minima["relative_flatness"]
@@ -253,6 +253,6 @@ def test_two_minima_are_too_few():
         correlate(make_minima(2))
 
 
-def test_numbers_of_numpy_will_do():
+def test_integers_of_numpy_are_accepted():
     few, same = (correlate(make_minima(), n_bootstrap=n, random_state=0) for n in (np.int64(5), 5))
     assert_frame_equal(few, same)

@@ -71,7 +71,7 @@ def test_agrees_with_the_definition(repeats, ties):
     np.testing.assert_allclose(found, by_definition(minima), **ROUNDING)
 
 
-def test_groups_with_gaps_count_with_the_pairs_they_have():
+def test_incomplete_groups_count_with_their_remaining_pairs():
     minima = make_minima().drop(index=[0, 3, 4, 9, 17])
     row = granulated_kendall(minima, n_bootstrap=1, random_state=0).iloc[0]
     np.testing.assert_allclose(row["psi"], by_definition(minima)[0], **ROUNDING)
@@ -124,8 +124,8 @@ def test_resamples_stay_within_cells_that_have_repeats():
     assert (counts[:, [0, 2]].sum(axis=1) == 2).all()
     assert (counts[:, [1, 3, 4]].sum(axis=1) == 3).all()
     assert counts.std(axis=0).min() > 0.3
-    assert abs(np.corrcoef(counts[:, 0], counts[:, 1])[0, 1]) < 0.3  # cells by themselves
-    # a cell of one would never vary: then all minima are one
+    assert abs(np.corrcoef(counts[:, 0], counts[:, 1])[0, 1]) < 0.3  # cells are independent
+    # a cell with one minimum could not vary, so all minima are resampled together
     counts = resample_cells(levels[[0, 1, 3, 4]], 200, seed=0)
     assert (counts.sum(axis=1) == 4).all()
     assert counts.std(axis=0).min() > 0.3
@@ -133,7 +133,7 @@ def test_resamples_stay_within_cells_that_have_repeats():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([np.cbrt, np.arctan, lambda x: x**3 + x]))
-def test_survives_monotone_maps_and_turns_with_the_sign(seed, monotone):
+def test_survives_monotone_maps_and_changes_sign_with_the_measure(seed, monotone):
     minima = make_minima(seed)
     mapped = minima.assign(relative_flatness=monotone(minima["relative_flatness"]))
     turned = minima.assign(relative_flatness=-minima["relative_flatness"])
@@ -146,7 +146,7 @@ def test_survives_monotone_maps_and_turns_with_the_sign(seed, monotone):
     np.testing.assert_allclose(opposite["psi_low"], -plain["psi_high"], **ROUNDING)
 
 
-def test_a_measure_that_only_knows_the_batch_size_has_nothing_along_other_axes():
+def test_a_measure_of_the_batch_size_is_zero_along_other_axes():
     minima = make_minima()
     size = minima["param_batch_size"]
     noise = np.random.default_rng(0).normal(size=len(minima))
@@ -201,7 +201,7 @@ def test_one_row_per_measure_and_one_for_the_baseline():
     minima = make_minima().assign(l2_norm=1.0, absent=np.nan, train_loss=0.1)
     table = granulated_kendall(minima, random_state=0).set_index("measure")
     assert table.index.tolist() == ["relative_flatness", "l2_norm", "absent", "train_loss"]
-    # a constant measure ties all pairs, one that nobody knows has none
+    # a constant measure ties all pairs; a measure without values has no pairs
     assert table.loc["l2_norm", ["psi", "psi_low", "psi_high"]].tolist() == [0, 0, 0]
     assert table.loc["absent", "psi":"psi_activation_high"].isna().all()
     assert table.loc["absent", ["n", "n_left_out"]].tolist() == [0, 18]
@@ -210,14 +210,14 @@ def test_one_row_per_measure_and_one_for_the_baseline():
 def test_an_axis_without_pairs_of_its_own_is_left_out_of_the_mean():
     minima = make_minima()
     minima["param_width"] = minima["param_batch_size"] * minima["param_lr"]
-    axes = ["batch_size", "width", "activation"]  # the width tells the batch size
+    axes = ["batch_size", "width", "activation"]  # the width is a function of the batch size
     row = granulated_kendall(minima, axes, random_state=0).iloc[0]
     assert np.isnan(row[["psi_batch_size", "psi_batch_size_low"]].tolist()).all()
     expected = np.mean(row[["psi_width", "psi_activation"]].tolist())
     np.testing.assert_allclose(row["psi"], expected)
 
 
-def test_levels_may_be_anything():
+def test_values_of_hyper_parameters_may_have_any_type():
     minima = make_minima()
     shapes = {8: [16], 32: None, 128: [16, 16]}
     minima["param_batch_size"] = pd.Series([shapes[b] for b in minima["param_batch_size"]])
@@ -225,7 +225,7 @@ def test_levels_may_be_anything():
     assert_frame_equal(granulated_kendall(minima, random_state=0), expected)
 
 
-def test_a_column_of_ones_own_can_be_an_axis_and_is_no_measure_then():
+def test_a_column_added_by_hand_can_be_an_axis_and_is_then_no_measure():
     minima = make_minima().rename(columns={"param_batch_size": "width"})
     table = granulated_kendall(minima, ["width", "lr", "activation"], random_state=0)
     assert table["measure"].tolist() == ["relative_flatness"]

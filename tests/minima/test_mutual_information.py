@@ -85,13 +85,13 @@ def test_resamples_agree_with_the_definition_without_pairs_of_copies():
     found = _Pairs.of(levels, SETS, y).shares(x, counts)
     for each, row in zip(counts, found, strict=True):
         rows = [rows_of(minima)[i] for i in np.repeat(range(len(x)), each.astype(int))]
-        # copies are told apart from ties by their values: there are no ties here
+        # equal values mean copies of one minimum, as the minima have no ties
         expected = [share_without_copies(rows, chosen) for chosen in SETS]
         np.testing.assert_allclose(row, expected, **ROUNDING)
 
 
 def share_without_copies(rows, chosen):
-    """The same, of pairs of different minima: ordered pairs with their multiplicities."""
+    """The same over pairs of different minima, weighted by how often each pair is drawn."""
     seen = Counter(rows)
     ordered = [(a, b, seen[a] * seen[b]) for a, b in permutations(seen, 2)]
     joint, measure, gap, cell = Counter(), Counter(), Counter(), Counter()
@@ -143,7 +143,7 @@ def test_depends_on_the_order_only_and_not_on_its_direction(seed, monotone):
     assert_frame_equal(plain.drop(columns="given"), same.drop(columns="given"), rtol=1e-9)
 
 
-def test_the_extremes():
+def test_a_copy_of_the_gap_has_one_and_a_copy_of_a_hyper_parameter_zero():
     minima = make_minima(repeats=3)
     rng = np.random.default_rng(0)
     size = minima["param_batch_size"].astype(float)
@@ -154,7 +154,7 @@ def test_the_extremes():
         constant=1.0,
         noise=rng.normal(size=len(minima)),
     )
-    # the gap follows the batch size too, so that without conditions it tells something
+    # the gap depends on the batch size, so the measure is informative without conditions
     minima["generalization_gap"] += np.log(size)
     minima["oracle"], minima["opposite"] = (s * minima["generalization_gap"] for s in (2, -1))
     table = conditional_mutual_information(minima, random_state=0).set_index("measure")
@@ -178,8 +178,8 @@ def test_a_shuffled_measure_reaches_about_the_level_of_chance():
     np.testing.assert_allclose(rows["cmi"].mean(), rows["chance"].mean(), rtol=0.3)
 
 
-def test_where_the_hyper_parameters_tell_all_there_is_nothing_to_tell():
-    # one minimum per cell of two axes: given both, no uncertainty is left, and no share of it
+def test_sets_that_leave_no_uncertainty_are_nan():
+    # one minimum per cell of two axes: given both, no uncertainty is left
     minima = pd.DataFrame({
         "param_a": [0, 0, 1, 1],
         "param_b": [0, 1, 0, 1],
@@ -194,7 +194,7 @@ def test_where_the_hyper_parameters_tell_all_there_is_nothing_to_tell():
     assert np.isnan([row[name] for name in ("cmi", "cmi_low", "cmi_high", "chance")]).all()
 
 
-def test_one_axis_has_sets_of_none_and_one():
+def test_one_axis_has_sets_of_sizes_zero_and_one():
     table = conditional_mutual_information(make_minima(), "lr", n_bootstrap=5, random_state=0)
     assert [name for name in table if name.startswith("cmi_g")] == ["cmi_given_0", "cmi_given_1"]
 
@@ -210,7 +210,7 @@ def test_only_converged_finite_minima_count():
     assert_frame_equal(dirty.drop(columns="n_left_out"), clean.drop(columns="n_left_out"))
 
 
-def test_a_measure_nobody_knows_is_nan():
+def test_a_measure_without_values_is_nan():
     minima = make_minima().assign(absent=np.nan, train_loss=0.1)
     table = conditional_mutual_information(minima, n_bootstrap=5, random_state=0)
     assert table["measure"].tolist() == ["relative_flatness", "absent", "train_loss"]

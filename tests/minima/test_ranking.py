@@ -12,10 +12,10 @@ from relflat_sk import rank_minima
 from relflat_sk._minima_table import minima_table
 from relflat_sk._minima_table.columns import FIXED
 
-# one row for each way of being last: (flatness, converged, state)
+# (flatness, converged, state), with every reason for a place at the end
 CASES = [
     (2.0, True, "complete"),
-    (0.0, False, "complete"),  # a dead network is perfectly flat
+    (0.0, False, "complete"),  # a network that learned nothing is perfectly flat
     (np.nan, True, "complete"),
     (1.0, True, "complete"),
     (0.5, False, "complete"),
@@ -121,6 +121,6 @@ def test_says_which_measures_there_are(by, message):
         rank_minima(make_minima(), by=by)
 
 
-def test_says_what_can_be_ranked():
+def test_says_which_types_can_be_ranked():
     with pytest.raises(TypeError, match=r"must be a pandas.DataFrame.*got list"):
         rank_minima([1.0, 2.0])

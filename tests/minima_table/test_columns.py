@@ -27,7 +27,7 @@ def test_measures_are_the_numeric_columns_without_another_meaning():
     assert measure_columns(table) == ["relative_flatness", "l2_norm"]
 
 
-def test_missing_values_are_nan_and_missing_answers_are_no():
+def test_missing_numbers_are_nan_and_missing_booleans_are_false():
     table = pd.DataFrame({
         "rho": pd.array([1, None], dtype="Int64"),
         "converged": pd.array([True, None], dtype="boolean"),
@@ -45,7 +45,7 @@ def test_only_the_scores_are_better_when_larger():
     ]
 
 
-def test_the_error_lists_the_columns_that_will_do():
+def test_the_error_lists_the_numeric_columns():
     table = pd.DataFrame({"l2_norm": [1.0], "test_loss": [0.1], "state": ["complete"]})
     with pytest.raises(ValueError, match=r"by='state' is not numeric.*\['l2_norm'\].*test_loss"):
         numeric_column(table, "state", argument="by")

@@ -28,13 +28,13 @@ def test_columns_are_found_by_name(name, column):
     assert find_axis(TABLE, name, argument="by") == column
 
 
-def test_the_last_part_of_a_name_has_to_be_the_only_one():
+def test_an_ambiguous_last_part_of_a_name_is_refused():
     both = TABLE.assign(param_other__batch_size=[1, 2])
     with pytest.raises(ValueError, match=r"by: 'batch_size' is no parameter.*other__batch_size"):
         find_axis(both, "batch_size", argument="by")
 
 
-def test_all_that_varied_are_axes_but_draws_that_never_agree_are_not_merged():
+def test_parameters_varied_together_are_one_axis_but_random_draws_are_not_merged():
     varied = pd.DataFrame({"param_a": [1, 2, 2], "param_b": ["x", "y", "y"], "param_c": 3})
     assert find_axes(varied, None) == ["param_a"]
     drawn = pd.DataFrame({"param_a": [0.1, 0.2, 0.3], "param_b": [5.0, 6.0, 7.0]})

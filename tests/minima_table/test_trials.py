@@ -9,7 +9,7 @@ from relflat_sk._minima_table.trials import minima_table, remeasured_key
 
 
 def make_study(directions=("minimize",)):
-    """A study of one trial per state, as a search leaves it behind."""
+    """A study as a search stores it, with a trial in every state."""
     study = optuna.create_study(directions=directions)
     values = [1.5] * len(directions)
     distributions = {

@@ -92,7 +92,7 @@ def test_losses_are_above_and_flatness_below_with_its_own_sign(net):
     assert len(set(colors)) == 4
 
 
-def test_takes_any_skorch_net_that_recorded_flatness():
+def test_accepts_any_skorch_net_that_recorded_flatness():
     net = plain_net(max_epochs=3, callbacks=[flatness_of_epochs(on_train=True, use_caching=False)])
     display = FlatnessHistoryDisplay.from_estimator(net.fit(X, y))
     assert list(display.losses) == ["train_loss"]
@@ -100,21 +100,21 @@ def test_takes_any_skorch_net_that_recorded_flatness():
     assert (display.flatness["kappa"] > 0).all()
 
 
-def test_takes_columns_by_name_as_they_are(net):
+def test_named_columns_are_drawn_unchanged(net):
     display = FlatnessHistoryDisplay.from_estimator(net, columns="dur", loss_unit="", marker="*")
     assert_allclose(display.flatness["dur"], net.history[:, "dur"])
     assert display.flatness_ax_.get_ylabel() == "flatness"
     assert display.flatness_ax_.lines[0].get_marker() == "*"
 
 
-def test_takes_pipelines_and_searches(net):
+def test_accepts_pipelines_and_searches(net):
     small = RelativeFlatnessRegularizedClassifier(max_epochs=2, verbose=0, random_state=0)
     search = GridSearchCV(small, {"flatness_weight": [0.1]}, cv=2)
     pipeline = make_pipeline(StandardScaler(), search).fit(X, y)
     assert FlatnessHistoryDisplay.from_estimator(pipeline).epochs.tolist() == [1, 2]
 
 
-def test_one_epoch_is_a_point_and_has_a_whole_number():
+def test_a_single_epoch_is_a_point_at_a_whole_number():
     net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0, random_state=0)
     display = FlatnessHistoryDisplay.from_estimator(net.fit(X, y))
     display.figure_.canvas.draw()
@@ -124,7 +124,7 @@ def test_one_epoch_is_a_point_and_has_a_whole_number():
     assert ticks == [1]
 
 
-def test_many_epochs_are_small_dots_and_unknown_ones_gaps():
+def test_many_epochs_are_small_dots_and_missing_values_gaps():
     epochs = np.arange(1.0, 501)
     kappa = np.where(epochs % 3 == 0, np.nan, epochs)
     display = FlatnessHistoryDisplay(
@@ -147,13 +147,13 @@ def test_epochs_before_a_column_was_recorded_are_gaps(net):
     assert np.isfinite(display.flatness["kappa"][2:]).all()
 
 
-def test_refuses_what_has_no_history_of_flatness(net):
-    with pytest.raises(TypeError, match="is that of a skorch net, and LogisticRegression is none"):
+def test_refuses_estimators_without_a_history_of_flatness(net):
+    with pytest.raises(TypeError, match="Only a skorch net has a history, got LogisticRegression"):
         FlatnessHistoryDisplay.from_estimator(LogisticRegression(max_iter=5000).fit(X, y))
     with pytest.raises(NotFittedError, match="has no epoch in its history: call fit first"):
         FlatnessHistoryDisplay.from_estimator(RelativeFlatnessRegularizedClassifier())
     with pytest.raises(
-        ValueError, match=r"nothing about flatness.*there are \['dur', 'train_loss'\]"
+        ValueError, match=r"no column of flatness.*there are \['dur', 'train_loss'\]"
     ):
         FlatnessHistoryDisplay.from_estimator(plain_net(max_epochs=1).fit(X, y))
     with pytest.raises(ValueError, match=r"columns: 'rho' is not in the history; there are \["):

@@ -1,4 +1,4 @@
-"""Tests for `measure_plots` and `label_noise_plots`: which numbers are drawn, and where."""
+"""Tests for `_measures` and `_label_noise`: which numbers are drawn, and where."""
 
 import sys
 
@@ -90,13 +90,13 @@ def test_a_choice_of_measures_and_another_target():
     assert one.ax_.get_ylabel().endswith("training loss")
 
 
-def test_a_measure_of_many_sizes_has_a_logarithmic_axis():
+def test_a_measure_over_several_decades_has_a_logarithmic_axis():
     minima = make_minima(l2_norm=np.geomspace(1, 1e4, 24))
     display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
     assert [panel.get_xscale() for panel in display.axes_] == ["linear", "linear", "log"]
 
 
-def test_what_is_no_minimum_is_a_cross_and_what_is_unknown_is_not_drawn():
+def test_candidates_that_did_not_converge_are_crosses_and_missing_values_are_not_drawn():
     minima = make_minima(hessian_trace=np.nan)
     minima.loc[1, "converged"] = False
     minima.loc[1, "generalization_gap"] = 1e6
@@ -122,7 +122,7 @@ def test_panels_fill_their_rows(n, shape):
     assert sum(panel.get_ylabel() != "" for panel in display.axes_) == shape[0]
 
 
-def test_panels_of_a_narrow_place_stand_below_each_other():
+def test_panels_in_narrow_axes_stand_below_each_other():
     _, ax = plt.subplots(figsize=(4, 6))
     display = MeasurePanelsDisplay.from_minima(make_minima(), random_state=0, ax=ax)
     grid = display.ax_.get_subplotspec().get_gridspec()
@@ -175,7 +175,7 @@ def test_shares_with_too_few_minima_are_left_out():
     assert "not defined" in {text.get_text() for text in display.axes_[2].texts}
 
 
-def test_a_study_will_do():
+def test_a_study_is_accepted():
     study = optuna.create_study()
     for kappa in (1.0, 2.0, 3.0):
         attributes = {"relative_flatness": kappa, "generalization_gap": kappa, "random_labels": 0.1}

@@ -1,4 +1,4 @@
-"""Tests for ``_minima``: scikit-learn's conventions, and what is drawn."""
+"""Tests for `_gap` and `_ranking`: the convention of displays, and what is drawn."""
 
 import subprocess
 import sys
@@ -115,7 +115,7 @@ def test_a_wide_range_gets_a_logarithmic_axis():
 
 
 @pytest.mark.parametrize("display", DISPLAYS)
-def test_batch_sizes_have_a_color_each(display):
+def test_every_batch_size_has_a_color(display):
     made = display.from_minima(table(), random_state=0)
     bar = made.figure_.axes[-1]
     assert bar.get_ylabel() == "batch size"
@@ -126,7 +126,7 @@ def test_batch_sizes_have_a_color_each(display):
     assert len(colors) == 3
 
 
-def test_many_levels_get_a_scale_and_names_their_label():
+def test_many_numbers_get_a_color_scale_and_names_a_label_each():
     lr = np.geomspace(1e-3, 1, 20)
     minima = table(20, param_lr=lr, param_init=np.resize(["a", "b"], 20)).drop(
         columns="param_batch_size"
@@ -140,7 +140,7 @@ def test_many_levels_get_a_scale_and_names_their_label():
 
 
 @pytest.mark.parametrize("display", DISPLAYS)
-def test_one_color_where_nothing_varied(display):
+def test_one_color_if_no_parameter_varied(display):
     made = display.from_minima(table().drop(columns="param_batch_size"), random_state=0)
     n_panels = 1 if display is FlatnessGapDisplay else 2
     assert len(made.figure_.axes) == n_panels
@@ -148,7 +148,7 @@ def test_one_color_where_nothing_varied(display):
 
 
 @pytest.mark.parametrize("display", DISPLAYS)
-def test_what_is_no_minimum_is_a_cross_or_only_counted(display):
+def test_candidates_that_did_not_converge_are_crosses_and_failed_ones_are_counted(display):
     minima = table()
     minima.loc[[1, 2], "converged"] = False
     minima.loc[1, "test_loss"] = 1e6  # diverged: must not squeeze the others into a corner
@@ -184,7 +184,7 @@ def test_too_few_minima_have_no_correlation():
     assert FlatnessGapDisplay.from_minima(table(2)).ax_.get_title() == ""
 
 
-def test_a_study_will_do():
+def test_a_study_is_accepted():
     study = optuna.create_study()
     for kappa in (1.0, 2.0, 3.0):
         attributes = {"relative_flatness": kappa, "generalization_gap": kappa, "test_loss": kappa}
@@ -236,7 +236,7 @@ def test_draws_into_a_part_of_a_figure():
 
 
 @pytest.mark.parametrize("display", DISPLAYS)
-def test_the_legend_stands_off_the_data(display):
+def test_the_legend_stands_below_the_axes(display):
     minima = table()
     minima.loc[1, "converged"] = False
     made = display.from_minima(minima, random_state=0)
@@ -259,6 +259,23 @@ def test_the_legend_is_inside_where_there_is_no_room_below(display):
     panel = made.ax_ if display is FlatnessGapDisplay else made.target_ax_
     legend, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
     assert axes.y0 < legend.y0 < legend.y1 < axes.y1
+
+
+@pytest.mark.parametrize(
+    ("by", "ending"),
+    [("relative_flatness", "1 is flattest"), ("train_loss", "1 is best"), ("test_loss", "best")],
+)
+def test_the_label_says_what_rank_one_means(by, ending):
+    panel = MinimaRankingDisplay.from_minima(table(), by, random_state=0).target_ax_
+    assert panel.get_xlabel().endswith(ending)
+
+
+@pytest.mark.parametrize("display", DISPLAYS)
+def test_an_error_leaves_no_empty_figure(display):
+    for minima, color_by in [(table(), "seed"), (table(converged=False), None)]:
+        with pytest.raises(ValueError, match=r"color_by='seed'|None of the 12 minima"):
+            display.from_minima(minima, color_by=color_by, random_state=0)
+    assert plt.get_fignums() == []
 
 
 def test_ranks_are_whole_numbers():

@@ -1,4 +1,4 @@
-"""Tests for `_models`: which numbers are drawn, and where."""
+"""Tests for `_layers` and `_sharpness_kl`: which numbers are drawn, and where."""
 
 import sys
 
@@ -119,11 +119,11 @@ def test_a_measure_of_the_whole_network_has_its_own_row(model):
     [([1.0, 100.0], "log"), ([1.0, 5.0], "linear"), ([-1.0, 100.0], "linear")],
     ids=["wide", "narrow", "negative"],
 )
-def test_the_scale_is_logarithmic_where_values_are_wide_and_positive(values, scale):
+def test_the_scale_is_logarithmic_for_positive_values_over_a_decade(values, scale):
     assert LayerFlatnessDisplay(report=make_report(values)).plot().ax_.get_xscale() == scale
 
 
-def test_long_names_are_shortened_and_unknown_values_leave_a_gap():
+def test_long_names_are_shortened_and_missing_values_leave_a_gap():
     names = ["encoder." + "block." * 12 + "weight", "head"]
     report = make_report([np.nan, 2.0], stderr=np.nan, layers=names)
     display = LayerFlatnessDisplay(report=report).plot()
@@ -186,7 +186,7 @@ def test_many_curves_all_look_different():
     assert display.ax_.get_yscale() == "linear"
 
 
-def test_refuses_no_model_at_all():
+def test_refuses_an_empty_dict_of_models():
     with pytest.raises(ValueError, match="estimator is an empty dict"):
         SharpnessKLDisplay.from_estimator({}, X, y)
 

@@ -1,0 +1,114 @@
+"""Which measures a display compares, and their correlation coefficients as text."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from relflat_sk._minima_table import measure_columns, numeric_column
+from relflat_sk.minima import FEWEST_MINIMA, correlate
+from relflat_sk.plots._points import Points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["SYMBOLS", "choose_measures", "correlation_of", "show_correlation"]
+
+SYMBOLS = {
+    "pearson": "Pearson $r$",
+    "spearman": "Spearman $\\rho$",
+    "kendall": "Kendall $\\tau$",
+}
+
+
+def choose_measures(minima: pd.DataFrame, measures: Sequence[str] | None, target: str) -> list[str]:
+    """Return the measures to draw.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima.
+    measures : str, sequence of str or None
+        The user's choice; None for all measures in the table.
+    target : str
+        The column to predict, which is not compared to itself.
+
+    Returns
+    -------
+    list of str
+        Numeric columns of the table.
+
+    Raises
+    ------
+    ValueError
+        If a column is missing or not numeric, or there is no measure.
+    """
+    if measures is None:
+        names = [name for name in measure_columns(minima) if name != target]
+    else:
+        names = [measures] if isinstance(measures, str) else list(measures)
+    for name in names:
+        numeric_column(minima, name, argument="measures")
+    if not names:
+        raise ValueError(
+            "There are no measures to draw: name numeric columns as measures, or run a search "
+            "that records measures."
+        )
+    return names
+
+
+def correlation_of(
+    minima: pd.DataFrame, measure: str, target: str, random_state: Any
+) -> "pd.Series[Any] | None":
+    """Return the row of `correlate` for one measure.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima.
+    measure, target : str
+        Numeric columns of the table, of any meaning.
+    random_state : int, RandomState, Generator or None
+        Seed of the bootstrap behind the intervals.
+
+    Returns
+    -------
+    pandas.Series or None
+        The coefficients; None if fewer than 3 minima have finite values.
+    """
+    x = numeric_column(minima, measure, argument="measure")
+    y = numeric_column(minima, target, argument="target")
+    used = Points(minima, x, y).converged
+    if used.sum() < FEWEST_MINIMA:
+        return None
+    pairs = pd.DataFrame({"measure": x[used], "target": y[used]})
+    return correlate(pairs, "target", random_state=random_state).iloc[0]
+
+
+def show_correlation(
+    ax: "Axes",
+    correlation: "pd.Series[Any] | None",
+    names: Sequence[str] = ("pearson", "kendall"),
+    fontsize: str = "medium",
+) -> None:
+    """Write coefficients with their intervals above the axes.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes
+        The axes.
+    correlation : pandas.Series or None
+        A row of `correlate`; None for no title.
+    names : sequence of str, default=("pearson", "kendall")
+        The coefficients to show.
+    fontsize : str, default="medium"
+        Size of the text.
+    """
+    if correlation is None:
+        return
+    parts = []
+    for name in names:
+        value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
+        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
+    text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
+    ax.set_title(text, fontsize=fontsize, pad=9)

@@ -1,0 +1,114 @@
+"""Base classes of displays with the same `plot`: what it takes, and in which order it draws."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self
+
+import pandas as pd
+
+from relflat_sk.plots._colors import Colors
+from relflat_sk.plots._panels import require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["EstimatorDisplay", "MinimaDisplay"]
+
+
+class MinimaDisplay(ABC):
+    """Base class of displays that show minima as points, colored by one column.
+
+    Attributes
+    ----------
+    minima : pandas.DataFrame
+        The table of minima.
+    color_by : str or None
+        The column that colors the minima; None for one color.
+    """
+
+    ax_: "Axes"
+    figure_: "Figure"
+    minima: pd.DataFrame
+    color_by: str | None
+
+    def plot(
+        self,
+        ax: "Axes | None" = None,
+        *,
+        loss_unit: str = "nats",
+        cmap: str = "viridis",
+        **kwargs: Any,
+    ) -> Self:
+        """Draw the minima.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; a display with several panels divides their space. None makes
+            a new figure.
+        loss_unit : str, default="nats"
+            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
+        cmap : str, default="viridis"
+            Color map for the column `color_by`, preferably with increasing lightness.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.scatter` for the converged minima.
+
+        Returns
+        -------
+        Display
+            The display itself.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        ValueError
+            If a column is missing or not numeric, or no converged minimum has finite values.
+        """
+        require_matplotlib()
+        self._draw(ax, Colors(self.minima, self.color_by, cmap), loss_unit, kwargs)
+        return self
+
+    @abstractmethod
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> None:
+        """Draw into the axes, and set the attributes of the display."""
+
+
+class EstimatorDisplay(ABC):
+    """Base class of displays of trained models."""
+
+    ax_: "Axes"
+    figure_: "Figure"
+
+    def plot(self, ax: "Axes | None" = None, *, loss_unit: str = "nats", **kwargs: Any) -> Self:
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; a display with several panels divides their space. None makes
+            a new figure.
+        loss_unit : str, default="nats"
+            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
+        **kwargs
+            Passed on to the method of `matplotlib.axes.Axes` that draws the values: `plot` in
+            `FlatnessHistoryDisplay`, `errorbar` in the others.
+
+        Returns
+        -------
+        Display
+            The display itself.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        self._draw(ax, loss_unit, kwargs)
+        return self
+
+    @abstractmethod
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
+        """Draw into the axes, and set the attributes of the display."""

@@ -1,0 +1,129 @@
+"""Minima as points of a display: minima as dots, other candidates as crosses."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from relflat_sk._minima_table import is_complete, is_converged
+from relflat_sk.plots._colors import Colors
+from relflat_sk.plots._style import Floats, draw_grid
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Points"]
+
+MARGIN = 0.06  # of the axis, around the minima
+DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
+CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 1.5}
+
+
+class Points:
+    """Minima as points in a plane.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima, n rows.
+    x, y : ndarray of shape (n,)
+        The coordinates.
+
+    Attributes
+    ----------
+    converged : ndarray of bool of shape (n,)
+        The minima with finite coordinates, drawn as dots.
+    unconverged : ndarray of bool of shape (n,)
+        The other complete trials with finite coordinates, drawn as crosses.
+    n_not_drawn : int
+        Number of all other rows.
+    """
+
+    def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
+        self.x, self.y = x, y
+        finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
+        self.converged = finite & is_converged(minima)
+        self.unconverged = finite & ~self.converged
+        self.n_not_drawn = int((~finite).sum())
+
+    def require_minima(self) -> None:
+        """Check that there is a minimum to draw.
+
+        Raises
+        ------
+        ValueError
+            If no minimum converged with finite coordinates.
+        """
+        if not self.converged.any():
+            raise ValueError(
+                f"None of the {len(self.x)} minima converged with finite values, so there is "
+                "nothing to draw. The columns 'converged' and 'reason' of the table say why."
+            )
+
+    def y_limits(self) -> tuple[float, float]:
+        """Return the limits of a linear y axis around the minima.
+
+        Returns
+        -------
+        low, high : float
+            The limits.
+        """
+        return _limits(self.y[self.converged], "linear")
+
+    def draw(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
+        """Draw all points, with the numbers of the other candidates for the legend.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes
+            The axes to draw in.
+        colors : Colors
+            Colors of the minima.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.scatter` for the minima.
+        """
+        self.draw_minima(ax, colors, **kwargs)
+        self.draw_crosses(ax, f"not converged ({self.unconverged.sum()})")
+        if self.n_not_drawn:
+            ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
+
+    def draw_minima(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
+        """Draw the minima, and set the limits of the axes around them.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes
+            The axes to draw in.
+        colors : Colors
+            Colors of the minima.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.scatter`.
+        """
+        draw_grid(ax)
+        x, y = self.x[self.converged], self.y[self.converged]
+        ax.scatter(x, y, **(DOT | colors.arguments(self.converged) | kwargs))
+        ax.set(xlim=_limits(x, ax.get_xscale()), ylim=_limits(y, ax.get_yscale()))
+
+    def draw_crosses(self, ax: "Axes", label: str) -> None:
+        """Draw the candidates that did not converge, at most as far out as the limits.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes
+            The axes to draw in, with the minima.
+        label : str
+            Label for the legend.
+        """
+        if self.unconverged.any():
+            # a diverged run may lie anywhere; with it in view, the minima would fill a corner
+            x = np.clip(self.x[self.unconverged], *ax.get_xlim())
+            y = np.clip(self.y[self.unconverged], *ax.get_ylim())
+            ax.scatter(x, y, **CROSS, clip_on=False, label=label)
+
+
+def _limits(values: Floats, scale: str) -> tuple[float, float]:
+    """Return axis limits around values on a linear or logarithmic axis."""
+    to_axis, from_axis = (np.log10, lambda v: 10.0**v) if scale == "log" else (np.array, float)
+    low, high = to_axis(values.min()), to_axis(values.max())
+    margin = MARGIN * (high - low) or MARGIN * max(abs(high), 1.0)
+    return float(from_axis(low - margin)), float(from_axis(high + margin))
