@@ -1,8 +1,9 @@
-"""What the generalisation bound is made of."""
+"""The generalisation bound by relative flatness, its parts, and the conditions they rest on."""
 
 from relflat_sk._rescaling import reparameterize
+from relflat_sk.theory._bound import generalization_bound
 from relflat_sk.theory._label_constancy import label_constancy
-from relflat_sk.theory._representativeness import generalization_bound, representativeness
+from relflat_sk.theory._representativeness import representativeness
 from relflat_sk.theory._robustness import feature_robustness
 from relflat_sk.theory._sharpness_conditions import sharpness_conditions
 

@@ -1,250 +1,157 @@
-r"""Move the features that reach a layer, and see what that does to the loss.
+r"""Move the features that a layer receives, and compute how much the loss rises.
 
-A network is read at one layer as ``f(x) = psi(phi(x))``. Here all that a sample sends into the
-layer is one vector, of a convolution the flattened image it receives:
+A network is split at one layer, ``f(x) = psi(phi(x))``. The features ``phi(x)`` are all numbers
+that the layer receives for one sample, as one vector: of a convolution, the flattened image.
 
 =============  ============  ==============================================================
 name           shape         meaning
 =============  ============  ==============================================================
 ``features``   ``(n, m)``    ``phi(x_i)``, flattened
-``direction``  ``(n, m)``    where they are moved, for ``delta = 1``: ``A phi(x_i)``
-``rises``      ``(k, n)``    how much each sample's loss rises by, for each of k draws
+``direction``  ``(n, m)``    the move of the features for ``delta = 1``: ``A phi(x_i)``
+``rises``      ``(k, n)``    rise of each sample's loss, for each of k draws
 =============  ============  ==============================================================
 
-A *scheme* draws directions. Those that are symmetric come in pairs ``+a, -a``: what is linear
-in delta cancels within each pair, and with it nearly all of the noise.
+Directions come from a scheme, see `relflat_sk.theory._schemes`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relflat_sk._checks import check_number
 from relflat_sk._losses import LINKS
+from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import (
     Batch,
     Layer,
+    LayerRecord,
     Network,
+    Recorder,
     ReplacedForwards,
+    borrowed,
     find_link,
     layer_input,
     outcome_of,
     record_tail,
     sample_weight,
+    weight_layers,
 )
 from relflat_sk.measures import observe
+from relflat_sk.theory._schemes import Scheme
 
-__all__ = [
-    "Moved",
-    "Scheme",
-    "Site",
-    "find_site",
-    "make_scheme",
-    "move_features",
-]
-
-Directions = Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """Where to move features.
-
-    Parameters
-    ----------
-    directions : callable
-        From features to the draws: directions over which the loss is averaged.
-    left_to_chance : float
-        What the variance between draws is multiplied by: 1 for independent draws, 0 where
-        the draws are all there are.
-    """
-
-    directions: Directions
-    left_to_chance: float
-
-    def stderr(self, draws: Tensor) -> float:
-        """Compute the standard error of the mean of k draws, (k,)."""
-        if self.left_to_chance == 0:
-            return 0.0
-        return float((self.left_to_chance * draws.var() / len(draws)).sqrt())
-
-
-def _orthogonal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
-    def directions(features: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        # a Haar orthogonal matrix takes a vector to any on its sphere with equal chance
-        for _ in range(n_draws):
-            moved = _on_spheres(features, generator)
-            yield moved, -moved
-
-    return Scheme(directions, 1.0)
-
-
-def _truncated_normal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
-    def directions(features: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        for _ in range(n_draws):
-            moved = _on_spheres(features, generator)
-            moved = moved * _radii(len(features), m, generator).to(moved)[:, None]
-            yield moved, -moved
-
-    return Scheme(directions, 1.0)
-
-
-def _projection(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
-    # without replacement, so that with enough draws every feature has its turn
-    chosen = torch.randperm(m, generator=generator, device=generator.device)[:n_draws]
-
-    def directions(features: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        for at in chosen:
-            moved = torch.zeros_like(features)
-            moved[:, at] = features[:, at]
-            yield (moved,)
-
-    return Scheme(directions, 1.0 - len(chosen) / m)
-
-
-SCHEMES: dict[str, Callable[[int, int, torch.Generator], Scheme]] = {
-    "orthogonal": _orthogonal,
-    "projection": _projection,
-    "truncated_normal": _truncated_normal,
-}
-
-
-def _on_spheres(features: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw vectors of the features' lengths with uniform direction."""
-    shape, device = features.shape, features.device
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-    lengths: Tensor = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-    return F.normalize(normal, dim=1) * lengths
-
-
-def _radii(n: int, m: int, generator: torch.Generator) -> Tensor:
-    """Draw lengths of standard normal vectors in m dimensions that are at most 1 long.
-
-    Their density is proportional to ``r^(m-1) exp(-r^2 / 2)``: radii of a uniform ball,
-    kept with probability ``exp(-r^2 / 2)``, which is above 0.6.
-    """
-    device = generator.device
-    kept: list[Tensor] = []
-    while sum(map(len, kept)) < n:
-        u, v = torch.rand((2, 2 * n), generator=generator, dtype=torch.float64, device=device)
-        radii = u ** (1 / m)
-        kept.append(radii[v < torch.exp(-(radii**2) / 2)])
-    return torch.cat(kept)[:n]
-
-
-def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator) -> Scheme:
-    """Make the scheme of that name, or of these matrices.
-
-    Parameters
-    ----------
-    matrices : str, or array of shape (m, m) or (k, m, m)
-    m : int
-        Number of features.
-    n_draws : int
-    generator : torch.Generator
-
-    Returns
-    -------
-    Scheme
-
-    Raises
-    ------
-    ValueError
-        If there is no such scheme, the matrices do not fit the features, or `n_draws` is
-        not an integer of 2 or more.
-    """
-    if isinstance(n_draws, bool) or not isinstance(n_draws, int | np.integer) or n_draws < 2:
-        raise ValueError(
-            f"n_draws must be an integer >= 2, got {n_draws!r}: the standard error is that "
-            "between draws."
-        )
-    if isinstance(matrices, str):
-        if matrices not in SCHEMES:
-            raise ValueError(
-                f"matrices must be one of {sorted(SCHEMES)} or an array, got {matrices!r}."
-            )
-        return SCHEMES[matrices](m, int(n_draws), generator)
-    given = torch.as_tensor(matrices, dtype=torch.float64, device=generator.device)
-    if given.ndim == 2:
-        given = given[None]
-    if given.shape != (len(given), m, m) or len(given) == 0:
-        raise ValueError(
-            f"matrices must have shape ({m}, {m}) or (k, {m}, {m}), as the layer receives {m} "
-            f"features, got {tuple(torch.as_tensor(matrices).shape)}."
-        )
-    return Scheme(lambda features: ((features @ matrix.T,) for matrix in given), 0.0)
+__all__ = ["Moved", "Site", "check_delta", "find_site", "move_features"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """A layer whose features are moved.
+    """A layer of a network whose features are moved.
 
     Parameters
     ----------
     network : Network
+        The network, its loss and labelled data.
     name : str
-        The layer's.
+        The layer's dotted name.
     shape : torch.Size
-        What one sample sends into the layer.
-    n_samples : int
+        Shape of the features of one sample.
     """
 
     network: Network
     name: str
     shape: torch.Size
-    n_samples: int
 
     @property
     def size(self) -> int:
-        """Number of features m."""
+        """Number m of features of one sample."""
         return self.shape.numel()
 
     @property
     def layer(self) -> Any:
-        """The module itself."""
+        """The layer's module."""
         return self.network.module.get_submodule(self.name)
+
+    @cached_property
+    def n_samples(self) -> int:
+        """Number n of labelled samples, counted in one pass over the data without the network."""
+        return sum(len(_labels(batch)) for batch in self.network.batches())
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What moving the features does to a batch of n samples; all in float64.
-
-    Weights are those of the samples, divisors what the criterion's mean divides by.
-    """
-
-    losses: Tensor  # (n,)
-    rises: Tensor  # (k, n)
-    weights: Tensor  # (n,)
-    divisors: Tensor  # (n,)
-
-
-def find_site(network: Network, layer: Layer) -> Site:
-    """Find a layer by running one batch; to be used within `borrowed`.
+    """Losses of a batch of n samples, and their rises when the features move.
 
     Parameters
     ----------
-    network : Network
+    losses : Tensor of shape (n,)
+        Losses before the move. All tensors are float64.
+    rises : Tensor of shape (k, n)
+        Rise of each loss, for each of k draws.
+    weights : Tensor of shape (n,)
+        Sample weights.
+    divisors : Tensor of shape (n,)
+        Each sample's part in the divisor of the criterion's mean.
+    """
+
+    losses: Tensor
+    rises: Tensor
+    weights: Tensor
+    divisors: Tensor
+
+
+def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) -> Site:
+    """Find the network in a model and the layer whose features are moved, by running one batch.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `relflat_sk.relative_flatness`.
+    X, y : array-like of n samples
+        Inputs and labels, as the model takes them.
     layer : int, str or nn.Module
+        See `relflat_sk.relative_flatness`.
+    options : DataOptions
+        Criterion, batch size and device.
 
     Returns
     -------
     Site
-
-    Raises
-    ------
-    LayerNotFoundError, TypeError, ValueError
-        If layer, data or criterion do not fit the network, or there are no labels.
+        The layer in the network.
     """
-    sizes = [_labels(batch).shape[0] for batch in network.batches()]
-    (name,) = next(observe(network, [layer])).layers
+    network = to_network(model, X, y, options)
     batch = next(network.batches())
-    with torch.no_grad(), record_tail(network.module, name) as recorder:
-        network(batch.x)
-    return Site(network, name, recorder[name].check()[0].shape[1:], sum(sizes))
+    _labels(batch)
+    shapes: dict[str, torch.Size] = {}
+
+    def keep_shape(record: LayerRecord, args: Any, kwargs: Any, output: Any) -> Any:
+        shapes[record.name] = layer_input(args, kwargs).shape[1:]
+        return output
+
+    first = replace(network, batches=lambda: iter([batch]))
+    with borrowed(network.module), Recorder(weight_layers(network.module), keep_shape):
+        (name,) = next(observe(first, [name_layer(model, layer)])).layers
+    return Site(network, name, shapes[name])
+
+
+def check_delta(delta: Any) -> float:
+    """Refuse a delta that is not a finite positive number.
+
+    Parameters
+    ----------
+    delta : float
+        How far features move, as the user gave it.
+
+    Returns
+    -------
+    float
+        The same number.
+    """
+    check_number("delta", delta, reason="it is how far features move, as a share of their norm")
+    return float(delta)
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -261,15 +168,19 @@ def move_features(
     Parameters
     ----------
     site : Site
+        The layer whose features are moved.
     scheme : Scheme
+        Draws of directions.
     delta : float
-        What directions are multiplied by.
+        Factor of the directions.
     each : bool, default=False
-        Insist on each sample's own loss; else a criterion may give all of a batch its mean.
+        Require each sample's own loss. Otherwise all samples of a batch may have its mean
+        loss, if the criterion computes nothing else.
 
     Yields
     ------
     Moved
+        One for each batch.
     """
     for batch in site.network.batches():
         features, run = _tail(site, batch)
@@ -285,7 +196,7 @@ def move_features(
 
 
 def _tail(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Flattened features of a batch, and how to run the network with these moved."""
+    """Return flattened features of a batch, and a function that runs the network after a move."""
     with torch.no_grad(), record_tail(site.network.module, site.name) as recorder:
         output = site.network(batch.x)
     features, z = recorder[site.name].check()
@@ -293,12 +204,12 @@ def _tail(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]
     flat = features.flatten(1).double()
     if link is None or z.ndim != 2:
         return flat, lambda move: _run_with(site, batch.x, move)
-    # the layer's output is the network's: no need to run what comes before it again, and
-    # float64 resolves what small deltas do to the loss
+    # A link maps the layer's output to the network's. So the layers before need not run again, and
+    # float64 resolves the rise for small deltas.
     weight, bias = site.layer.weight.detach().double(), site.layer.bias
     bias = None if bias is None else bias.detach().double()
-    turn, shape = LINKS[link], output.shape
-    return flat, lambda move: turn(F.linear(flat + move, weight, bias)).reshape(shape)
+    apply_link, shape = LINKS[link], output.shape
+    return flat, lambda move: apply_link(F.linear(flat + move, weight, bias)).reshape(shape)
 
 
 def _run_with(site: Site, x: Any, move: Tensor) -> Tensor:
@@ -317,7 +228,7 @@ def _run_with(site: Site, x: Any, move: Tensor) -> Tensor:
 
 
 def _losses(network: Network, batch: Batch, output: Tensor, each: bool) -> tuple[Tensor, Tensor]:
-    """Losses and divisors of the samples, see `relflat_sk._losses.loss.Loss.terms`."""
+    """Compute losses and divisors of a batch's samples, see `relflat_sk._losses.Loss.terms`."""
     with torch.no_grad():
         outcome = outcome_of(network, batch, output)
         losses, divisors = outcome.loss.terms(

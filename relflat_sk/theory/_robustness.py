@@ -1,59 +1,16 @@
-"""Feature robustness: how much the loss rises when what a layer receives is moved."""
+"""Feature robustness: how much the loss rises when the features of a layer are moved."""
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from relflat_sk._models import DataOptions, name_layer, to_network
+from relflat_sk._models import DataOptions
 from relflat_sk._network import Layer, borrowed
-from relflat_sk._random import make_generator
-from relflat_sk.theory._feature_moves import Site, find_site, make_scheme, move_features
+from relflat_sk._random import RandomState, make_generator
+from relflat_sk.theory._feature_moves import check_delta, find_site, move_features
+from relflat_sk.theory._schemes import make_scheme
 
-__all__ = ["check_delta", "feature_robustness", "open_network"]
-
-
-def open_network(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) -> Site:
-    """Find the network and the layer in what the user handed in.
-
-    Parameters
-    ----------
-    model, X, y
-        See `relflat_sk.relative_flatness`.
-    layer : int, str or nn.Module
-    options : DataOptions
-
-    Returns
-    -------
-    Site
-
-    Raises
-    ------
-    ValueError
-        If there are no labels.
-    """
-    network = to_network(model, X, y, options)
-    with borrowed(network.module):
-        return find_site(network, name_layer(model, layer))
-
-
-def check_delta(delta: Any) -> float:
-    """Return delta if it is a positive number.
-
-    Raises
-    ------
-    ValueError
-    """
-    try:
-        number = float(delta)
-    except (TypeError, ValueError):
-        number = np.nan
-    if not 0 < number < np.inf:
-        raise ValueError(
-            f"delta must be a finite number > 0, got {delta!r}: how far features move, as a "
-            "share of their norm."
-        )
-    return number
+__all__ = ["feature_robustness"]
 
 
 def feature_robustness(  # noqa: PLR0913
@@ -68,78 +25,89 @@ def feature_robustness(  # noqa: PLR0913
     criterion: Any = None,
     batch_size: int = 1024,
     device: Any = None,
-    random_state: int | np.random.RandomState | None = None,
+    random_state: RandomState = None,
 ) -> tuple[float, float]:
     r"""Measure how much the mean loss rises when the features of a layer are moved.
 
-    Moving what a layer receives by ``A phi`` does to the loss what changing its weight by
-    ``W A`` does. That is why a flat minimum, in the relative sense, is one whose features
-    may be a little off: on average over orthogonal matrices the rise is
-    ``delta^2 / (2 m) kappa``, with kappa the `relative_flatness` of the layer.
+    To move the features ``phi`` that a layer receives by ``A phi`` changes the loss as much as to
+    change the layer's weight ``W`` by ``W A``. Therefore the loss at a relatively flat minimum
+    rises little when the features are slightly wrong: on average over orthogonal matrices, it
+    rises by ``delta^2 / (2 m) kappa``, with kappa the `relative_flatness` of the layer.
 
     Parameters
     ----------
-    model, X, y, criterion, batch_size, device
-        See `relative_flatness`; y is needed.
+    model : nn.Module or fitted estimator
+        Any model that `relative_flatness` measures.
+    X : array-like of n samples
+        Inputs as the model takes them.
+    y : array-like of shape (n, ...)
+        Labels as the model was trained with.
     delta : float
         How far features are moved, as a share of their norm.
     layer : int, str or nn.Module, default=-1
-        See `relative_flatness`; only what this layer receives is moved.
+        The layer whose features are moved, see `relative_flatness`.
     matrices : {"orthogonal", "projection", "truncated_normal"} or array, default="orthogonal"
-        Where ``phi_i`` is moved to, with m the number of features of a sample:
+        How ``phi_i`` is moved, with m the number of features of a sample:
 
-        - "orthogonal": ``phi_i + delta O phi_i``, O orthogonal with Haar's distribution, drawn
-          for each sample by itself;
-        - "projection": feature j becomes ``(1 + delta)`` times what it was, the others stay,
-          for one j at a time (all of them if ``n_draws >= m``, and the result is then exact);
-        - "truncated_normal": ``phi_i + delta |phi_i| e``, e standard normal in m dimensions
-          given ``|e| <= 1``;
-        - an array of shape (m, m) or (k, m, m): ``phi_i + delta M phi_i``, averaged over the k
-          matrices M, the same for all samples.
+        - "orthogonal": to ``phi_i + delta O phi_i``, with O orthogonal, of Haar's distribution,
+          and independent for each sample;
+        - "projection": feature j is multiplied by ``1 + delta`` and the others stay, for one j
+          at a time (for all j if ``n_draws >= m``, which makes the result exact);
+        - "truncated_normal": to ``phi_i + delta |phi_i| e``, with e standard normal in m
+          dimensions given ``|e| <= 1``;
+        - an array of shape (m, m) or (k, m, m): to ``phi_i + delta M phi_i``, averaged over the
+          k matrices M, which are the same for all samples.
     n_draws : int, default=32
-        Random draws to average over, at least 2. Those of "orthogonal" and "truncated_normal"
-        are pairs of opposite moves, two evaluations each.
+        Random draws to average over, at least 2. Each draw of "orthogonal" and of
+        "truncated_normal" is a pair of opposite moves, and evaluates the loss twice.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        For the draws.
+        Decides the draws.
 
     Returns
     -------
     robustness : float
-        In the unit of the loss; 1/n is in. Small is robust.
+        The mean rise, in the unit of the loss; 1/n is in. Small is robust.
     stderr : float
-        Its standard error, as far as it comes from random draws (0 where there are none),
-        not from the choice of samples.
+        Its standard error from the random draws, 0 if there are none. The choice of samples
+        does not count in it.
 
     Raises
     ------
     ValueError
         If an argument is out of its range, or does not fit the layer.
-    LayerNotFoundError, TypeError
-        See `relative_flatness`.
+    LayerNotFoundError
+        If there is no such layer.
+    TypeError
+        If there is no network in the model.
 
     Notes
     -----
-    :math:`\mathcal{E}_F(f, S, A) = \frac1n \sum_i \ell(\psi((I + A) \phi(x_i)), y_i) -
-    \ell(f(x_i), y_i)` [1]_; :math:`\|A\| \le \delta` is up to the caller where
-    matrices are given. Theorem 5 has at a minimum
+    Feature robustness is :math:`\mathcal{E}_F(f, S, A) = \frac1n \sum_i \ell(\psi((I + A)
+    \phi(x_i)), y_i) - \ell(f(x_i), y_i)` [1]_. Where matrices are given, :math:`\|A\| \le
+    \delta` is up to the caller. By Theorem 5, at a minimum
 
     .. math:: E_O[\mathcal{E}_F(f, S, \delta O)] = \frac{\delta^2}{2m} \kappa + O(\delta^3) .
 
-    The mean over all O is even in delta, since -O is as likely as O: the remainder is of order
-    :math:`\delta^4`, and neither gradient nor minimum is needed for the equation. They are
-    needed for a single A, whose first-order term :math:`\delta\langle\nabla_W L, W A\rangle`
-    vanishes only where the gradient in the layer's weight does. Networks that are linear in
-    pieces have kinks: the equation holds for delta so small that next to no sample
-    crosses one.
+    The mean over all O is even in delta, since -O is as likely as O. So the remainder is of order
+    :math:`\delta^4`, and the equation also holds away from minima. For a single A it does not: the
+    first-order term :math:`\delta\langle\nabla_W L, W A\rangle` vanishes only where the gradient
+    in the layer's weight does. Piecewise linear networks have kinks: the equation holds for delta
+    so small that hardly any sample crosses one.
 
-    At convolutions, and at layers that see one vector for each position, all features of a
-    sample are moved together and m is their number. Then the rise is that of
+    At convolutions, and at layers that receive one vector for each position, all features of a
+    sample are moved together, and m is their number. The rise is then
     :math:`\frac{\delta^2}{2m} \frac1n \sum_i \|\phi_i\|^2 \mathrm{Tr}\,\partial^2 \ell_i /
-    \partial\phi_i^2`, which is not the flatness in the shared weight.
+    \partial\phi_i^2` up to higher orders, which is not the flatness in the shared weight.
 
-    The loss is a small difference: at the last layer it is taken in float64, elsewhere in the
-    network's own precision, in which a float32 network does not resolve deltas below about
-    0.01. The standard error shows it.
+    The rise is a small difference of two losses. At the last layer it is computed in float64,
+    elsewhere in the network's own precision. A float32 network does not resolve deltas below
+    about 0.01; the standard error shows this.
 
     References
     ----------
@@ -147,8 +115,8 @@ def feature_robustness(  # noqa: PLR0913
 
     Examples
     --------
-    The squared error is quadratic, so that Theorem 5 has no remainder; with one feature O is 1
-    or -1, and there is no chance in it either:
+    The squared error is quadratic, so Theorem 5 has no remainder. With one feature, O is 1 or
+    -1, so a pair of opposite moves has no randomness either:
 
     >>> from sklearn.linear_model import LinearRegression
     >>> from relflat_sk import relative_flatness
@@ -159,7 +127,7 @@ def feature_robustness(  # noqa: PLR0913
     (0.1, 0.10000000000000002)
     """
     delta = check_delta(delta)
-    site = open_network(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
     generator = make_generator(random_state, site.network.device)
     scheme = make_scheme(matrices, site.size, n_draws, generator)
     total, divisor = torch.zeros(()), 0.0

@@ -1,8 +1,8 @@
-r"""What keeps a ReLU network from being sharp: the conditions of Neyshabur et al. (2017).
+r"""Conditions of Neyshabur et al. (2017) under which a ReLU network is not sharp.
 
-Their Section 4 bounds the expected sharpness of a network ``W_d D_{d-1} W_{d-1} ... D_1 W_1
-x``, with ``D_i`` the diagonal matrix of the slopes of layer i's h_i activations at x and the
-products ``P_{ab} = D_b W_b ... D_a W_a``, without a factor exponential in its depth. There are
+Their Section 4 bounds the expected sharpness of a network ``W_d D_{d-1} W_{d-1} ... D_1 W_1 x``
+without a factor exponential in its depth. ``D_i`` is the diagonal matrix of the slopes of layer
+i's h_i activations at x. With the products ``P_{ab} = D_b W_b ... D_a W_a``, the bound rests on
 three conditions on the constants
 
 .. math::
@@ -12,9 +12,9 @@ three conditions on the constants
     \qquad z_k = W_k P_{1,k-1} x, \\
     C_3 &= \frac{\sqrt{h_i} \max_j |W_{i,j}|_2}{|D_i W_i|_F} .
 
-A large mu means that neighbouring layers act on each other, instead of cancelling; a small
-C_2, that a small disturbance switches few units; a small C_3, that no unit has weights far
-larger than those of the others in its layer.
+A large mu means that the effects of neighbouring layers do not cancel. A small C_2 means that a
+small disturbance switches few units on or off. A small C_3 means that no unit has far larger
+weights than the others in its layer.
 """
 
 from collections.abc import Iterator
@@ -32,20 +32,32 @@ from relflat_sk._rescaling import AffineLayer, fold_layers
 __all__ = ["sharpness_conditions"]
 
 _READINGS = {
-    "C1": "at the worst sample, layers around this one keep {:.3g} of what independent ones would",
+    "C1": "at the worst sample, the layers around it have {:.3g} of independent layers' effect",
     "C2": "at the worst sample, noise of size t |x| switches at most a share {:.3g} t of its units",
-    "C3": "at the worst sample, its largest unit is {:.3g} times the average of active ones",
+    "C3": "at the worst sample, its largest unit is {:.3g} times the average active unit",
 }
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What n samples do in a chain of d layers."""
+    """A batch of n samples in a chain of d layers; all tensors are float64.
 
-    x: Tensor  # (n, h_0)
-    weights: list[Tensor]  # (h_i, h_{i-1}), float64
-    outputs: list[Tensor]  # (n, h_i), before the activation
-    slopes: list[Tensor]  # (n, h_i), of the activation; ones behind the last layer
+    Parameters
+    ----------
+    x : Tensor of shape (n, h_0)
+        Inputs of the first layer.
+    weights : list of Tensor of shape (h_i, h_{i-1})
+        The layers' weights.
+    outputs : list of Tensor of shape (n, h_i)
+        The layers' outputs, before the activation.
+    slopes : list of Tensor of shape (n, h_i)
+        Slopes of the activations; ones behind the last layer.
+    """
+
+    x: Tensor
+    weights: list[Tensor]
+    outputs: list[Tensor]
+    slopes: list[Tensor]
 
 
 def sharpness_conditions(
@@ -56,42 +68,45 @@ def sharpness_conditions(
     batch_size: int = 16,
     device: Any = None,
 ) -> pd.DataFrame:
-    r"""Check what helps a ReLU network to be flat: conditions C1 to C3 on its layers.
+    r"""Compute the constants of three conditions under which a ReLU network is not sharp.
 
     Parameters
     ----------
     model : nn.Module or fitted estimator
-        See `relative_flatness`. Linear layers in a chain, with ReLU or leaky ReLU in between;
-        batch norm is folded into the layer before it.
+        A chain of linear layers with ReLU or leaky ReLU in between. Batch norm is folded into
+        the layer before it.
     X : array-like of n samples
-        The conditions are on each sample: a few hundred tell enough.
+        Inputs as the model takes them. The conditions hold for each sample by itself, so a few
+        hundred samples suffice.
     y : array-like, optional
         Not used.
     batch_size : int, default=16
-        Samples at a time. Each takes the memory of several products of the weight matrices.
+        Samples in one forward pass. Each sample needs the memory of several products of the
+        weight matrices.
     device : str or torch.device, optional
-        See `relative_flatness`.
+        Where to compute; where the model is if None.
 
     Returns
     -------
     DataFrame
-        One row for each condition and layer it speaks of, in forward order, with columns
-        `condition` ("C1", "C2" or "C3"), `layer`, `constant` ("mu", "C_2" or "C_3"), `worst`
-        (the constant, over all samples), `median` (over samples) and `reading`. Large is good
-        for mu, small for the others.
+        One row for each condition and layer, in forward order, with columns `condition` ("C1",
+        "C2" or "C3"), `layer`, `constant` ("mu", "C_2" or "C_3"), `worst` (the constant, over
+        all samples), `median` (over samples) and `reading`, the meaning in words. Large values
+        of mu are good, and small values of the others. The constants have no unit.
 
     Raises
     ------
     ValueError
-        If the network is no such chain.
+        If the network is not such a chain.
 
     Notes
     -----
-    C1 speaks of how all the products that end in the layer go on behind it, C2 of its
-    activations (so neither of the last layer), C3 of its weights. Independent Gaussian layers
-    have a mu of about 1. The paper has no biases, and inputs of norm 1: here biases count in
-    what is active, and C2 measures in units of the input's norm. It prints its C2 without the
-    absolute value that its explanation, activations that flip, calls for.
+    C1 compares products of weights through a layer with the parts before and behind it, C2 is
+    about the layer's activations, and C3 about its weights; the last layer has C3 only.
+    Independent Gaussian layers have a mu of about 1. The paper has no biases, and inputs of norm
+    1. Here, biases decide with the weights which units are active, and C2 measures in units of
+    the input's norm. The paper prints C2 without the absolute value, which its explanation, that
+    activations flip, requires.
 
     References
     ----------
@@ -109,22 +124,24 @@ def sharpness_conditions(
     >>> found[["condition", "layer"]].values.tolist()
     [['C1', '0'], ['C2', '0'], ['C3', '0'], ['C3', '2']]
     """
-    # no loss is looked at: any criterion will do
+    # `to_network` needs a criterion for a bare module; it is not used here
     options = DataOptions(nn.MSELoss(), batch_size, device)
     network = to_network(model, X, None, options)
-    found: dict[tuple[str, str], list[Tensor]] = {}
+    constants: dict[tuple[str, str], list[Tensor]] = {}
     with borrowed(network.module), torch.no_grad():
         layers = fold_layers(network)
         for chain in _chains(network, layers):
             for key, values in _constants(chain, [layer.name for layer in layers]).items():
-                found.setdefault(key, []).append(values)
+                constants.setdefault(key, []).append(values)
     rows = [
-        _row(condition, layer, torch.cat(values)) for (condition, layer), values in found.items()
+        _row(condition, layer, torch.cat(values))
+        for (condition, layer), values in constants.items()
     ]
     return pd.DataFrame(rows)
 
 
 def _row(condition: str, layer: str, values: Tensor) -> dict[str, Any]:
+    """Summarise the constants of all samples as one row of the table."""
     worst = float(values.min() if condition == "C1" else values.max())
     return {
         "condition": condition,
@@ -136,15 +153,16 @@ def _row(condition: str, layer: str, values: Tensor) -> dict[str, Any]:
     }
 
 
-# -- what the network does ---------------------------------------------------------------
+# -- the network as a chain --------------------------------------------------------------
 
 
 def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
+    """Run the network batch by batch, and read the chain of its layers from the records."""
     for layer in layers:
         if len(layer.taken) != 1:
             raise ValueError(
-                f"sharpness_conditions are on fully connected networks, but layer "
-                f"{layer.name!r} takes inputs of shape {tuple(layer.taken)} for each sample."
+                f"sharpness_conditions need a fully connected network, but layer "
+                f"{layer.name!r} receives inputs of shape {tuple(layer.taken)} for each sample."
             )
     names = {name for layer in layers for name in (layer.name, layer.norm) if name is not None}
     modules = {name: network.module.get_submodule(name) for name in names}
@@ -166,14 +184,14 @@ def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
 
 
 def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
-    """Find the slopes of an activation, and that it is one: ``after = slopes * z``."""
+    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
     if after.shape == z.shape:
         slopes = torch.where(z == 0, 0.0, after / z)
         if bool((slopes[z > 0] == 1).all()) and bool((after[z == 0] == 0).all()):
             return slopes
     raise ValueError(
-        f"sharpness_conditions are on chains of layers with ReLU in between, but what the layer "
-        f"behind {layer!r} takes is no ReLU or leaky ReLU of what {layer!r} puts out."
+        f"sharpness_conditions need a chain of layers with ReLU in between, but the input of the "
+        f"layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."
     )
 
 
@@ -181,22 +199,22 @@ def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
 
 
 def _constants(chain: Chain, names: list[str]) -> dict[tuple[str, str], Tensor]:
-    """Compute the constants of each sample, by condition and layer: (n,)."""
-    found = {}
+    """Compute the constants of each sample, (n,), by condition and layer."""
+    constants = {}
     norms = _norms_of_products(chain)
     last = len(names)
     for k, name in enumerate(names, start=1):
         if k < last:
-            found["C1", name] = _interaction(norms, k, chain.outputs[k - 1].shape[1], last)
-            found["C2", name] = _switches(chain.outputs[k - 1], chain.x)
+            constants["C1", name] = _interaction(norms, k, chain.outputs[k - 1].shape[1], last)
+            constants["C2", name] = _switches(chain.outputs[k - 1], chain.x)
         rows = chain.weights[k - 1].norm(dim=1)
         active = (chain.slopes[k - 1] * rows).norm(dim=1)  # |D W|_F of each sample
-        found["C3", name] = len(rows) ** 0.5 * rows.max() / active
-    return found
+        constants["C3", name] = len(rows) ** 0.5 * rows.max() / active
+    return constants
 
 
 def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
-    """Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
+    """Compute the Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
     norms = {}
     last = len(chain.weights)
     for a in range(last + 1):
@@ -211,19 +229,21 @@ def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
 
 
 def _interaction(norms: dict[tuple[int, int], Tensor], c: int, width: int, last: int) -> Tensor:
+    """Compute mu at layer c, (n,)."""
     ratios = []
     for a in range(c):
         for b in range(c + 1, last + 1):
             apart = norms[c + 1, b] * norms[a, c]
-            # where a factor is zero so is the product: the condition holds whatever mu is
+            # where a factor is zero, so is the product: the condition holds for any mu
             ratios.append(torch.where(apart > 0, width**0.5 * norms[a, b] / apart, torch.inf))
     return torch.stack(ratios).amin(dim=0)
 
 
 def _switches(z: Tensor, x: Tensor) -> Tensor:
-    """Largest share of units within delta of zero, over delta: at one of them."""
+    """Compute C_2: the largest share of units within delta of zero, over delta."""
     size = z.abs().sort(dim=1).values / x.norm(dim=1, keepdim=True)
     width = z.shape[1]
+    # the maximum is reached where delta is the size of one of the units
     shares = torch.arange(1, width + 1, device=z.device) / width
     largest: Tensor = (shares / size).amax(dim=1)
     return largest

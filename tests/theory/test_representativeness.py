@@ -268,16 +268,16 @@ def test_blind_to_the_scale_of_layers(scale):
 # errors
 
 BAD = {
-    "delta": ({"delta": -1}, ValueError, "delta must be a finite number > 0, got -1"),
-    "one split": ({"n_splits": 1}, ValueError, "n_splits must be an integer >= 2, got 1"),
+    "delta": ({"delta": -1}, ValueError, "delta must be a finite positive number, got -1"),
+    "one split": ({"n_splits": 1}, ValueError, "n_splits must be an integer of at least 2, got 1"),
     "splits": ({"n_splits": "5"}, ValueError, "n_splits must be .* got '5'"),
     "test size": ({"test_size": 1.5}, ValueError, "test_size must be .* got 1.5"),
     "count": ({"test_size": 10}, ValueError, "test_size must be .* got 10"),
     "refit": ({"refit": True}, TypeError, "refit=True needs an estimator .* got Sequential"),
-    "draws": ({"n_draws": 1}, ValueError, "n_draws must be an integer >= 2, got 1"),
+    "draws": ({"n_draws": 1}, ValueError, "n_draws must be an integer of at least 2, got 1"),
     "labels": ({"y": None}, ValueError, "y is needed to compute a loss"),
     "layer": ({"layer": "no"}, LayerNotFoundError, "there is no layer 'no'"),
-    "random state": ({"random_state": "x"}, ValueError, "'x' cannot be used to seed"),
+    "random state": ({"random_state": "x"}, ValueError, "random_state must be an int, .* got 'x'"),
     "criterion": (
         {"criterion": lambda output, y: (output.sum(dim=1) - y).abs().mean()},
         ValueError,
@@ -309,7 +309,7 @@ def test_the_bound_is_one_for_single_vectors():
         ({"n_neighbors": 40}, "n_neighbors must be .* got 40"),
         ({"n_neighbors": 2.0}, "n_neighbors must be .* got 2.0"),
         ({"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous values such as 0.0"),
-        ({"y": None}, "y is needed: the labels to compare"),
+        ({"y": None}, "y is needed for the labels to compare"),
     ],
     ids=["none", "too many", "float", "regression", "no labels"],
 )

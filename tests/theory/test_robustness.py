@@ -16,6 +16,7 @@ from skorch import NeuralNetClassifier
 from torch import nn
 from torch.func import functional_call, hessian
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     LayerNotFoundError,
@@ -488,6 +489,39 @@ def test_layer_by_position_name_and_module():
     assert len(found) == 1
 
 
+class Counting(nn.Module):
+    """A network that counts how often it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.n_runs = mlp(4), 0
+
+    def forward(self, x):
+        self.n_runs += 1
+        return self.layers(x)
+
+
+class CountingLoader(DataLoader):
+    """A data loader that counts the batches it hands out."""
+
+    n_batches = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.n_batches += 1
+            yield batch
+
+
+def test_one_batch_is_run_to_find_the_layer():
+    net, X, y = Counting().double(), torch.randn(9, 5).double(), torch.arange(9) % 4
+    loader = CountingLoader(TensorDataset(X, y), batch_size=3)
+    options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    feature_robustness(net, loader, None, 0.1, n_draws=2, **options)
+    # three batches of the pass itself; moves at the last layer do not run the network
+    assert net.n_runs == 1 + 3
+    assert loader.n_batches == 1 + 3
+
+
 # state and random numbers
 
 
@@ -553,7 +587,7 @@ def test_random_states():
 # errors
 
 BAD = {
-    "delta zero": ({"delta": 0.0}, ValueError, "delta must be a finite number > 0, got 0.0"),
+    "delta zero": ({"delta": 0.0}, ValueError, "delta must be a finite positive number, got 0.0"),
     "delta nan": ({"delta": float("nan")}, ValueError, "delta must be .* got nan"),
     "delta text": ({"delta": "much"}, ValueError, "delta must be .* got 'much'"),
     "no scheme": ({"matrices": "haar"}, ValueError, "one of .*'orthogonal'.* got 'haar'"),
@@ -564,8 +598,8 @@ BAD = {
     ),
     "no matrix": ({"matrices": np.zeros((0, 6, 6))}, ValueError, r"got \(0, 6, 6\)"),
     "vector": ({"matrices": np.ones(6)}, ValueError, r"matrices must have shape .* got \(6,\)"),
-    "one draw": ({"n_draws": 1}, ValueError, "n_draws must be an integer >= 2, got 1"),
-    "draws": ({"n_draws": 2.5}, ValueError, "n_draws must be an integer >= 2, got 2.5"),
+    "one draw": ({"n_draws": 1}, ValueError, "n_draws must be an integer of at least 2, got 1"),
+    "draws": ({"n_draws": 2.5}, ValueError, "n_draws must be an integer of at least 2, got 2.5"),
     "labels": ({"y": None}, ValueError, "y is needed to compute a loss"),
     "criterion": ({"criterion": None}, ValueError, "criterion is needed"),
     "random state": ({"random_state": "x"}, ValueError, "random_state must be .* got 'x'"),

@@ -150,11 +150,11 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (network(nn.Tanh), "behind '0' takes is no ReLU or leaky ReLU of what '0' puts out"),
-        (Residual().double(), "behind 'one' takes is no ReLU"),
+        (network(nn.Tanh), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
+        (Residual().double(), "behind 'one' is not a ReLU"),
         (
             nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()).double(),
-            "on fully connected networks, but layer '1' takes inputs of shape .1, 4. for each",
+            "need a fully connected network, but layer '1' receives inputs of shape .1, 4.",
         ),
     ],
 )
