@@ -43,6 +43,7 @@ from relflat_sk._network.recording import (
     record_order,
     record_tail,
 )
+from relflat_sk._network.tail import Tail, Ways, choose_curvatures
 
 __all__ = [
     "WEIGHT_LAYERS",
@@ -55,12 +56,15 @@ __all__ = [
     "Outcome",
     "Recorder",
     "ReplacedForwards",
+    "Tail",
+    "Ways",
     "borrowed",
     "cast_inputs",
     "check_layer",
     "check_thrice",
     "check_unshared",
     "check_weights",
+    "choose_curvatures",
     "count_samples",
     "explicit_attention",
     "explicit_norms",

@@ -124,8 +124,11 @@ _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnCo
 _LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
 
 
-def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bool:
+def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
     """Return whether a value is a piecewise linear function of the layers' outputs.
+
+    Batch norm that `relflat_sk._network.norm_layers` takes apart counts as linear, with the
+    statistics that it divides by as constants.
 
     Parameters
     ----------
@@ -133,9 +136,6 @@ def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bo
         Computed from the layers' outputs, with its graph.
     *nodes : torch.autograd.graph.Node
         `LayerRecord.node` of each layer.
-    by_batch : bool, default=False
-        Whether batch norm in training counts as linear, that is with the statistics that it
-        divides by as constants; see `relflat_sk._network.norm_layers`.
 
     Returns
     -------
@@ -150,10 +150,10 @@ def is_piecewise_linear(base: Tensor, *nodes: Any, by_batch: bool = False) -> bo
     >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
     False
     """
-    return all(_keeps_linear(step, reached, by_batch) for step, reached in _tail(base, *nodes))
+    return all(_keeps_linear(step, reached) for step, reached in _tail(base, *nodes))
 
 
-def _keeps_linear(step: Any, reached: list[bool], by_batch: bool) -> bool:
+def _keeps_linear(step: Any, reached: list[bool]) -> bool:
     """Return whether a node is linear in pieces in those of its inputs that are `reached`."""
     kind = _kind(step)
     if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
@@ -162,7 +162,7 @@ def _keeps_linear(step: Any, reached: list[bool], by_batch: bool) -> bool:
         return sum(reached) == 1
     if kind in _LINEAR_IN_FIRST:
         fused = getattr(step, "_saved_training", False)  # see `check_thrice`
-        return not any(reached[1:]) and not fused and (by_batch or kind != "_OfBatch")
+        return not any(reached[1:]) and not fused
     return False
 
 

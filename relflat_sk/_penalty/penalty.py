@@ -27,11 +27,10 @@ from relflat_sk._network import (
     find_layer,
     find_norm_layers,
     keep_graph,
-    layer_map,
     primary_output,
     weight_layers,
 )
-from relflat_sk._penalty.batch_flatness import BatchLayer, batch_flatness
+from relflat_sk._penalty.batch_flatness import batch_flatness
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -259,7 +258,8 @@ class RelativeFlatnessPenalty:
             loss,
             output,
             target,
-            plan.batch_layers(recorder),
+            [recorder[name] for name in plan.layers],
+            plan.penalised,
             probes=self.probes,
             normalize=self.normalize,
             sample_weight=sample_weight,
@@ -310,14 +310,6 @@ class _Plan:
     def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
         """Make a recorder of the layers of a training step."""
         return _recorder(layers, self.penalised)
-
-    def batch_layers(self, recorder: Recorder) -> list[BatchLayer]:
-        """Return the layers with what a training step sent through them."""
-        records = [recorder[name] for name in self.layers]
-        return [
-            BatchLayer(record, layer_map(record.layer), record.name in self.penalised)
-            for record in records
-        ]
 
 
 def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:

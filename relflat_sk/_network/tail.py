@@ -1,0 +1,229 @@
+r"""Choose how the curvature of the loss in the outputs of layers is computed.
+
+The *tail* of a network is its part behind a layer, up to the loss. Let ``B_i`` be the Hessian of
+the loss of sample i in the layer's output. What the tail computed in a forward pass decides which
+of three ways to ``B_i`` there are:
+
+closed form
+    The layer's output is what the criterion takes, or is turned into that by one function that
+    the table of losses knows: the table has ``B_i``. The same holds for each token of a language
+    model whose last layer puts out the logits.
+gradients
+    The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
+    has the curvature ``R_i R_i^T`` of the loss in that input: then ``B_i = (J_i^T R_i)
+    (J_i^T R_i)^T``. A backward pass pulls one vector of each sample back to all layers at once.
+products
+    Anything else: products ``B_i v_i`` by differentiating twice.
+
+The measures and the penalty both choose here, and each of them makes its own three objects of
+what was chosen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._network.graph import find_link, hands_on, is_piecewise_linear
+from relflat_sk._network.recording import LayerRecord
+
+__all__ = ["Tail", "Ways", "choose_curvatures"]
+
+CurvatureT = TypeVar("CurvatureT")
+CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
+
+
+class Ways(Protocol[CurvatureT_co]):
+    """Makes an object for each of the three ways to a curvature."""
+
+    def closed_form(
+        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
+    ) -> CurvatureT_co:
+        """Make the object of a layer whose curvature the table of losses has.
+
+        Parameters
+        ----------
+        record : LayerRecord
+            The layer.
+        features : Tensor of shape (n, m)
+            The layer's input, one row for each sample or token.
+        curvature : ClosedForm
+            Curvature in the layer's output, rows in the same order.
+
+        Returns
+        -------
+        object
+            Any.
+        """
+
+    def gradients(
+        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
+    ) -> CurvatureT_co:
+        """Make the object of all layers behind which the network is piecewise linear.
+
+        Parameters
+        ----------
+        records : sequence of LayerRecord
+            The layers.
+        base : Tensor of shape (n, o)
+            The criterion's input, or what the network makes that input of, with its graph.
+        curvature : ClosedForm
+            Curvature of the loss in `base`.
+
+        Returns
+        -------
+        object
+            Any.
+        """
+
+    def products(self, records: Sequence[LayerRecord]) -> CurvatureT_co:
+        """Make the object of all other layers.
+
+        Parameters
+        ----------
+        records : sequence of LayerRecord
+            The layers.
+
+        Returns
+        -------
+        object
+            Any.
+        """
+
+
+@dataclass(slots=True)
+class Tail:
+    """The network's output and the loss, behind some layers in one forward pass.
+
+    Parameters
+    ----------
+    loss : Loss
+        The criterion.
+    output : Tensor of shape (n, ...)
+        The criterion's input, with its graph.
+    target : Target or None
+        From `Loss.read_target`; None without labels.
+    last : LayerRecord
+        The last of the recorded layers.
+    precise : callable
+        Gives outputs the precision that curvatures are computed in.
+    """
+
+    loss: Loss
+    output: Tensor
+    target: Target | None
+    last: LayerRecord
+    precise: Callable[[Tensor], Tensor]
+
+    @property
+    def relevant(self) -> Tensor | None:
+        """The labels, if curvatures depend on them."""
+        return None if self.target is None else self.target.relevant
+
+    def closed_form(self, record: LayerRecord) -> tuple[Tensor, ClosedForm] | None:
+        """Return features (rows, m) of a layer and the curvature in its outputs (rows, d).
+
+        Parameters
+        ----------
+        record : LayerRecord
+            A layer that was called exactly once.
+
+        Returns
+        -------
+        (Tensor, ClosedForm) or None
+            Rows are samples or tokens. None if the table has no such curvature.
+        """
+        features, z = record.check()
+        loss, relevant = self.loss, self.relevant
+        if z.ndim == 2:
+            link = find_link(self.output, record.node)
+        elif loss.has_closed_form("identity") and hands_on(self.output, record.node, z):
+            link, relevant = "identity", loss.per_token(relevant)
+            z = z.reshape(-1, z.shape[-1])
+            features = features.reshape(len(z), -1)
+        else:
+            return None
+        if not loss.has_closed_form(link):
+            return None
+        curvature = loss.closed_form(link, self.precise(z), relevant)
+        return None if curvature is None else (features, curvature)
+
+    def base(self) -> tuple[Tensor, ClosedForm] | None:
+        """Return where the table's curvature applies, as (n, o), and that curvature.
+
+        Returns
+        -------
+        (Tensor, ClosedForm) or None
+            The network's output if the criterion takes logits; the last layer's output if the
+            network turns that into probabilities. None if the table has no curvature there.
+        """
+        loss, base, link = self.loss, self.output, "identity"
+        if not loss.has_closed_form(link):
+            if self.last.calls != 1:
+                return None
+            _, z = self.last.check()
+            base = z if self.last.tail_input is None else self.last.tail_input
+            link = find_link(self.output, self.last.node) or ""
+        if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):
+            return None
+        base = base.reshape(len(base), -1)
+        curvature = loss.closed_form(link, self.precise(base), self.relevant)
+        return None if curvature is None else (base, curvature)
+
+
+def choose_curvatures(
+    tail: Tail, records: Sequence[LayerRecord], ways: Ways[CurvatureT]
+) -> list[CurvatureT]:
+    """Choose how the curvatures at some layers are computed.
+
+    Parameters
+    ----------
+    tail : Tail
+        The network's output and the loss.
+    records : sequence of LayerRecord
+        The layers.
+    ways : Ways
+        Makes the objects.
+
+    Returns
+    -------
+    list
+        At most one object for the layers by gradients and one for those by products, then one
+        for each layer with a closed form.
+    """
+    closed, others = [], []
+    for record in records:
+        found = tail.closed_form(record)
+        if found is None:
+            others.append(record)
+        else:
+            closed.append(ways.closed_form(record, *found))
+    if not others:
+        return closed
+    chosen = []
+    base = tail.base()
+    if base is not None:
+        linear, others = _split_by_linearity(base[0], others)
+        if linear:
+            chosen.append(ways.gradients(linear, *base))
+    if others:
+        chosen.append(ways.products(others))
+    return chosen + closed
+
+
+def _split_by_linearity(
+    base: Tensor, records: list[LayerRecord]
+) -> tuple[list[LayerRecord], list[LayerRecord]]:
+    """Tell the layers behind which the network is piecewise linear up to `base` from others."""
+    # a network that is piecewise linear in all outputs together is so in each of them
+    if is_piecewise_linear(base, *(record.node for record in records)):
+        return records, []
+    if len(records) == 1:
+        return [], records
+    linear = [is_piecewise_linear(base, record.node) for record in records]
+    return (
+        [record for record, is_linear in zip(records, linear, strict=True) if is_linear],
+        [record for record, is_linear in zip(records, linear, strict=True) if not is_linear],
+    )
