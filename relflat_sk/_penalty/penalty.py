@@ -190,7 +190,7 @@ class RelativeFlatnessPenalty:
             The loss, called as ``criterion(y_pred, y)``.
         y_pred : Tensor of shape (n, ...)
             The output of that forward pass.
-        y : Tensor
+        y : Tensor of shape (n, ...)
             The targets.
         sample_weight : Tensor of shape (n,), optional
             Weight of each sample in the mean loss whose flatness is penalised: finite, not

@@ -45,8 +45,8 @@ class RandomChanges:
     ----------
     layer : LayerMap
         The layer.
-    features : Tensor
-        The layer's input, of n samples.
+    features : Tensor of shape (n, ...)
+        The layer's input.
     weight : Tensor of shape (d, m)
         The layer's weight as a matrix.
     spread : Tensor of shape (c,) or None

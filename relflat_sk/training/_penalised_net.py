@@ -11,7 +11,7 @@ from skorch.utils import to_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from relflat_sk._checks import check_number
+from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
@@ -92,7 +92,8 @@ class PenalisedNet(SklearnNet):
         """Refuse parameters that make no penalty, and optimizers that do not work with one."""
         check_number("flatness_weight", self.flatness_weight, positive=False)
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
-        RelativeFlatnessPenalty(*self._penalty_settings())
+        check_integer("flatness_probes", self.flatness_probes, minimum=1)
+        RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
                 "flatness_layer must be a position or a dotted name, got a module. The net trains "
@@ -188,13 +189,19 @@ class PenalisedNet(SklearnNet):
             loss = weighted_loss(criterion, y_pred, target.values, weight)
         if not training:
             return loss
-        term = None
-        if recorded and state.penalty is not None and (weight is None or bool((weight > 0).any())):
-            scale = self._penalty_weight()
-            term = state.penalty.of_batch(criterion, y_pred, target, weight, scale)
+        term = self._penalty_term(criterion, y_pred, target, weight) if recorded else None
         if state.terms is None:  # the first pass of a step is at the weights it starts from
             state.terms = loss, term
         return loss if term is None else loss + term
+
+    def _penalty_term(
+        self, criterion: Loss, y_pred: Tensor, target: Target, weight: Tensor | None
+    ) -> Tensor | None:
+        """Compute the penalty of the recorded batch; None if all its samples have weight 0."""
+        penalty = self._state().penalty
+        if penalty is None or not (weight is None or bool((weight > 0).any())):
+            return None
+        return penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
 
     def _read_target(self, criterion: Loss, y_pred: Tensor, y_true: Any) -> Target:
         """Bring the labels of a batch to the output's device, and check them."""

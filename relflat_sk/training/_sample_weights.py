@@ -129,8 +129,10 @@ def split_target(y: Any) -> tuple[Any, Any]:
 
     Returns
     -------
-    labels, weights : Tensor
-        The weights are None if `y` has none.
+    labels : Tensor of shape (n, ...)
+        Labels of the samples.
+    weights : Tensor of shape (n,) or None
+        Weights of the samples; None if `y` has none.
     """
     return y if isinstance(y, Weighted) else (y, None)
 
@@ -144,7 +146,7 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) ->
         The criterion.
     output : Tensor of shape (n, ...)
         The network's output.
-    target : Tensor
+    target : Tensor of shape (n, ...)
         Targets as `loss.check_target` returns them.
     weight : Tensor of shape (n,)
         Weights of the samples.

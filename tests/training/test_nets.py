@@ -31,6 +31,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
     relative_flatness,
 )
 
@@ -821,7 +822,8 @@ def test_binary_classifiers_refuse_three_classes():
         ({"flatness_weight": np.nan}, ValueError, "flatness_weight must be a finite"),
         ({"flatness_weight": "1"}, ValueError, "flatness_weight must be a finite"),
         ({"flatness_warmup": -1}, ValueError, "flatness_warmup must be a finite"),
-        ({"flatness_probes": 0}, ValueError, "probes must be a positive integer, got 0"),
+        ({"flatness_warmup": True}, ValueError, "flatness_warmup must be a finite"),
+        ({"flatness_probes": 0}, ValueError, "flatness_probes must be a positive integer, got 0"),
         ({"flatness_layer": "nope"}, LayerNotFoundError, "no layer 'nope'. Layers with a weight"),
         ({"flatness_layer": 2}, LayerNotFoundError, "there is no layer 2"),
         ({"flatness_layer": "2"}, LayerNotFoundError, "'2' is a ReLU, which has no weight"),
@@ -839,6 +841,14 @@ def test_refuses_arguments(params, error, message):
     net = make(**params)  # nothing happens before fit
     with pytest.raises(error, match=message):
         net.fit(X, NAMES)
+
+
+def test_takes_numbers_of_numpy():
+    numbers = {"flatness_weight": np.float32(0.5), "flatness_layer": np.int64(0)}
+    numbers |= {"flatness_probes": np.int64(2), "flatness_warmup": np.int32(2)}
+    stop = StopAtLoss(np.float64(1e-9), every=np.int64(2))
+    net = make(callbacks=[stop], **numbers).fit(X, NAMES)
+    same(net, make(**{name: number.item() for name, number in numbers.items()}).fit(X, NAMES))
 
 
 @pytest.mark.parametrize(

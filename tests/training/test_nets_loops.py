@@ -563,7 +563,7 @@ def test_labels_of_a_criterion_of_ones_own_may_be_anything(weight):
         verbose=0,
         random_state=0,
     )
-    with pytest.warns(FlatnessWarning, match="labels .* must make one array, got a dict"):
+    with pytest.warns(FlatnessWarning, match="labels .* must form one array, got a dict"):
         net.fit(Parts())
     losses = net.history[:, "train_loss"]
     assert losses[-1] < losses[0]
