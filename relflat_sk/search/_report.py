@@ -14,8 +14,6 @@ from string import Template
 from typing import Any
 
 import pandas as pd
-from sqlalchemy import make_url
-from sqlalchemy.exc import ArgumentError
 
 from relflat_sk._minima_table import is_complete, is_converged
 from relflat_sk.minima import correlate
@@ -177,6 +175,10 @@ def _settings(search: Any) -> dict[str, str]:
 def _without_password(storage: Any) -> Any:
     if not isinstance(storage, str):
         return storage if storage is None else type(storage).__name__
+    # imported here: a tenth of the time that `import relflat_sk` would take
+    from sqlalchemy import make_url  # noqa: PLC0415
+    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
+
     try:
         return make_url(storage).render_as_string(hide_password=True)
     except ArgumentError:

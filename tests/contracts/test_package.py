@@ -19,7 +19,7 @@ PACKAGE = Path(relflat_sk.__file__).parent
 DOORS = ("measures", "training", "theory", "minima", "plots", "search")
 
 
-# the extras in pyproject.toml, and optional dependencies of skorch, Optuna and torch
+# the extras in pyproject.toml, optional dependencies of skorch, Optuna and torch
 OPTIONAL = {
     "accelerate",
     "curvlinops",
@@ -31,6 +31,7 @@ OPTIONAL = {
     "plotly",
     "pyhessian",
     "pytest",
+    "sqlalchemy",  # declared, but slow to import, and needed for some storages only
     "torchvision",
 }
 

@@ -11,7 +11,6 @@ import optuna
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
 
 from relflat_sk._minima_table import remeasured_key
 from relflat_sk.search._trial import MinimaObjective
@@ -43,6 +42,9 @@ def open_storage(storage: Any) -> BaseStorage:
     >>> open_storage("sqlite:///:memory:").get_all_studies()
     []
     """
+    # imported here: a tenth of the time that `import relflat_sk` would take
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+
     for seconds in PATIENCE:
         try:
             return _open(storage)
