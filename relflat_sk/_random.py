@@ -4,8 +4,8 @@ Nothing here moves NumPy's global random state. Torch's moves only where a calle
 by drawing signs without a generator.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "make_generator",
     "rademacher",
     "seed_from",
+    "seeded",
 ]
 
 RandomState = int | np.random.RandomState | None
@@ -173,6 +174,29 @@ def fork_rng(device: Any) -> AbstractContextManager[None]:
     """
     on_cuda = device is not None and torch.device(device).type == "cuda"
     return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed torch's global random states, and give them back at the end of the context.
+
+    Parameters
+    ----------
+    seed : int or None
+        The seed, for the CPU and the current CUDA device if there is one. None does nothing.
+
+    Yields
+    ------
+    None
+        Code that draws from the global state, such as skorch nets, can be reproduced here.
+    """
+    if seed is None:
+        yield
+        return
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
+    with fork_rng(device):
+        torch.manual_seed(seed)
+        yield
 
 
 def rademacher(

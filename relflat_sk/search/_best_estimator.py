@@ -12,7 +12,7 @@ __all__ = ["BestEstimatorMixin"]
 def _if_estimator_has(method: str) -> Any:
     """Make a method available if the search refits and its estimator has the method."""
 
-    def check(search: Any) -> bool:
+    def _check(search: Any) -> bool:
         if not search.refit:
             raise AttributeError(
                 f"{method} is not available in a search with refit=False, which keeps no "
@@ -21,7 +21,7 @@ def _if_estimator_has(method: str) -> Any:
         getattr(getattr(search, "best_estimator_", search.estimator), method)
         return True
 
-    return available_if(check)
+    return available_if(_check)
 
 
 class BestEstimatorMixin:

@@ -1,19 +1,18 @@
 """Choose among the candidates of a scikit-learn search by score and flatness together."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk._checks import is_number
+from relflat_sk._warnings import warn
 
 __all__ = ["flattest_within"]
 
-ROUNDING = 1e-12  # relative; far above float64's, far below any difference of scores
+ROUNDING = 1e-12  # relative; far above float64's epsilon, far below any real difference
 
 
 def flattest_within(
@@ -21,49 +20,48 @@ def flattest_within(
     score: str = "mean_test_score",
     flatness: str = "mean_test_flatness",
 ) -> "FlattestWithin":
-    """Make a rule for ``GridSearchCV(refit=...)``: the flattest of the good candidates.
+    """Make a rule for ``GridSearchCV(refit=...)``: choose the flattest of the good candidates.
 
-    Candidates whose score is at most `tolerance` below the best one are as good as the best;
-    of these the flattest is chosen. Works with every search of scikit-learn that takes a
-    callable `refit` and has several scorers, a `FlatnessScorer` among them.
+    A candidate is good if its score is at most `tolerance` below the best score. The rule works
+    with every search of scikit-learn that takes a callable `refit` and several scorers, one of
+    them a `FlatnessScorer`.
 
     Parameters
     ----------
     tolerance : float
         How far below the best score a candidate may be, in the unit of the score: 0.01 is
-        one point of accuracy. With 0, flatness decides between equal scores only.
+        one point of accuracy. With 0, flatness decides only between equal scores.
     score : str, default="mean_test_score"
-        The column of ``cv_results_`` with the score, greater is better. With
-        ``scoring={"accuracy": ...}`` it is called ``"mean_test_accuracy"``.
+        The column of ``cv_results_`` with the score; greater is better. With
+        ``scoring={"accuracy": ...}`` its name is ``"mean_test_accuracy"``.
     flatness : str, default="mean_test_flatness"
-        The column with the score of a `FlatnessScorer`, which is minus the flatness: greater
-        is flatter.
+        The column with the score of a `FlatnessScorer`, minus the flatness: greater is flatter.
 
     Returns
     -------
     FlattestWithin
-        A callable from ``cv_results_`` to the index of the chosen candidate, which can be
-        pickled, copied and compared.
+        A callable from ``cv_results_`` to the index of the chosen candidate. It can be pickled,
+        copied and compared.
 
     Raises
     ------
     TypeError
-        If `tolerance` is no real number.
+        If `tolerance` is not a real number.
     ValueError
-        If `tolerance` is negative or not finite. From the search, if ``cv_results_`` lacks a
-        column, or no candidate has both a score and a flatness.
+        If `tolerance` is negative or not finite. The rule raises it during the search, if
+        ``cv_results_`` lacks a column, or no candidate has both a score and a flatness.
 
     See Also
     --------
     FlatnessScorer : Scores candidates by their flatness.
-    FlatMinimaSearch : Chooses by flatness alone, with no data held out.
+    FlatMinimaSearch : Chooses by flatness alone, without holding data out.
 
     Notes
     -----
-    A candidate without a finite score or flatness is never chosen, and among equally flat
-    ones the first is. If no candidate within the tolerance has a flatness, because all of
-    them are at no minimum, the one with the best score of those that have is chosen, with a
-    `FlatnessWarning`.
+    A candidate without a finite score or flatness is never chosen. Among equally flat candidates
+    the first is chosen. A good candidate has no flatness if it is not at a minimum. If that is
+    so for all good candidates, the rule chooses the best score among the candidates with a
+    flatness, and warns with `FlatnessWarning`.
 
     Examples
     --------
@@ -83,7 +81,7 @@ def flattest_within(
     >>> search.best_params_  # as good as C=100 within the tolerance, and flatter
     {'C': 1}
 
-    Scorers of other names give columns of other names:
+    Other names of scorers give other names of columns:
 
     >>> rule = flattest_within(0.02, score="mean_test_accuracy", flatness="mean_test_kappa")
     >>> results = {
@@ -93,7 +91,7 @@ def flattest_within(
     >>> rule(results)
     2
     """
-    if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
+    if not is_number(tolerance):
         raise TypeError(
             f"tolerance must be a number, got {tolerance!r}: how far below the best score a "
             "candidate may be, in the unit of the score."
@@ -108,7 +106,17 @@ def flattest_within(
 
 @dataclass(frozen=True)
 class FlattestWithin:
-    """The rule that `flattest_within` makes; see there."""
+    """The rule that `flattest_within` makes; see there for the parameters.
+
+    Parameters
+    ----------
+    tolerance : float
+        How far below the best score a candidate may be.
+    score : str
+        The column of ``cv_results_`` with the score.
+    flatness : str
+        The column with minus the flatness.
+    """
 
     tolerance: float
     score: str
@@ -123,33 +131,32 @@ class FlattestWithin:
             raise ValueError(
                 f"No candidate has both a finite {self.score!r} ({scored.sum()} of "
                 f"{len(scores)} have) and a finite {self.flatness!r} ({measured.sum()} have). "
-                "A FlatnessScorer gives nan to models that are at no minimum: train them "
+                "A FlatnessScorer gives nan to models that are not at a minimum: train them "
                 'longer, or score them with FlatnessScorer(at_minimum="warn").'
             )
         best = scores[scored].max()
-        # means over folds carry rounding: 0.98 - 0.96 is more than 0.02
+        # in floating point, 0.98 - 0.96 is more than 0.02
         rounding = ROUNDING * (abs(best) + self.tolerance)
         good = known & (best - scores <= self.tolerance + rounding)
         if not good.any():
             chosen = _argmax(scores, known)
-            warnings.warn(
+            warn(
                 f"no candidate within {self.tolerance:g} of the best {self.score!r}, "
-                f"{best:g}, has a finite {self.flatness!r}; the best that has one, candidate "
-                f"{chosen} with {scores[chosen]:g}, is taken.",
-                FlatnessWarning,
-                stacklevel=2,
+                f"{best:g}, has a finite {self.flatness!r}. The best candidate that has one is "
+                f"chosen: candidate {chosen}, with {scores[chosen]:g}."
             )
             return chosen
         return _argmax(flatness, good)
 
     def _column(self, cv_results: Mapping[str, Any], name: str) -> NDArray[np.float64]:
+        """Return a column of ``cv_results_``; refuse a name that it lacks."""
         if name not in cv_results:
             means = sorted(key for key in cv_results if key.startswith("mean_test_"))
             raise ValueError(
-                f"cv_results_ has no column {name!r}; of its kind there are {means}. With "
-                'scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()} they are '
-                'called "mean_test_accuracy" and "mean_test_flatness": pass such names as '
-                "score and flatness."
+                f"cv_results_ has no column {name!r}; its columns of this kind are {means}. With "
+                'scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()}, for example, '
+                'their names are "mean_test_accuracy" and "mean_test_flatness". Pass the names '
+                "as score and flatness."
             )
         return np.asarray(cv_results[name], dtype=np.float64)
 

@@ -1,9 +1,8 @@
-"""New measures of old minima, by the weights that were kept of them."""
+"""Measure the minima of a study again, from their saved weights."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.trial import TrialState
 
@@ -16,20 +15,23 @@ __all__ = ["remeasure"]
 
 
 def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[str]) -> None:
-    """Measure the finished trials of a study once more, and write it to the study.
+    """Measure the finished trials of a study again, and store the measures in the study.
 
     Parameters
     ----------
     study : optuna.Study
+        The study. Optuna lets nobody change finished trials, so the study gets the measures as
+        user attributes.
     objective : MinimaObjective
-        Knows the data, the estimator and the store of weights.
+        Holds the estimator, the data and the store of weights.
     names : sequence of str
-        What to measure. What a trial has already is left as it is.
+        Names of measures, see `get_measure_names`. A trial that has a measure already is not
+        measured again; the other measures of a trial share one pass over the data.
 
     Raises
     ------
     ValueError
-        If a name is not one of a measure, the data are other ones or no weights were kept.
+        If a name is not a measure, the study was made with other data, or no weights were saved.
     """
     if isinstance(names, str) or not names:
         raise ValueError(f"measures must be a sequence of names, got {names!r}.")
@@ -39,16 +41,16 @@ def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[s
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if objective.artifact_store is None or not any(ARTIFACT in t.user_attrs for t in trials):
         raise ValueError(
-            "no weights of these minima were kept, so that they cannot be measured again. Give "
-            "the search an artifact_store, a folder for instance, before it trains."
+            "no weights of these minima were saved, so they cannot be measured again. Give the "
+            "search an artifact_store, such as a folder, before it trains."
         )
     for trial in trials:
-        found: dict[str, Any] = study.user_attrs.get(remeasured_key(trial), {})
-        missing = [name for name in names if name not in trial.user_attrs | found]
+        before: dict[str, Any] = study.user_attrs.get(remeasured_key(trial), {})
+        missing = [name for name in names if name not in trial.user_attrs | before]
         if not missing or ARTIFACT not in trial.user_attrs:
             continue
         params = objective.space.values(trial)
         estimator = objective.restore(params, trial)
         measured = objective.measure(missing, estimator, objective.data(params), trial.params)
-        values = {name: float(np.float64(one.value)) for name, one in measured.items()}
-        study.set_user_attr(remeasured_key(trial), found | values)
+        values = {name: float(found.value) for name, found in measured.items()}
+        study.set_user_attr(remeasured_key(trial), before | values)

@@ -1,4 +1,4 @@
-"""A search on one page: its minima, plots, correlations, settings and the versions used."""
+"""Render a search as one HTML page: minima, plots, correlations, settings, versions."""
 
 import base64
 import datetime
@@ -22,20 +22,21 @@ from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
 __all__ = ["render"]
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
-FEWEST = 3  # minima of which a correlation says anything
+FEWEST = 3  # minima that a correlation needs
 
 
 def render(search: Any) -> str:
-    """Write a fitted search down as an HTML page that needs nothing from outside.
+    """Render a fitted search as an HTML page that loads nothing from elsewhere.
 
     Parameters
     ----------
     search : FlatMinimaSearch
-        Fitted.
+        The fitted search.
 
     Returns
     -------
     str
+        The page.
     """
     minima = search.minima_
     kind = type(search.estimator).__name__
@@ -53,14 +54,15 @@ def render(search: Any) -> str:
 
 
 def _summary(search: Any) -> str:
+    """Summarize the search in one paragraph."""
     minima = search.minima_
     n_minima = int((is_converged(minima) & is_complete(minima)).sum())
     seconds = minima["seconds"].sum()
     best = ", ".join(f"{name} = {_text(value)}" for name, value in search.best_params_.items())
     return (
-        f"<p>{len(minima)} candidates, each trained once on all the data, {seconds:.4g} s of "
-        f"training in all; {n_minima} of them are minima. Ranked first: trial "
-        f"{minima['trial'].iloc[0]}, with {html.escape(best)}.</p>"
+        f"<p>{len(minima)} candidates were each trained once on all the data, in {seconds:.4g} s "
+        f"altogether; {n_minima} of them are minima. Trial {minima['trial'].iloc[0]} ranks "
+        f"first, with {html.escape(best)}.</p>"
     )
 
 
@@ -68,6 +70,7 @@ def _summary(search: Any) -> str:
 
 
 def _minima(minima: pd.DataFrame) -> str:
+    """Render the table of minima, rank and trial first."""
     first = ["rank", "trial"]
     table = minima[[*first, *(name for name in minima.columns if name not in first)]]
     good = is_converged(minima) & is_complete(minima)
@@ -75,6 +78,7 @@ def _minima(minima: pd.DataFrame) -> str:
 
 
 def _table(table: pd.DataFrame, classes: list[str] | None = None) -> str:
+    """Render a table whose columns can be sorted; `classes` are the CSS classes of its rows."""
     header = "".join(
         f'<th scope="col"><button type="button">{html.escape(str(name))}</button></th>'
         for name in table.columns
@@ -89,7 +93,7 @@ def _table(table: pd.DataFrame, classes: list[str] | None = None) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Show a value; what a column is sorted by stands beside it in full."""
+    """Render a value in short; columns are sorted by the full value in ``data-value``."""
     if value is None or (isinstance(value, float) and isnan(value)):
         return '<td data-value=""></td>'
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -104,6 +108,7 @@ def _width(text: str) -> str:
 
 
 def _pairs(values: Mapping[str, str]) -> str:
+    """Render names and values as a table of two columns."""
     rows = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th><td class="{_width(value)}">'
         f"{html.escape(value)}</td>"
@@ -119,12 +124,13 @@ def _text(value: Any) -> str:
 
 
 def _correlations(minima: pd.DataFrame) -> str:
+    """Render the correlations with the gap; empty if too few minima have one."""
     if not _has_gap(minima):
         return ""
     table = correlate(minima, random_state=0)
     return (
-        "<h2>Correlation with the generalization gap</h2><p>Over the minima with a gap; 95% "
-        f'intervals over resampled minima.</p><div class="scroll">{_table(table)}</div>'
+        "<h2>Correlation with the generalization gap</h2><p>Over all minima with a gap, with 95% "
+        f'bootstrap intervals.</p><div class="scroll">{_table(table)}</div>'
     )
 
 
@@ -137,9 +143,12 @@ def _has_gap(minima: pd.DataFrame) -> bool:
 
 
 def _plots(minima: pd.DataFrame, by: str) -> str:
-    drawn = [_image("The minima in order", lambda ax: _draw_ranking(minima, by, ax))]
+    """Render the ranking and, if there is held-out data, the gap against flatness."""
+    drawn = [_image("Minima by rank", lambda ax: _draw_ranking(minima, by, ax))]
     if _has_gap(minima):
-        drawn.append(_image("Gap against flatness", lambda ax: _draw_gap(minima, by, ax)))
+        drawn.append(
+            _image("Generalization gap against flatness", lambda ax: _draw_gap(minima, by, ax))
+        )
     return f'<h2>Plots</h2><div class="plots">{"".join(drawn)}</div>'
 
 
@@ -152,6 +161,7 @@ def _draw_gap(minima: pd.DataFrame, by: str, ax: Any) -> None:
 
 
 def _image(name: str, draw: Callable[[Any], None]) -> str:
+    """Draw into new axes, and render the figure as an image within the page."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an optional dependency)
 
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
@@ -162,7 +172,7 @@ def _image(name: str, draw: Callable[[Any], None]) -> str:
     return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
 
 
-# -- how it was made ---------------------------------------------------------------------------
+# -- settings and versions ---------------------------------------------------------------------
 
 
 def _settings(search: Any) -> dict[str, str]:
@@ -173,6 +183,7 @@ def _settings(search: Any) -> dict[str, str]:
 
 
 def _without_password(storage: Any) -> Any:
+    """Return the URL of a storage with its password hidden, or the storage's class."""
     if not isinstance(storage, str):
         return storage if storage is None else type(storage).__name__
     # imported here: a tenth of the time that `import relflat_sk` would take

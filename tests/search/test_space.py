@@ -244,7 +244,7 @@ def test_the_same_space_goes_on_with_its_study():
         ({"lr": [0.1, 0.2, 0.3]}, "was made with .* for 'lr', this space has"),
         ({"lr": FloatDistribution(0.1, 0.2)}, "Optuna cannot change that within a study"),
         ({"lr": [0.1, 0.2], "n": [1]}, r"made over \['lr'\], this space is over \['lr', 'n'\]"),
-        ({"n": [1]}, "give it a study_name of its own"),
+        ({"n": [1]}, "give this search a study_name of its own"),
     ],
 )
 def test_another_space_does_not_go_on_with_a_study(other, match):

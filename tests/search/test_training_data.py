@@ -125,10 +125,10 @@ def test_containers(make, back):
     [
         ({"random_labels": 1.5}, r"data__random_labels must be a share from 0 to 1, got 1\.5"),
         ({"random_labels": "half"}, "data__random_labels must be a share .* got 'half'"),
-        ({"confusion_size": -1}, "data__confusion_size must be a number of samples, got -1"),
-        ({"confusion_size": 0.5}, "data__confusion_size must be a number of samples"),
-        ({"confusion_size": 1}, r"of 40 there are 0 left\. Choose a smaller data__train_size"),
-        ({"train_size": 30, "confusion_size": 11}, "there are 10 left"),
+        ({"confusion_size": -1}, "data__confusion_size must be an integer of at least 0, got -1"),
+        ({"confusion_size": 0.5}, "data__confusion_size must be an integer of at least 0"),
+        ({"confusion_size": 1}, r"of 40 samples 0 are left\. Choose a smaller data__train_size"),
+        ({"train_size": 30, "confusion_size": 11}, "of 40 samples 10 are left"),
         ({"train_size": 41}, "train_size=41 should be"),
     ],
 )
@@ -188,11 +188,13 @@ def test_data_names_can_be_drawn_and_seeded():
 def test_too_large_a_confusion_set_fails_its_trial_alone():
     space = {"data__confusion_size": [0, 10]}
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space).fit(X, Y)
-    assert "there are 0 left" in search.minima_["reason"][1]
+    assert "0 are left" in search.minima_["reason"][1]
 
 
 def test_unknown_data_names():
-    with pytest.raises(ValueError, match=r"space names 'data__size', but of the data there are"):
+    with pytest.raises(
+        ValueError, match=r"space names 'data__size', but the names that vary the data are"
+    ):
         MinimaObjective(Ridge(), X, Y, {"data__size": [3]})
 
 

@@ -227,7 +227,7 @@ def test_files_hold_tensors_and_nothing_else(tmp_path):
 def test_without_weights(tmp_path, store):
     search = make_search(tmp_path, artifact_store=None).fit(X, Y)
     search.set_params(artifact_store=None if store is None else tmp_path)
-    with pytest.raises(ValueError, match="no weights of these minima were kept.*artifact_store"):
+    with pytest.raises(ValueError, match="no weights of these minima were saved.*artifact_store"):
         search.remeasure(["trace_flatness"], X, Y)
 
 
@@ -245,7 +245,7 @@ def test_some_weights(tmp_path):
     found = search.remeasure(["trace_flatness"]).sort_values("trial")["trace_flatness"]
     assert found.isna().tolist() == [True, False, False]
     trial = search.study_.trials[0]
-    with pytest.raises(ValueError, match=r"no weights of trial 0 were kept\. Give the search"):
+    with pytest.raises(ValueError, match=r"no weights of trial 0 were saved\. Give the search"):
         search._objective.restore({"C": 0.1}, trial)
 
 

@@ -11,13 +11,13 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from relflat_sk.search._optuna_internals import FIXED_VALUES, reread
-from relflat_sk.search._sharing.claims import NUMBER, counted, is_suspect
+from relflat_sk.search._sharing.claims import NUMBER, Plan, counted, is_suspect
 from relflat_sk.search._trial import Space
 
 __all__ = ["CandidateSampler", "Draws", "Grid"]
 
 
-class Grid:
+class Grid(Plan):
     """The plan to train all combinations of choices.
 
     Parameters
@@ -30,37 +30,13 @@ class Grid:
         self.points = points
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
-        """Count the combinations that no trial holds.
-
-        Parameters
-        ----------
-        trials : iterable of optuna.trial.FrozenTrial
-            The trials of the study.
-
-        Returns
-        -------
-        int
-            Number of combinations that are neither finished nor being trained.
-        """
+        """Count the combinations that no trial holds."""
         return len(self._missing(trials))
 
     def next_candidate(
         self, study: optuna.Study, trials: Sequence[FrozenTrial]
     ) -> dict[str, Any] | None:
-        """Choose the first combination left; those that a process died of come last.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            Not used.
-        trials : sequence of optuna.trial.FrozenTrial
-            The trials of the study.
-
-        Returns
-        -------
-        dict or None
-            System attributes of the candidate's trial; None if there is no candidate left.
-        """
+        """Choose the first combination left; those that a process died of come last."""
         candidates = [{FIXED_VALUES: point} for point in self._missing(trials)]
         return _suspects_last(candidates, trials)
 
@@ -69,7 +45,7 @@ class Grid:
         return [point for point in self.points if point not in taken]
 
 
-class Draws:
+class Draws(Plan):
     """The plan to train a number of draws, which are numbered from 0.
 
     Parameters
@@ -82,18 +58,7 @@ class Draws:
         self.n_trials = n_trials
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
-        """Count the draws that no trial holds.
-
-        Parameters
-        ----------
-        trials : iterable of optuna.trial.FrozenTrial
-            The trials of the study.
-
-        Returns
-        -------
-        int
-            Number of draws that are neither finished nor being trained.
-        """
+        """Count the draws that no trial holds."""
         return len(self._missing(trials))
 
     def next_candidate(
@@ -101,17 +66,7 @@ class Draws:
     ) -> dict[str, Any] | None:
         """Choose the first draw left; those that a process died of come last.
 
-        Parameters
-        ----------
-        study : optuna.Study
-            If its sampler is a `CandidateSampler` over choices, it draws their values now.
-        trials : sequence of optuna.trial.FrozenTrial
-            The trials of the study.
-
-        Returns
-        -------
-        dict or None
-            System attributes of the candidate's trial; None if there is no candidate left.
+        A `CandidateSampler` over choices draws the values now.
         """
         candidates = [{NUMBER: number} for number in self._missing(trials)]
         found = _suspects_last(candidates, trials)

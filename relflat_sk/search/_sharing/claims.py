@@ -26,8 +26,9 @@ attribute    meaning
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -56,9 +57,10 @@ __all__ = [
 NUMBER = "candidate"
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """The candidates that a search is to train."""
 
+    @abstractmethod
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
         """Count the candidates that no trial holds.
 
@@ -72,8 +74,8 @@ class Plan(Protocol):
         int
             Number of candidates that are neither finished nor being trained.
         """
-        ...
 
+    @abstractmethod
     def next_candidate(
         self, study: optuna.Study, trials: Sequence[FrozenTrial]
     ) -> dict[str, Any] | None:
@@ -91,7 +93,6 @@ class Plan(Protocol):
         dict or None
             System attributes of the candidate's trial; None if there is no candidate left.
         """
-        ...
 
 
 def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:

@@ -1,4 +1,4 @@
-"""Fit one candidate: on all the data, seeded, watched by the pruner, ended by Ctrl-C."""
+"""Fit one candidate: on all the data, seeded, open to the pruner and to Ctrl-C."""
 
 import signal
 import threading
@@ -8,35 +8,36 @@ from contextlib import contextmanager
 from typing import Any
 
 import optuna
-import torch
 from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 
 from relflat_sk._models import final_estimator
+from relflat_sk._random import seeded
 
-__all__ = ["fit", "prepare", "seeded"]
+__all__ = ["fit", "prepare"]
 
 
 def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None) -> Any:
-    """Copy an estimator and set it up for one candidate.
+    """Clone an estimator and set it up for one candidate.
 
     Parameters
     ----------
     estimator : estimator
+        The user's estimator, which stays as it is.
     params : dict
-        Values by parameter name.
+        Values by parameter name; they are copied.
     seed : int or None
-        For every `random_state` of the estimator that is None.
+        The value of every `random_state` of the estimator that is None.
 
     Returns
     -------
     estimator
-        Unfitted; the user's own stays as it is.
+        An unfitted estimator that holds no data out.
     """
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
-    _hold_nothing_out(estimator, params)
+    _train_on_all_data(estimator, params)
     if seed is not None:
         unset = [
             name
@@ -48,21 +49,26 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None) -> Any:
 
 
 def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> Any:
-    """Fit an estimator.
+    """Fit an estimator and record in a trial how long it took.
 
     Parameters
     ----------
     estimator : estimator
-    X, y : array-like
+        The estimator, which is fitted in place.
+    X : array-like of shape (n, ...)
+        Training data.
+    y : array-like of shape (n, ...)
+        Labels or values.
     seed : int or None
-        For torch's random state.
+        Seed of torch's random state.
     trial : optuna.Trial, optional
-        Is told the time, and each epoch for its study's pruner.
+        Gets the seconds that training took, and the training loss of each epoch for the study's
+        pruner.
 
     Returns
     -------
     estimator
-        The same.
+        The same estimator.
     """
     started = time.perf_counter()
     try:
@@ -74,8 +80,8 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
     return estimator
 
 
-def _hold_nothing_out(estimator: Any, params: Mapping[str, Any]) -> None:
-    """Switch validation splits off: those of skorch, and scikit-learn's early stopping."""
+def _train_on_all_data(estimator: Any, params: Mapping[str, Any]) -> None:
+    """Switch off skorch's validation splits and scikit-learn's early stopping."""
     for net in _nets(estimator):
         net.set_params(train_split=None)
     for name, value in estimator.get_params().items():
@@ -84,13 +90,13 @@ def _hold_nothing_out(estimator: Any, params: Mapping[str, Any]) -> None:
 
 
 def _nets(estimator: Any) -> list[NeuralNet]:
-    """List the skorch nets in an estimator, itself included."""
+    """List the skorch nets among an estimator and its parameters."""
     parts = [estimator, *estimator.get_params().values()]
     return [part for part in parts if isinstance(part, NeuralNet)]
 
 
 class _ReportToPruner(Callback):
-    """Tell the study's pruner the training loss after each epoch."""
+    """Report the training loss of each epoch to the study's pruner."""
 
     def __init__(self, trial: optuna.Trial) -> None:
         self.trial = trial
@@ -112,7 +118,7 @@ class _ReportToPruner(Callback):
 
 @contextmanager
 def _pruned(estimator: Any, trial: Any) -> Iterator[None]:
-    """Let the study's pruner, if there is one, watch the nets of an estimator as they train."""
+    """Let the study's pruner, if there is one, stop the nets of an estimator early."""
     study = getattr(trial, "study", None)
     if (
         study is None
@@ -121,17 +127,17 @@ def _pruned(estimator: Any, trial: Any) -> Iterator[None]:
     ):
         yield
         return
-    watched = [net for net in _nets(estimator) if net.callbacks != "disable"]
-    for net in watched:
+    nets = [net for net in _nets(estimator) if net.callbacks != "disable"]
+    for net in nets:
         net.set_params(callbacks=[*(net.callbacks or []), _ReportToPruner(trial)])
     yield
-    if watched:  # what was fitted may be a copy, as in a TransformedTargetRegressor
-        for net in [*watched, final_estimator(estimator)]:
-            _forget_pruner(net)
+    if nets:  # a TransformedTargetRegressor fits a copy of its net
+        for net in [*nets, final_estimator(estimator)]:
+            _remove_reporter(net)
 
 
-def _forget_pruner(net: Any) -> None:
-    """Drop the callback that holds on to the study."""
+def _remove_reporter(net: Any) -> None:
+    """Remove the callback, which would keep the whole study in memory and in pickles."""
     others = [one for one in net.callbacks or [] if not isinstance(one, _ReportToPruner)]
     net.callbacks = others or None
     if hasattr(net, "callbacks_"):
@@ -141,20 +147,8 @@ def _forget_pruner(net: Any) -> None:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch's random state, from which plain skorch nets draw, and give it back."""
-    if seed is None:
-        yield
-        return
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the sweep: skorch takes it for the end of one net's training."""
+    """Let Ctrl-C end the search: skorch would end only the training of one net."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield

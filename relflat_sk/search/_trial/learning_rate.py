@@ -1,34 +1,35 @@
-"""The linear scaling rule: a learning rate in proportion to the batch size."""
+"""Scale learning rates in proportion to the batch size: the linear scaling rule."""
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
+
+from relflat_sk._checks import is_number
 
 __all__ = ["LR_SCALINGS", "scale_lr"]
 
 LR_SCALINGS = (None, "linear")
-RATES = ("lr", "learning_rate_init")  # of skorch's nets and of scikit-learn's
+RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
 def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
-    """Scale learning rates with the batch, as measured by the estimator's own batch size.
+    """Scale learning rates with the batch size, relative to the estimator's own batch size.
 
     Parameters
     ----------
     estimator : estimator
-        Its `batch_size` is the one that learning rates are given for.
+        The learning rates are given for its `batch_size`.
     params : dict
-        What a candidate is to have.
+        The parameters of a candidate.
 
     Returns
     -------
     dict of str to float
-        The learning rates to set.
+        The learning rates to set, by parameter name; empty if no batch size varies.
 
     Raises
     ------
     ValueError
-        If a batch size is not a number, or there is no learning rate beside it.
+        If a batch size is not a number, or the estimator has no learning rate next to it.
 
     References
     ----------
@@ -49,14 +50,11 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
             continue
         rate = next((prefix + one for one in RATES if prefix + one in own), None)
         before = own.get(name)
-        if rate is None or not _is_number(size) or not _is_number(before):
+        if rate is None or not is_number(size) or not is_number(before):
             raise ValueError(
                 f"lr_scaling='linear' needs numbers for {name!r} and a learning rate beside it "
-                f"({' or '.join(RATES)}), got {name}={size!r} and {before!r} in the estimator."
+                f"({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} in "
+                "the estimator. Give both as numbers, or leave lr_scaling out."
             )
         found[rate] = float(params.get(rate, own[rate]) * size / before)
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""One trial, one minimum: train a candidate on all the data and record what it is like."""
+"""One trial, one minimum: train a candidate on all the data, measure and record it."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,22 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import is_classifier
-from sklearn.utils import check_random_state
 
 from relflat_sk._minima_table import NO_REASON
-from relflat_sk._models import DataOptions, final_estimator, to_network
-from relflat_sk._network import mean_loss
-from relflat_sk.measures import Flatness, check_name, evaluate
-from relflat_sk.search._trial.fitting import fit, prepare, seeded
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._random import draw_seed, seeded
+from relflat_sk.measures import Flatness, check_name
+from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.learning_rate import LR_SCALINGS, scale_lr
+from relflat_sk.search._trial.recording import (
+    measure_once,
+    record_held_out,
+    record_measures,
+    record_verdict,
+)
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
-from relflat_sk.search._trial.weights import as_store, keep_weights, load_weights, restore
+from relflat_sk.search._trial.weights import as_store, load_weights, restore, save_weights
 
 __all__ = ["MinimaObjective"]
 
@@ -27,52 +32,68 @@ _SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 class MinimaObjective:
-    """One trial, one minimum: for `optuna.Study.optimize`.
+    """Train one candidate per trial, and measure its minimum: for `optuna.Study.optimize`.
 
-    Clones the estimator, sets the parameters that the trial suggests, trains on all of X
-    (no fold is held out: the `train_split` of skorch nets and the `early_stopping` of
-    scikit-learn's are switched off), and records in ``trial.user_attrs`` what the table of
+    Each trial clones the estimator, sets the parameters that the trial draws and trains on all
+    of X. Nothing is held out: the `train_split` of skorch nets and the `early_stopping` of
+    scikit-learn's MLPs are switched off. The trial's ``user_attrs`` then hold what the table of
     minima shows: every measure, `train_loss`, `test_loss`, `generalization_gap`, scores,
-    `converged`, `seconds`, `reason`.
-
-    A network that diverged or is no better than a constant fails its trial, without an
-    exception. What training raises goes through: pass ``catch=(Exception,)`` to
-    ``study.optimize`` for the study to go on.
+    `converged`, `seconds` and `reason`; see `rank_minima`.
 
     Parameters
     ----------
     estimator : estimator
-        Any model that `relative_flatness` takes; cloned for each trial.
-    X, y : array-like
+        Any model that `relative_flatness` takes. Each trial trains a clone.
+    X : array-like of shape (n, n_features)
         Training data.
-    space : dict
-        By parameter name, a list of choices, an Optuna distribution or a function of the
-        trial. Names that begin with ``data__`` vary the training data: ``data__train_size``
-        (a number or share of samples), ``data__random_labels`` (share of labels shuffled),
-        ``data__confusion_size`` (number of samples more, with shuffled labels, that are trained
-        on but not measured on), ``data__random_state``.
+    y : array-like of shape (n,) or (n, n_outputs)
+        Labels or values.
+    space : dict of str to list, Optuna distribution or callable
+        The values to try, by parameter name: a list of choices, a distribution, or a function
+        of the trial. Names that begin with ``data__`` vary the training data:
+        ``data__train_size`` (number of samples, or their share), ``data__random_labels`` (share
+        of the labels that are shuffled), ``data__confusion_size`` (number of further samples,
+        with shuffled labels, that are trained on but not measured on) and
+        ``data__random_state``.
     measures : sequence of str, default=("relative_flatness",)
-        What to measure, see `get_measure_names`; one objective for each. ``"train_loss"`` can
-        be another one.
+        Names of measures, see `get_measure_names`. Each is an objective of the study;
+        ``"train_loss"`` can be another.
     direction : {"minimize", "maximize"}, default="minimize"
-        The direction of the study: "maximize" makes the objective minus the measure.
-    X_test, y_test : array-like, optional
-        Held-out data; recorded, never used to choose.
+        The direction of the study. With "maximize" the objective is minus the measure.
+    X_test : array-like of shape (n_test, n_features), optional
+        Held-out data. Losses and scores on it are recorded, and never used to choose.
+    y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
+        Labels or values of the held-out data.
     artifact_store : str, path or optuna artifact store, optional
-        Where to keep the weights of every minimum, in a folder if it is a path: a `state_dict`
-        each, which ``torch.load(..., weights_only=True)`` reads; the trial's attribute
-        `artifact_id` says which.
+        Where the weights of every minimum are saved; a path is a folder. Each file is a
+        `state_dict` that ``torch.load(..., weights_only=True)`` reads. The user attribute
+        `artifact_id` of a trial identifies its file.
     lr_scaling : "linear", optional
-        Scale learning rates in proportion to the batch size, relative to the estimator's own;
-        what came out is recorded as ``param_scaled_...``.
+        Scales learning rates in proportion to the batch size, relative to the estimator's own
+        batch size. The scaled rates are recorded as ``param_scaled_...``.
     random_state : int, RandomState or None, default=None
-        Seeds every `random_state` of the estimator that is None, differently for each
-        combination of parameters and the same when it is trained again.
+        Seeds every `random_state` of the estimator that is None, and torch while a candidate
+        trains. Each combination of parameters has a seed of its own, which is the same whenever
+        the combination is trained.
 
     Raises
     ------
+    TypeError
+        If `estimator`, `space` or `artifact_store` is of the wrong kind.
     ValueError
-        If the space or a name in it is not valid, before anything is trained.
+        If an argument is not valid, or a name in the space is not a parameter.
+
+    See Also
+    --------
+    FlatMinimaSearch : Runs such trials and predicts with the flattest minimum.
+    rank_minima : Rank the trials of a study.
+
+    Notes
+    -----
+    A network that diverged, or is no better than a constant prediction, fails its trial without
+    an exception. Exceptions during training are recorded and raised: pass ``catch=(Exception,)``
+    to ``study.optimize`` if the study should go on. With Optuna 4, ``study.best_trial`` may be a
+    network that did not converge; `rank_minima` ranks those last.
 
     Examples
     --------
@@ -112,9 +133,6 @@ class MinimaObjective:
             raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
         if isinstance(measures, str) or not measures:
             raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
-        for name in measures:
-            if name != TRAIN_LOSS:
-                check_name(name)
         if (X_test is None) != (y_test is None):
             raise ValueError("X_test and y_test go together: give both or neither.")
         self.estimator = estimator
@@ -122,18 +140,16 @@ class MinimaObjective:
         self.X_test, self.y_test = X_test, y_test
         self.space = Space(space)
         self.space.check(estimator)
-        self.names = tuple(measures)  # what there is an objective for
+        self.names = tuple(measures)  # one objective each
         self.measures = tuple(name for name in measures if name != TRAIN_LOSS)
+        for name in self.measures:
+            check_name(name)
         if not self.measures:
             raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
-        self.base_seed = (
-            None
-            if random_state is None
-            else int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
-        )
+        self.base_seed = None if random_state is None else draw_seed(random_state)
 
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         """Train and measure one candidate.
@@ -141,12 +157,14 @@ class MinimaObjective:
         Parameters
         ----------
         trial : optuna.Trial
+            Draws the parameters and gets the user attributes.
 
         Returns
         -------
-        float, or tuple of float if there are several measures
-            nan, with which Optuna marks the trial as failed and goes on, for a network that
-            diverged or is no better than a constant: it is perfectly flat and useless.
+        float or tuple of float
+            The value of the measure, in its unit; several values if there are several measures.
+            nan for a network that diverged or is no better than a constant prediction: Optuna
+            marks the trial as failed and goes on.
 
         Raises
         ------
@@ -157,15 +175,19 @@ class MinimaObjective:
         return self.run(trial)[0]
 
     def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and hand the trained estimator over as well.
+        """Train and measure one candidate, and return the trained estimator as well.
 
         Parameters
         ----------
         trial : optuna.Trial
+            Draws the parameters and gets the user attributes.
 
         Returns
         -------
-        (float or tuple of float, estimator)
+        values : float or tuple of float
+            The value of each measure, as when the objective is called.
+        estimator : estimator
+            The trained estimator.
         """
         try:
             params = self.space.suggest(trial)
@@ -173,8 +195,7 @@ class MinimaObjective:
                 for name, lr in scale_lr(self.estimator, params).items():
                     trial.set_user_attr(f"param_scaled_{name}", lr)
             estimator = self.train(params, trial.params, trial)
-            with seeded(self.seed(trial.params)):  # loaders draw from torch's random state
-                found = self._record(trial, estimator, self.data(params))
+            found = self._measure_trial(trial, estimator, self.data(params))
         except optuna.TrialPruned:
             trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
             raise
@@ -187,45 +208,64 @@ class MinimaObjective:
         values = tuple(_SIGNS[self.direction] * value for value in found)
         return (values[0] if len(values) == 1 else values), estimator
 
+    def _measure_trial(
+        self, trial: optuna.Trial, estimator: Any, data: TrainingData
+    ) -> list[float]:
+        """Measure a trained candidate, record it, save its weights; return the objectives."""
+        seed = self.seed(trial.params)
+        with seeded(seed):  # data loaders draw from torch's random state
+            network = to_network(estimator, data.X, data.y, DataOptions())
+            measured = record_measures(trial, network, self.measures, seed)
+            if not measured.found:
+                return [np.nan] * len(self.names)
+            record_held_out(trial, estimator, measured.train_loss, data, self.X_test, self.y_test)
+        if self.artifact_store is not None:
+            save_weights(self.artifact_store, trial, network.module)
+        values = {name: found.value for name, found in measured.found.items()}
+        values[TRAIN_LOSS] = measured.train_loss
+        return record_verdict(trial, estimator, measured, [values[name] for name in self.names])
+
     def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
         """Train the estimator with one combination of parameters, on all the data.
 
         Parameters
         ----------
         params : dict
-            Values by parameter name.
+            Values by parameter name, as the estimator takes them.
         drawn : dict
-            The same as Optuna knows them, from which seeds derive.
+            The same values as Optuna stores them; the seed derives from them.
         trial : optuna.Trial, optional
-            Is told the time, and each epoch for its study's pruner.
+            Gets the seconds that training took, and the training loss of each epoch for the
+            study's pruner.
 
         Returns
         -------
         estimator
-            A new one; the user's own stays as it is.
+            A trained clone.
         """
         data = self.data(params)
         seed = self.seed(drawn)
         return fit(self._prepare(params, seed), data.X_fit, data.y_fit, seed, trial)
 
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
-        """Give a candidate the weights that were kept of it, in place of training it again.
+        """Restore a trained candidate from its saved weights, without training.
 
         Parameters
         ----------
         params : dict
-            Values by parameter name.
+            Values by parameter name, as the estimator takes them.
         trial : optuna.trial.FrozenTrial
-            The one in which it was trained.
+            The trial that trained the candidate.
 
         Returns
         -------
         estimator
+            A fitted clone with the saved weights.
 
         Raises
         ------
         ValueError
-            If no weights of it were kept.
+            If no weights of the trial were saved.
         """
         weights = load_weights(self.artifact_store, trial)
         data, seed = self.data(params), self.seed(trial.params)
@@ -234,32 +274,61 @@ class MinimaObjective:
     def measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, drawn: Mapping[str, Any]
     ) -> dict[str, Flatness]:
-        """Measure a candidate.
+        """Measure a trained candidate, all measures in as few passes over the data as possible.
 
         Parameters
         ----------
         names : sequence of str
+            Names of measures, see `get_measure_names`.
         estimator : estimator
-            Trained.
+            The trained candidate.
         data : TrainingData
+            Its training data.
         drawn : dict
-            Its parameters as Optuna knows them, from which seeds derive.
+            Its parameters as Optuna stores them; the seed of random probes derives from them.
 
         Returns
         -------
-        dict
-            What was found, by name.
+        dict of str to Flatness
+            The results, by name of the measure.
         """
         seed = self.seed(drawn)
         with seeded(seed):
-            return {
-                name: evaluate(name, estimator, data.X, data.y, random_state=seed) for name in names
-            }
+            network = to_network(estimator, data.X, data.y, DataOptions())
+            return measure_once(network, names, seed)
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
-        """Choose what a candidate is trained on, and what it is measured on."""
+        """Choose the data that a candidate is trained and measured on.
+
+        Parameters
+        ----------
+        params : dict
+            Values by parameter name.
+
+        Returns
+        -------
+        TrainingData
+            X and y themselves if no parameter begins with ``data__``.
+        """
         stratify = is_classifier(self.estimator)
         return vary_data(self.X, self.y, **split_params(params)[1], stratify=stratify)
+
+    def seed(self, drawn: Mapping[str, Any]) -> int | None:
+        """Derive the seed of a candidate from its parameters.
+
+        Parameters
+        ----------
+        drawn : dict
+            Values by parameter name, as Optuna stores them.
+
+        Returns
+        -------
+        int or None
+            The same whenever the candidate is trained; None if `random_state` is None.
+        """
+        if self.base_seed is None:
+            return None
+        return zlib.crc32(repr(sorted(drawn.items())).encode(), self.base_seed) >> 1
 
     def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
         own = split_params(params)[0]
@@ -268,6 +337,7 @@ class MinimaObjective:
         return prepare(self.estimator, own, seed)
 
     def _check_directions(self, trial: Any) -> None:
+        """Refuse a study that optimises in other directions than this objective."""
         study = getattr(trial, "study", None)
         if study is None:  # a FixedTrial
             return
@@ -278,61 +348,3 @@ class MinimaObjective:
                 f"{len(self.names)} measure(s), each to {self.direction}. Create the study "
                 f"with directions={[self.direction] * len(self.names)}."
             )
-
-    def seed(self, drawn: Mapping[str, Any]) -> int | None:
-        """Derive a candidate's seed from its parameters: the same if it is trained again."""
-        if self.base_seed is None:
-            return None
-        return zlib.crc32(repr(sorted(drawn.items())).encode(), self.base_seed) >> 1
-
-    def _record(self, trial: optuna.Trial, estimator: Any, data: TrainingData) -> list[float]:
-        """Write what the table of minima shows; return the measures, nan if there is nothing."""
-        # a network that diverged need not be measurable, its loss always is
-        train_loss = mean_loss(to_network(estimator, data.X, data.y, DataOptions()))
-        trial.set_user_attr("train_loss", train_loss)
-        trial.set_user_attr("converged", False)
-        if not np.isfinite(train_loss):
-            trial.set_user_attr("reason", "the training loss is not finite")
-            return [np.nan] * len(self.names)
-        found = self.measure(self.measures, estimator, data, trial.params)
-        for name, measured in found.items():
-            trial.set_user_attr(name, measured.value)
-        self._record_held_out(trial, estimator, train_loss, data)
-        first = found[self.measures[0]]
-        if self.artifact_store is not None:
-            keep_weights(self.artifact_store, trial, first.network.module)
-        known = {TRAIN_LOSS: train_loss} | {name: one.value for name, one in found.items()}
-        values = [known[name] for name in self.names]
-        reason = ""
-        if train_loss >= first.constant_risk():
-            reason = "the training loss is no better than a constant prediction's"
-            values = [np.nan] * len(values)
-        elif not np.isfinite(values).all():
-            reason = "a measure is not finite"
-        elif not _has_converged(final_estimator(estimator)):
-            reason = "training stopped before its goal was reached"
-        trial.set_user_attr("converged", not reason)
-        trial.set_user_attr("reason", reason)
-        if hasattr(trial, "set_constraint"):  # optuna >= 5: samplers and best_trial look at it
-            trial.set_constraint("converged", float(bool(reason)))
-        return values
-
-    def _record_held_out(
-        self, trial: optuna.Trial, estimator: Any, train_loss: float, data: TrainingData
-    ) -> None:
-        if self.X_test is not None:
-            network = to_network(estimator, self.X_test, self.y_test, DataOptions())
-            test_loss = mean_loss(network)
-            trial.set_user_attr("test_loss", test_loss)
-            trial.set_user_attr("generalization_gap", test_loss - train_loss)
-        for name, X, y in (("train", data.X, data.y), ("test", self.X_test, self.y_test)):
-            if y is not None and hasattr(estimator, "score"):
-                trial.set_user_attr(f"{name}_score", float(estimator.score(X, y)))
-
-
-def _has_converged(estimator: Any) -> bool:
-    """Say whether training reached its goal, where the estimator tells."""
-    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
-    if n_iter is not None and max_iter is not None:  # scikit-learn's
-        return bool(np.max(n_iter) < max_iter)
-    return bool(getattr(estimator, "converged_", True))

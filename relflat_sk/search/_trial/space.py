@@ -1,4 +1,4 @@
-"""What a sweep varies: choices, Optuna distributions and functions of a trial."""
+"""Draw the parameters that a search varies: choices, distributions, functions of a trial."""
 
 import inspect
 import re
@@ -24,20 +24,20 @@ from relflat_sk.search._trial.training_data import DATA_NAMES, is_data_name
 __all__ = ["Space"]
 
 _PLAIN = (type(None), bool, int, float, str)
-# parts of a skorch net whose constructors take what is named after them
+# parts of a skorch net: parameters such as module__n_features are arguments of their constructors
 _PARTS = ("module", "criterion", "optimizer")
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """A list of values; what Optuna cannot store is known to it by a label."""
+    """A list of values; Optuna knows a value that it cannot store by a label."""
 
     values: Sequence[Any]
 
     @property
     def labels(self) -> list[Any]:
         labels = [_label(value) for value in self.values]
-        if len(set(labels)) < len(labels):  # 1 and True are the same to Optuna, too
+        if len(set(labels)) < len(labels):  # such as 1 and True, which are equal to Optuna
             labels = [f"{index}: {_name(value)}" for index, value in enumerate(self.values)]
         return labels
 
@@ -52,6 +52,8 @@ class _Choices:
 
 @dataclass(frozen=True)
 class _Drawn:
+    """A range of numbers, from which the sampler draws."""
+
     distribution: FloatDistribution | IntDistribution
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
@@ -62,6 +64,8 @@ class _Drawn:
 
 @dataclass(frozen=True)
 class _Computed:
+    """A function of the trial; its result is recorded unless the trial has drawn it itself."""
+
     function: Callable[[optuna.Trial], Any]
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
@@ -73,24 +77,29 @@ class _Computed:
 
 
 class Space:
-    """The parameters of an estimator that a sweep varies.
+    """The parameters of an estimator that a search varies.
 
-    Choices may be anything: classes, tuples, callbacks. Those that Optuna cannot store stand
-    in its study by a label, their name or `repr`. A choice that is listed twice counts once.
-    A function of the trial is called again to learn what a finished trial had, so its
-    result must depend on the trial's `suggest_...` methods and `number` alone.
+    Choices may be any objects: classes, tuples, callbacks. If Optuna cannot store an object,
+    the study has a label in its place: the object's name or `repr`. A choice that is listed
+    twice counts once. A function of the trial is called again to find out which value a finished
+    trial had, so its result must depend only on the trial's `suggest_...` methods and `number`.
 
     Parameters
     ----------
     space : dict of str to sequence, Optuna distribution or callable
-        By the parameter's name, nested with double underscores.
+        The values to try, by parameter name, nested with double underscores.
+
+    Attributes
+    ----------
+    entries : dict
+        How each parameter is drawn, by name.
 
     Raises
     ------
     TypeError
-        If it is no dict, or an entry is none of these.
+        If `space` is not a dict, or an entry is none of these.
     ValueError
-        If it, or a list of choices, is empty.
+        If `space` or a list of choices is empty.
 
     Examples
     --------
@@ -112,18 +121,19 @@ class Space:
         self.entries = {str(name): _entry(name, values) for name, values in space.items()}
 
     def check(self, estimator: Any) -> None:
-        """Refuse names that the estimator does not have, before anything is trained.
+        """Refuse names that are not parameters of an estimator, before anything is trained.
 
         Parameters
         ----------
         estimator : estimator
+            The estimator that a search clones.
 
         Raises
         ------
         TypeError
-            If it is no estimator.
+            If `estimator` is not an estimator.
         ValueError
-            If there is no such parameter.
+            If the estimator has no parameter of a name.
         """
         if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
@@ -135,12 +145,18 @@ class Space:
                 continue
             problem = _why_not(estimator, name, self.entries)
             if is_data_name(name) and problem:
-                problem = f"of the data there are {list(DATA_NAMES)}"
+                problem = f"the names that vary the data are {list(DATA_NAMES)}"
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}.")
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Return what Optuna draws from by parameter name, functions left out."""
+        """Return the distributions that Optuna draws from.
+
+        Returns
+        -------
+        dict of str to optuna.distributions.BaseDistribution
+            By parameter name; without the parameters that functions compute.
+        """
         return {
             name: entry.distribution
             for name, entry in self.entries.items()
@@ -148,16 +164,17 @@ class Space:
         }
 
     def check_study(self, study: optuna.Study) -> None:
-        """Refuse to go on with a study of another space.
+        """Refuse to resume a study of another space.
 
         Parameters
         ----------
         study : optuna.Study
+            The study to resume.
 
         Raises
         ------
         ValueError
-            If its trials have other parameters, or the same ones from other choices.
+            If the study's trials have other parameters, or drew them from other choices.
         """
         drawn = self.distributions()
         for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
@@ -165,7 +182,7 @@ class Space:
             if extra or set(drawn) - set(trial.params):
                 raise ValueError(
                     f"study {study.study_name!r} was made over {sorted(trial.params)}, this space "
-                    f"is over {sorted(self.entries)}; give it a study_name of its own."
+                    f"is over {sorted(self.entries)}; give this search a study_name of its own."
                 )
             for name, distribution in drawn.items():
                 before = trial.distributions[name]
@@ -176,7 +193,7 @@ class Space:
                     raise ValueError(
                         f"study {study.study_name!r} was made with {before} for {name!r}, this "
                         f"space has {distribution}. Optuna cannot change that within a study; "
-                        "give this space a study_name of its own."
+                        "give this search a study_name of its own."
                     )
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
@@ -185,42 +202,44 @@ class Space:
         Parameters
         ----------
         trial : optuna.Trial
+            The trial that draws.
 
         Returns
         -------
         dict
-            By parameter name, as the estimator takes it.
+            Values by parameter name, as the estimator takes them.
         """
         return {name: entry.suggest(trial, name) for name, entry in self.entries.items()}
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values, as the estimator takes them, that a finished trial drew.
+        """Return the values that a finished trial had.
 
         Parameters
         ----------
         trial : optuna.trial.FrozenTrial
+            The finished trial.
 
         Returns
         -------
         dict
-            Of a trial that failed while drawing, what it had drawn.
+            Values by parameter name, as the estimator takes them. If the trial failed while it
+            drew, only those that it had drawn.
         """
         fixed: Any = FixedTrial(trial.params, trial.number)
         found = {}
         for name, entry in self.entries.items():
-            with suppress(Exception):  # whatever a function of the trial fails with
+            with suppress(Exception):  # a user's function may raise anything
                 found[name] = entry.suggest(fixed, name)
         return found
 
     def grid(self) -> list[dict[str, Any]] | None:
-        """List all combinations of the choices, as Optuna knows them.
-
-        What functions compute of a combination (a learning rate scaled with the batch, say)
-        comes with it.
+        """List all combinations of the choices.
 
         Returns
         -------
-        list of dict, or None if there are no choices, or distributions beside them
+        list of dict or None
+            Labels by parameter name, as Optuna stores them, without the parameters that
+            functions compute from them. None if there are no choices, or also distributions.
         """
         columns = {n: entry.labels for n, entry in self.entries.items() if _is_choice(entry)}
         if not columns or any(isinstance(entry, _Drawn) for entry in self.entries.values()):
@@ -233,6 +252,7 @@ def _is_choice(entry: Any) -> TypeGuard[_Choices]:
 
 
 def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
+    """Read one entry of a space."""
     if isinstance(values, CategoricalDistribution):
         values = list(values.choices)
     if isinstance(values, FloatDistribution | IntDistribution):
@@ -253,7 +273,7 @@ def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
 
 
 def _without_repetition(values: Sequence[Any]) -> list[Any]:
-    """Drop plain values that were listed before; two objects are never the same choice."""
+    """Drop plain values that are listed again; two objects are always two choices."""
     keys = [
         (type(value), value) if isinstance(value, _PLAIN) else (index,)
         for index, value in enumerate(values)
@@ -262,18 +282,18 @@ def _without_repetition(values: Sequence[Any]) -> list[Any]:
 
 
 def _label(value: Any) -> Any:
-    """Return a value as Optuna can store it and find it again in another process."""
+    """Return a value if Optuna can store it, or else a text that every process agrees on."""
     is_nan = isinstance(value, float) and value != value  # noqa: PLR0124
     return value if isinstance(value, _PLAIN) and not is_nan else _name(value)
 
 
 def _name(value: Any) -> str:
     name = getattr(value, "__name__", None) or repr(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address is another one next time
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address differs in every process
 
 
 def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "") -> str:
-    """Say why an estimator cannot be given a parameter of that name; empty if it can."""
+    """Return why an estimator cannot be given a parameter of a name; empty if it can."""
     params = estimator.get_params()
     if name in params:
         return ""
@@ -291,10 +311,10 @@ def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "
 
 
 def _why_no_argument(part: type, name: str) -> str:
-    """Say why the constructor of a net's part cannot take an argument; empty if it can."""
+    """Return why the constructor of a net's part cannot take an argument; empty if it can."""
     try:
         arguments = inspect.signature(part).parameters
-    except (TypeError, ValueError):  # no Python function behind it
+    except (TypeError, ValueError):  # implemented in C, without a signature
         return ""
     takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     if takes_any or name in arguments or name.startswith("param_groups"):

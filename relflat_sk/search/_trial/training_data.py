@@ -1,20 +1,21 @@
-"""Ways to make minima differ by their training data: fewer samples, random labels.
+"""Vary the training data of a candidate: fewer samples, random labels, a confusion set.
 
-Names in a search's space that begin with ``data__`` are not parameters of the estimator but of
+Names in a search's space that begin with ``data__`` are not parameters of the estimator, but of
 the data that a candidate is trained on:
 
 =====================  ======================================================================
 name                   meaning
 =====================  ======================================================================
-data__train_size       how many samples, or what share of them; all if it is not in the space
-data__random_labels    share of the labels that are shuffled among each other, from 0 to 1
-data__confusion_size   how many samples more, of those left over, with shuffled labels [N17]_
-data__random_state     seeds all of this, 0 if it is not in the space
+data__train_size       number of samples, or their share; all samples by default
+data__random_labels    share of the labels that are shuffled among each other; 0 by default
+data__confusion_size   number of further samples, with shuffled labels [N17]_; 0 by default
+data__random_state     seed of all these choices; 0 by default
 =====================  ======================================================================
 
-Shuffled labels keep their frequencies, so that every kind of target can be had. A confusion set
-is trained on and then left out: losses, scores and measures are of the rest, the same for all
-candidates, for which all of them are minima, good or bad ones.
+Shuffling keeps the frequencies of the labels, so it works for any kind of target. A confusion set
+is trained on, but not measured on: losses, scores and measures are of the other samples. These
+are the same for all candidates, and every candidate that fits them is a minimum there, however
+badly the confusion set makes it generalize.
 
 References
 ----------
@@ -24,13 +25,15 @@ References
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
-from sklearn.utils import _safe_indexing, check_random_state
+from sklearn.utils import _safe_indexing
+
+from relflat_sk._checks import check_integer, is_integer, is_number
+from relflat_sk._random import as_random_state
 
 __all__ = ["DATA_NAMES", "TrainingData", "is_data_name", "split_params", "vary_data"]
 
@@ -42,7 +45,19 @@ DATA_NAMES = tuple(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a candidate is trained on, and what it is measured on."""
+    """The data of a candidate.
+
+    Parameters
+    ----------
+    X_fit : array-like of shape (n_fit, ...)
+        The samples that it is trained on.
+    y_fit : array-like of shape (n_fit, ...)
+        Their labels or values.
+    X : array-like of shape (n, ...)
+        The samples that it is measured on.
+    y : array-like of shape (n, ...)
+        Their labels or values.
+    """
 
     X_fit: Any
     y_fit: Any
@@ -51,22 +66,35 @@ class TrainingData:
 
 
 def is_data_name(name: str) -> bool:
-    """Say whether a name in a space is of the data."""
+    """Return whether a name in a space is a parameter of the data.
+
+    Parameters
+    ----------
+    name : str
+        The name.
+
+    Returns
+    -------
+    bool
+        Whether it begins with ``data__``.
+    """
     return name.startswith(PREFIX)
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part parameters of the estimator from those of the data.
+    """Separate parameters of the estimator from parameters of the data.
 
     Parameters
     ----------
     params : dict
-        By the names in the space.
+        Values by the names in the space.
 
     Returns
     -------
-    (dict, dict)
-        The second without its prefix.
+    own : dict
+        Parameters of the estimator.
+    data : dict
+        Parameters of the data, without the prefix ``data__``.
 
     Examples
     --------
@@ -94,27 +122,30 @@ def vary_data(
 
     Parameters
     ----------
-    X, y : array-like of length n
+    X : array-like of shape (n, ...)
+        All samples.
+    y : array-like of shape (n, ...)
+        Their labels or values.
     train_size : int or float, optional
-        How many samples, or what share; all if None.
+        Number of samples to choose, or their share; all if None.
     random_labels : float, default=0.0
-        Share of the labels that are shuffled.
+        Share of the chosen samples' labels that are shuffled among each other.
     confusion_size : int, default=0
-        How many of the samples left over are trained on, with shuffled labels.
+        Number of further samples to train on, with shuffled labels.
     random_state : int, default=0
         Seed.
     stratify : bool, default=False
-        Whether the samples chosen have the classes in the shares that all have.
+        Whether the classes have the same shares among the chosen samples as among all.
 
     Returns
     -------
     TrainingData
-        The arrays handed in themselves if nothing is to change.
+        The data to train on and to measure on; X and y themselves if nothing varies.
 
     Raises
     ------
     ValueError
-        If a share is not between 0 and 1, or there are not so many samples.
+        If an argument is out of its range, or there are too few samples.
 
     Examples
     --------
@@ -123,23 +154,25 @@ def vary_data(
     >>> len(data.X), len(data.X_fit), bool((data.X == data.y).all())
     (5, 8, True)
     """
-    if not isinstance(random_labels, Real) or not 0 <= random_labels <= 1:
+    if not is_number(random_labels) or not 0 <= random_labels <= 1:
         raise ValueError(f"data__random_labels must be a share from 0 to 1, got {random_labels!r}.")
-    if not isinstance(confusion_size, Integral) or confusion_size < 0:
-        raise ValueError(
-            f"data__confusion_size must be a number of samples, got {confusion_size!r}."
-        )
+    check_integer(
+        "data__confusion_size", confusion_size, minimum=0, reason="it is a number of samples"
+    )
     if train_size is None and not random_labels and not confusion_size:
         return TrainingData(X, y, X, y)
     if y is None or not hasattr(X, "__len__"):
-        raise ValueError("names in space that begin with data__ need X and y as arrays.")
-    rng = check_random_state(random_state)
+        raise ValueError(
+            f"names in space that begin with data__ need X and y as arrays, got X of type "
+            f"{type(X).__name__} and y of type {type(y).__name__}."
+        )
+    rng = as_random_state(random_state)
     rows, rest = _choose(y, train_size, stratify, rng)
     if confusion_size > len(rest):
         raise ValueError(
-            f"data__confusion_size={confusion_size} samples are to come from those that are not "
-            f"trained on otherwise, and of {len(y)} there are {len(rest)} left. Choose a "
-            "smaller data__train_size."
+            f"data__confusion_size={confusion_size} needs as many samples beside those chosen by "
+            f"data__train_size, but of {len(y)} samples {len(rest)} are left. Choose a smaller "
+            "data__train_size."
         )
     labels = _shuffle(rows, random_labels, rng)
     confusion = rng.permutation(rest)[: int(confusion_size)]
@@ -154,8 +187,9 @@ def vary_data(
 def _choose(
     y: Any, train_size: Any, stratify: bool, rng: np.random.RandomState
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the rows of the chosen samples and of the others, both sorted."""
     every = np.arange(len(y))
-    share_of_all = not isinstance(train_size, Integral) and train_size == 1
+    share_of_all = not is_integer(train_size) and train_size == 1
     if train_size is None or train_size == len(y) or share_of_all:
         return every, every[:0]
     chosen, rest = train_test_split(
@@ -165,6 +199,7 @@ def _choose(
 
 
 def _shuffle(rows: NDArray[np.intp], share: float, rng: np.random.RandomState) -> NDArray[np.intp]:
+    """Return the rows from which samples get their labels, a share of them shuffled."""
     labels = rows.copy()
     chosen = rng.permutation(len(rows))[: round(share * len(rows))]
     labels[chosen] = rows[rng.permutation(chosen)]

@@ -1,8 +1,8 @@
-"""Weights of minima: kept as they are found, given back to an estimator without training.
+"""Save the weights of minima, and restore estimators from them without training.
 
-Kept is a `state_dict` in a file that ``torch.load(..., weights_only=True)`` reads, which runs no
-code, of the network as it is measured: for scikit-learn's estimators, of the module that
-`relflat_sk._models.sklearn_estimators.to_torch` makes of them.
+A file holds the `state_dict` of the network that is measured. For an estimator of scikit-learn,
+this is the module that `relflat_sk._models.sklearn_estimators.to_torch` makes of it.
+``torch.load(..., weights_only=True)`` reads the file without running code.
 """
 
 import io
@@ -25,30 +25,32 @@ from skorch.callbacks import Callback
 from torch import Tensor, nn
 
 from relflat_sk._models import final_estimator
-from relflat_sk.search._trial.fitting import seeded
+from relflat_sk._random import seeded
 
-__all__ = ["ARTIFACT", "as_store", "keep_weights", "load_weights", "restore"]
+__all__ = ["ARTIFACT", "as_store", "load_weights", "restore", "save_weights"]
 
-ARTIFACT = "artifact_id"  # the trial's attribute that says which file
+ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
 
 Weights = Mapping[str, Tensor]
 
 
 def as_store(store: Any) -> Any:
-    """Take a folder for the artifact store in it.
+    """Make an artifact store of a folder; return a store as it is.
 
     Parameters
     ----------
     store : str, path, optuna artifact store or None
+        As a user gave it. A folder is created if there is none.
 
     Returns
     -------
     optuna artifact store or None
+        None if `store` is None.
 
     Raises
     ------
     TypeError
-        If it is none of these.
+        If `store` is none of these.
     """
     if isinstance(store, str | Path):
         Path(store).mkdir(parents=True, exist_ok=True)
@@ -61,8 +63,18 @@ def as_store(store: Any) -> Any:
     )
 
 
-def keep_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
-    """Write a network's weights to a store, and which they are to its trial."""
+def save_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
+    """Save the weights of a network to a store, and the name of their file to its trial.
+
+    Parameters
+    ----------
+    store : optuna artifact store
+        Gets the file.
+    trial : optuna.Trial
+        Gets the user attribute `ARTIFACT`.
+    module : nn.Module
+        The network.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"minimum_{trial.number}.pt"
         torch.save(module.state_dict(), path)
@@ -71,18 +83,30 @@ def keep_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
 
 
 def load_weights(store: Any, trial: FrozenTrial) -> Weights:
-    """Read the weights of a finished trial.
+    """Load the weights of a finished trial.
+
+    Parameters
+    ----------
+    store : optuna artifact store or None
+        Where the weights were saved.
+    trial : optuna.trial.FrozenTrial
+        The trial.
+
+    Returns
+    -------
+    dict of str to Tensor
+        The network's `state_dict`, on the CPU.
 
     Raises
     ------
     ValueError
-        If none were kept, or not in this store.
+        If no weights were saved, or they are not in this store.
     """
     artifact = trial.user_attrs.get(ARTIFACT)
     if store is None or artifact is None:
         raise ValueError(
-            f"no weights of trial {trial.number} were kept. Give the search an artifact_store, a "
-            "folder for instance, before it trains: FlatMinimaSearch(..., artifact_store='minima')."
+            f"no weights of trial {trial.number} were saved. Give the search an artifact_store, "
+            "such as a folder, before it trains: FlatMinimaSearch(..., artifact_store='minima')."
         )
     try:
         with store.open_reader(artifact) as file:
@@ -97,29 +121,33 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
 
 
 def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) -> Any:
-    """Fit everything but the network, which gets weights that are known.
+    """Fit an estimator without training its network, which gets its weights from a file.
 
-    What stands before the network in a pipeline is fitted, classes are learned and the
-    network is sized from the data, as when it was trained.
+    The other steps of a pipeline are fitted, classes are learned and the network gets its size
+    from the data, as they were when the network was trained.
 
     Parameters
     ----------
     estimator : estimator
         Unfitted, set up for the candidate.
-    weights : dict of str to tensor
-    X, y : array-like
-        The data it was trained on.
+    weights : dict of str to Tensor
+        The network's `state_dict`.
+    X : array-like of shape (n, ...)
+        The data that the network was trained on.
+    y : array-like of shape (n, ...)
+        Their labels or values.
     seed : int or None
-        The one it was trained with.
+        The seed that the network was trained with.
 
     Returns
     -------
     estimator
-        The same, fitted. A net's history and scikit-learn's `n_iter_` tell of no training.
+        The same estimator, fitted. A net's history and scikit-learn's `n_iter_` are those of
+        no training.
     """
     inner = _last_step(estimator)
-    give = _into_skorch if isinstance(inner, NeuralNet) else _into_sklearn
-    with seeded(seed), give(inner, weights):
+    without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
+    with seeded(seed), without_training(inner, weights):
         estimator.fit(X, y)
     fitted = final_estimator(estimator)
     if isinstance(fitted, NeuralNet):
@@ -133,10 +161,10 @@ def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) 
 
 
 def _last_step(estimator: Any) -> Any:
-    """Find the unfitted estimator that is to hold the network."""
+    """Find the unfitted estimator that is going to hold the network."""
     if hasattr(estimator, "steps"):
         return _last_step(estimator.steps[-1][1])
-    for name in ("regressor", "estimator"):  # what wraps one estimator
+    for name in ("regressor", "estimator"):  # of estimators around one other
         inner = getattr(estimator, name, None)
         if hasattr(inner, "fit"):
             return _last_step(inner)
@@ -144,7 +172,7 @@ def _last_step(estimator: Any) -> Any:
 
 
 class _Load(Callback):
-    """Gives a net its weights where its training would begin."""
+    """Load the weights of a net at the beginning of its training."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -154,7 +182,8 @@ class _Load(Callback):
 
 
 @contextmanager
-def _into_skorch(net: NeuralNet, weights: Weights) -> Iterator[None]:
+def _skorch_loads(net: NeuralNet, weights: Weights) -> Iterator[None]:
+    """Let a net load weights instead of training."""
     before = net.max_epochs, net.callbacks
     net.max_epochs, net.callbacks = 0, [_Load(weights)]
     try:
@@ -164,8 +193,8 @@ def _into_skorch(net: NeuralNet, weights: Weights) -> Iterator[None]:
 
 
 @contextmanager
-def _into_sklearn(estimator: Any, weights: Weights) -> Iterator[None]:
-    """Let scikit-learn's solvers make one step, which sizes all arrays."""
+def _sklearn_sizes_arrays(estimator: Any, weights: Weights) -> Iterator[None]:
+    """Let a solver of scikit-learn make one step, so that all its arrays have their sizes."""
     before = getattr(estimator, "max_iter", None)
     if before is not None:
         estimator.max_iter = 1
@@ -179,7 +208,10 @@ def _into_sklearn(estimator: Any, weights: Weights) -> Iterator[None]:
 
 
 def _set_coefficients(estimator: Any, tensors: list[Tensor]) -> None:
-    """Undo what `_models.sklearn_estimators` does: layers of (weight, bias), transposed in MLPs."""
+    """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
+
+    The weights of scikit-learn's MLPs are transposed.
+    """
     arrays = [tensor.numpy() for tensor in tensors]
     if hasattr(estimator, "coefs_"):
         estimator.coefs_ = [

@@ -1,0 +1,183 @@
+"""Measure a trained candidate, and record in its trial what the table of minima shows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+from torch import nn
+
+from relflat_sk._models import DataOptions, final_estimator, to_network
+from relflat_sk._network import Network, mean_loss
+from relflat_sk.measures import Flatness, measure_network
+from relflat_sk.search._trial.training_data import TrainingData
+
+__all__ = ["Measured", "measure_once", "record_held_out", "record_measures", "record_verdict"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of the pass over the training data.
+
+    Parameters
+    ----------
+    train_loss : float
+        Mean loss.
+    found : dict of str to Flatness
+        The results by name of the measure; empty if the loss is not finite.
+    """
+
+    train_loss: float
+    found: dict[str, Flatness]
+
+
+def measure_once(network: Network, names: Sequence[str], seed: int | None) -> dict[str, Flatness]:
+    """Measure a network at its last layer, all measures together.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and the training data.
+    names : sequence of str
+        Names of measures, see `get_measure_names`.
+    seed : int or None
+        Seed of random probes.
+
+    Returns
+    -------
+    dict of str to Flatness
+        The results, in the order of the names.
+    """
+    found = measure_network(network, list(dict.fromkeys(names)), [-1], random_state=seed)
+    by_name = {name: result for (_, name), result in found.items()}
+    return {name: by_name[name] for name in names}
+
+
+def record_measures(
+    trial: optuna.Trial, network: Network, names: Sequence[str], seed: int | None
+) -> Measured:
+    """Measure a network, and record the measures and the training loss in a trial.
+
+    One pass over the data gives both. A network that diverged need not be measurable, but it
+    has a loss, which then takes a pass of its own.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        Gets the user attributes.
+    network : Network
+        The network, with its loss and the training data.
+    names : sequence of str
+        Names of measures.
+    seed : int or None
+        Seed of random probes.
+
+    Returns
+    -------
+    Measured
+        The training loss and, if it is finite, the measures.
+    """
+    found, error, train_loss = {}, None, np.nan
+    if _has_finite_weights(network.module):
+        try:
+            found = measure_once(network, names, seed)
+            train_loss = found[names[0]].risk
+        except Exception as caught:
+            error = caught
+    if not np.isfinite(train_loss):
+        train_loss = mean_loss(network)
+    trial.set_user_attr("train_loss", train_loss)
+    trial.set_user_attr("converged", False)
+    if not np.isfinite(train_loss):
+        trial.set_user_attr("reason", "the training loss is not finite")
+        return Measured(train_loss, {})
+    if error is not None:
+        raise error
+    for name, measured in found.items():
+        trial.set_user_attr(name, measured.value)
+    return Measured(train_loss, found)
+
+
+def _has_finite_weights(module: nn.Module) -> bool:
+    return all(bool(torch.isfinite(weight).all()) for weight in module.parameters())
+
+
+def record_held_out(
+    trial: optuna.Trial,
+    estimator: Any,
+    train_loss: float,
+    data: TrainingData,
+    X_test: Any,
+    y_test: Any,
+) -> None:
+    """Record the loss on held-out data, and the estimator's own scores.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        Gets the user attributes.
+    estimator : estimator
+        The trained candidate.
+    train_loss : float
+        Mean loss on the training data, from which the generalization gap follows.
+    data : TrainingData
+        The training data.
+    X_test : array-like of shape (n_test, ...) or None
+        Held-out data.
+    y_test : array-like of shape (n_test, ...) or None
+        Their labels or values.
+    """
+    if X_test is not None:
+        test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
+        trial.set_user_attr("test_loss", test_loss)
+        trial.set_user_attr("generalization_gap", test_loss - train_loss)
+    for name, X, y in (("train", data.X, data.y), ("test", X_test, y_test)):
+        if y is not None and hasattr(estimator, "score"):
+            trial.set_user_attr(f"{name}_score", float(estimator.score(X, y)))
+
+
+def record_verdict(
+    trial: optuna.Trial, estimator: Any, measured: Measured, values: Sequence[float]
+) -> list[float]:
+    """Record whether a candidate is a minimum, and why not.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        Gets the user attributes.
+    estimator : estimator
+        The trained candidate.
+    measured : Measured
+        Its measures.
+    values : sequence of float
+        The values of the study's objectives.
+
+    Returns
+    -------
+    list of float
+        The values; nan for a network that is no better than a constant prediction: it is
+        perfectly flat, and useless.
+    """
+    reason, checked = "", list(values)
+    if measured.train_loss >= next(iter(measured.found.values())).constant_risk():
+        reason = "the training loss is no better than a constant prediction's"
+        checked = [np.nan] * len(checked)
+    elif not np.isfinite(values).all():
+        reason = "a measure is not finite"
+    elif not _has_converged(final_estimator(estimator)):
+        reason = "training stopped before its goal was reached"
+    trial.set_user_attr("converged", not reason)
+    trial.set_user_attr("reason", reason)
+    if hasattr(trial, "set_constraint"):  # Optuna 5: samplers and best_trial respect it
+        trial.set_constraint("converged", float(bool(reason)))
+    return checked
+
+
+def _has_converged(estimator: Any) -> bool:
+    """Return whether training reached its goal, True if the estimator does not tell."""
+    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
+    if n_iter is not None and max_iter is not None:  # scikit-learn's solvers
+        return bool(np.max(n_iter) < max_iter)
+    return bool(getattr(estimator, "converged_", True))
