@@ -1,12 +1,13 @@
-"""Rank the minima of a sweep over batch sizes by relative flatness, and see if it helps.
+"""Rank the minima of a sweep over batch sizes by relative flatness, and test the ranking.
 
-Trains one network for every batch size and seed on all of a small training set, each to the
-same training loss, ranks them by flatness on the training data alone, and compares the
-flattest with what 5-fold cross-validation over the same candidates would have picked. Most of
-the images are held out, only to judge the picks. Whatever comes out is printed.
+The script trains one network for every batch size and seed on a small training set, all to the
+same training loss. It ranks the networks by their flatness on the training data alone, and
+compares the flattest with the candidate that 5-fold cross-validation chooses. Most images are
+held out, and only serve to evaluate both choices. The result is printed, whether it favors
+flatness or not.
 
-    python examples/rank_minima.py            # what `make demo` runs
-    python examples/rank_minima.py --quick    # a few small candidates, for a first look
+    python examples/rank_minima.py            # the run of `make demo`
+    python examples/rank_minima.py --quick    # a few small candidates
 """
 
 import argparse
@@ -34,14 +35,15 @@ BASE_LR, BASE_BATCH = 0.05, 32
 
 
 def linear_lr(batch_size):
-    """Scale the learning rate with the batch, so that steps per sample stay alike."""
+    """Scale the learning rate with the batch size, so that the step per sample stays the same."""
     return BASE_LR * batch_size / BASE_BATCH
 
 
 def make_net(max_epochs, loss):
+    """Return a net that stops at a training loss (nats)."""
     return RelativeFlatnessRegularizedClassifier(
         module__hidden_layer_sizes=(128, 128),
-        flatness_weight=0,  # plain training; flatness only ranks the results
+        flatness_weight=0,  # no penalty: flatness only ranks the trained networks
         optimizer=torch.optim.SGD,
         optimizer__momentum=0.9,
         iterator_train__shuffle=True,
@@ -52,6 +54,7 @@ def make_net(max_epochs, loss):
 
 
 def sweep(net, data, batch_sizes, seeds, n_jobs):
+    """Train a network for every batch size and seed, and measure its flatness."""
     X, X_test, y, y_test = data
     space = {
         "batch_size": batch_sizes,
@@ -63,7 +66,7 @@ def sweep(net, data, batch_sizes, seeds, n_jobs):
 
 
 def cross_validate(net, X, y, batch_sizes, seeds, n_jobs):
-    """Pick among the same candidates by 5-fold cross-validation."""
+    """Choose among the same candidates by 5-fold cross-validation."""
     candidates = [
         {"batch_size": [b], "lr": [linear_lr(b)], "random_state": [seed]}
         for b in batch_sizes
@@ -76,17 +79,18 @@ def cross_validate(net, X, y, batch_sizes, seeds, n_jobs):
 
 
 def same_candidate(minima, params):
+    """Return the row of the candidate with some parameters."""
     chosen = np.ones(len(minima), dtype=bool)
     for name in ("batch_size", "random_state"):
         chosen &= (minima[f"param_{name}"] == params[name]).to_numpy()
     return minima[chosen].iloc[0]
 
 
-def compare(minima, picked_by_cv, cv_seconds):
-    """One row for each way to choose: held-out loss and accuracy, and what the choice cost."""
+def compare(minima, cv_params, cv_seconds):
+    """Return held-out loss, held-out accuracy and training time for each way to choose."""
     seconds = minima["seconds"].sum()
     converged = minima[minima["converged"]]
-    flattest, cv = minima.iloc[0], same_candidate(minima, picked_by_cv)
+    flattest, cv = minima.iloc[0], same_candidate(minima, cv_params)
     best = converged.sort_values("test_loss").iloc[0]
     average = converged[["test_score", "test_loss"]].mean()
     rows = [
@@ -100,7 +104,7 @@ def compare(minima, picked_by_cv, cv_seconds):
 
 
 def in_words(table, correlation, n_test):
-    """Say what the numbers say, flattering or not."""
+    """Return the result in words, whether it favors flatness or not."""
     kappa = correlation.set_index("measure").loc["relative_flatness"]
     tau, low, high = kappa["kendall"], kappa["kendall_low"], kappa["kendall_high"]
     if low > 0:
@@ -127,6 +131,7 @@ def in_words(table, correlation, n_test):
 
 
 def draw(minima, path):
+    """Save the two displays of the minima as one picture."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -148,7 +153,7 @@ def main(arguments=None):
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="16 to 256 by default")
     options = parser.parse_args(arguments)
 
-    # few enough images that candidates differ in how they generalise
+    # with few training images, candidates differ in how well they generalise
     batch_sizes, seeds = ([8, 64], range(2)) if options.quick else (BATCH_SIZES, range(6))
     batch_sizes, seeds = options.batch_sizes or batch_sizes, list(seeds)
     net = make_net(max_epochs=100 if options.quick else 500, loss=0.05 if options.quick else 0.01)
