@@ -1,6 +1,6 @@
-"""Any model that users hand in, as a network with its loss and data.
+"""Any kind of trained model, as a network with its loss and data.
 
-`to_network` is the only function that knows bare modules, skorch nets, scikit-learn's
+`to_network` is the only function that knows all kinds: bare modules, skorch nets, scikit-learn's
 estimators, and the estimators that wrap them. A new kind of model needs one more registration.
 """
 
@@ -161,20 +161,21 @@ def final_estimator(model: Any) -> Any:
 
 
 def name_layer(model: Any, layer: Layer) -> Layer:
-    """Replace a layer that is given as a module by its name, which copies of the model share.
+    """Replace a layer that is passed as a module by its name, which copies of the model share.
 
     Parameters
     ----------
     model : nn.Module or fitted estimator
         See `to_network`.
     layer : int, str or nn.Module
-        A layer as users give it.
+        The layer, as the user passed it.
 
     Returns
     -------
     int or str
-        The layer as `to_network`'s network knows it, on any device. A position stays one: it
-        counts in forward order, which shows only when the network runs.
+        A module's name in the network that `to_network` returns, on any device. Positions and
+        names are returned as they are: which layer has a position in forward order shows only
+        when the network runs.
 
     Raises
     ------

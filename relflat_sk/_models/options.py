@@ -11,7 +11,7 @@ __all__ = ["DataOptions"]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How to run a model over data, whatever the kind of model.
+    """How to run a model of any kind over data.
 
     Parameters
     ----------

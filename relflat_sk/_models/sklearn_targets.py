@@ -124,7 +124,7 @@ def class_indices(y: Any, classes: Array) -> Array:
     Raises
     ------
     ValueError
-        If there are labels that are no class; names some of them.
+        If there are other labels than the classes; names some of them.
     """
     index = {label: i for i, label in enumerate(classes.tolist())}
     labels = column_or_1d(y).tolist()

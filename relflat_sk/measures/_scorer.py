@@ -38,12 +38,12 @@ _PROGRESS = 1e-3
 class FlatnessScorer(BaseEstimator):
     r"""Score a fitted model by minus its flatness, so that greater is flatter.
 
-    An instance takes the place of ``scoring=`` wherever scikit-learn has it, alone or in a dict
-    of scorers: in `cross_validate`, `GridSearchCV`, `permutation_importance` and the others. It
-    scores all models that `relative_flatness` measures, pipelines included. The data are those
-    that scikit-learn passes: in cross-validation, the held-out fold.
+    Pass an instance as ``scoring=`` to any of scikit-learn's tools, alone or in a dict of
+    scorers: `cross_validate`, `GridSearchCV`, `permutation_importance` and so on. It scores all
+    models that `relative_flatness` measures, pipelines included, on the data that scikit-learn
+    passes: in cross-validation, on the held-out fold.
 
-    Flatness means something at a minimum of the loss only. A network that predicts the same for
+    Flatness is meaningful only at a minimum of the loss. A network that predicts the same for
     every input is perfectly flat, so flatness alone would prefer dead and untrained networks.
     Therefore the scorer rejects models whose loss is no better than a constant prediction's.
 
@@ -56,13 +56,13 @@ class FlatnessScorer(BaseEstimator):
         dotted module name, or the module itself.
     data : {"given", "train"}, default="given"
         "given" measures on the data that the scorer is called with. "train" takes the value that
-        a `RelativeFlatnessRegularizedNet` recorded on its own training data at the end of `fit`;
-        its `flatness_layer` has to be `layer`.
+        a `RelativeFlatnessRegularizedNet` recorded on its training data at the end of `fit`; the
+        net's `flatness_layer` and `flatness_normalize` have to match `layer` and `measure`.
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
-        What to do with a model that is not at a minimum. "reject" gives the score nan, which
-        scikit-learn's searches rank last, and a `FlatnessWarning`. "warn" gives the flatness and
-        a `FlatnessWarning`. "ignore" gives the flatness without any check. The check uses the
-        data that the scorer is called with, also if `data="train"`.
+        What to do with a model that is not at a minimum. "reject" warns, and returns nan, which
+        scikit-learn's searches rank last. "warn" warns, and scores the model like any other.
+        "ignore" skips the check. The check uses the data that the scorer is called with, also if
+        `data="train"`. The warnings are of class `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -170,13 +170,13 @@ class FlatnessScorer(BaseEstimator):
         )
         flatness = measured.value if recorded is None else recorded
         if self.at_minimum != "ignore":
-            objection = self._check_minimum(final_estimator(estimator), flatness, measured)
-            if objection and self.at_minimum == "reject":
+            at_minimum = self._check_minimum(final_estimator(estimator), flatness, measured)
+            if not at_minimum and self.at_minimum == "reject":
                 return math.nan
         return 0.0 - flatness
 
     def _check_minimum(self, model: Any, flatness: float, measured: Flatness) -> bool:
-        """Warn of a model that is not at a minimum, and return whether it is not."""
+        """Warn of a model that is not known to be at a minimum; return False if it is at none."""
         name = type(model).__name__
         constant_risk = measured.constant_risk()
         if math.isnan(constant_risk):
@@ -184,16 +184,16 @@ class FlatnessScorer(BaseEstimator):
                 f"without y, the scorer cannot check whether the {name} is at a minimum of its "
                 'loss. Pass y, or at_minimum="ignore" if you know that it is.'
             )
-            return False
+            return True
         objection = _objection(flatness, measured.risk, constant_risk, _made_no_progress(model))
         if objection is None:
-            return False
+            return True
         outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
         warn(
             f"the {name} is not at a minimum of its loss, so its flatness means nothing: "
             f"{objection}. With at_minimum={self.at_minimum!r}, {outcome}."
         )
-        return True
+        return False
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""

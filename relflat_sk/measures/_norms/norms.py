@@ -12,8 +12,8 @@ l2_path_norm         ``sum over paths prod w^2``
 inverse_margin       ``1 / gamma^2`` [2]_
 ===================  ======================================================================
 
-The unit of each is that of a squared weight, or of a product of squared weights; that of
-`l2_norm` is that of a weight.
+The products and path norms have the unit of a product of L squared weights, `l2_norm` that of a
+weight, and `inverse_margin` that of one over a squared logit.
 
 *Constants.* The factors 4 per layer (2 in the l1 path norm) of [1]_, and the widths in its l2 path
 norm, are left out: they are the same for all networks of one architecture.
@@ -84,7 +84,7 @@ def frobenius_product(network: Network, *, over_margin: bool = False) -> Estimat
     Parameters
     ----------
     network : Network
-        A network all of whose weights are those of linear and convolutional layers.
+        A network that has weights in linear and convolutional layers only.
     over_margin : bool, default=False
         Divide by the square of the margin, which needs a classifier and labelled data.
 
@@ -107,7 +107,7 @@ def spectral_product(
     Parameters
     ----------
     network : Network
-        A network all of whose weights are those of linear and convolutional layers.
+        A network that has weights in linear and convolutional layers only.
     over_margin : bool, default=False
         Divide by the square of the margin, which needs a classifier and labelled data.
     rtol : float, default=1e-4

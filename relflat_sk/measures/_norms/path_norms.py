@@ -26,7 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from relflat_sk._network import LayerRecord, Network, Recorder, has_own_forward, primary_output
+from relflat_sk._network import (
+    LayerRecord,
+    Network,
+    Recorder,
+    has_own_forward,
+    layer_input,
+    primary_output,
+)
 from relflat_sk._rescaling import AffineLayer, describe_step, trace
 
 __all__ = ["sum_over_paths"]
@@ -160,7 +167,7 @@ class _PathSums(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if not _has_tensor((args, kwargs)):  # arithmetic with sizes
             return super().run_node(n)
-        first = args[0] if args else next(iter(kwargs.values()))
+        first = layer_input(args, kwargs)
         if n.op == "call_module" and n.target in self.folded:
             return first
         if n.op == "call_module" and n.target in self.layers:

@@ -83,8 +83,8 @@ def _dual(weight: Tensor) -> Tensor:
 
 
 def _tangent(output: Tensor) -> Tensor:
-    found: Tensor | None = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
-    return torch.zeros_like(output) if found is None else found
+    tangent: Tensor | None = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
+    return torch.zeros_like(output) if tangent is None else tangent
 
 
 def _twice_backward(weights: Weights, output: Tensor) -> Tensor:

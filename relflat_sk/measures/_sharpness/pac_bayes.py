@@ -80,7 +80,7 @@ def pac_bayes_flatness(
         slope of the risk there.
     """
     weights = weights_of(network)
-    # noise of a tenth of the weights' size, which starts to change what networks predict
+    # at a tenth of the weights' size, noise starts to change the predictions of networks
     start = 0.1 * _root_mean_square(weights) or 1.0
 
     def deviation(sigma: float) -> Weights:
