@@ -1,8 +1,12 @@
-"""What is known of each criterion: targets, divisors, best constants, curvature in closed form."""
+"""The table of criteria: targets, divisors, best constants, curvature in closed form."""
 
+from relflat_sk._losses.best_constant import constant_risk
+from relflat_sk._losses.class_losses import ProbabilityNLLLoss
+from relflat_sk._losses.criterion import as_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
-from relflat_sk._losses.loss import Loss, Target, as_criterion
-from relflat_sk._losses.table import LINKS, TABLE, ProbabilityNLLLoss
+from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.row import LINKS, Target
+from relflat_sk._losses.table import TABLE
 
 __all__ = [
     "LINKS",
@@ -13,6 +17,7 @@ __all__ = [
     "ProbabilityNLLLoss",
     "Target",
     "as_criterion",
+    "constant_risk",
     "product_curvature",
     "pull_back",
 ]

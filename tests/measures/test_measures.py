@@ -317,7 +317,7 @@ def test_all_ignored():
 
 def test_sample_weights_need_a_loss_for_each_sample():
     net, criterion, X, y, _ = make("a function")
-    with pytest.raises(ValueError, match="for 11 samples; expected one for each sample, to weigh"):
+    with pytest.raises(ValueError, match="for 11 samples; expected one for each sample"):
         evaluate("relative_flatness", net, X, y, criterion=criterion, sample_weight=np.ones(11))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from relflat_sk._losses import constant_risk
 from relflat_sk._network import Network, sample_weight
 from relflat_sk.measures._flatness.layer_curvature import View
 
@@ -78,8 +79,12 @@ class Flatness:
             output = torch.empty(shape, dtype=torch.float64, device=device)
             targets.append(self.network.loss.check_target(output, batch.y))
             weights.append(sample_weight(batch, n, device))
-        return self.network.loss.constant_risk(
-            torch.cat(targets), torch.cat(weights), self.summary.output_shape, self.summary.link
+        return constant_risk(
+            self.network.loss,
+            torch.cat(targets),
+            torch.cat(weights),
+            self.summary.output_shape,
+            self.summary.link,
         )
 
 

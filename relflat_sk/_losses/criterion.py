@@ -1,0 +1,95 @@
+"""Criteria as users give them, and how they are called."""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["as_criterion", "call_criterion", "name_criterion"]
+
+
+def as_criterion(criterion: Any) -> Any:
+    """Make a criterion from a class, an instance or a plain function.
+
+    Parameters
+    ----------
+    criterion : type, nn.Module or callable
+        A torch loss, its class, or any ``criterion(output, target)``.
+
+    Returns
+    -------
+    nn.Module or callable
+        An instance, if `criterion` is a class.
+
+    Raises
+    ------
+    TypeError
+        If `criterion` is none of these.
+    """
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        return criterion()
+    if callable(criterion) and not isinstance(criterion, type):
+        return criterion
+    raise TypeError(
+        f"criterion must be a torch loss such as torch.nn.CrossEntropyLoss(), its class or a "
+        f"function (output, target) -> loss, got {criterion!r}."
+    )
+
+
+def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
+    """Call a criterion.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        The criterion.
+    output : Tensor of shape (n, ...)
+        Its first argument.
+    target : Tensor
+        Its second argument.
+    each : bool
+        Whether to call the criterion without its reduction, if it has one.
+
+    Returns
+    -------
+    Tensor
+        Losses as the criterion returns them.
+
+    Raises
+    ------
+    ValueError
+        If the criterion cannot take this output and target, or returns no tensor.
+    """
+    if each and isinstance(criterion, nn.Module) and hasattr(criterion, "reduction"):
+        unreduced: Any = copy.copy(criterion)
+        unreduced.reduction = "none"
+        # accelerate replaces forward by a function that is bound to the original
+        vars(unreduced).pop("forward", None)
+        criterion = unreduced
+    try:
+        losses = criterion(output, target)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
+            f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): {error}"
+        ) from error
+    if not isinstance(losses, Tensor):
+        raise ValueError(
+            f"{name_criterion(criterion)} returned {type(losses).__name__}, expected a tensor."
+        )
+    return losses
+
+
+def name_criterion(criterion: Any) -> str:
+    """Return the name of a criterion's class, or of a function, for error messages.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        The criterion.
+
+    Returns
+    -------
+    str
+    """
+    return getattr(criterion, "__name__", type(criterion).__name__)
