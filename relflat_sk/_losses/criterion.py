@@ -71,7 +71,8 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(
             f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
-            f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): {error}"
+            f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): "
+            f"{error}"
         ) from error
     if not isinstance(losses, Tensor):
         raise ValueError(
