@@ -103,7 +103,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             If the estimator is no skorch net.
         ValueError
             If a column is missing, or the history has no column of flatness.
-        sklearn.exceptions.NotFittedError
+        NotFittedError
             If the net has no epoch in its history.
 
         Examples
@@ -145,7 +145,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         self.ax_, self.flatness_ax_ = divide(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
         self.figure_ = figure_of(self.ax_)
         unit = f" ({loss_unit})" if loss_unit else ""
-        # numbered on, so that no two curves of the figure look alike
+        # one numbering for both panels, so that every curve of the figure has its own style
         self._draw_curves(self.ax_, self.losses, 0, kwargs)
         self._draw_curves(self.flatness_ax_, self.flatness, len(self.losses), kwargs)
         self.ax_.set_ylabel(f"loss{unit}")
