@@ -43,7 +43,7 @@ from relflat_sk._network.recording import (
     record_order,
     record_tail,
 )
-from relflat_sk._network.tail import Tail, Ways, choose_curvatures
+from relflat_sk._network.tail import Tail, choose_curvatures
 
 __all__ = [
     "WEIGHT_LAYERS",
@@ -57,7 +57,6 @@ __all__ = [
     "Recorder",
     "ReplacedForwards",
     "Tail",
-    "Ways",
     "borrowed",
     "cast_inputs",
     "check_layer",

@@ -29,13 +29,13 @@ from relflat_sk._losses import ClosedForm, Loss, Target
 from relflat_sk._network.graph import find_link, hands_on, is_piecewise_linear
 from relflat_sk._network.recording import LayerRecord
 
-__all__ = ["Tail", "Ways", "choose_curvatures"]
+__all__ = ["Tail", "choose_curvatures"]
 
 CurvatureT = TypeVar("CurvatureT")
 CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
 
 
-class Ways(Protocol[CurvatureT_co]):
+class _Ways(Protocol[CurvatureT_co]):
     """Makes an object for each of the three ways to a curvature."""
 
     def closed_form(
@@ -174,7 +174,7 @@ class Tail:
 
 
 def choose_curvatures(
-    tail: Tail, records: Sequence[LayerRecord], ways: Ways[CurvatureT]
+    tail: Tail, records: Sequence[LayerRecord], ways: _Ways[CurvatureT]
 ) -> list[CurvatureT]:
     """Choose how the curvatures at some layers are computed.
 
@@ -184,7 +184,7 @@ def choose_curvatures(
         The network's output and the loss.
     records : sequence of LayerRecord
         The layers.
-    ways : Ways
+    ways : _Ways
         Makes the objects.
 
     Returns

@@ -10,9 +10,9 @@ from relflat_sk.measures._api import (
     relative_flatness,
 )
 from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._flatness import find_measured_layer as find_measured_layer
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
-from relflat_sk.measures._flatness import observe as observe
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve

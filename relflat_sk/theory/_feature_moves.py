@@ -41,7 +41,7 @@ from relflat_sk._network import (
     sample_weight,
     weight_layers,
 )
-from relflat_sk.measures import observe
+from relflat_sk.measures import find_measured_layer
 from relflat_sk.theory._schemes import Scheme
 
 __all__ = ["Moved", "Site", "check_delta", "find_site", "move_features"]
@@ -133,7 +133,7 @@ def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) ->
 
     first = replace(network, batches=lambda: iter([batch]))
     with borrowed(network.module), Recorder(weight_layers(network.module), keep_shape):
-        (name,) = next(observe(first, [name_layer(model, layer)])).layers
+        name = find_measured_layer(first, name_layer(model, layer))
     return Site(network, name, shapes[name])
 
 

@@ -6,7 +6,7 @@ from relflat_sk.measures._flatness.flatness import (
     measure_layers,
     summarize,
 )
-from relflat_sk.measures._flatness.layer_curvature import observe
+from relflat_sk.measures._flatness.scan import find_measured_layer
 from relflat_sk.measures._flatness.summary import Flatness, Summary
 from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE
 
@@ -15,8 +15,8 @@ __all__ = [
     "TRACE_LIKE",
     "Flatness",
     "Summary",
+    "find_measured_layer",
     "measure_flatness",
     "measure_layers",
-    "observe",
     "summarize",
 ]

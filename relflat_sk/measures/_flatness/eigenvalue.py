@@ -14,7 +14,8 @@ from torch import Tensor
 from relflat_sk._network import Network
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
-from relflat_sk.measures._flatness.layer_curvature import LayerView, View, scan
+from relflat_sk.measures._flatness.layer_pass import LayerPass
+from relflat_sk.measures._flatness.scan import ForwardPass, scan
 from relflat_sk.measures._flatness.summary import Summary
 
 __all__ = ["Eigenvalue", "StreamedHessians"]
@@ -49,25 +50,26 @@ class StreamedHessians:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._stored: dict[str, list[tuple[LayerView, Tensor]] | None] = {}
-        self._size = 0
+        self._stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = {}
+        self._n_stored = 0.0
 
-    def add(self, view: View) -> None:
+    def add(self, forward: ForwardPass) -> None:
         """Store the closed forms of a batch, while there is room.
 
         Parameters
         ----------
-        view : View
-            The forward pass of the batch.
+        forward : ForwardPass
+            The forward pass on the batch.
         """
-        for name, layer in view.layers.items():
+        for name, layer in forward.layers.items():
             stored = self._stored.setdefault(name, [])
-            if layer.closed is not None:
-                self._size += layer.features.numel() + 2 * layer.bump.numel()
-            if layer.closed is None or self._size > _MOST_STORED:
+            if stored is None:
+                continue
+            if self._n_stored + layer.n_stored > _MOST_STORED:
                 self._stored[name] = None
-            elif stored is not None:
-                stored.append((layer, view.weights(len(layer.features))))
+            else:
+                self._n_stored += layer.n_stored
+                stored.append((layer, forward.row_weights(layer)))
 
     def product(self, layer: str, matrix: Tensor) -> Tensor:
         """Multiply the Hessian of the summed loss with a matrix.
@@ -84,15 +86,16 @@ class StreamedHessians:
         Tensor of shape (d, m)
             In float64.
         """
+        total = torch.zeros_like(matrix)
         stored = self._stored[layer]
         if stored is not None:
-            return sum((_product(*one, matrix) for one in stored), torch.zeros_like(matrix))
-        total = torch.zeros_like(matrix)
+            for known, weights in stored:
+                total += known.weight_product(matrix, weights)
+            return total
 
-        def add(view: View) -> None:
-            found = view.layers[layer]
-            rows_weights = view.weights(len(found.features))
-            total.add_(_product(found, rows_weights, matrix))
+        def add(forward: ForwardPass) -> None:
+            found = forward.layers[layer]
+            total.add_(found.weight_product(matrix, forward.row_weights(found)))
 
         scan(self.network, [layer], add)
         return total
@@ -168,11 +171,3 @@ class StreamedHessians:
         value, vector = float(values[-1]), vectors[:, -1]
         residual = product(vector) - value * vector
         return Eigenvalue(value, float(np.linalg.norm(residual)), weight, layer)
-
-
-def _product(layer: LayerView, weights: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply the Hessian of the loss, summed over a batch with weights, with a matrix."""
-    dtype = layer.features.dtype
-    rows = layer.product(layer.map.apply(layer.features, matrix.to(dtype)))
-    rows = rows * weights[:, None, None]
-    return layer.map.total(layer.features, rows.to(dtype)).double()

@@ -29,7 +29,7 @@ from torch import Tensor
 from relflat_sk._network import Layer, Network, borrowed
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.eigenvalue import Eigenvalue, StreamedHessians
-from relflat_sk.measures._flatness.layer_curvature import View, scan
+from relflat_sk.measures._flatness.scan import ForwardPass, scan
 from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
 from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasures
 
@@ -124,12 +124,10 @@ class _Gradients:
     def __init__(self) -> None:
         self.totals: dict[str, Tensor] = {}
 
-    def add(self, view: View) -> None:
+    def add(self, forward: ForwardPass) -> None:
         """Add a batch."""
-        for name, layer in view.layers.items():
-            rows = layer.loss_gradient
-            rows = rows * view.weights(len(rows))[:, None, None]
-            found = layer.map.total(layer.features, rows.to(layer.features.dtype)).double()
+        for name, layer in forward.layers.items():
+            found = layer.total(layer.loss_gradient(), forward.row_weights(layer))
             self.totals[name] = self.totals[name] + found if name in self.totals else found
 
     def finish(self, network: Network, summary: Summary, weight_decay: float) -> Found:

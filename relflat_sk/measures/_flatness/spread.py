@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from relflat_sk._numerics import varies
-from relflat_sk.measures._flatness.layer_curvature import LayerView, View
+from relflat_sk.measures._flatness.layer_pass import LayerPass
+from relflat_sk.measures._flatness.scan import ForwardPass
 
 __all__ = ["FeatureSpreads"]
 
@@ -23,15 +24,15 @@ class FeatureSpreads:
     def __init__(self) -> None:
         self._running: dict[str, _Spread] = {}
 
-    def add(self, view: View) -> None:
+    def add(self, forward: ForwardPass) -> None:
         """Add the features of a batch.
 
         Parameters
         ----------
-        view : View
-            The forward pass of the batch.
+        forward : ForwardPass
+            The forward pass on the batch.
         """
-        for name, layer in view.layers.items():
+        for name, layer in forward.layers.items():
             self._running.setdefault(name, _Spread()).add(layer)
 
     def of(self, layer: str) -> Tensor:
@@ -62,7 +63,7 @@ class _Spread:
     eps: float = 0.0
     columns: Tensor | None = None  # the channel that each column of the weight multiplies
 
-    def add(self, layer: LayerView) -> None:
+    def add(self, layer: LayerPass) -> None:
         """Add the features of a batch."""
         rows = layer.map.channels(layer.features).double()
         size, centre = len(rows), rows.mean(dim=0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from relflat_sk._losses import constant_risk
 from relflat_sk._network import Network, sample_weight
-from relflat_sk.measures._flatness.layer_curvature import View
+from relflat_sk.measures._flatness.scan import ForwardPass
 
 __all__ = ["Flatness", "Found", "Summary"]
 
@@ -24,20 +24,20 @@ class Summary:
     link: str | None = None  # what the network computes behind the last measured layer
     layer_weights: dict[str, Tensor] = field(default_factory=dict)  # (d, m) each, by layer name
 
-    def add(self, view: View) -> None:
+    def add(self, forward: ForwardPass) -> None:
         """Add a batch.
 
         Parameters
         ----------
-        view : View
-            The forward pass of the batch.
+        forward : ForwardPass
+            The forward pass on the batch.
         """
-        self.divisor += view.divisor
-        self.loss += view.loss
-        self.n_samples += len(view)
-        self.output_shape, self.link = view.output_shape, view.link
+        self.divisor += forward.divisor
+        self.loss += forward.loss
+        self.n_samples += len(forward)
+        self.output_shape, self.link = forward.output_shape, forward.link
         if not self.layer_weights:
-            self.layer_weights = {name: layer.weight for name, layer in view.layers.items()}
+            self.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
 
 
 @dataclass

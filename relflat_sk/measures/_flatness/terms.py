@@ -1,73 +1,163 @@
-r"""What the measures of the papers' Table 1 sum over samples, layer by layer.
+r"""Quantities that measures sum over samples, layer by layer.
 
-With ``B_i = sum_c g_ic g_ic^T`` (see `layer_curvature`) and ``G_ic = sum_p g_icp phi_ip^T``,
-the gradient in the weight matrix that belongs to ``g_ic``, the Hessian of the loss in the
-weight of the layer is ``H = mean_i sum_c vec(G_ic) vec(G_ic)^T``, so that for any ``F``,
+With ``B_i = sum_c g_ic g_ic^T`` (see `relflat_sk._network.tail`) and ``G_ic = sum_p g_icp
+phi_ip^T``, the gradient in the weight matrix that belongs to ``g_ic``, the Hessian of the loss in
+the weight of the layer is ``H = mean_i sum_c vec(G_ic) vec(G_ic)^T``, so that for any ``F``,
 ``D``
 
 .. math:: \sum_{k,t} (F_k D_{tt} e_t^\top)^\top H (F_k D_{tt} e_t^\top)
     = \mathrm{mean}_i \sum_c \|F^\top G_{ic} D\|_F^2 .
 
-That is the trace of ``H`` for ``F = I`` and relative flatness for ``F F^T = W W^T``. Each
-quantity below knows that sum in the four ways it can be had: from a closed form, from
-gradients, from all Hessian-vector products it takes, and from random ones. `FeaturePairs` is
-summed from the first two only.
+That is the trace of ``H`` for ``F = I`` and relative flatness for ``F F^T = W W^T``. A quantity
+computes its terms in that sum from a closed form, from gradients, from all Hessian-vector products
+it takes, or from random ones; `FeaturePairs` from the first two only.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from relflat_sk._numerics import inverse_spread
-from relflat_sk.measures._flatness.layer_curvature import LayerView
+from relflat_sk._random import rademacher
+from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
 
 __all__ = ["FeaturePairs", "Neurons", "Quantity", "Trace", "left_factor"]
 
 
-class Quantity(Protocol):
-    """A sum over samples of one or several numbers at one layer."""
+class Quantity:
+    """A sum over samples of one or several numbers at one layer.
 
-    @property
-    def can_be_drawn(self) -> bool:
-        """Whether there are products to sum, or to draw at random, where nothing else works."""
+    Attributes
+    ----------
+    has_products : bool
+        Whether Hessian-vector products give the terms, too: all that it takes, or random ones.
+    """
 
-    def closed(self, view: LayerView) -> Tensor:
-        """Each sample's terms from the layer's closed form: (n, k)."""
+    has_products = True
 
-    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
-        """Each sample's terms that belong to what `View.gradients` found: (n, k)."""
+    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
+        """Compute each sample's terms from the layer's closed form.
 
-    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
-        """Sum the terms over samples with the weights (n,): one number or several."""
+        Parameters
+        ----------
+        layer : ClosedFormLayerPass
+            The layer.
 
-    def directions(self, view: LayerView) -> Iterator[Tensor]:
-        """Yield changes of the layer's output (rows), whose forms sum up to the terms."""
+        Returns
+        -------
+        Tensor of shape (n, k)
+            One row for each row of the features.
+        """
+        raise NotImplementedError
+
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        """Compute each sample's terms that belong to one backward pass.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+        pulled : Tensor of shape (n, d, 1) or (n, d, m)
+            Gradients ``g_ic`` in a flat layer's output, or ``G_ic`` in any other's weight.
+
+        Returns
+        -------
+        Tensor of shape (n, k)
+            To be summed over the passes.
+        """
+        raise NotImplementedError
+
+    def sum_terms(self, layer: LayerPass, terms: Tensor, weights: Tensor) -> Tensor:
+        """Sum terms over samples.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+        terms : Tensor of shape (n, k)
+            Each sample's terms, in float64.
+        weights : Tensor of shape (n,)
+            Weight of each sample.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            One number or several.
+        """
+        return weights @ terms
+
+    def n_products(self, layer: LayerPass) -> float:
+        """Return the number of products that all terms take.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+
+        Returns
+        -------
+        float
+            Infinity if `has_products` is False.
+        """
+        return math.inf
+
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        """Yield changes of the layer's output, whose quadratic forms sum up to the terms.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+
+        Yields
+        ------
+        Tensor of shape (n, d, P)
+            Rows.
+        """
+        raise NotImplementedError
 
     def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
-        """Add the forms (n,) of the direction of that index to the terms."""
+        """Add the quadratic forms of one direction to the terms.
 
-    def n_products(self, view: LayerView) -> float:
-        """How many directions there are; infinity without any."""
+        Parameters
+        ----------
+        index : int
+            Position of the direction.
+        forms : Tensor of shape (n,)
+            The forms.
+        total : Tensor of shape () or (n, k)
+            Terms of the directions before; zero for the first one.
 
-    def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
-        """Each sample's terms, unbiased, from one random product: (n, k)."""
+        Returns
+        -------
+        Tensor of shape (n, k)
+            Terms so far.
+        """
+        raise NotImplementedError
 
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        """Estimate each sample's terms, without bias, from one random product.
 
-class _PerSample:
-    """A quantity whose sum over samples is the weighted sum of its terms."""
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+        generator : torch.Generator
+            Draws the product's vectors.
 
-    can_be_drawn = True
-
-    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
-        return weights @ terms
+        Returns
+        -------
+        Tensor of shape (n, k)
+            Independent for each sample.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Trace(_PerSample):
+class Trace(Quantity):
     """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian.
 
     Parameters
@@ -81,74 +171,77 @@ class Trace(_PerSample):
     factor: Tensor | None = None
     inverse: Tensor | None = None
 
-    def closed(self, view: LayerView) -> Tensor:
-        assert view.closed is not None
+    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
         if self.factor is None:
-            forms = view.closed.diagonal().sum(dim=1)
+            forms = layer.curvature.diagonal().sum(dim=1)
         else:
-            forms = view.closed(self.factor).sum(dim=1)
-        return (self._norms(view) * forms)[:, None]
+            forms = layer.curvature(self.factor).sum(dim=1)
+        return (self._square_norms(layer) * forms)[:, None]
 
-    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
-        if view.flat:
-            left = found[:, :, 0].double()
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        if layer.is_flat:
+            left = pulled[:, :, 0].double()
             left = left if self.factor is None else left @ self.factor
-            return (self._norms(view) * left.square().sum(dim=1))[:, None]
+            return (self._square_norms(layer) * left.square().sum(dim=1))[:, None]
         if self.inverse is not None:
-            found = found * self.inverse.to(found.dtype)
-        return self._left(found).double().square().sum(dim=(1, 2))[:, None]
-
-    def _left(self, array: Tensor) -> Tensor:
-        return array if self.factor is None else self.factor.T.to(array.dtype) @ array
-
-    def _columns(self, view: LayerView) -> Tensor:
+            pulled = pulled * self.inverse.to(pulled.dtype)
         if self.factor is not None:
-            return self.factor
-        return torch.eye(len(view.weight), dtype=view.weight.dtype, device=view.weight.device)
+            pulled = self.factor.T.to(pulled.dtype) @ pulled
+        return pulled.double().square().sum(dim=(1, 2))[:, None]
 
-    def _scale(self, view: LayerView) -> Tensor:
-        ones = torch.ones_like(view.weight)
-        return ones if self.inverse is None else ones * self.inverse
+    def n_products(self, layer: LayerPass) -> float:
+        k = len(layer.weight) if self.factor is None else self.factor.shape[1]
+        return k if layer.is_flat else k * layer.weight.shape[1]
 
-    def n_products(self, view: LayerView) -> int:
-        k = len(view.weight) if self.factor is None else self.factor.shape[1]
-        return k if view.flat else k * view.weight.shape[1]
-
-    def directions(self, view: LayerView) -> Iterator[Tensor]:
-        columns, scale = self._columns(view), self._scale(view)
-        n = len(view.features)
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        columns, scale = self._columns(layer), self._scale(layer)
+        n = len(layer.features)
         for column in columns.T:
-            if view.flat:
-                yield column.expand(n, -1)[:, :, None] * self._norms(view).sqrt()[:, None, None]
+            if layer.is_flat:
+                norms = self._square_norms(layer).sqrt()
+                yield column.expand(n, -1)[:, :, None] * norms[:, None, None]
                 continue
             for t in range(scale.shape[1]):
-                matrix = torch.zeros_like(view.weight)
+                matrix = torch.zeros_like(layer.weight)
                 matrix[:, t] = column * scale[:, t]
-                yield view.map.apply(view.features, matrix.to(view.features.dtype))
+                yield layer.map.apply(layer.features, matrix.to(layer.features.dtype))
 
     def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
         return total + forms[:, None]
 
-    def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
-        columns, n = self._columns(view), len(view.features)
-        k, m = columns.shape[1], view.weight.shape[1]
-        if view.flat:
-            rows = (_signs((n, k), generator) @ columns.T)[:, :, None]
-            rows = rows * self._norms(view).sqrt()[:, None, None]
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        columns, n = self._columns(layer), len(layer.features)
+        k, m = columns.shape[1], layer.weight.shape[1]
+        if layer.is_flat:
+            rows = (rademacher((n, k), columns, generator) @ columns.T)[:, :, None]
+            rows = rows * self._square_norms(layer).sqrt()[:, None, None]
         else:
-            matrices = (columns @ _signs((n, k, m), generator)) * self._scale(view)
-            rows = view.map.apply(view.features, matrices.to(view.features.dtype))
-        return _forms(view, rows)[:, None]
+            signs = rademacher((n, k, m), columns, generator)
+            matrices = (columns @ signs) * self._scale(layer)
+            rows = layer.map.apply(layer.features, matrices.to(layer.features.dtype))
+        return layer.forms([rows])[0][:, None]
 
-    def _norms(self, view: LayerView) -> Tensor:
+    def _columns(self, layer: LayerPass) -> Tensor:
+        """Return ``F``."""
+        if self.factor is not None:
+            return self.factor
+        return torch.eye(len(layer.weight), dtype=layer.weight.dtype, device=layer.weight.device)
+
+    def _scale(self, layer: LayerPass) -> Tensor:
+        """Return ``D`` for each row: (d, m)."""
+        ones = torch.ones_like(layer.weight)
+        return ones if self.inverse is None else ones * self.inverse
+
+    def _square_norms(self, layer: LayerPass) -> Tensor:
+        """Return ``|D phi_i|^2`` of a flat layer: (n,)."""
         if self.inverse is None:
-            norm: Tensor = torch.linalg.vector_norm(view.features, dim=1, dtype=torch.float64)
+            norm: Tensor = torch.linalg.vector_norm(layer.features, dim=1, dtype=torch.float64)
             return norm.square()
-        return (view.features.double() * self.inverse).square().sum(dim=1)
+        return (layer.features.double() * self.inverse).square().sum(dim=1)
 
 
 @dataclass(frozen=True)
-class Neurons(_PerSample):
+class Neurons(Quantity):
     """``rho(j) = (W e_j e_j^T)^T H (W e_j e_j^T)`` of each input neuron j, or their sum.
 
     Parameters
@@ -159,98 +252,99 @@ class Neurons(_PerSample):
 
     total: bool
 
-    def _finish(self, terms: Tensor) -> Tensor:
-        return terms.sum(dim=1, keepdim=True) if self.total else terms
+    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
+        return self._finish(layer.curvature(layer.weight) * layer.features.double().square())
 
-    def closed(self, view: LayerView) -> Tensor:
-        assert view.closed is not None
-        return self._finish(view.closed(view.weight) * view.features.double().square())
-
-    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
-        weight = view.weight.to(found.dtype)
-        if view.flat:
-            along = (found[:, :, 0] @ weight) * view.features
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        weight = layer.weight.to(pulled.dtype)
+        if layer.is_flat:
+            along = (pulled[:, :, 0] @ weight) * layer.features
         else:
-            along = (found * weight).sum(dim=1)
+            along = (pulled * weight).sum(dim=1)
         return self._finish(along.double().square())
 
-    def n_products(self, view: LayerView) -> int:
-        return view.weight.shape[1]
+    def n_products(self, layer: LayerPass) -> float:
+        return layer.weight.shape[1]
 
-    def directions(self, view: LayerView) -> Iterator[Tensor]:
-        for j in range(view.weight.shape[1]):
-            matrix = torch.zeros_like(view.weight)
-            matrix[:, j] = view.weight[:, j]
-            yield view.map.apply(view.features, matrix.to(view.features.dtype))
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        for j in range(layer.weight.shape[1]):
+            matrix = torch.zeros_like(layer.weight)
+            matrix[:, j] = layer.weight[:, j]
+            yield layer.map.apply(layer.features, matrix.to(layer.features.dtype))
 
     def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
         if self.total:
             return total + forms[:, None]
         return torch.cat([total, forms[:, None]], dim=1) if index else forms[:, None]
 
-    def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
-        n, m = len(view.features), view.weight.shape[1]
-        signed = view.weight * _signs((n, m), generator)[:, None]
-        rows = view.map.apply(view.features, signed.to(view.features.dtype))
-        back = view.map.transpose(view.features, view.product(rows))
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        n, m = len(layer.features), layer.weight.shape[1]
+        signed = layer.weight * rademacher((n, m), layer.weight, generator)[:, None]
+        rows = layer.map.apply(layer.features, signed.to(layer.features.dtype))
+        back = layer.map.transpose(layer.features, layer.product(rows))
         return self._finish((back.double() * signed).sum(dim=1))
+
+    def _finish(self, terms: Tensor) -> Tensor:
+        """Sum terms (n, m) over the neurons, if that is asked for."""
+        return terms.sum(dim=1, keepdim=True) if self.total else terms
 
 
 @dataclass(frozen=True)
-class FeaturePairs:
+class FeaturePairs(Quantity):
     """``M_tj = mean_i phi_it^2 (w_j^T B_i w_j)``, with ``w_j`` the columns of ``W``: (m, m).
 
     From ``M`` and the features' standard deviations ``s`` the normalised flatness follows as
-    ``sum_tj (s_j / s_t)^2 M_tj``, so that both can be had in one pass over the data. Only for
-    layers with one position for each sample, from closed forms or gradients.
+    ``sum_tj (s_j / s_t)^2 M_tj``, so that one pass over the data gives both. Only for flat
+    layers, from closed forms or gradients.
     """
 
-    can_be_drawn = False
+    has_products = False
 
-    def closed(self, view: LayerView) -> Tensor:
-        assert view.closed is not None
-        return view.closed(view.weight)
+    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
+        return layer.curvature(layer.weight)
 
-    def gradient(self, view: LayerView, found: Tensor) -> Tensor:
-        return (found[:, :, 0].double() @ view.weight).square()
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        return (pulled[:, :, 0].double() @ layer.weight).square()
 
-    def sum_terms(self, view: LayerView, terms: Tensor, weights: Tensor) -> Tensor:
-        squares = view.features.double().square() * weights[:, None]
+    def sum_terms(self, layer: LayerPass, terms: Tensor, weights: Tensor) -> Tensor:
+        squares = layer.features.double().square() * weights[:, None]
         return (squares.T @ terms).flatten()
 
-    def n_products(self, view: LayerView) -> float:
-        return math.inf
-
-    def directions(self, view: LayerView) -> Iterator[Tensor]:
-        raise NotImplementedError
-
-    def collect(self, index: int, forms: Tensor, total: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def draw(self, view: LayerView, generator: torch.Generator) -> Tensor:
-        raise NotImplementedError
-
     @staticmethod
-    def normalized(pairs: Tensor, spread: Tensor) -> Tensor:
-        """Return the normalised flatness, given M (m * m,) and the deviations s (m,)."""
+    def normalize(pairs: Tensor, spread: Tensor) -> Tensor:
+        """Compute the normalised flatness.
+
+        Parameters
+        ----------
+        pairs : Tensor of shape (m * m,)
+            ``M``.
+        spread : Tensor of shape (m,)
+            Standard deviations of the features, 0 for features that never vary.
+
+        Returns
+        -------
+        Tensor of shape (1,)
+            The flatness.
+        """
         ratios = inverse_spread(spread).square()[:, None] * spread.square()
         return (ratios.flatten() * pairs).sum()[None]
 
 
 def left_factor(weight: Tensor) -> Tensor:
-    """Return a matrix F with min(d, m) columns and F F^T = W W^T."""
+    """Return a matrix F with min(d, m) columns and F F^T = W W^T.
+
+    Parameters
+    ----------
+    weight : Tensor of shape (d, m)
+        ``W``.
+
+    Returns
+    -------
+    Tensor of shape (d, min(d, m))
+        ``F``.
+    """
     d, m = weight.shape
     if d >= m:
         return weight
     factor: Tensor = torch.linalg.qr(weight.T, mode="r").R.T  # W = R^T Q^T
     return factor
-
-
-def _forms(view: LayerView, rows: Tensor) -> Tensor:
-    return (view.product(rows).double() * rows).sum(dim=(1, 2))
-
-
-def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Rademacher signs in float64."""
-    draws = torch.randint(0, 2, shape, generator=generator, device=generator.device)
-    return 2.0 * draws.double() - 1

@@ -14,10 +14,12 @@ from torch import Tensor
 from relflat_sk._network import Network
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import RandomState, make_generator
-from relflat_sk.measures._flatness.layer_curvature import LayerView, View, scan
+from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
+from relflat_sk.measures._flatness.layer_pass import LayerPass
+from relflat_sk.measures._flatness.scan import ForwardPass, scan
 from relflat_sk.measures._flatness.spread import FeatureSpreads
 from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
-from relflat_sk.measures._flatness.summation import Key, Summation, Sums
+from relflat_sk.measures._flatness.summation import Mean, Summation
 from relflat_sk.measures._flatness.terms import (
     FeaturePairs,
     Neurons,
@@ -142,22 +144,24 @@ class TraceMeasures:
         self._in_one_pass: bool | None = None  # decided with the first batch
         self._n_parameters = sum(p.numel() for p in network.module.parameters())
 
-    def add(self, view: View) -> None:
+    def add(self, forward: ForwardPass) -> None:
         """Add a batch.
 
         Parameters
         ----------
-        view : View
-            The forward pass of the batch.
+        forward : ForwardPass
+            The forward pass on the batch.
         """
         if self._in_one_pass is None:
-            layers = view.layers.values()
-            cheap = (self._has_cheap_pairs(view, layer) for layer in layers)
-            self._in_one_pass = self._spreads is None or all(cheap)
+            self._in_one_pass = self._spreads is None or all(
+                self._has_cheap_pairs(curvature, layer)
+                for curvature in forward.curvatures
+                for layer in curvature.layers.values()
+            )
         if self._spreads is not None:
-            self._spreads.add(view)
+            self._spreads.add(forward)
         if self._in_one_pass:
-            self._sums.add(view)
+            self._sums.add(forward)
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with further passes where one is not enough.
@@ -174,52 +178,49 @@ class TraceMeasures:
         dict of (layer name, measure name) to Flatness
             One for each layer and measure.
         """
-        sums = self._sums.finish(summary)
-        self._add_normalized(sums)
+        means = self._sums.finish(summary)
+        self._add_normalized(means)
         wanted = [(layer, name) for layer in summary.layer_weights for name in self.names]
-        missing = [key for key in wanted if key not in sums]
+        missing = [key for key in wanted if key not in means]
         if missing:
             again = self._new_sums(partial(self._second_quantities, missing))
             scan(self.network, list(dict.fromkeys(layer for layer, _ in missing)), again.add)
-            sums |= again.finish(summary)
+            means |= again.finish(summary)
         return {
-            (layer, name): self._measure(name, sums[layer, name], summary, layer, weight_decay)
+            (layer, name): self._measure(name, means[layer, name], summary, layer, weight_decay)
             for layer, name in wanted
         }
 
-    def _add_normalized(self, sums: dict[Key, Sums]) -> None:
-        """Turn sums of `FeaturePairs` into normalised flatness."""
-        for layer, _ in [key for key in sums if key[1] == _PAIRS]:
+    def _add_normalized(self, means: dict[Key, Mean]) -> None:
+        """Turn means of `FeaturePairs` into normalised flatness."""
+        for layer, _ in [key for key in means if key[1] == _PAIRS]:
             assert self._spreads is not None
-            pairs = sums.pop((layer, _PAIRS))
-            value = FeaturePairs.normalized(pairs.value, self._spreads.of(layer))
-            normalized = Sums(value, torch.zeros_like(value), pairs.method)
-            sums |= {
-                (layer, name): normalized for name in TRACE_LIKE if TRACE_LIKE[name].normalized
-            }
+            pairs = means.pop((layer, _PAIRS))
+            value = FeaturePairs.normalize(pairs.value, self._spreads.of(layer))
+            means[layer, _NORMALIZED] = Mean(value, torch.zeros_like(value), pairs.method)
 
     def _measure(
-        self, name: str, sums: Sums, summary: Summary, layer: str, weight_decay: float
+        self, name: str, mean: Mean, summary: Summary, layer: str, weight_decay: float
     ) -> Flatness:
-        """Compute one measure at one layer from its sums."""
+        """Compute one measure at one layer from the mean of its quantity."""
         measure, weight = TRACE_LIKE[name], summary.layer_weights[layer]
-        values = measure.finish(sums.value, weight)
+        values = measure.finish(mean.value, weight)
         if weight_decay:
             values = values + weight_decay * measure.decay(weight).to(values.device)
         at = int(values.argmax())  # one value, or the neuron that is least flat
-        stderr = float(measure.finish(sums.stderr, weight)[at])
-        return Flatness(float(values[at]), stderr, sums.method, self.network, summary)
+        stderr = float(measure.finish(mean.stderr, weight)[at])
+        return Flatness(float(values[at]), stderr, mean.method, self.network, summary)
 
-    def _has_cheap_pairs(self, view: View, layer: LayerView) -> bool:
+    def _has_cheap_pairs(self, curvature: LayerCurvature, layer: LayerPass) -> bool:
         """Return whether `FeaturePairs` costs less than a second forward pass."""
         return (
-            layer.flat
+            layer.is_flat
             # multiplications for each sample
             and layer.weight.shape[1] ** 2 <= self._n_parameters
-            and self._sums.can_sum(view, layer, FeaturePairs())
+            and self._sums.can_afford(curvature.n_passes(layer, FeaturePairs()))
         )
 
-    def _first_quantities(self, layer: LayerView) -> Mapping[Hashable, Quantity]:
+    def _first_quantities(self, layer: LayerPass) -> Mapping[Hashable, Quantity]:
         """Return the quantities that need no spread, and the pairs if one pass is enough."""
         found: dict[Hashable, Quantity] = {
             name: TRACE_LIKE[name].quantity(layer.weight, None)
@@ -229,7 +230,7 @@ class TraceMeasures:
         return found if self._spreads is None else {**found, _PAIRS: FeaturePairs()}
 
     def _second_quantities(
-        self, missing: Collection[Key], layer: LayerView
+        self, missing: Collection[Key], layer: LayerPass
     ) -> Mapping[Hashable, Quantity]:
         """Return the quantities that the first pass was not enough for."""
         spread = None if self._spreads is None else self._spreads.of(layer.name)

@@ -1,0 +1,103 @@
+"""Exact sums of quantities over samples, filled batch by batch."""
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+
+from torch import Tensor
+
+from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
+from relflat_sk.measures._flatness.layer_pass import LayerPass
+from relflat_sk.measures._flatness.scan import ForwardPass
+from relflat_sk.measures._flatness.terms import Quantity
+
+__all__ = ["ExactSums", "Quantities"]
+
+Quantities = Callable[[LayerPass], Mapping[Hashable, Quantity]]  # by name, at one layer
+
+
+class ExactSums:
+    """Exact sums of the quantities that take few enough backward passes or products per batch.
+
+    Parameters
+    ----------
+    quantities : callable
+        From a layer to its quantities by name.
+    most : float
+        Most passes for one batch. With 0 nothing is summed exactly, not even closed forms.
+
+    Attributes
+    ----------
+    totals : dict of (layer name, quantity name) to Tensor
+        The sums so far.
+    methods : dict of (layer name, quantity name) to str
+        How they were computed.
+    to_draw : dict of (layer name, quantity name) to float
+        Quantities to estimate by random probes, with the passes that an exact sum would take.
+    too_late : set of (layer name, quantity name)
+        Quantities of which some batches were summed before one turned out to be too dear.
+    """
+
+    def __init__(self, quantities: Quantities, most: float) -> None:
+        self.most = most
+        self.totals: dict[Key, Tensor] = {}
+        self.methods: dict[Key, str] = {}
+        self.to_draw: dict[Key, float] = {}
+        self.too_late: set[Key] = set()
+        self._left_out: set[Key] = set()
+        self._quantities = quantities
+        self._known: dict[str, Mapping[Hashable, Quantity]] = {}
+
+    def add(self, forward: ForwardPass) -> None:
+        """Add a batch.
+
+        Parameters
+        ----------
+        forward : ForwardPass
+            The forward pass on the batch.
+        """
+        for curvature in forward.curvatures:
+            affordable = self._affordable(curvature)
+            for key, terms in curvature.sum_exactly(affordable):
+                layer = curvature.layers[key[0]]
+                weights = forward.row_weights(layer)
+                total = affordable[key].sum_terms(layer, terms.double(), weights)
+                self.totals[key] = self.totals[key] + total if key in self.totals else total
+                self.methods[key] = curvature.method
+
+    def can_afford(self, n_passes: float) -> bool:
+        """Return whether a quantity is summed exactly.
+
+        Parameters
+        ----------
+        n_passes : float
+            Backward passes or products for one batch.
+
+        Returns
+        -------
+        bool
+            False if it is to be drawn.
+        """
+        return n_passes <= self.most and self.most > 0 and math.isfinite(n_passes)
+
+    def _affordable(self, curvature: LayerCurvature) -> dict[Key, Quantity]:
+        """Return the quantities to sum, and leave the others out from this batch on."""
+        affordable = {}
+        for name, layer in curvature.layers.items():
+            if name not in self._known:
+                self._known[name] = self._quantities(layer)
+            for what, quantity in self._known[name].items():
+                key, n_passes = (name, what), curvature.n_passes(layer, quantity)
+                if key not in self._left_out and self.can_afford(n_passes):
+                    affordable[key] = quantity
+                elif key not in self._left_out:
+                    self._leave_out(key, quantity, n_passes)
+        return affordable
+
+    def _leave_out(self, key: Key, quantity: Quantity, n_passes: float) -> None:
+        """Note that a quantity is not summed exactly."""
+        self._left_out.add(key)
+        begun = self.totals.pop(key, None) is not None
+        if quantity.has_products and begun:
+            self.too_late.add(key)
+        elif quantity.has_products:
+            self.to_draw[key] = n_passes

@@ -1,0 +1,220 @@
+"""One layer in the network's forward pass on one batch, and the Hessian of the loss there.
+
+Arrays are laid out as in `relflat_sk._network.layer_maps`: *rows* are of shape (n, d, P), with P
+positions of each sample.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from relflat_sk._losses import ClosedForm, Curvature, product_curvature
+from relflat_sk._network import LayerMap
+
+__all__ = ["ClosedFormLayerPass", "LayerPass"]
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One layer in the forward pass on a batch of n samples.
+
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer.
+    map : LayerMap
+        The layer as a linear map of its weight.
+    features : Tensor of shape (n, ...)
+        The layer's input.
+    offset : Tensor of shape (n, ...)
+        Zeros added to the layer's output, by which the loss is differentiated.
+    summed_loss : Tensor of shape ()
+        The loss, summed over the batch.
+    """
+
+    name: str
+    map: LayerMap
+    features: Tensor
+    offset: Tensor
+    summed_loss: Tensor
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weight as a matrix of shape (d, m), in float64."""
+        return self.map.weight.double()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each sample has one position, and features of shape (n, m)."""
+        return self.map.is_flat(self.features)
+
+    @property
+    def n_stored(self) -> float:
+        """How many numbers products need without the network; infinity if they need it."""
+        return math.inf
+
+    def loss_gradient(self) -> Tensor:
+        """Compute the gradient of each sample's loss in the layer's output.
+
+        Returns
+        -------
+        Tensor of shape (n, d, P)
+            Rows.
+        """
+        found = None
+        if self.summed_loss.requires_grad:
+            (found,) = torch.autograd.grad(
+                self.summed_loss, self.offset, retain_graph=True, allow_unused=True
+            )
+        found = torch.zeros_like(self.offset) if found is None else found
+        if self.is_flat:  # also where tokens count as samples
+            return found.reshape(len(self.features), -1, 1)
+        return self.map.to_rows(found)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Compute products with the Hessians of the samples' losses in the layer's output.
+
+        Parameters
+        ----------
+        rows : Tensor of shape (n, d, P)
+            One vector for each sample.
+
+        Returns
+        -------
+        Tensor of shape (n, d, P)
+            Rows.
+        """
+        return self.map.to_rows(self._products.product(self._like_output(rows)))
+
+    def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Compute quadratic forms of those Hessians, of several vectors in one go if possible.
+
+        Parameters
+        ----------
+        directions : sequence of Tensor of shape (n, d, P)
+            Each has one vector for each sample.
+
+        Returns
+        -------
+        list of Tensor of shape (n,)
+            One for each of the directions, in float64.
+        """
+        if len(directions) == 1:
+            return self._forms_one_by_one(directions)
+        vectors = torch.stack([self._like_output(rows) for rows in directions])
+        try:
+            products = self._products.product(vectors)
+        except (RuntimeError, ValueError):
+            # a user's own autograd function need not allow torch.func.vmap
+            return self._forms_one_by_one(directions)
+        return [
+            (self.map.to_rows(product).double() * rows).sum(dim=(1, 2))
+            for product, rows in zip(products, directions, strict=True)
+        ]
+
+    def weight_product(self, matrix: Tensor, weights: Tensor) -> Tensor:
+        """Multiply the Hessian of the batch's loss in the layer's weight with a matrix.
+
+        Parameters
+        ----------
+        matrix : Tensor of shape (d, m)
+            A change of the weight.
+        weights : Tensor of shape (n,)
+            Weight of each sample in the sum over the batch.
+
+        Returns
+        -------
+        Tensor of shape (d, m)
+            In float64.
+        """
+        return self.total(self.product(self.map.apply(self.features, self._like(matrix))), weights)
+
+    def total(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Sum outer products of rows with the features, over samples and positions.
+
+        Parameters
+        ----------
+        rows : Tensor of shape (n, d, P)
+            One vector for each position.
+        weights : Tensor of shape (n,)
+            Weight of each sample.
+
+        Returns
+        -------
+        Tensor of shape (d, m)
+            In float64.
+        """
+        rows = rows * weights[:, None, None]
+        return self.map.total(self.features, self._like(rows)).double()
+
+    @cached_property
+    def _products(self) -> Curvature:
+        """The curvature in the layer's output, by differentiating twice."""
+        return product_curvature(self.summed_loss, self.offset)
+
+    def _forms_one_by_one(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Compute quadratic forms with one product for each direction."""
+        return [(self.product(rows).double() * rows).sum(dim=(1, 2)) for rows in directions]
+
+    def _like(self, array: Tensor) -> Tensor:
+        return array.to(self.features.dtype)
+
+    def _like_output(self, rows: Tensor) -> Tensor:
+        """Bring rows into shape and precision of the layer's output."""
+        return self.map.from_rows(rows.to(self.offset.dtype), self.offset)
+
+
+@dataclass(frozen=True)
+class ClosedFormLayerPass(LayerPass):
+    """One layer in the forward pass on a batch, with its curvature in closed form.
+
+    Parameters
+    ----------
+    name, map, offset, summed_loss
+        See `LayerPass`.
+    features : Tensor of shape (n, m)
+        The layer's input, one row for each sample or token.
+    curvature : ClosedForm
+        Curvature of the summed loss in the layer's output, rows in the same order.
+    """
+
+    curvature: ClosedForm
+
+    @property
+    def n_stored(self) -> float:
+        """How many numbers products need without the network."""
+        return self.features.numel() + 2 * self.offset.numel()
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Compute products with the Hessians of the samples' losses in the layer's output.
+
+        Parameters
+        ----------
+        rows : Tensor of shape (n, d, 1)
+            One vector for each sample.
+
+        Returns
+        -------
+        Tensor of shape (n, d, 1)
+            Rows.
+        """
+        return self.curvature.product(rows[:, :, 0])[:, :, None]
+
+    def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Compute quadratic forms of those Hessians.
+
+        Parameters
+        ----------
+        directions : sequence of Tensor of shape (n, d, 1)
+            Each has one vector for each sample.
+
+        Returns
+        -------
+        list of Tensor of shape (n,)
+            One for each of the directions, in float64.
+        """
+        return self._forms_one_by_one(directions)

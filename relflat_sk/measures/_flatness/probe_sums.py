@@ -1,0 +1,192 @@
+"""Sums of quantities over samples, estimated by random probes with standard errors.
+
+Probes are drawn for each sample independently. A pilot run estimates the variance between a
+sample's probes; the number of probes follows from it.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from relflat_sk._network import Network
+from relflat_sk.measures._flatness.exact_sums import Quantities
+from relflat_sk.measures._flatness.layer_curvature import Key
+from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.terms import Quantity
+
+__all__ = ["PILOT", "ProbeSums"]
+
+# probes for each sample in the pilot run
+PILOT = 2
+
+
+@dataclass
+class _Probes:
+    """Running mean and variance between a sample's probes, summed over samples."""
+
+    total: Tensor | float = 0.0
+    scatter: Tensor | float = 0.0
+    done: int = 0
+    freedom: int = 0
+
+    def add(self, mean: Tensor, variance: Tensor, n_probes: int) -> None:
+        """Add a round of probes."""
+        self.total = self.total + n_probes * mean
+        self.scatter = self.scatter + (n_probes - 1) * variance
+        self.done += n_probes
+        self.freedom += n_probes - 1
+
+    def value(self) -> Tensor:
+        """Return the sum over samples: (k,)."""
+        return torch.as_tensor(self.total / self.done)
+
+    def variance(self) -> Tensor:
+        """Return the variance of that sum with one probe for each sample: (k,)."""
+        return torch.as_tensor(self.scatter / self.freedom)
+
+    def stderr(self) -> Tensor:
+        """Return the standard error of the sum: (k,)."""
+        return (self.variance() / self.done).sqrt()
+
+    def n_needed(self, rtol: float) -> float:
+        """Return how many probes bring the standard error down to `rtol` of the value."""
+        values, variances = self.value(), self.variance()
+        at = int(values.argmax())  # one value, or the neuron that is least flat
+        value, variance = float(values[at]), float(variances[at])
+        if not math.isfinite(value) or variance == 0:
+            return 0.0
+        return variance / (rtol * value) ** 2 if value else math.inf
+
+
+class ProbeSums:
+    """Estimated sums of quantities, with as many probes as their standard errors need.
+
+    Parameters
+    ----------
+    quantities : callable
+        From a layer to its quantities by name.
+    generator : torch.Generator
+        Draws the probes.
+    """
+
+    def __init__(self, quantities: Quantities, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._quantities = quantities
+        self._known: dict[str, Mapping[Hashable, Quantity]] = {}
+        self._probes: dict[Key, _Probes] = {}
+        self._round: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    def add(self, forward: ForwardPass, keys: Sequence[Key], n_probes: int = PILOT) -> None:
+        """Draw probes for the samples of a batch.
+
+        Parameters
+        ----------
+        forward : ForwardPass
+            The forward pass on the batch.
+        keys : sequence of (layer name, quantity name)
+            The quantities to estimate.
+        n_probes : int, default=PILOT
+            Probes for each sample.
+        """
+        running: dict[Key, tuple[Tensor, Tensor]] = {}
+        for j in range(1, n_probes + 1):
+            for key, draw in self._draw(forward, keys):
+                mean, squares = running.get(key, (draw * 0, draw * 0))
+                shift = draw - mean
+                mean = mean + shift / j
+                running[key] = mean, squares + shift * (draw - mean)
+        for key, (mean, squares) in running.items():
+            weights = forward.row_weights(forward.layers[key[0]])
+            total, scatter = self._round.get(key, (0.0, 0.0))
+            self._round[key] = (
+                total + weights @ mean,
+                scatter + weights.square() @ squares / (n_probes - 1),
+            )
+
+    def _draw(self, forward: ForwardPass, keys: Sequence[Key]) -> list[tuple[Key, Tensor]]:
+        """Draw one probe for each sample and quantity."""
+        drawn: list[tuple[Key, Tensor]] = []
+        for curvature in forward.curvatures:
+            wanted = {
+                key: self._quantity(forward, key) for key in keys if key[0] in curvature.layers
+            }
+            drawn += curvature.draw(wanted, self.generator).items()
+        return drawn
+
+    def _quantity(self, forward: ForwardPass, key: Key) -> Quantity:
+        """Return the quantity of some name."""
+        layer, name = key
+        if layer not in self._known:
+            self._known[layer] = self._quantities(forward.layers[layer])
+        return self._known[layer][name]
+
+    def close_round(self, n_probes: int = PILOT) -> None:
+        """Count a round of probes, when it was drawn for all samples.
+
+        Parameters
+        ----------
+        n_probes : int, default=PILOT
+            Probes of each sample in the round.
+        """
+        for key, (total, variance) in self._round.items():
+            self._probes.setdefault(key, _Probes()).add(total, variance, n_probes)
+        self._round = {}
+
+    def refine(
+        self,
+        network: Network,
+        passes: Mapping[Key, float],
+        *,
+        most: int,
+        rtol: float,
+        or_exact: bool,
+    ) -> set[Key]:
+        """Add rounds of probes, each a pass over the data, until standard errors are small.
+
+        Parameters
+        ----------
+        network : Network
+            The network, with its loss and data.
+        passes : dict of (layer name, quantity name) to float
+            Quantities to refine, with the passes that an exact sum would take.
+        most : int
+            Most probes for each sample.
+        rtol : float
+            Largest standard error, as a share of the value.
+        or_exact : bool
+            Whether to leave out quantities whose exact sum costs less than the probes.
+
+        Returns
+        -------
+        set of (layer name, quantity name)
+            The quantities left out.
+        """
+        left_out: set[Key] = set()
+        keys, done = list(passes), PILOT
+        while True:
+            needed = {key: self._probes[key].n_needed(rtol) for key in keys}
+            if or_exact:
+                left_out |= {key for key in keys if needed[key] > max(done, passes[key])}
+            keys = [key for key in keys if needed[key] > done and key not in left_out]
+            if not keys or done + 2 > most:
+                return left_out
+            missing = 1.05 * max(needed[key] for key in keys) - done
+            n_probes = int(min(max(missing, 2), most - done))
+            layers = list(dict.fromkeys(layer for layer, _ in keys))
+            scan(network, layers, partial(self.add, keys=keys, n_probes=n_probes))
+            self.close_round(n_probes)
+            done += n_probes
+
+    def sums(self) -> dict[Key, tuple[Tensor, Tensor]]:
+        """Return the sums over samples and their standard errors.
+
+        Returns
+        -------
+        dict of (layer name, quantity name) to (Tensor, Tensor)
+            Both of shape (k,).
+        """
+        return {key: (probes.value(), probes.stderr()) for key, probes in self._probes.items()}

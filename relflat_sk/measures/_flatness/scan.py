@@ -1,0 +1,296 @@
+"""Passes over the data: run the network batch by batch, and record some of its layers.
+
+Memory does not grow with the number of samples: nothing of a batch is kept while the network
+runs on the next one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._checks import is_integer
+from relflat_sk._losses import Loss, Target
+from relflat_sk._network import (
+    Batch,
+    Layer,
+    LayerRecord,
+    Network,
+    Recorder,
+    Tail,
+    check_layer,
+    choose_curvatures,
+    find_layer,
+    find_link,
+    layer_map,
+    record_order,
+    record_tail,
+    sample_weight,
+    weight_layers,
+)
+from relflat_sk.measures._flatness.layer_curvature import (
+    LayerCurvature,
+    LayerCurvatures,
+    needs_labels,
+)
+from relflat_sk.measures._flatness.layer_pass import LayerPass
+
+__all__ = ["ForwardPass", "find_measured_layer", "scan"]
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The forward pass on one batch of n samples.
+
+    Parameters
+    ----------
+    layers : dict of str to LayerPass
+        The recorded layers by name, in forward order.
+    curvatures : list of LayerCurvature
+        The curvature at the same layers, each of them in one item.
+    sample_weight : Tensor of shape (n,)
+        Weight of each sample, in float64.
+    divisor : float
+        Divides this batch's summed loss in the criterion's mean.
+    loss : float
+        Summed loss; nan without labels.
+    output_shape : torch.Size
+        Shape of the output for one sample.
+    link : str or None
+        Function from the last recorded layer to the output, see `find_link`.
+    """
+
+    layers: dict[str, LayerPass]
+    curvatures: list[LayerCurvature]
+    sample_weight: Tensor
+    divisor: float
+    loss: float
+    output_shape: torch.Size
+    link: str | None
+
+    def __len__(self) -> int:
+        return len(self.sample_weight)
+
+    def row_weights(self, layer: LayerPass) -> Tensor:
+        """Return the weights of the samples, or of the tokens if those are a layer's rows.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            One of the recorded layers.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            One weight for each row of the layer's features, in float64.
+        """
+        return self.sample_weight.repeat_interleave(len(layer.features) // len(self))
+
+
+def scan(
+    network: Network, layers: Sequence[Layer] | str, *visits: Callable[[ForwardPass], object]
+) -> None:
+    """Run the network on all the data once, and call functions on the pass of each batch.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    layers : sequence of int, str or nn.Module, or "all"
+        The layers to record; integers are positions in forward order.
+    *visits : callable
+        Called with the `ForwardPass` of each batch, in this order. Nothing of a batch is alive
+        when the network runs on the next one, unless one of them keeps it.
+
+    Raises
+    ------
+    LayerNotFoundError, TypeError, ValueError
+        If the layers, the data or the criterion do not fit the network.
+    """
+    runner = _Runner(network, layers)
+    for batch in network.batches():
+        _visit(runner, batch, visits)
+
+
+def _visit(
+    runner: "_Runner", batch: Batch, visits: Sequence[Callable[[ForwardPass], object]]
+) -> None:
+    """Run one batch, whose pass ends with this function."""
+    forward = runner.run(batch)
+    for visit in visits:
+        visit(forward)
+
+
+def find_measured_layer(network: Network, layer: Layer) -> str:
+    """Find a layer at which the network can be measured, by running the first batch.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    layer : int, str or nn.Module
+        Position in forward order, dotted name, or the module itself.
+
+    Returns
+    -------
+    str
+        Dotted name of the layer.
+
+    Raises
+    ------
+    LayerNotFoundError, TypeError, ValueError
+        If the layer, the data or the criterion do not fit the network.
+    """
+    (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
+    return name
+
+
+class _Runner:
+    """Runs the network on batches, and finds the layers to record with the first of them."""
+
+    def __init__(self, network: Network, layers: Sequence[Layer] | str) -> None:
+        self.network = network
+        self.layers = layers
+        self._names: list[str] = []
+
+    def run(self, batch: Batch) -> ForwardPass:
+        """Run the network on one batch."""
+        if self._names:
+            output, records = _record(self.network, self._names, batch)
+        else:
+            output, records = self._find(batch)
+            for record in records:
+                _check_linear(self.network.module, record)
+            self._names = [record.name for record in records]
+        return _forward_pass(self.network, batch, output, records)
+
+    def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
+        """Run the first batch, and find the layers by the order in which they are called."""
+        module = self.network.module
+        registered = list(weight_layers(module))
+        # most networks register layers in the order of their calls: a guess, checked below
+        guess = registered
+        if self.layers != "all":
+            guess = [_guess(module, layer, registered) for layer in self.layers]
+        with record_order(module) as recorder:
+            output, records = _record(self.network, guess, batch)
+        names = self._names_in_order(guess, recorder)
+        if not set(names) <= set(guess):
+            return _record(self.network, names, batch)
+        by_name = {record.name: record for record in records}
+        return output, [by_name[name] for name in names]
+
+    def _names_in_order(self, guess: Sequence[str], recorder: Recorder) -> list[str]:
+        """Return the names of the layers in forward order, each of them once."""
+        module, order = self.network.module, recorder.order
+        if self.layers == "all":
+            if not order:
+                find_layer(module, -1)  # raises: the network has none
+            return order
+        names = [
+            find_layer(module, layer, order) if is_integer(layer) else name
+            for layer, name in zip(self.layers, guess, strict=True)
+        ]
+        position = {name: at for at, name in enumerate(order)}
+        return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
+
+
+def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
+    """Return the name of a layer if layers are called in the order of their registration."""
+    if is_integer(layer) and registered:
+        assert not isinstance(layer, str | nn.Module)
+        within = -len(registered) <= layer < len(registered)
+        return registered[layer] if within else registered[0]
+    return find_layer(module, layer)
+
+
+def _record(
+    network: Network, names: Sequence[str], batch: Batch
+) -> tuple[Tensor, list[LayerRecord]]:
+    """Run the network on a batch, and return its output and the records of some layers."""
+    with torch.no_grad(), record_tail(network.module, *names) as recorder:
+        output = network(batch.x)
+    return output, [recorder[name] for name in dict.fromkeys(names)]
+
+
+def _check_linear(module: nn.Module, record: LayerRecord) -> None:
+    """Refuse a layer that does not compute ``W x + b`` with its weight."""
+    layer = check_layer(module, record.name)
+    as_map = layer_map(layer)
+    features, z = (array[:8] for array in record.check())
+    with torch.no_grad():
+        rows = as_map.apply(features, as_map.weight.to(features.dtype))
+        bias = getattr(layer, "bias", None)
+        expected = rows if bias is None else rows + bias[:, None]
+        error = (as_map.to_rows(z) - expected).abs().max()
+        scale = expected.abs().max()
+    if not bool(error <= 0.01 * scale) and bool(torch.isfinite(scale)):
+        raise ValueError(
+            f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
+            "with another forward?), so the curvature in its weight is not that of a linear "
+            "layer. Measure another layer."
+        )
+
+
+def _forward_pass(
+    network: Network, batch: Batch, output: Tensor, records: list[LayerRecord]
+) -> ForwardPass:
+    """Compute losses and choose curvatures, given a batch's output and recorded layers."""
+    for record in records:
+        _check_samples(record, output)
+    loss = network.loss.to(output.device, output.dtype)
+    output = loss.classes_second(output, batch.y)
+    target = _read_target(loss, output, batch)
+    link = find_link(output, records[-1].node)
+    loss.warn_of(link)
+    if target is None and loss.needs_target:
+        raise needs_labels(loss, records[0].name)
+    losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
+    tail = Tail(loss, output, target, records[-1], _precise)
+    layers = LayerCurvatures(tail, losses.sum())
+    curvatures = choose_curvatures(tail, records, layers)
+    weights = sample_weight(batch, len(output), output.device)
+    return ForwardPass(
+        layers={record.name: layers.passes[record.name] for record in records},
+        curvatures=curvatures,
+        sample_weight=weights,
+        divisor=float(weights @ divisors.detach().double()),
+        loss=float(weights @ losses.detach().double()),
+        output_shape=output.shape[1:],
+        link=link,
+    )
+
+
+def _precise(z: Tensor) -> Tensor:
+    """Return outputs in float64, where probabilities close to one keep their distance from it."""
+    return z.detach().double()
+
+
+def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
+    """Check the labels of a batch, if it has any."""
+    return None if batch.y is None else loss.read_target(output, batch.y.to(output.device))
+
+
+def _losses(
+    loss: Loss, output: Tensor, target: Target | None, *, each: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute losses and divisors of the samples; losses are nan without labels."""
+    if target is None:
+        return output.new_full((len(output),), torch.nan), loss.divisors(output, None)
+    with torch.enable_grad():
+        return loss.terms(output, target.values, each=each)
+
+
+def _check_samples(record: LayerRecord, output: Tensor) -> None:
+    """Refuse a network that does not give one output for each row of a layer."""
+    n = len(record.check()[1])
+    if len(output) != n:
+        raise ValueError(
+            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
+            f"{tuple(output.shape)}; expected one output for each sample."
+        )
