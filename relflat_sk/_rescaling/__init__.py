@@ -1,7 +1,7 @@
-"""Changes of weights that keep the function: reparameterisation, folding of norm layers."""
+"""Changes of weights that keep the function: reparameterisation, folding of batch norm."""
 
 from relflat_sk._rescaling.folding import AffineLayer, fold_layers
-from relflat_sk._rescaling.reparameterization import reparameterize, trace
-from relflat_sk._rescaling.scales import describe_step
+from relflat_sk._rescaling.reparameterization import reparameterize
+from relflat_sk._rescaling.tracing import describe_step, trace
 
 __all__ = ["AffineLayer", "describe_step", "fold_layers", "reparameterize", "trace"]

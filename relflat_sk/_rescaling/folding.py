@@ -1,13 +1,13 @@
-r"""The layers of a network as the affine maps they are, with batch norm folded into them.
+r"""The layers of a network as affine maps, with batch norm folded into them.
 
-In evaluation mode batch norm multiplies each channel by a number and adds another. Behind a
-layer with a weight matrix it is part of that layer:
+In evaluation mode batch norm multiplies each channel by a number and adds another. Directly
+behind a layer with a weight matrix, it can be counted as part of that layer:
 
 .. math::
     \gamma \frac{W x + b - \mu}{\sqrt{v + \epsilon}} + \beta = W' x + b', \qquad
     W' = \mathrm{diag}\Big(\frac{\gamma}{\sqrt{v + \epsilon}}\Big) W .
 
-Nothing is changed in the network: what is folded are copies of its weights, in float64.
+The network is not changed: the folded weights are copies, in float64.
 """
 
 from collections import Counter
@@ -27,34 +27,75 @@ from relflat_sk._network import (
     layer_input,
     layer_map,
 )
-from relflat_sk._rescaling.reparameterization import trace
-from relflat_sk._rescaling.scales import NORMS, is_plain
+from relflat_sk._rescaling.tracing import BATCH_NORMS, is_plain, trace
 
 __all__ = ["AffineLayer", "fold_layers"]
 
-_RECORDED: tuple[type[nn.Module], ...] = (*WEIGHT_LAYERS, *NORMS)
+_RECORDED: tuple[type[nn.Module], ...] = (*WEIGHT_LAYERS, *BATCH_NORMS)
 
 
 @dataclass(frozen=True)
 class AffineLayer:
-    """One use of a layer ``W x + b`` in the forward pass."""
+    """One call of a layer ``W x + b`` in the forward pass.
+
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer.
+    map : LayerMap
+        The layer as a linear map of its weight.
+    weight : Tensor of shape (d, m)
+        Float64, with batch norm folded in.
+    bias : Tensor of shape (d,) or None
+        Float64, with batch norm folded in.
+    input_shape : torch.Size
+        Shape of one sample's input.
+    output_shape : torch.Size
+        Shape of one sample's output.
+    norm : str or None
+        Dotted name of the batch norm that is folded in.
+    """
 
     name: str
     map: LayerMap
-    weight: Tensor  # (d, m), float64, batch norm folded in
-    bias: Tensor | None  # (d,), float64, batch norm folded in
-    taken: torch.Size  # shape of one sample's input
-    given: torch.Size  # shape of one sample's output
-    norm: str | None = None  # the batch norm that is folded in
+    weight: Tensor
+    bias: Tensor | None
+    input_shape: torch.Size
+    output_shape: torch.Size
+    norm: str | None = None
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a weight matrix (d, m) in place of the layer's own, without bias."""
-        z = x.new_empty((len(x), *self.given))
+        """Apply another weight matrix, without bias.
+
+        Parameters
+        ----------
+        x : Tensor of shape (n, ...)
+            Inputs of the layer.
+        weight : Tensor of shape (d, m)
+            The matrix.
+
+        Returns
+        -------
+        Tensor of shape (n, ...)
+            Of the shape of the layer's output.
+        """
+        z = x.new_empty((len(x), *self.output_shape))
         return self.map.from_rows(self.map.apply(x, weight), z)
 
     def spread_bias(self, bias: Tensor) -> Tensor:
-        """Bring one number per row of the weight into a shape that adds to the output."""
-        z = bias.new_empty((1, *self.given))
+        """Arrange one number per row of the weight so that it can be added to the output.
+
+        Parameters
+        ----------
+        bias : Tensor of shape (d,)
+            The numbers.
+
+        Returns
+        -------
+        Tensor of shape (1, ...)
+            Of the shape of one sample's output.
+        """
+        z = bias.new_empty((1, *self.output_shape))
         rows = bias[:, None].expand_as(self.map.to_rows(z)[0])
         return self.map.from_rows(rows[None], z)
 
@@ -62,14 +103,14 @@ class AffineLayer:
 @dataclass(frozen=True)
 class _Call:
     name: str
-    taken: torch.Size
-    given: torch.Size
+    input_shape: torch.Size  # of one sample
+    output_shape: torch.Size  # of one sample
 
 
 def fold_layers(network: Network) -> list[AffineLayer]:
     """List the layers with a weight matrix in the order of their calls, batch norm folded in.
 
-    To be used within `relflat_sk._network.network.borrowed`.
+    To be used within `relflat_sk._network.borrowed`.
 
     Parameters
     ----------
@@ -79,18 +120,18 @@ def fold_layers(network: Network) -> list[AffineLayer]:
     Returns
     -------
     list of AffineLayer
-        A layer that is called twice is there twice.
+        One for each call: a layer that is called twice is listed twice.
 
     Raises
     ------
     ValueError
         If a batch norm does not directly follow a layer with a weight matrix, or the layer's
-        output is used elsewhere too, or torch.fx cannot tell.
+        output is also used elsewhere, or torch.fx cannot follow the forward pass.
     """
     calls = _record_calls(network)
     modules: dict[str, Any] = dict(network.module.named_modules())
     called = Counter(call.name for call in calls)
-    norms = {name for name in called if isinstance(modules[name], NORMS)}
+    norms = {name for name in called if isinstance(modules[name], BATCH_NORMS)}
     behind = _norms_behind(network.module, modules, called) if norms else {}
     return [
         _fold(call, modules[call.name], behind.get(call.name), modules)
@@ -123,13 +164,13 @@ def _norms_behind(
         graph = trace(module)
     except ValueError as error:
         raise ValueError(
-            "batch norm cannot be folded into the layers before it, because which layer that is "
-            f"cannot be told: {error}"
+            "batch norm cannot be folded into the layers before it, because it is not known which "
+            f"layers these are: {error}"
         ) from error
     steps = {str(node.target): node for node in graph.nodes if node.op == "call_module"}
     found = {}
     for name in called:
-        if isinstance(modules[name], NORMS):
+        if isinstance(modules[name], BATCH_NORMS):
             found[_layer_before(name, steps.get(name), modules, called)] = name
     return found
 
@@ -137,53 +178,58 @@ def _norms_behind(
 def _layer_before(
     name: str, node: fx.Node | None, modules: dict[str, Any], called: Counter[str]
 ) -> str:
+    """Return the layer directly before a batch norm, or say why there is none."""
+
     def refusal(reason: str) -> ValueError:
         return ValueError(
-            f"batch norm {name!r} cannot be folded into a layer before it: {reason}. Norms of "
-            "weights say nothing of a network whose batch norms undo the scale of its weights."
+            f"batch norm {name!r} cannot be folded into a layer before it: {reason}. Without that, "
+            "norms of weights mean nothing, because batch norm undoes the scale of the weights."
         )
 
     if node is None:
-        raise refusal("torch.fx does not see its call")
+        raise refusal("torch.fx does not record its call")
     if modules[name].running_mean is None:
-        raise refusal("it keeps no running statistics")
+        raise refusal("it has no running statistics")
     (before,) = node.all_input_nodes
     layer = str(before.target)
     if before.op != "call_module" or not is_plain(modules[layer], WEIGHT_LAYERS):
         raise refusal(f"it follows {before.name!r}, which is no layer with a weight matrix")
     if len(before.users) > 1:
-        raise refusal(f"the output of layer {layer!r} is used elsewhere too")
+        raise refusal(f"the output of layer {layer!r} is also used elsewhere")
     if called[name] > 1 or called[layer] > 1:
         raise refusal(f"it or layer {layer!r} is called more than once")
     return layer
 
 
 def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, Any]) -> AffineLayer:
+    """Return one call of a layer as an affine map."""
     if not is_plain(layer, WEIGHT_LAYERS):
         raise ValueError(
-            f"layer {call.name!r} is a {type(layer).__name__} with a forward of its own, so that "
-            "its weight matrix need not be the map that it computes. Use one of torch's own "
-            "layers, or a measure that does not read weights."
+            f"layer {call.name!r} is a {type(layer).__name__} with a forward method of its own, so "
+            "that it may compute something other than W x + b. Use one of torch's own layers, or a "
+            "measure that does not read weights."
         )
     as_map = layer_map(layer)
     weight = as_map.weight.double()
     own: Any = layer.bias
     bias = None if own is None else own.detach().double()
     if norm is not None:
-        if isinstance(layer, nn.Linear) and len(call.given) != 1:
+        if isinstance(layer, nn.Linear) and len(call.output_shape) != 1:
             raise ValueError(
-                f"batch norm {norm!r} cannot be folded into layer {call.name!r}: it runs over "
-                f"another axis than that of the layer's outputs, of shape {tuple(call.given)}."
+                f"batch norm {norm!r} cannot be folded into layer {call.name!r}: it acts on "
+                f"another axis than the layer's outputs, of shape {tuple(call.output_shape)}."
             )
         weight, bias = _fuse(weight, bias, modules[norm])
-    return AffineLayer(call.name, as_map, weight, bias, call.taken, call.given, norm)
+    return AffineLayer(call.name, as_map, weight, bias, call.input_shape, call.output_shape, norm)
 
 
 def _fuse(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """Fold a batch norm into a weight matrix and a bias."""
+
     def exact(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.detach().double()
 
-    # of any kind of layer, a row of the weight matrix belongs to one channel
+    # for each kind of layer, a row of the weight matrix belongs to one channel
     fused = fuse_conv_bn_weights(
         weight,
         bias,

@@ -1,6 +1,6 @@
-"""The table of rules: what each step of a forward pass does with the scale of what it takes.
+"""The table of rules by which steps of a forward pass turn the scale of their input into another.
 
-Layers with a weight matrix are not here: `relflat_sk._rescaling.scales` passes those itself.
+Layers with a weight matrix have no rule: `relflat_sk._rescaling.walk` treats them.
 """
 
 import operator
@@ -12,48 +12,52 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from relflat_sk._network import has_own_forward
-from relflat_sk._rescaling.scales import NORMS, ONE, Rule, Scale, Walk, is_plain
+from relflat_sk._rescaling.scales import ONE, Scale
+from relflat_sk._rescaling.tracing import BATCH_NORMS, is_plain
+from relflat_sk._rescaling.walk import Rule, Walk
 
 __all__ = ["find_rule"]
 
-MIXES = (
-    "moves or mixes neurons that are rescaled by different factors, so that where they end up "
-    "cannot be told without an input"
+_MIXES = (
+    "moves or mixes neurons that are rescaled by different factors, and where each of them ends "
+    "up depends on the input"
 )
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a call, whether it was given by position or by name."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def _keep(walk: Walk, node: fx.Node) -> Scale:
-    """Each number on its own, f(c x) = c f(x)."""
+    """Keep the scale: the step acts on each number alone, with f(c x) = c f(x)."""
     return walk.only_input(node)
 
 
 def _cast(walk: Walk, node: fx.Node) -> Scale:
-    """Change the device or the precision, but not to integers."""
-    wanted = [part for part in (*node.args, *node.kwargs.values()) if isinstance(part, torch.dtype)]
-    if not all(dtype.is_floating_point for dtype in wanted):
+    """Keep the scale if device or precision change, but not to integers."""
+    arguments = (*node.args, *node.kwargs.values())
+    dtypes = [argument for argument in arguments if isinstance(argument, torch.dtype)]
+    if not all(dtype.is_floating_point for dtype in dtypes):
         raise walk.refusal(node, "rounds a rescaled value")
     return walk.only_input(node)
 
 
 def _keep_uniform(walk: Walk, node: fx.Node) -> Scale:
-    """Numbers move, or are added up."""
+    """Keep a single factor: the step moves numbers or adds them up."""
     scale = walk.only_input(node)
     if not scale.is_uniform:
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     return scale
 
 
 def _pool(walk: Walk, node: fx.Node) -> Scale:
-    """Within channels."""
+    """Keep the scale: the step acts within channels."""
     scale = walk.only_input(node)
     if not scale.is_uniform and scale.layout != "channels":
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     return scale
 
 
@@ -66,6 +70,7 @@ def _pad_function(walk: Walk, node: fx.Node) -> Scale:
 
 
 def _if_zero(walk: Walk, node: fx.Node, value: Any, rule: Rule) -> Scale:
+    """Apply a rule to padding if it pads with zeros."""
     if isinstance(value, fx.Node) or value:
         raise walk.refusal(node, f"pads a rescaled value with {value!r}")
     return rule(walk, node)
@@ -83,18 +88,19 @@ def _flatten_function(walk: Walk, node: fx.Node) -> Scale:
 
 
 def _flatten(walk: Walk, node: fx.Node, start: Any, end: Any) -> Scale:
+    """Return where neurons lie after the axes behind that of the samples are flattened."""
     scale = walk.only_input(node)
     if scale.is_uniform:
         return scale
     last = (-1, scale.ndim - 1) if scale.layout == "channels" else (-1,)
     if start != 1 or end not in last:
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     flat = {"channels": "blocks", "last": "tiles"}
     return Scale(scale.values, flat.get(scale.layout, scale.layout))
 
 
 def _view(walk: Walk, node: fx.Node) -> Scale:
-    """Keep the samples apart and flatten the rest: (len(x), -1), or (-1, number)."""
+    """Allow shapes that keep the samples and flatten the rest: (len(x), -1) or (-1, number)."""
     shape = node.args[1:]
     if len(shape) == 1 and isinstance(shape[0], tuple | list):
         shape = tuple(shape[0])
@@ -105,7 +111,7 @@ def _view(walk: Walk, node: fx.Node) -> Scale:
 
 
 def _is_sample_count(node: Any) -> bool:
-    """Whether a value is x.size(0), x.shape[0] or x.size()[0]."""
+    """Return whether a value is x.size(0), x.shape[0] or x.size()[0]."""
     if not isinstance(node, fx.Node):
         return False
     if node.target == "size":
@@ -120,14 +126,14 @@ def _is_sample_count(node: Any) -> bool:
 
 
 def _reduce(walk: Walk, node: fx.Node) -> Scale:
-    """Drop axes other than those of samples and neurons."""
+    """Keep the scale if the axes that are reduced are not those of samples and neurons."""
     scale = walk.only_input(node)
     if scale.is_uniform:
         return scale
     dims = _argument(node, 1, "dim")
     dims = (dims,) if isinstance(dims, int) else dims
     if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     if scale.layout == "channels":
         dims = {dim % scale.ndim for dim in dims}
         if not dims & {0, 1}:
@@ -135,11 +141,11 @@ def _reduce(walk: Walk, node: fx.Node) -> Scale:
             return Scale(scale.values, "last" if ndim == 2 else "channels", ndim)
     elif scale.layout == "last" and max(dims) < -1:
         return scale
-    raise walk.refusal(node, MIXES)
+    raise walk.refusal(node, _MIXES)
 
 
 def _norm(walk: Walk, node: fx.Node) -> Scale:
-    """Carry the scale through the affine map that batch norm is in evaluation mode."""
+    """Keep the scale, and note the change of a batch norm, an affine map in evaluation mode."""
     name = str(node.target)
     module = walk.modules[name]
     scale = walk.only_input(node)
@@ -150,26 +156,28 @@ def _norm(walk: Walk, node: fx.Node) -> Scale:
         scale.layout == "channels" or isinstance(module, nn.BatchNorm1d)
     )
     if values is None or not along_features:
-        raise walk.refusal(node, MIXES)
-    walk.check_own(node)
+        raise walk.refusal(node, _MIXES)
+    walk.check_changeable(node)
     walk.norms[name] = values
     return scale
 
 
 def _sum(walk: Walk, node: fx.Node) -> Scale:
-    """Two values of the same scale; a number has scale 1, unless it is zero."""
+    """Keep the scale that two values share; a number has scale 1, unless it is zero."""
     operands = (_argument(node, 0, "input"), _argument(node, 1, "other"))
     return _same(walk, node, [part for part in operands if isinstance(part, fx.Node) or part])
 
 
 def _join(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the single factor that several values share."""
     scale = _same(walk, node, node.all_input_nodes)
     if not scale.is_uniform:
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     return scale
 
 
 def _same(walk: Walk, node: fx.Node, operands: Sequence[Any]) -> Scale:
+    """Return the scale that all operands have; numbers have scale 1."""
     scales = [walk.scales[part] if isinstance(part, fx.Node) else ONE for part in operands]
     if not all(scale.equals(scales[0]) for scale in scales):
         raise walk.refusal(
@@ -182,20 +190,22 @@ def _same(walk: Walk, node: fx.Node, operands: Sequence[Any]) -> Scale:
 
 
 def _short(scale: Scale) -> str:
+    """Describe a scale for error messages."""
     return f"{scale.values[0]:.10g}" if scale.is_uniform else f"{len(scale.values)} neurons"
 
 
 def _multiply(walk: Walk, node: fx.Node) -> Scale:
-    """Let a rescaled value be the one that is multiplied, by a number or another value."""
+    """Keep the scale of a value that is multiplied by a number, or by a value with scale 1."""
     if isinstance(_argument(node, 0, "input"), int | float):
         return walk.scales[node.all_input_nodes[0]]
     return _multiply_first(walk, node)
 
 
 def _multiply_first(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale of the first operand; a second one may mix neurons by broadcasting."""
     scale = walk.only_input(node)
     if not scale.is_uniform and len(node.all_input_nodes) > 1:
-        raise walk.refusal(node, MIXES)
+        raise walk.refusal(node, _MIXES)
     return scale
 
 
@@ -206,7 +216,7 @@ def _divide(walk: Walk, node: fx.Node) -> Scale:
 
 
 def _one(walk: Walk, node: fx.Node) -> Scale:
-    """Answer a question whose answer does not depend on the scale, such as the shape."""
+    """Return scale 1: the result, such as a shape, does not depend on the scale."""
     return ONE
 
 
@@ -270,12 +280,12 @@ _RULE_OF = {step: rule for rule, steps in _RULES.items() for step in steps}
 
 
 def find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
-    """Find what a step does with the scale of what it takes.
+    """Return the rule by which a step passes the scale of its input on.
 
     Parameters
     ----------
     node : fx.Node
-        Any step but a layer with a weight matrix.
+        A step that is no layer with a weight matrix.
     modules : mapping of str to nn.Module
         All modules of the network, by dotted name.
 
@@ -289,6 +299,6 @@ def find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
     if node.op != "call_module":
         return None
     module = modules[str(node.target)]
-    if is_plain(module, NORMS):
+    if is_plain(module, BATCH_NORMS):
         return _norm
     return None if has_own_forward(module) else _RULE_OF.get(type(module))

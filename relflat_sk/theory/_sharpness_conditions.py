@@ -159,10 +159,10 @@ def _row(condition: str, layer: str, values: Tensor) -> dict[str, Any]:
 def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
     """Run the network batch by batch, and read the chain of its layers from the records."""
     for layer in layers:
-        if len(layer.taken) != 1:
+        if len(layer.input_shape) != 1:
             raise ValueError(
                 f"sharpness_conditions need a fully connected network, but layer "
-                f"{layer.name!r} receives inputs of shape {tuple(layer.taken)} for each sample."
+                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each sample."
             )
     names = {name for layer in layers for name in (layer.name, layer.norm) if name is not None}
     modules = {name: network.module.get_submodule(name) for name in names}

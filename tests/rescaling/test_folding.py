@@ -7,6 +7,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
+from relflat_sk._network.forwards import has_own_forward
 from relflat_sk._network.network import Network, borrowed
 from relflat_sk._rescaling.folding import fold_layers
 
@@ -84,7 +85,7 @@ def test_layers_come_in_the_order_of_their_calls():
     net = Backwards()
     layers = folded(net, X2)
     assert [layer.name for layer in layers] == ["first", "second", "first", "second"]
-    assert [tuple(layer.given) for layer in layers] == [(3,), (4,), (3,), (4,)]
+    assert [tuple(layer.output_shape) for layer in layers] == [(3,), (4,), (3,), (4,)]
     assert layers[0].bias is None
     assert layers[1].weight.dtype == torch.float64
     torch.testing.assert_close(layers[1].weight, net.second.weight.detach().double())
@@ -126,12 +127,12 @@ class OwnForward(nn.Linear):
         (
             lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False)),
             X2,
-            "it keeps no running statistics",
+            "it has no running statistics",
         ),
         (
             lambda: Twice(lambda net, x: (h := net.layer(x)) + net.norm(h)),
             X2,
-            "the output of layer 'layer' is used elsewhere too",
+            "the output of layer 'layer' is also used elsewhere",
         ),
         (
             lambda: Twice(lambda net, x: net.layer(net.norm(net.layer(x)))),
@@ -141,12 +142,12 @@ class OwnForward(nn.Linear):
         (
             lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(7)),
             X4[:, 0],
-            "batch norm '1' cannot be folded into layer '0': it runs over another axis",
+            "batch norm '1' cannot be folded into layer '0': it acts on another axis",
         ),
         (
             lambda: Twice(lambda net, x: net.norm(net.layer(x)) if x.sum() > 9e9 else net.norm(x)),
             X2,
-            "cannot be told: torch.fx cannot follow",
+            "it is not known which layers these are: torch.fx cannot follow",
         ),
         (lambda: OwnForward(4, 2), X2, "'' is a OwnForward with a forward .* Use one of torch's"),
     ],
@@ -155,4 +156,4 @@ def test_refuses_what_is_no_affine_layer(build, X, message):
     net = used(build())
     with pytest.raises(ValueError, match=message):
         folded(net, X)
-    assert not any(m._forward_hooks for m in net.modules())
+    assert not any(has_own_forward(m) for m in net.modules())

@@ -123,7 +123,8 @@ def spectral_product(
     with borrowed(network.module):
         layers = _only_layers("spectral_product", network)
         logs = [
-            math.log(layer.given.numel()) + 2 * _log(operator_norm(layer, rtol)) for layer in layers
+            math.log(layer.output_shape.numel()) + 2 * _log(operator_norm(layer, rtol))
+            for layer in layers
         ]
         n_iterated = sum(map(is_iterated, layers))
     product = _estimate(sum(logs), network, over_margin)

@@ -58,7 +58,9 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
     if isinstance(layer.map.layer, nn.Linear):
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))
     if not is_iterated(layer):
-        basis = torch.eye(layer.taken.numel()).to(layer.weight).reshape(-1, *layer.taken)
+        basis = (
+            torch.eye(layer.input_shape.numel()).to(layer.weight).reshape(-1, *layer.input_shape)
+        )
         with torch.no_grad():
             matrix = layer.apply(basis, layer.weight).flatten(1)
         return float(torch.linalg.matrix_norm(matrix, ord=2))
@@ -70,7 +72,7 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
 
 
 def _size(layer: AffineLayer) -> int:
-    return layer.taken.numel() * layer.given.numel()
+    return layer.input_shape.numel() * layer.output_shape.numel()
 
 
 def _array(tensor: Tensor) -> NDArray[np.float64]:
@@ -80,8 +82,8 @@ def _array(tensor: Tensor) -> NDArray[np.float64]:
 
 def _as_operator(layer: AffineLayer) -> LinearOperator:
     """Wrap products with a layer's map and its transpose for SciPy."""
-    shape = (layer.given.numel(), layer.taken.numel())
-    origin = layer.weight.new_zeros((1, *layer.taken)).requires_grad_()
+    shape = (layer.output_shape.numel(), layer.input_shape.numel())
+    origin = layer.weight.new_zeros((1, *layer.input_shape)).requires_grad_()
     with torch.enable_grad():
         output = layer.apply(origin, layer.weight)  # linear: its derivative is the same anywhere
 
@@ -90,11 +92,11 @@ def _as_operator(layer: AffineLayer) -> LinearOperator:
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
         with torch.no_grad():
-            return _array(layer.apply(tensor(vector, layer.taken), layer.weight))
+            return _array(layer.apply(tensor(vector, layer.input_shape), layer.weight))
 
     def transposed(vector: NDArray[np.float64]) -> NDArray[np.float64]:
         (pulled_back,) = torch.autograd.grad(
-            output, origin, tensor(vector, layer.given), retain_graph=True
+            output, origin, tensor(vector, layer.output_shape), retain_graph=True
         )
         return _array(pulled_back)
 
