@@ -118,8 +118,8 @@ def copy_module(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
     except RuntimeError as error:
         raise ValueError(
             f"the {type(module).__name__} cannot be copied. If it stores a hidden value of its "
-            "last forward pass, run it once under torch.no_grad(); if a weight is computed (pruning, "
-            f"weight norm), make it permanent. torch says: {error}"
+            "last forward pass, run it once under torch.no_grad(); if a weight is computed "
+            f"(pruning, weight norm), make it permanent. torch says: {error}"
         ) from error
 
 

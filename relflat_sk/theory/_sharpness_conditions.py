@@ -162,7 +162,8 @@ def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
         if len(layer.input_shape) != 1:
             raise ValueError(
                 f"sharpness_conditions need a fully connected network, but layer "
-                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each sample."
+                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
+                "sample."
             )
     names = {name for layer in layers for name in (layer.name, layer.norm) if name is not None}
     modules = {name: network.module.get_submodule(name) for name in names}
