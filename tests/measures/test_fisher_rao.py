@@ -49,7 +49,7 @@ def test_every_architecture(kind):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_loss(case):
-    """The mean over samples of what is differentiated is the criterion's own mean."""
+    """The per-sample losses that are differentiated have the criterion's mean."""
     make_net, make_criterion, make_target, _ = CASES[case]
     torch.manual_seed(1)
     net, criterion, X, y = (
@@ -101,7 +101,7 @@ def test_bias_free_relu_networks_have_the_closed_form_of_the_paper(n_layers, dev
 
 
 class Square(torch.autograd.Function):
-    """Without a forward derivative."""
+    """An operation without a forward derivative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -134,7 +134,7 @@ class Recurrent(nn.Module):
 
 
 class Constant(nn.Module):
-    """Without any slope, by a custom function or not."""
+    """A network whose output does not depend on its weights."""
 
     def __init__(self, function):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms and margins against hand-computed nets, all paths one by one, and written-out maps."""
+"""Norms and margins against values computed by hand, path by path, and from matrices."""
 
 import itertools
 import math
@@ -103,7 +103,7 @@ def matrices(net, shape):
 
 
 def all_paths(steps, n_inputs, power):
-    """The largest sum over paths, over all choices of one input for each pooling window."""
+    """Compute the largest sum over paths, over all choices of one input per pooling window."""
     windows = [window for kind, found, _ in steps if kind == "max" for window in found]
     return max(
         paths_of_choice(steps, n_inputs, power, list(choice))
@@ -178,7 +178,7 @@ class Residual(nn.Module):
         return self.two(torch.cat([h, x], dim=1)[:, :3].view(x.size(0), -1))
 
 
-def test_branches_of_a_residual_net_add_up():
+def test_branches_of_a_residual_network_add_up():
     net = Residual().double()
     (A, a), (B, b) = [(m.weight.detach(), m.bias.detach()) for m in (net.one, net.two)]
     X = torch.randn(4, 3).double()
@@ -205,7 +205,7 @@ class Functional(nn.Module):
         return F.log_softmax(self.out(torch.flatten(x, 1)), dim=1)
 
 
-def test_functions_are_steps_as_modules_are():
+def test_functions_are_steps_like_modules():
     net = used(Functional())
     again = nn.Conv2d(2, 2, 3, padding=1)
     again.load_state_dict(net.conv.state_dict())
@@ -322,11 +322,11 @@ def by_definition(f, y):
         (nn.Identity, nn.CrossEntropyLoss),
         (lambda: nn.LogSoftmax(dim=1), nn.NLLLoss),
         (lambda: nn.Softmax(dim=1), ProbabilityNLLLoss),
-        # the network goes on behind its last layer
+        # the network has steps behind its last layer
         (lambda: nn.Sequential(nn.Softmax(dim=1), nn.Hardtanh()), ProbabilityNLLLoss),
     ],
 )
-def test_margins_of_classes_are_those_of_logits(tail, criterion):
+def test_margins_are_computed_from_logits(tail, criterion):
     layer = nn.Linear(3, 4).double()
     X, y = torch.randn(9, 3).double(), torch.arange(9) % 4
     expected = by_definition(layer(X).tolist(), y)
@@ -413,16 +413,16 @@ def test_a_margin_that_is_not_positive_gives_nan(name):
         ),
     ],
 )
-def test_refuses_what_has_no_margin(net, criterion, y, arguments, message):
+def test_refuses_networks_and_labels_without_a_margin(net, criterion, y, arguments, message):
     with pytest.raises(ValueError, match=message):
         value("inverse_margin", net, torch.randn(4, 3), y, criterion=criterion, **arguments)
 
 
-# ---- what is refused, and what is doubtful
+# ---- refusals and warnings
 
 
 class Own(nn.Module):
-    """A layer, and whatever else."""
+    """A layer in a forward pass that is given as a function."""
 
     def __init__(self, ways):
         super().__init__()
@@ -447,7 +447,7 @@ class Own(nn.Module):
         (lambda net, x: net.layer(x) if x.sum() > 0 else x, "paths cannot be followed"),
     ],
 )
-def test_refuses_what_is_no_step_of_a_path(ways, message):
+def test_refuses_steps_that_paths_cannot_lead_through(ways, message):
     with pytest.raises(ValueError, match=message):
         value("l1_path_norm", Own(ways), torch.ones(4, 3))
 
@@ -468,7 +468,7 @@ class Embedded(nn.Module):
         return self.out(self.table(words).mean(dim=1))
 
 
-def test_weights_of_other_kinds_count_in_the_l2_norm_alone():
+def test_weights_of_other_kinds_count_in_the_l2_norm_only():
     net, X = Embedded(), torch.tensor([[0, 1], [2, 4]])
     squares = sum(m.weight.double().square().sum().item() for m in (net.table, net.out))
     assert value("l2_norm", net, X) == pytest.approx(math.sqrt(squares))
@@ -479,7 +479,7 @@ def test_weights_of_other_kinds_count_in_the_l2_norm_alone():
         value("l1_path_norm", net, X)
 
 
-def test_computed_weights_count_as_they_are():
+def test_parametrized_weights_count_with_their_values():
     net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
     X = torch.randn(4, 3).double()
     assert value("l2_norm", net, X) == pytest.approx(net.weight.norm().item(), rel=EXACT)
@@ -502,7 +502,7 @@ def test_norms_too_large_for_a_number_are_infinite():
         assert value(name, net, X, y, criterion=nn.MSELoss()) == 0
 
 
-# ---- through the package's doors
+# ---- through the public functions
 
 
 def test_estimators_reports_and_scorers_take_norms():
@@ -574,7 +574,7 @@ def test_the_device_does_not_matter(device, iterate, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(NORM_MEASURES))
 @pytest.mark.parametrize("fails_at", [None, 1, 2])
-def test_the_network_is_given_back_as_it_was(name, fails_at):
+def test_the_network_stays_as_it_was(name, fails_at):
     class Failing(nn.Module):
         def forward(self, x):
             calls.append(x)

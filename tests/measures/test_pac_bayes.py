@@ -57,7 +57,7 @@ def test_noise_on_a_linear_regression(target):
 
 
 @pytest.mark.parametrize("task", ["binary", "classification"])
-def test_noise_until_errors(task):
+def test_noise_that_causes_errors(task):
     """With w = 1 and x = 1 the sign is wrong with probability Phi(-1 / sigma)."""
     X = torch.ones(2, 1).double()
     if task == "binary":
@@ -97,8 +97,8 @@ def test_error_bars_are_right(measure):
     assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors)) + 2 * bias
 
 
-def test_the_magnitude_matters_as_far_as_eps_leaves_it():
-    """Without eps, scale may move between layers; with a large one, it may not."""
+def test_eps_limits_the_invariance_to_scale():
+    """With a tiny eps the scale of layers does not matter, with a large one it does."""
     net, X, _ = make_kind("mlp relu")
     y = net(X).argmax(1)
     before = {}
@@ -179,7 +179,7 @@ def test_error_rate_of_classes_counts_labels():
     shares = nn.functional.one_hot(y, 3).float()
     assert error_rate(network(Table(), CE, X, shares)) == 0.5
     outputs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
-    # one label of each row is on the wrong side of zero, of the last one it is the nan
+    # one label of each row is on the wrong side of zero, and in the last row it is the nan
     assert error_rate(network(Table(), BCE, X, outputs)) == pytest.approx(4 / 12)
     inside = nn.Sequential(Table(), nn.Sigmoid())
     assert error_rate(network(inside, nn.BCELoss(), X[:3], outputs[:3])) == pytest.approx(3 / 9)

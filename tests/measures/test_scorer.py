@@ -1,4 +1,4 @@
-"""Tests for ``_scorer``: what it returns, where it works, what it refuses."""
+"""FlatnessScorer: its scores, scikit-learn's tools that use it, and the arguments it refuses."""
 
 import math
 import pickle
@@ -79,7 +79,7 @@ def flat_net(**parameters):
 
 
 class Checked(FlatnessScorer):
-    """Compares each score with `relative_flatness` of the same arguments, and keeps it."""
+    """Compares each score with `relative_flatness` of the same arguments, and stores it."""
 
     def __call__(self, estimator, X, y=None, sample_weight=None):
         score = super().__call__(estimator, X, y, sample_weight)
@@ -98,13 +98,13 @@ def _nothing_kept():
 
 
 def assert_all_kept(*scores):
-    """Check that these are the scores that the scorer gave, in whatever order."""
+    """Check that these are the scores that the scorer returned, in any order."""
     given = np.concatenate([np.ravel(score) for score in scores])
     assert len(given) > 0
     assert_allclose(np.sort(given), np.sort(KEPT), rtol=1e-12)
 
 
-# -- what it returns ------------------------------------------------------------------------
+# -- scores ---------------------------------------------------------------------------------
 
 MODELS = {
     "skorch": (net, Y),
@@ -163,13 +163,13 @@ def test_sample_weights_weigh_samples():
     )
 
 
-def test_flat_as_can_be_is_zero_without_a_sign():
+def test_a_flatness_of_zero_gives_a_score_without_a_sign():
     zeros = Ridge().fit(X, np.zeros(len(X)))
     score = FlatnessScorer(at_minimum="ignore")(zeros, X, np.zeros(len(X)))
     assert str(score) == "0.0"
 
 
-# -- where it works -------------------------------------------------------------------------
+# -- scikit-learn's tools -------------------------------------------------------------------
 
 
 def test_cross_val_score():
@@ -290,7 +290,7 @@ def test_permutation_importance(several, sample_weight):
     assert_allclose(np.sort((KEPT[0] - importances).ravel()), np.sort(KEPT[1:]), rtol=1e-12)
 
 
-def test_workers_return_what_one_process_does():
+def test_worker_processes_return_the_same_scores_as_one_process():
     model = make_pipeline(StandardScaler(), flat_net())
     arguments = {"scoring": {"flat": SCORER, "first": FlatnessScorer(layer=0)}, "cv": 3}
     one = cross_validate(model, X, NAMES, error_score="raise", **arguments)
@@ -374,7 +374,7 @@ def routed(scorer, **params):
     [lambda s: s, clone, lambda s: pickle.loads(pickle.dumps(s))],
     ids=["itself", "clone", "pickle"],
 )
-def test_routing_hands_weights_to_who_asks(request_, weights, again):
+def test_routing_passes_requested_weights(request_, weights, again):
     scorer = again(FlatnessScorer().set_score_request(sample_weight=request_))
     mine = {"mine": WEIGHTS[::-1]} if request_ == "mine" else {}
     results = routed(scorer, sample_weight=WEIGHTS, **mine)
@@ -388,7 +388,7 @@ def test_routing_hands_weights_to_who_asks(request_, weights, again):
 
 @pytest.mark.usefixtures("_routing")
 @pytest.mark.parametrize("scorer", [FlatnessScorer(), {"flat": FlatnessScorer()}])
-def test_routing_refuses_weights_that_nobody_asked_for(scorer):
+def test_routing_refuses_weights_without_a_request(scorer):
     with pytest.raises(UnsetMetadataPassedError, match=r"sample_weight.*FlatnessScorer\.score"):
         routed(scorer, sample_weight=WEIGHTS)
 
@@ -422,7 +422,7 @@ def test_weights_without_routing(several):
     assert search.score(X, NAMES) == -relative_flatness(model, X, NAMES)
 
 
-# -- at a minimum, or not -------------------------------------------------------------------
+# -- the check of the minimum ---------------------------------------------------------------
 
 
 class Dead(MLP):
@@ -494,7 +494,7 @@ def test_models_that_are_not_at_a_minimum_are_scored_on_demand(name):
 
 
 def search_among(scorer):
-    """Let one good candidate compete with all the bad ones; return scores by name."""
+    """Search over one good candidate and all bad ones; return scores by name."""
     candidates = {"good": {"max_epochs": 30}} | {name: BAD[name][0] for name in BAD}
     grid = [{key: [value] for key, value in chosen.items()} for chosen in candidates.values()]
     search = GridSearchCV(
@@ -520,17 +520,17 @@ def test_dead_diverged_and_untrained_networks_do_not_win_a_search():
 
 
 @pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
-def test_they_would_win_if_the_scorer_did_not_look():
+def test_bad_networks_would_win_without_the_check():
     best, scores, search = search_among(FlatnessScorer(at_minimum="ignore"))
     assert best == "dead"
     assert scores["dead"] == 0
     assert search.best_estimator_.score(X, Y) < 0.4
-    # and not the dead one alone
+    # not only the dead one
     assert scores["good"] < min(scores["untrained"], scores["hardly trained"])
 
 
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0}], ids=["dead", "untrained"])
-def test_regressors_at_no_minimum_are_not_scored(bad):
+def test_regressors_that_are_not_at_a_minimum_are_not_scored(bad):
     regressor = NeuralNetRegressor(
         MLP,
         module__n_features=4,
@@ -553,7 +553,7 @@ def test_a_classifier_that_knows_only_the_frequencies_is_no_better_than_a_consta
         assert math.isnan(SCORER(blind, X, NAMES))
 
 
-def test_one_class_alone_leaves_nothing_to_predict():
+def test_a_single_class_leaves_nothing_to_predict():
     model = LogisticRegression(max_iter=500).fit(X, NAMES)
     with pytest.warns(FlatnessWarning, match="no better than the best constant prediction's, 0"):
         assert math.isnan(SCORER(model, X[Y == 0], NAMES[Y == 0]))
@@ -572,12 +572,12 @@ def test_trained_weights_without_a_history_are_scored():
     [{"max_epochs": 1}, {"max_epochs": 3, "callbacks": "disable"}],
     ids=["one epoch", "no losses"],
 )
-def test_a_history_that_shows_nothing_is_no_objection(record):
+def test_a_history_that_shows_no_lack_of_progress_is_accepted(record):
     model = net(module=Lucky, lr=1e-12, **record).fit(X, Y)
     assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
 
 
-def test_the_history_is_that_of_the_net_in_a_pipeline():
+def test_the_history_of_a_net_in_a_pipeline_counts():
     model = make_pipeline(StandardScaler(), net(module=Lucky, max_epochs=0)).fit(X, Y)
     with pytest.warns(FlatnessWarning, match="the NeuralNetClassifier is .* made no progress"):
         assert math.isnan(SCORER(model, X, Y))
@@ -592,14 +592,14 @@ def test_progress_is_more_than_rounding():
         assert math.isnan(SCORER(model, X, Y))
 
 
-def test_an_infinite_loss_is_said_to_be_one():
+def test_an_infinite_loss_is_reported():
     ridge = Ridge().fit(X, TARGET)
     with pytest.warns(FlatnessWarning, match=r"its mean loss is inf, its flatness \d"):
         assert math.isnan(SCORER(ridge, X, np.full(len(X), 1e200)))
 
 
 @pytest.mark.parametrize("at_minimum", ["reject", "warn"])
-def test_without_labels_nothing_is_known(at_minimum):
+def test_without_labels_the_check_is_left_out_with_a_warning(at_minimum):
     model = net().fit(X, Y)
     with pytest.warns(
         FlatnessWarning, match="without y, the scorer cannot check whether the Neural"
@@ -643,14 +643,14 @@ def test_recorded_value_is_that_of_the_training_data(measure_, parameters, at_mi
         assert_allclose(score, -expected, rtol=1e-6)
 
 
-def test_recorded_nan_is_not_taken():
+def test_a_recorded_nan_is_rejected():
     model = flat_net().fit(X, NAMES)
-    model.relative_flatness_ = math.nan  # what is recorded where measuring fails
+    model.relative_flatness_ = math.nan  # recorded where measuring fails
     with pytest.warns(FlatnessWarning, match="its flatness nan"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
 
 
-def test_recorded_value_of_what_a_search_found():
+def test_recorded_value_of_the_best_estimator_of_a_search():
     search = GridSearchCV(
         flat_net(), {"lr": [0.05]}, cv=2, scoring=FlatnessScorer(data="train")
     ).fit(X, NAMES)
@@ -659,7 +659,7 @@ def test_recorded_value_of_what_a_search_found():
 
 @pytest.mark.filterwarnings("ignore:the network is perfectly flat:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}])
-def test_recorded_value_of_a_model_at_no_minimum_is_not_taken(bad):
+def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):
     model = flat_net(**bad).fit(X, NAMES)
     with pytest.warns(FlatnessWarning, match="its score is nan"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
@@ -720,7 +720,7 @@ def test_refuses_bad_arguments_when_called(parameters, message):
         scorer(LogisticRegression(max_iter=500).fit(X, Y), X, Y)
 
 
-def test_refuses_to_take_other_measures_from_training():
+def test_refuses_other_measures_from_training():
     with pytest.raises(
         ValueError, match="takes the value recorded in fit.* got 'hessian_trace' and None"
     ):

@@ -1,4 +1,4 @@
-"""The measures of disturbed weights: formulas, error bars, and what is given back."""
+"""Measures of disturbed weights: formulas, error bars, and a network that stays as it was."""
 
 import copy
 import pickle
@@ -190,7 +190,7 @@ def test_logits_are_needed_to_normalise_them():
         adaptive_sharpness(network(net, CE, X, y), normalize_logits=True)
 
 
-# -- what a measure must not depend on ---------------------------------------------------------
+# -- invariances -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
@@ -241,7 +241,7 @@ def test_random_states(name):
         return SHARPNESS_MEASURES[name](at, **STOCHASTIC[name], random_state=random_state).value
 
     assert value(0) == value(0) == value(np.int64(0))
-    if name != "keskar_sharpness":  # of which two steps from elsewhere may be worse than none
+    if name != "keskar_sharpness":  # two steps from a random point may find less than no step
         assert value(1) != value(0)
         state = np.random.RandomState(0)
         assert value(state) != value(state)
@@ -293,11 +293,11 @@ def test_shares_of_weights_move_with_their_scale(change, factors, seed):
         assert after == pytest.approx(before, rel=1e-6, abs=1e-12)
 
 
-# -- borrowed and given back -------------------------------------------------------------------
+# -- the network stays as it was ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
-def test_the_network_is_given_back(name):
+def test_the_network_stays_as_it_was(name):
     net, X, y = prepared()
     before = state_of(net)
     measure(name, net, X, y, criterion=CE, batch_size=4, **QUICK[name])
@@ -305,7 +305,7 @@ def test_the_network_is_given_back(name):
 
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
-def test_the_network_is_given_back_after_an_exception_in_the_middle(name):
+def test_the_network_stays_as_it_was_after_an_exception(name):
     net, X, y = prepared(fails=True)
     before = state_of(net)
     with pytest.raises(RuntimeError, match="in the middle"):
@@ -314,8 +314,8 @@ def test_the_network_is_given_back_after_an_exception_in_the_middle(name):
 
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
-def test_recurrent_layers_go_on_with_their_own_weights(name):
-    """They keep a list of their weights beside the parameters."""
+def test_recurrent_layers_keep_their_weights(name):
+    """Recurrent layers hold a second list of their weights, beside the parameters."""
     net, X, y = recurrent()
     output, before = net(X), pickle.dumps(net)
     assert measure(name, net, X, y, criterion=CE, **QUICK[name]) > 0
@@ -327,7 +327,7 @@ def test_recurrent_layers_go_on_with_their_own_weights(name):
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_memory_does_not_grow_with_the_data(name):
-    """Each batch's graph and activations are gone before the next one starts."""
+    """Each batch's graph and activations are freed before the next batch runs."""
     made, alive = [], []
 
     class Watched(nn.Module):
@@ -369,7 +369,7 @@ def test_frozen_and_shared_weights_are_disturbed_like_others():
     assert keskar_sharpness(at).value > 0
 
 
-# -- by name -----------------------------------------------------------------------------------
+# -- by the measure's name ---------------------------------------------------------------------
 
 
 def test_estimators_of_all_kinds_are_measured():

@@ -28,7 +28,7 @@ def loss_at(net, criterion, X, y, weights):
 
 
 def rise_by_corners(net, criterion, X, y, radius):
-    """A convex loss is largest in a corner of the box: try them all."""
+    """Compute a convex loss in all corners of the box, one of which has the largest."""
     weights = dict(net.named_parameters())
     before = loss_at(net, criterion, X, y, weights)
     found = []
@@ -65,7 +65,7 @@ def test_the_best_corner_of_the_box_is_found(seed, size, n_restarts):
 
 
 @pytest.mark.parametrize("n_restarts", [0, 2])
-def test_the_ball_around_a_minimum_is_judged_by_its_largest_eigenvalue(n_restarts):
+def test_the_rise_in_a_ball_at_a_minimum_follows_from_the_largest_eigenvalue(n_restarts):
     X = torch.randn(40, 3).double()
     y = X @ torch.tensor([[1.0], [-2.0], [0.3]]).double()
     net = nn.Linear(3, 1, bias=False).double()
@@ -76,14 +76,14 @@ def test_the_ball_around_a_minimum_is_judged_by_its_largest_eigenvalue(n_restart
     radius = {"weight": 0.1 * net.weight.detach().abs()}
     _, rise = largest_rise(network(net, MSE, X, y), radius, norm="l2", n_restarts=n_restarts,
                            n_steps=60, random_state=0)  # fmt: skip
-    # the gradient there is zero up to rounding: the first direction is as good as random
+    # the gradient is zero up to rounding there, so the first direction is random
     expected = 0.1**2 / 2 * torch.linalg.eigvalsh(H)[-1].item()
     assert rise <= expected * (1 + 1e-9)
     assert rise == pytest.approx(expected, rel=0.01 if n_restarts else 1)
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_small_neighbourhoods_are_judged_by_the_dual_norm_of_the_gradient(norm):
+def test_the_rise_in_small_neighbourhoods_is_the_dual_norm_of_the_gradient(norm):
     net, X, y = make_kind("conv")
     gradients = torch.autograd.grad(CE(net.eval()(X), y), list(net.parameters()))
     weights = dict(net.named_parameters())
@@ -94,7 +94,7 @@ def test_small_neighbourhoods_are_judged_by_the_dual_norm_of_the_gradient(norm):
     assert rise == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_more_restarts_find_no_less():
+def test_more_restarts_find_no_smaller_rise():
     net, X, y = make_kind("mlp tanh")
     at = network(net, CE, X, y)
     radius = {name: 2 * torch.ones_like(w) for name, w in weights_of(at).items()}
@@ -105,8 +105,8 @@ def test_more_restarts_find_no_less():
     assert found[0] > 0
 
 
-def test_a_network_that_only_falls_rises_by_nothing():
-    """Weights of a larger loss than anything in reach: the best value seen is their own."""
+def test_a_loss_that_only_falls_has_a_rise_of_zero():
+    """The loss is largest at the network's weights."""
     net = nn.Linear(1, 1, bias=False).double()
     X, y = torch.ones(3, 1).double(), torch.zeros(3, 1).double()
     at = Network(net, Loss(lambda output, y: -(output - y).square().mean()), make_batches(X, y))

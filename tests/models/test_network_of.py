@@ -1,4 +1,4 @@
-"""Every kind of model that users hand in, against the bare module inside it."""
+"""Every kind of model gives the same flatness as the bare module inside it."""
 
 import numpy as np
 import pandas as pd
@@ -129,7 +129,7 @@ def test_skorch_own_dataset_and_loader_are_used():
         relative_flatness(net, X32[:0], Y[:0])
 
 
-def test_our_nets_take_labels_of_any_type():
+def test_nets_of_this_package_accept_labels_of_any_type():
     names = np.array(["ant", "bee", "cow"])
     net = RelativeFlatnessRegularizedClassifier(max_epochs=3, verbose=0, random_state=0)
     net.fit(X, names[Y])
@@ -143,7 +143,7 @@ def test_our_nets_take_labels_of_any_type():
     assert relative_flatness(two, X, names[Y % 2]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_pipelines_transform_first():
+def test_pipelines_transform_their_inputs():
     steps = [
         ("scale", StandardScaler()),
         ("nothing", "passthrough"),

@@ -48,12 +48,12 @@ ONE_TARGET = SCORES[:, 0]
 THREE_TARGETS = SCORES
 COUNTS = RNG.poisson(np.exp(SCORES / 2))
 
-# What a name means in the oracles below: z the linear predictor of shape (n, k), t the
-# target as numbers of the same shape, and s = +-1 instead of t for two-class losses.
+# Names in the oracles below: z is the linear predictor of shape (n, k), t the target as numbers
+# of the same shape, and s = +-1 the target of losses of two classes.
 
 
 def per_class(labels):
-    """One column per class, of 0 and 1; for two classes the second's alone."""
+    """Make one column of 0 and 1 per class; for two classes, that of the second only."""
     classes = np.unique(labels)
     columns = (np.asarray(labels)[:, None] == classes).astype(float)
     return columns[:, 1:] if len(classes) == 2 else columns
@@ -281,7 +281,7 @@ def test_link_leads_to_the_estimators_predictions(name, method, link):
 )
 def test_criterion_is_the_loss_the_mlp_reports(name, factor, constant):
     estimator, y, *_ = CASES[name]
-    estimator.fit(X, y)  # by L-BFGS without weight decay: loss_ is that of the weights kept
+    estimator.fit(X, y)  # by L-BFGS without weight decay: loss_ belongs to the final weights
     model = to_torch(estimator)
     value = model.criterion(tensor(outputs(model)), tensor(model.encode_target(y))).item()
     assert_allclose(factor * value + constant, estimator.loss_, rtol=1e-10)
@@ -322,7 +322,7 @@ def test_everything_survives_pickling(name):
     assert_array_equal(again[1](y), model.encode_target(y))
 
 
-def test_subclasses_are_read_as_what_they_inherit_from():
+def test_subclasses_are_converted_like_their_base_class():
     class Mine(Ridge):
         pass
 
@@ -330,7 +330,7 @@ def test_subclasses_are_read_as_what_they_inherit_from():
     assert_allclose(outputs(to_torch(estimator)).ravel(), estimator.predict(X), **EXACT)
 
 
-def test_sparse_coefficients_are_read():
+def test_sparse_coefficients_are_converted():
     estimator = SGDRegressor(random_state=0).fit(X, ONE_TARGET)
     expected = estimator.predict(X)
     model = to_torch(estimator.sparsify())
@@ -378,7 +378,7 @@ def test_weighted_sgd_classifier_weighs_its_samples(loss, classes, balanced):
     estimator.set_params(class_weight="balanced" if balanced else class_weight).fit(X, y)
     model = to_torch(estimator, y)
     z, t = linear(estimator), per_class(y)
-    # what the weights were in fit: of both classes of two, of each class against the rest
+    # the weights in fit: those of both classes, or of each class against the rest
     c = estimator._expanded_class_weight
     weights = np.where(t == 1, c[1], c[0]) if classes == "two" else np.where(t == 1, c, 1.0)
     value = model.criterion(tensor(z), tensor(model.encode_target(y))).item()
@@ -395,13 +395,13 @@ def test_balanced_weights_ignore_classes_that_the_labels_lack():
 @pytest.mark.parametrize(
     "estimator", [LogisticRegression(), SGDClassifier("log_loss", random_state=0)]
 )
-def test_balanced_weights_take_labels(estimator):
+def test_balanced_weights_need_labels(estimator):
     estimator.set_params(class_weight="balanced").fit(X, TWO)
     with pytest.raises(ValueError, match=r'"balanced"\) weighs .* which takes labels: pass y'):
         to_torch(estimator)
 
 
-def test_refuses_weights_that_leave_one_class_of_two():
+def test_refuses_weight_zero_for_one_of_two_classes():
     estimator = LogisticRegression(class_weight={"no": 0.0, "yes": 1.0}).fit(X, TWO)
     with pytest.raises(ValueError, match="first of two classes has class weight 0"):
         to_torch(estimator)
@@ -441,14 +441,14 @@ def test_booleans_and_columns_are_labels_too():
     ("labels", "shown"),
     [(["b", "who?", "d"], r"\['d', 'who\?'\]|\['b', 'd', 'who\?'\]"), ([np.nan, 1], "1")],
 )
-def test_labels_not_seen_in_fit_are_named(name, labels, shown):
+def test_labels_unknown_in_fit_are_named(name, labels, shown):
     estimator, y, *_ = CASES[name]
     encode = to_torch(estimator.fit(X, y)).encode_target
     with pytest.raises(ValueError, match=rf"not fitted on, such as .*{shown}.*; it knows \["):
         encode(labels)
 
 
-def test_one_class_alone_is_the_negative_one():
+def test_a_single_class_is_the_negative_class():
     estimator = mlp(MLPClassifier).fit(X, np.full(60, "only"))
     assert_array_equal(to_torch(estimator).encode_target(["only"]), [[0.0]])
 
@@ -460,7 +460,7 @@ def test_label_indicators_pass_through(convert):
 
 
 @pytest.mark.parametrize("labels", [LABELS[:, :2], LABELS + 1], ids=["shape", "values"])
-def test_refuses_what_is_no_label_indicator(labels):
+def test_refuses_other_matrices_than_label_indicators(labels):
     encode = to_torch(mlp(MLPClassifier).fit(X, LABELS)).encode_target
     with pytest.raises(ValueError, match=r"label indicator matrix of shape \(n, 3\)"):
         encode(labels)
@@ -489,7 +489,7 @@ def test_refuses_other_regression_targets(fitted_on, y, message):
         encode(y)
 
 
-# -- losses of our own ----------------------------------------------------------------------
+# -- losses that torch lacks ----------------------------------------------------------------
 
 Z = torch.tensor([[-2.5, 0.2], [-0.4, 1.7], [0.9, -3.0]], dtype=torch.float64)
 T = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Representativeness, the bound and constancy of labels against their definitions."""
+"""Representativeness, the bound and label constancy against their definitions."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def regression(n=60, m=3):
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
-def test_without_refit_it_goes_to_minus_the_robustness(layer):
+def test_without_refit_representativeness_tends_to_minus_the_robustness(layer):
     net, X, y = network()
     options = {"layer": layer, "random_state": 0, **CROSS_ENTROPY}
     value, stderr = representativeness(net, X, y, delta=0.5, n_splits=2000, n_draws=100, **options)
@@ -55,13 +55,13 @@ def test_without_refit_it_goes_to_minus_the_robustness(layer):
     )
     both = np.hypot(stderr, error)
     assert value == pytest.approx(-rise, abs=4 * both)
-    # neither of them 0, nor that hidden in the errors
+    # neither is 0, and the standard errors are small enough to show it
     assert rise > 0
     assert both < 0.1
 
 
-def test_a_split_is_the_loss_held_out_minus_the_smoothed_loss_on_the_rest():
-    # delta so small that nothing is smoothed: the gap between the parts remains
+def test_a_split_gives_the_held_out_loss_minus_the_smoothed_loss_of_the_rest():
+    # with so small a delta nothing is smoothed, and the difference between the parts remains
     net, X, y = network()
     with torch.no_grad():
         losses = nn.CrossEntropyLoss(reduction="none")(net(X), y).numpy()
@@ -77,7 +77,7 @@ def test_a_split_is_the_loss_held_out_minus_the_smoothed_loss_on_the_rest():
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(), rel=0.2)
 
 
-def test_refit_gives_the_gap_by_repeated_splits():
+def test_refit_estimates_the_gap_by_repeated_splits():
     X, y = load_iris(return_X_y=True)
     X = X[:, :2]
     model = LogisticRegression(C=100).fit(X, y)
@@ -177,8 +177,8 @@ def test_the_parts_of_the_bound(layer):
         bound.total = 0.0
 
 
-def test_of_linear_regression_the_flatness_term_bounds_the_smoothing():
-    # second order is all there is; truncation only makes the noise smaller
+def test_the_flatness_term_bounds_the_smoothing_of_linear_regression():
+    # there are no higher orders; truncation makes the noise smaller
     model, X, y = regression()
     bound = generalization_bound(model, X, y, n_splits=2000, n_draws=100, random_state=0)
     rise, error = feature_robustness(
@@ -258,7 +258,7 @@ def test_unrelated_labels_agree_as_often_as_chance():
 
 @settings(deadline=None, max_examples=10)
 @given(scale=st.floats(0.01, 100))
-def test_blind_to_the_scale_of_layers(scale):
+def test_the_scale_of_layers_does_not_matter(scale):
     torch.manual_seed(0)
     net, X, y = mlp(4, activation=nn.ReLU), torch.randn(40, 5).double(), torch.arange(40) % 4
     same = reparameterize(net, [scale, 1, 1 / scale])
@@ -294,7 +294,7 @@ def test_representativeness_says_what_is_wrong(bad):
         representativeness(net, X, **{"y": y, **CROSS_ENTROPY, **arguments})
 
 
-def test_the_bound_is_one_for_single_vectors():
+def test_the_bound_needs_one_vector_per_sample():
     net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 2))
     X, y = torch.randn(6, 1, 3, 3), torch.arange(6) % 2
     with pytest.raises(ValueError, match=r"layer '0' receives \(1, 3, 3\). Choose a linear layer"):

@@ -38,7 +38,7 @@ def names_of(net):
 
 
 def by_definition(net, name, criterion, X, y, move):
-    """Mean loss with the weight ``W (I + move)`` minus that with ``W``."""
+    """Compute the mean loss with the weight ``W (I + move)``, minus that with ``W``."""
     weight = net.get_submodule(name).weight.detach()
     moved = functional_call(net, {f"{name}.weight": weight + weight @ move}, (X,))
     return (criterion(moved, y) - criterion(net(X), y)).item()
@@ -50,7 +50,7 @@ def gradient(net, name, criterion, X, y):
 
 
 def train(net, criterion, X, y):
-    """Newton's method to a stationary point that is a minimum: gradient norm below 1e-6."""
+    """Find a minimum, with a gradient norm below 1e-6, by Newton's method."""
     parameters = list(net.parameters())
     named = dict(net.named_parameters())
 
@@ -93,7 +93,7 @@ def teacher(d):
 
 
 def noisy(kind, d, n=100):
-    """Targets around what a small network says, so that the minimum is at moderate weights."""
+    """Make targets near a small network's output, so that the minimum has moderate weights."""
     output = teacher(d)(X := torch.randn(n, 2).double()).detach()
     output = output + 0.5 * torch.randn(n, d).double()
     return X, output if kind == "squared error" else output.softmax(dim=1)
@@ -150,7 +150,7 @@ def test_theorem_5_over_haar_matrices_at_a_minimum(minimum, layer, delta):
 
 
 def remainders(net, criterion, X, y, layer, deltas):
-    """What Theorem 5 leaves out; in the plane the mean over O is one over the circle."""
+    """Compute the remainder of Theorem 5; in the plane, O runs over a circle."""
     kappa = relative_flatness(net, X, y, layer=layer, criterion=criterion)
     found = []
     for delta in deltas:
@@ -173,10 +173,10 @@ def test_remainder_of_theorem_5_is_of_fourth_order_over_two_decades(
     deltas = np.geomspace(1e-3, 1e-1, 5)
     found = remainders(net, criterion, X, y, layer, deltas)
     if layer == -1 and isinstance(criterion, nn.MSELoss):
-        assert found.max() < 1e-15  # quadratic: there is none
+        assert found.max() < 1e-15  # quadratic: there is no remainder
         return
     slopes = np.diff(np.log(found)) / np.diff(np.log(deltas))
-    assert slopes.min() > 3  # the theorem's
+    assert slopes.min() > 3  # of the theorem
     assert np.median(slopes) == pytest.approx(4, abs=0.1)  # by symmetry
 
 
@@ -195,13 +195,13 @@ def test_for_a_single_matrix_the_gradient_has_to_vanish(minimum, anywhere, layer
             )
             expected = delta * first + delta**2 * second
             assert value == pytest.approx(float(expected), abs=20 * delta**3)
-    assert abs(first) > 1e-3  # of the last, which is at no minimum
+    assert abs(first) > 1e-3  # of the last model, which is not at a minimum
     slope = gradient(minimum[0], name, *minimum[1:])
     assert slope.norm() < 1e-6
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_single_features_at_a_minimum_cost_the_sum_of_neuron_flatness(minimum, layer):
+def test_moving_single_features_at_a_minimum_gives_the_sum_of_neuron_flatness(minimum, layer):
     net, criterion, X, y = minimum
     rho = measure("neuron_flatness_sum", net, X, y, layer=layer, criterion=criterion)
     value, stderr = feature_robustness(
@@ -284,7 +284,7 @@ def test_truncated_normal_has_the_second_moment_of_its_density(m):
     value, stderr = feature_robustness(
         model, X, y, 0.5, matrices="truncated_normal", n_draws=500, random_state=0
     )
-    # squared error: second order is all there is
+    # squared error: there are no higher orders
     expected = moment * 0.5**2 / (2 * m) * relative_flatness(model, X)
     assert value == pytest.approx(expected, abs=4 * stderr)
     assert 0 < stderr < 0.02 * value
@@ -313,7 +313,7 @@ def test_single_features_without_replacement():
 
 
 @pytest.mark.parametrize("layer", ["conv", "head"])
-def test_all_that_a_sample_sends_into_a_convolution_is_one_vector(layer):
+def test_the_input_of_a_convolution_is_one_vector(layer):
     class Small(nn.Module):
         def __init__(self):
             super().__init__()
@@ -373,7 +373,7 @@ def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(spread, rel=0.2)
 
 
-def test_a_criterion_that_only_gives_means_has_the_same_standard_error():
+def test_a_criterion_that_computes_means_only_has_the_same_standard_error():
     torch.manual_seed(0)
     net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
     builtin = nn.CrossEntropyLoss()
@@ -384,12 +384,12 @@ def test_a_criterion_that_only_gives_means_has_the_same_standard_error():
     assert one == pytest.approx(other, rel=1e-12)
 
 
-# what it must not depend on
+# invariances
 
 
 @settings(deadline=None, max_examples=20)
 @given(a=st.floats(0.05, 20), b=st.floats(0.05, 20), layer=st.sampled_from([0, 1, 2]))
-def test_blind_to_the_scale_of_layers(a, b, layer):
+def test_the_scale_of_layers_does_not_matter(a, b, layer):
     torch.manual_seed(0)
     net, X, y = mlp(4, activation=nn.ReLU), torch.randn(9, 5).double(), torch.arange(9) % 4
     options = {"layer": layer, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
@@ -526,7 +526,7 @@ def test_one_batch_is_run_to_find_the_layer():
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
-def test_the_network_and_the_random_states_are_given_back(layer):
+def test_the_network_and_the_random_states_stay_as_they_were(layer):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).double()
     X, y = torch.randn(9, 5).double(), torch.arange(9) % 4

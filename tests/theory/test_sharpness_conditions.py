@@ -24,7 +24,7 @@ def value(table, condition, layer, column="worst"):
 
 
 def constants(net, X):
-    """mu, C_2 and C_3 of every sample, written down from the conditions."""
+    """Compute mu, C_2 and C_3 of every sample, as the paper defines them."""
     linear = [m for m in net if isinstance(m, nn.Linear)]
     W = [m.weight.detach().numpy() for m in linear]
     d = len(W)
@@ -53,7 +53,7 @@ def constants(net, X):
                 for b in range(c + 1, d + 1)
             ]
             found.setdefault(("C1", c), []).append(min(ratios))
-            # the share grows at the units' own sizes only
+            # the share grows only where delta is the size of a unit
             sizes = np.abs(Z[c - 1]) / np.linalg.norm(x.numpy())
             shares = [np.mean(sizes <= delta) / delta for delta in sizes]
             found.setdefault(("C2", c), []).append(max(shares))
@@ -81,7 +81,7 @@ def test_conditions_are_those_of_the_paper(activation, bias):
     assert f"{first['worst']:.3g}" in first["reading"]
 
 
-def test_independent_layers_interact_fully_and_orthogonal_ones_not_at_all():
+def test_mu_is_one_for_independent_layers_and_zero_for_orthogonal_ones():
     net = nn.Sequential(
         nn.Linear(200, 200, bias=False), nn.LeakyReLU(1.0), nn.Linear(200, 200, bias=False)
     )
@@ -93,12 +93,12 @@ def test_independent_layers_interact_fully_and_orthogonal_ones_not_at_all():
     assert value(sharpness_conditions(net, X), "C1", "0") == pytest.approx(0, abs=1e-6)
 
 
-def test_one_unit_with_large_weights_is_seen():
+def test_one_unit_with_large_weights_raises_the_third_constant():
     net, X = network(), torch.randn(9, 4).double()
     before = value(sharpness_conditions(net, X), "C3", "4")
     with torch.no_grad():
         net[4].weight[0] *= 1000
-    # of three equal rows it would be one, of one row alone the root of three
+    # one for three equal rows, and the root of three if only one row is not zero
     assert (
         before < value(sharpness_conditions(net, X), "C3", "4") == pytest.approx(3**0.5, rel=1e-3)
     )
@@ -110,7 +110,7 @@ def test_units_that_are_never_active_fail_the_third_condition():
         net[2].bias.fill_(-100)
     table = sharpness_conditions(net, X)
     assert value(table, "C3", "2") == np.inf
-    # what is zero is no cancellation of layers
+    # products of zero do not count as cancellation
     assert value(table, "C1", "2") == np.inf
 
 
@@ -124,7 +124,7 @@ def test_batch_norm_is_folded():
     np.testing.assert_allclose(one["worst"], two["worst"])
 
 
-def test_the_network_is_given_back():
+def test_the_network_stays_as_it_was():
     net, X = network(), torch.randn(9, 4).double()
     net.register_buffer("last", torch.zeros(()))
     before = state_of(net)
