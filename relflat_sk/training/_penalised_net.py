@@ -189,17 +189,23 @@ class PenalisedNet(SklearnNet):
             loss = weighted_loss(criterion, y_pred, target.values, weight)
         if not training:
             return loss
-        term = self._penalty_term(criterion, y_pred, target, weight) if recorded else None
+        term = None
+        if recorded and state.penalty is not None:
+            term = self._penalty_term(state.penalty, criterion, y_pred, target, weight)
         if state.terms is None:  # the first pass of a step is at the weights it starts from
             state.terms = loss, term
         return loss if term is None else loss + term
 
     def _penalty_term(
-        self, criterion: Loss, y_pred: Tensor, target: Target, weight: Tensor | None
+        self,
+        penalty: RelativeFlatnessPenalty,
+        criterion: Loss,
+        y_pred: Tensor,
+        target: Target,
+        weight: Tensor | None,
     ) -> Tensor | None:
         """Compute the penalty of the recorded batch; None if all its samples have weight 0."""
-        penalty = self._state().penalty
-        if penalty is None or not (weight is None or bool((weight > 0).any())):
+        if weight is not None and not bool((weight > 0).any()):
             return None
         return penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
 
@@ -225,7 +231,8 @@ class PenalisedNet(SklearnNet):
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
         """Call the callbacks, which get batches without sample weights."""
-        if "batch" in cb_kwargs and self._state().sample_weight is not None:
+        state = self._training
+        if state is not None and state.sample_weight is not None and "batch" in cb_kwargs:
             cb_kwargs["batch"] = plain_batch(cb_kwargs["batch"])
         super().notify(method_name, **cb_kwargs)
 
