@@ -18,6 +18,7 @@ def is_integer(value: Any) -> bool:
     Returns
     -------
     bool
+        Whether it is one.
     """
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -33,6 +34,7 @@ def is_number(value: Any) -> bool:
     Returns
     -------
     bool
+        Whether it is one.
     """
     return isinstance(value, Real) and not isinstance(value, bool)
 

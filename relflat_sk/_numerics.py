@@ -11,12 +11,12 @@ def full_precision(tensor: Tensor) -> Tensor:
 
     Parameters
     ----------
-    tensor : Tensor
+    tensor : Tensor of any shape
         Of any floating type.
 
     Returns
     -------
-    Tensor
+    Tensor of the same shape
         With its graph.
     """
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
@@ -27,9 +27,9 @@ def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:
 
     Parameters
     ----------
-    low : Tensor
+    low : Tensor of any shape
         Smallest value of each feature.
-    high : Tensor
+    high : Tensor of the same shape
         Largest value of each feature, of the same shape.
     eps : float
         Machine epsilon of the floating type that the features were computed in. The
@@ -38,7 +38,7 @@ def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:
     Returns
     -------
     Tensor of bool
-        Of the same shape.
+        One value for each feature.
     """
     return (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
 
@@ -48,13 +48,13 @@ def inverse_spread(spread: Tensor) -> Tensor:
 
     Parameters
     ----------
-    spread : Tensor
+    spread : Tensor of any shape
         Not negative.
 
     Returns
     -------
-    Tensor
-        Of the same shape.
+    Tensor of the same shape
+        Not negative.
     """
     return torch.where(spread > 0, spread, torch.inf).reciprocal()
 
@@ -64,12 +64,12 @@ def safe_root(array: Tensor) -> Tensor:
 
     Parameters
     ----------
-    array : Tensor
+    array : Tensor of any shape
         Not negative.
 
     Returns
     -------
-    Tensor
-        Of the same shape. The root of 0 is that of the smallest normal number.
+    Tensor of the same shape
+        The root of 0 is that of the smallest normal number.
     """
     return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()

@@ -122,6 +122,7 @@ def draw_seeds(random_state: RandomState, size: int) -> list[int]:
     Returns
     -------
     list of int
+        Below 2**63 - 1.
 
     Raises
     ------
@@ -145,6 +146,7 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
     Returns
     -------
     torch.Generator
+        Seeded.
 
     Raises
     ------
@@ -171,6 +173,7 @@ def fork_rng(device: Any) -> AbstractContextManager[None]:
     Returns
     -------
     context manager
+        Inside, the states start from what they are outside.
     """
     on_cuda = device is not None and torch.device(device).type == "cuda"
     return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
@@ -208,14 +211,14 @@ def rademacher(
     ----------
     shape : sequence of int
         Shape of the result.
-    like : Tensor
+    like : Tensor of any shape
         Has the dtype and the device of the result.
     generator : torch.Generator, optional
         On that device; torch's global random state if None.
 
     Returns
     -------
-    Tensor
+    Tensor of shape `shape`
         Independent values 1 and -1 with equal probability.
 
     Examples

@@ -45,14 +45,14 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
         The criterion.
     output : Tensor of shape (n, ...)
         Its first argument.
-    target : Tensor
+    target : Tensor of shape (n, ...)
         Its second argument.
     each : bool
         Whether to call the criterion without its reduction, if it has one.
 
     Returns
     -------
-    Tensor
+    Tensor of shape () or (n, ...)
         Losses as the criterion returns them.
 
     Raises
@@ -92,5 +92,6 @@ def name_criterion(criterion: Any) -> str:
     Returns
     -------
     str
+        Such as "CrossEntropyLoss".
     """
     return getattr(criterion, "__name__", type(criterion).__name__)

@@ -57,7 +57,7 @@ class Curvature(ABC):
 
         Returns
         -------
-        Tensor
+        Tensor of shape (n, d) or (k, n, d)
             Of the shape of `vectors`.
         """
 
@@ -76,6 +76,7 @@ class ClosedForm(Curvature):
         Returns
         -------
         Tensor of shape (n, d)
+            One diagonal for each sample.
         """
 
     @abstractmethod
@@ -85,6 +86,7 @@ class ClosedForm(Curvature):
         Returns
         -------
         Tensor of shape (n, d, d)
+            One root for each sample; any root will do.
         """
 
     @abstractmethod
@@ -99,6 +101,7 @@ class ClosedForm(Curvature):
         Returns
         -------
         Tensor of shape (n, d)
+            One product for each sample.
         """
 
     @abstractmethod
@@ -138,6 +141,7 @@ def sample_factors(weights: Tensor | None, scale: float | Tensor) -> float | Ten
     Returns
     -------
     float, or Tensor of shape () or (n, 1)
+        Broadcasts with forms of shape (n, 1).
     """
     return scale if weights is None else scale * weights[:, None]
 
@@ -182,6 +186,7 @@ def diagonal_curvature(beta: Tensor) -> ClosedForm:
     Returns
     -------
     ClosedForm
+        With root ``diag(sqrt(beta_i))``.
 
     Examples
     --------
@@ -232,6 +237,7 @@ def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
     Returns
     -------
     Curvature
+        Zero where the loss does not depend on `z`, or is linear in it.
 
     Examples
     --------

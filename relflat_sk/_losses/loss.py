@@ -72,13 +72,13 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The network's output.
-        target : Tensor or None
+        target : Tensor of shape (n, ...) or None
             The labels. Axes are moved only if the labels are of shape (n, tokens) and leave no
             other reading.
 
         Returns
         -------
-        Tensor
+        Tensor of shape (n, ...)
             With the classes where torch's criteria expect them.
         """
         over_classes = self.row is not None and self.row.task == "classification"
@@ -100,6 +100,7 @@ class Loss:
         Returns
         -------
         Tensor of shape (n * tokens, ...) or None
+            One row or number for each token; None if `target` is None.
         """
         if target is None:
             return None
@@ -114,12 +115,12 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor
+        target : Tensor of shape (n, ...)
             The labels.
 
         Returns
         -------
-        Tensor
+        Tensor of shape (n, ...)
             The labels in the criterion's shape and type.
 
         Raises
@@ -136,12 +137,13 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor
+        target : Tensor of shape (n, ...)
             The labels.
 
         Returns
         -------
         Target
+            The labels, and which of them curvature and divisors depend on.
 
         Raises
         ------
@@ -160,7 +162,7 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor or None
+        target : Tensor of shape (n, ...) or None
             `Target.relevant`.
 
         Returns
@@ -178,12 +180,13 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor or None
+        target : Tensor of shape (n, ...) or None
             `Target.relevant`.
 
         Returns
         -------
         Tensor of shape (n,)
+            One number for each sample.
         """
         each = self.each_divisor(output, target)
         return each if isinstance(each, Tensor) else output.new_full((len(output),), each)
@@ -226,6 +229,7 @@ class Loss:
         Returns
         -------
         bool
+            Whether `closed_form` returns one for outputs (n, d).
         """
         return self.row is not None and link in self.row.links
 
@@ -239,7 +243,7 @@ class Loss:
             `relflat_sk._network.find_link`.
         z : Tensor of shape (n, d)
             The layer's output.
-        target : Tensor or None
+        target : Tensor of shape (n, ...) or None
             `Target.relevant`.
 
         Returns
@@ -260,7 +264,7 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor
+        target : Tensor of shape (n, ...)
             The labels, from `check_target`.
         each : bool, default=False
             Whether each sample's own loss is needed. If not, a criterion that returns nothing

@@ -35,6 +35,7 @@ def never(criterion: Any) -> bool:
     Returns
     -------
     bool
+        False.
     """
     return False
 
@@ -44,9 +45,9 @@ class Target(NamedTuple):
 
     Parameters
     ----------
-    values : Tensor
+    values : Tensor of shape (n, ...)
         The labels.
-    relevant : Tensor or None
+    relevant : Tensor of shape (n, ...) or None
         The labels if curvature or divisors depend on them. None if every label has weight one.
     """
 

@@ -33,7 +33,7 @@ class Batch:
     ----------
     x : Tensor, or dict, tuple or list of tensors
         Inputs.
-    y : Tensor or None
+    y : Tensor of shape (n, ...) or None
         Labels.
     weight : Tensor of shape (n,) or None
         Sample weights, float64.
@@ -111,6 +111,7 @@ def check_labels(y: Any, n: int) -> Any:
     Returns
     -------
     ndarray or Tensor
+        Of the type of `y` if that is an array or a tensor.
 
     Raises
     ------
@@ -200,6 +201,7 @@ def count_samples(X: Any) -> int:
     Returns
     -------
     int
+        Length of the first axis.
 
     Raises
     ------

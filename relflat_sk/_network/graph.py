@@ -38,7 +38,7 @@ def find_link(output: Tensor, node: Any) -> str | None:
 
     Parameters
     ----------
-    output : Tensor
+    output : Tensor of shape (n, ...)
         The network's output, with its graph.
     node : torch.autograd.graph.Node
         `LayerRecord.node` of the layer.
@@ -90,6 +90,7 @@ def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
     Returns
     -------
     bool
+        True where each position's loss depends on that position's output alone.
     """
     step: Any = output.grad_fn
     while step is not None and step is not node:
@@ -132,7 +133,7 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
 
     Parameters
     ----------
-    base : Tensor
+    base : Tensor of any shape
         Computed from the layers' outputs, with its graph.
     *nodes : torch.autograd.graph.Node
         `LayerRecord.node` of each layer.
@@ -176,7 +177,7 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
 
     Parameters
     ----------
-    base : Tensor
+    base : Tensor of any shape
         The network's output, with its graph.
     *nodes : torch.autograd.graph.Node
         `LayerRecord.node` of each layer; only operations behind them count.

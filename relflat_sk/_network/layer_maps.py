@@ -64,7 +64,7 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input, of n samples.
         channels : Tensor of shape (n, k) or None
             Input channels for each sample, counted within a group; all of them if None.
@@ -74,6 +74,7 @@ class LayerMap:
         Returns
         -------
         Tensor of shape (n, groups, k, P)
+            The numbers that the columns are multiplied with.
         """
         raise NotImplementedError
 
@@ -82,12 +83,13 @@ class LayerMap:
 
         Parameters
         ----------
-        z : Tensor
+        z : Tensor of shape (n, ...)
             Of the shape of the layer's output.
 
         Returns
         -------
         Tensor of shape (n, d, P)
+            One row for each output channel.
         """
         raise NotImplementedError
 
@@ -98,12 +100,12 @@ class LayerMap:
         ----------
         rows : Tensor of shape (n, d, P)
             The array.
-        z : Tensor
+        z : Tensor of shape (n, ...)
             Of the shape of the layer's output.
 
         Returns
         -------
-        Tensor
+        Tensor of shape (n, ...)
             Of the shape of `z`.
         """
         raise NotImplementedError
@@ -113,7 +115,7 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input, of n samples.
         matrices : Tensor of shape (n, d, m) or (d, m)
             One for each sample, or one for all.
@@ -121,6 +123,7 @@ class LayerMap:
         Returns
         -------
         Tensor of shape (n, d, P)
+            Products with the layer's input, rearranged as by `to_rows`.
         """
         raise NotImplementedError
 
@@ -129,7 +132,7 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input, of n samples.
         rows : Tensor of shape (n, ..., d, P)
             The vectors g.
@@ -137,6 +140,7 @@ class LayerMap:
         Returns
         -------
         Tensor of shape (n, ..., d, m)
+            One matrix of the weight's shape for each sample.
         """
         raise NotImplementedError
 
@@ -145,7 +149,7 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input, of n samples.
         rows : Tensor of shape (n, d, P)
             The vectors g.
@@ -153,6 +157,7 @@ class LayerMap:
         Returns
         -------
         Tensor of shape (d, m)
+            A matrix of the weight's shape.
         """
         return self.transpose(features, rows).sum(dim=0)
 
@@ -161,12 +166,13 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input.
 
         Returns
         -------
         Tensor of shape (n_values, c)
+            All samples and positions below each other.
         """
         raise NotImplementedError
 
@@ -185,12 +191,13 @@ class LayerMap:
 
         Parameters
         ----------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input.
 
         Returns
         -------
         bool
+            Whether the input has shape (n, m).
         """
         return False
 
@@ -208,6 +215,7 @@ def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
     Returns
     -------
     Tensor of shape (n, k, ...)
+        Copies of the channels, or the features themselves.
     """
     if channels is None:
         return features

@@ -47,6 +47,7 @@ def layer_map(layer: nn.Module) -> LayerMap:
     Returns
     -------
     LayerMap
+        The map of that kind of layer.
 
     Raises
     ------
@@ -78,6 +79,7 @@ def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     Returns
     -------
     dict of str to nn.Module
+        A module that is registered twice is listed once.
 
     Examples
     --------
@@ -102,6 +104,7 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     Returns
     -------
     str
+        The layer's dotted name.
 
     Raises
     ------
@@ -181,6 +184,7 @@ def check_layer(module: nn.Module, name: str) -> nn.Module:
     Returns
     -------
     nn.Module
+        The layer.
 
     Raises
     ------

@@ -93,7 +93,7 @@ def primary_output(output: Any) -> Tensor:
 
     Returns
     -------
-    Tensor
+    Tensor of shape (n, ...)
         The tensor itself, the first of several, or the entry "logits" of a mapping.
 
     Raises
@@ -151,7 +151,7 @@ class Outcome:
     ----------
     output : Tensor of shape (n, ...)
         The criterion's input.
-    target : Tensor
+    target : Tensor of shape (n, ...)
         Labels as the criterion takes them.
     loss : Loss
         The criterion, on the output's device.
@@ -214,6 +214,7 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
     Returns
     -------
     Outcome
+        From which losses can be computed.
 
     Raises
     ------

@@ -33,6 +33,7 @@ def find_norm_layers(module: nn.Module) -> list[nn.Module]:
     Returns
     -------
     list of nn.Module
+        Layers whose forward method is replaced by the user are left out.
     """
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
              nn.GroupNorm, nn.RMSNorm)  # fmt: skip

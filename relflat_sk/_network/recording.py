@@ -45,21 +45,21 @@ class LayerRecord:
         The layer.
     calls : int
         Number of calls. The other fields are those of the last call.
-    features : Tensor or None
+    features : Tensor of shape (n, ...) or None
         The layer's input.
     version : int
         Torch's version counter of `features` at the call; another value later shows that
         they were overwritten.
-    output : Tensor or None
+    output : Tensor of shape (n, ...) or None
         The layer's output.
     node : torch.autograd.graph.Node or None
         The node at which the tail of the network starts, from which autograd reaches the
         network's output.
     output_nr : int
         Number of the layer's output among the outputs of `node`.
-    offset : Tensor or None
+    offset : Tensor of shape (n, ...) or None
         For measuring: zeros added to the output, by which the loss is differentiated.
-    tail_input : Tensor or None
+    tail_input : Tensor of shape (n, ...) or None
         For measuring: the output plus `offset`, which the tail of the network receives.
     """
 
@@ -79,9 +79,9 @@ class LayerRecord:
 
         Returns
         -------
-        features : Tensor
+        features : Tensor of shape (n, ...)
             The layer's input.
-        output : Tensor
+        output : Tensor of shape (n, ...)
             The layer's output.
 
         Raises
@@ -118,7 +118,8 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
     Returns
     -------
-    Tensor
+    Tensor of shape (n, ...)
+        The first positional argument, or else the first keyword argument.
     """
     value: Tensor = args[0] if args else next(iter(kwargs.values()))
     return value
@@ -137,12 +138,12 @@ def keep_graph(
         Positional arguments of the layer's call.
     kwargs : dict
         Keyword arguments of the layer's call.
-    output : Tensor
+    output : Tensor of shape (n, ...)
         What the layer returned.
 
     Returns
     -------
-    Tensor
+    Tensor of shape (n, ...)
         `output`.
     """
     record.calls += 1
@@ -167,12 +168,12 @@ def start_graph(
         Positional arguments of the layer's call.
     kwargs : dict
         Keyword arguments of the layer's call.
-    output : Tensor
+    output : Tensor of shape (n, ...)
         What the layer returned.
 
     Returns
     -------
-    Tensor
+    Tensor of shape (n, ...)
         `output` plus zeros that the loss can be differentiated by.
     """
     record.calls += 1
@@ -199,12 +200,12 @@ def keep_copies(
         Positional arguments of the layer's call.
     kwargs : dict
         Keyword arguments of the layer's call.
-    output : Tensor
+    output : Tensor of shape (n, ...)
         What the layer returned.
 
     Returns
     -------
-    Tensor
+    Tensor of shape (n, ...)
         `output`.
     """
     record.calls += 1

@@ -142,6 +142,7 @@ def width(layer: nn.Module) -> int:
     Returns
     -------
     int
+        Number of rows of the weight matrix.
     """
     found = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     return int(found)  # type: ignore[arg-type]

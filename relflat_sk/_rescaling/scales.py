@@ -78,6 +78,7 @@ class Scale:
         Returns
         -------
         bool
+            Whether numbers and layout are the same, up to rounding.
         """
         return (
             self.values.shape == other.values.shape

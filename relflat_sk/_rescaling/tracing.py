@@ -29,6 +29,7 @@ def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     Returns
     -------
     bool
+        False also for a module whose forward method is replaced.
     """
     return (
         isinstance(module, kinds)
@@ -107,6 +108,7 @@ def copy_module(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
     Returns
     -------
     nn.Module
+        The copy.
 
     Raises
     ------

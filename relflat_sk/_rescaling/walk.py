@@ -91,6 +91,7 @@ class Walk:
         Returns
         -------
         ValueError
+            To be raised.
         """
         return ValueError(
             f"{describe_step(node, self.modules)} {reason}; the copy would not compute the same "
@@ -108,6 +109,7 @@ class Walk:
         Returns
         -------
         Scale
+            `ONE` if the first input is a constant.
 
         Raises
         ------

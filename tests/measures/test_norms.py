@@ -605,6 +605,7 @@ def test_the_network_stays_as_it_was(name, fails_at):
         assert p.requires_grad
     assert [m.training for m in net] == [True] * 3 + [False] + [True] * 5
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not any("forward" in vars(m) for m in net.modules())
     assert torch.equal(random[0], torch.get_rng_state())
     assert (random[1] == np.random.get_state()[1]).all()  # noqa: NPY002
     assert torch.is_grad_enabled()

@@ -45,6 +45,7 @@ def state_of(net):
         [None if p.grad is None else p.grad.clone() for p in net.parameters()],
         [p.requires_grad for p in net.parameters()],
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
+        ["forward" in vars(m) for m in net.modules()],
         torch.get_rng_state(),
         torch.is_grad_enabled(),
         net.last,

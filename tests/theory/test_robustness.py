@@ -536,6 +536,7 @@ def test_the_network_and_the_random_states_stay_as_they_were(layer):
     feature_robustness(net, X, y, 0.1, layer=layer, criterion=nn.CrossEntropyLoss())
     assert all(m.training for m in net.modules())
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in net.modules())
+    assert not any("forward" in vars(m) for m in net.modules())
     assert all(p.grad is None and p.requires_grad for p in net.parameters())
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
@@ -564,6 +565,7 @@ def test_hooks_are_removed_after_an_exception():
             criterion=nn.CrossEntropyLoss(),
         )
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in net.modules())
+    assert not any("forward" in vars(m) for m in net.modules())
     assert net.training
 
 
