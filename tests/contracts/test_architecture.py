@@ -1,0 +1,121 @@
+"""docs/architecture.md names files and functions that exist, and calls in their real order."""
+
+import ast
+import re
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+from sklearn.datasets import load_iris
+from torch import nn
+
+from relflat_sk import FlatnessScorer, RelativeFlatnessRegularizedClassifier
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TOKENS = sorted(set(re.findall(r"`([^`]+)`", PAGE)))
+PATHS = [token for token in TOKENS if re.fullmatch(r"[\w./]+/[\w.]+|\w+\.(md|toml)", token)]
+NAMES = [token for token in TOKENS if re.fullmatch(r"[A-Za-z_][\w.]*", token)]
+NAMES = [name for name in NAMES if name not in PATHS]
+PAIRS = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", PAGE)
+# names of the page's examples, of tools and in formulas
+FOREIGN = {
+    *("mean_curvature", "data__repeats", "param_data__repeats", "in_features", "out_features"),
+    *("deptry", "data__", "self.layer.weight.T", "z", "X", "y", "X_fit", "y_fit", "delta"),
+}
+
+
+def qualified_names(path):
+    """Names that a file defines at its top and in its classes, and attributes of these."""
+    found = set()
+
+    def visit(body, prefix):
+        for node in body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            found.update(prefix + one.id for one in targets if isinstance(one, ast.Name))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    visit(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return found
+
+
+DEFINED = {path: qualified_names(path) for path in ROOT.glob("relflat_sk/**/*.py")}
+
+
+def test_the_page_names_much():
+    assert len(PATHS) > 30
+    assert len(PAIRS) > 40
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_exist(path):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(("name", "path"), sorted(set(PAIRS)))
+def test_names_are_where_the_page_says(name, path):
+    assert name in qualified_names(ROOT / path)
+
+
+def is_known(name):
+    if name.startswith("nn."):
+        return bool(attrgetter(name.removeprefix("nn."))(nn))
+    if name in FOREIGN or any(path.stem == name or name in path.parts for path in DEFINED):
+        return True
+    ends = {full.rpartition(".")[2] for names in DEFINED.values() for full in names}
+    return name in ends or any(name in names for names in DEFINED.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_exist(name):
+    in_tests = {name for name, path in PAIRS if path.startswith("tests/")}
+    assert name in in_tests or is_known(name)
+
+
+def told(section):
+    """The functions of a section's numbered list, in order, without dispatchers."""
+    text = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    pairs = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", text)
+    pairs = [(name, path) for name, path in pairs if name != "to_network"]
+    return list(dict.fromkeys((ROOT / path, name) for name, path in pairs))
+
+
+def calls(function):
+    """Functions of the package in the order of their first calls."""
+    found = {}
+
+    def profile(frame, event, _):
+        if event == "call":
+            found.setdefault((Path(frame.f_code.co_filename), frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    ("section", "call"),
+    [
+        ("From a scorer to a number", lambda net, X, y: FlatnessScorer()(net, X, y)),
+        ("From a training step to a gradient", lambda net, X, y: net.partial_fit(X, y)),
+    ],
+    ids=["scorer", "training step"],
+)
+def test_functions_are_called_in_the_order_of_the_page(section, call):
+    X, y = load_iris(return_X_y=True)
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_layer="all", max_epochs=3, verbose=0, random_state=0
+    ).fit(X, y)
+    expected = told(section)
+    assert len(expected) > 5
+    called = calls(lambda: call(net, X, y))
+    assert set(expected) <= set(called), set(expected) - set(called)
+    assert [one for one in called if one in expected] == expected
