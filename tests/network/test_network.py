@@ -58,10 +58,10 @@ def same(one, two):
     assert one[1] == two[1]
     for a, b in zip(one[2], two[2], strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
-    assert one[3:5] == two[3:5]
-    assert torch.equal(one[5], two[5])
-    assert one[6] == two[6]
-    assert one[7] is two[7]
+    assert one[3:6] == two[3:6]
+    assert torch.equal(one[6], two[6])
+    assert one[7] == two[7]
+    assert one[8] is two[8]
 
 
 def prepared(fails=False):
