@@ -1,4 +1,4 @@
-"""Train candidates, rank the minima by flatness, hand one out."""
+"""Search for flat minima: train candidates, rank them by flatness, predict with the flattest."""
 
 from relflat_sk.search._flattest_within import flattest_within
 from relflat_sk.search._search import FlatMinimaSearch

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 __all__ = [
@@ -28,9 +29,6 @@ FIXED_VALUES = "fixed_params"
 
 # what `Study.optimize` raises if another process has finished the trial meanwhile
 TELL_ERRORS = (ValueError, AssertionError)
-
-# what a storage raises then; plain RuntimeError before Optuna 4.3
-_FINISHED: type[Exception] = getattr(optuna.exceptions, "UpdateFinishedTrialError", RuntimeError)
 
 
 class OneTrialStudy(optuna.Study):
@@ -132,7 +130,7 @@ def fail_trial(
         for name, value in (attributes or {}).items():
             study._storage.set_trial_user_attr(trial_id, name, value)
         return study._storage.set_trial_state_values(trial_id, TrialState.FAIL)
-    except _FINISHED:
+    except UpdateFinishedTrialError:
         return False
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
+from relflat_sk._random import as_random_state
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._remeasure import remeasure
@@ -219,8 +219,9 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
             On Ctrl-C before any candidate is finished.
         """
         self.__dict__.pop("best_estimator_", None)
-        rng = check_random_state(self.random_state)
-        seeds = (None, None) if self.random_state is None else rng.randint(2**31 - 1, size=2)
+        seeds: Any = (None, None)
+        if self.random_state is not None:
+            seeds = as_random_state(self.random_state).randint(2**31 - 1, size=2)
         self._seed = seeds[1]
         objective = self._make_objective(X, y, X_test, y_test)
         check_arguments(self)

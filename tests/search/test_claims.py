@@ -1,4 +1,4 @@
-"""Tests of `claims` and `candidates`: no candidate twice, none lost."""
+"""Tests of claims and candidates: none is trained twice, none is lost."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def test_draws_are_numbered(study):
 
 
 def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
-    """Both look, both find the first point free, both create its trial."""
+    """Both find the first point free, and both create a trial for it."""
     grid, first, raced = Grid(POINTS), [], []
 
     def at_the_same_moment(study, trials):
@@ -107,12 +107,12 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
 
 
 def move_elsewhere(claimed):
-    """To another machine, so that this thread does not take it for its own of yesterday."""
+    """Move a trial to another machine, so that this thread does not give it up as its own."""
     claimed._storage.set_trial_user_attr(claimed.trial_id, "process", ["elsewhere", 1, "1", 1])
 
 
-def test_what_runs_elsewhere_is_left_alone(study):
-    """In another thread, another process, on another machine."""
+def test_running_trials_of_others_are_left_alone(study):
+    """Trials of another thread, another process and another machine are not given up."""
     here, start = socket.gethostname(), processes_module._start_time(os.getppid())
     parent = [here, os.getppid(), start, 1]
     other = threading.Thread(target=threading.Event().wait, daemon=True)
@@ -131,8 +131,8 @@ def add_running(study, point, **attributes):
     study.add_trial(template)
 
 
-def test_what_was_abandoned_is_taken_over(study):
-    """By a process that is gone, one whose number another one has now, and by this thread."""
+def test_abandoned_trials_are_taken_over(study):
+    """Trials of a process that is gone, of one whose id was reused, and of this thread."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = socket.gethostname()
@@ -149,8 +149,8 @@ def test_what_was_abandoned_is_taken_over(study):
     assert [trial.params for trial in study.trials[3:]] == POINTS
 
 
-def test_what_a_process_of_the_same_sweep_died_of_is_left_to_the_sweep(study):
-    """This process may be ended, too, at any moment: what it claims now is not what it dies of."""
+def test_a_worker_leaves_the_trials_of_its_own_sweep_to_the_sweep(study):
+    """joblib may end this process at any moment: its next trial would be blamed for the crash."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     sweep = workers_module.Sweep(None, Grid(POINTS[:2]), quiet=True)
@@ -198,7 +198,7 @@ def test_a_heartbeat_tells_of_other_machines(tmp_path):
 
 
 def test_a_draw_whose_process_died_is_drawn_again(study):
-    """Its number is free again, those after it stay as they are."""
+    """The number of the draw is free again; the draws after it stay the same."""
     space = Space({"C": FloatDistribution(0.01, 1.0)})
 
     def draw(trial):
@@ -238,7 +238,7 @@ def test_candidates_that_a_process_died_of_come_last_and_one_at_a_time(study):
 
 
 def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
-    """As by another machine while this one slept."""
+    """Another machine may give it up while this one sleeps."""
     study = optuna.create_study(storage=storage)
     run, slept = MinimaObjective.run, []
 
@@ -281,7 +281,7 @@ def make_storage(where):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_processes_at_once_claim_nothing_twice(tmp_path, kind):
-    """Points that take no time, so that the processes meet all the time."""
+    """Points that take no time to train, so that processes often claim at the same moment."""
     where = f"sqlite:///{tmp_path / 'minima.db'}" if kind == "sqlite" else str(tmp_path / "log")
     study = optuna.create_study(storage=make_storage(where), study_name="sweep")
     context, n_points = get_context("spawn"), 20
@@ -318,7 +318,7 @@ def test_of_a_killed_process_only_the_culprit_is_lost():
 
 
 class Kills(Grid):
-    """Kills the process that looks for something to train."""
+    """Kills the process that asks for a candidate."""
 
     def next_candidate(self, study, trials):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -369,7 +369,7 @@ def test_a_killed_trial_is_trained_again(tmp_path):
 
 
 def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
-    """Everything is recorded but that it is complete."""
+    """The process died after the last attribute, before the trial was complete."""
     study = optuna.create_study(storage=storage, study_name="sweep")
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     trial = optuna.Trial(study, claim(study, Grid(POINTS), "a").trial_id)
@@ -388,7 +388,7 @@ def test_trials_that_run_elsewhere_are_not_waited_for(storage):
 
 
 def test_progress_counts_what_is_left_for_this_process(storage, capfd):
-    """The time left is of the candidates that nobody else has."""
+    """The bar leaves out candidates that other processes train."""
     study = optuna.create_study(storage=storage, study_name="sweep")
 
     class Shared(LogisticRegression):
@@ -407,7 +407,7 @@ def test_progress_counts_what_is_left_for_this_process(storage, capfd):
 
 
 def test_a_database_that_two_processes_make_at_once(monkeypatch):
-    """One of them finds a table that was not there a moment ago, and looks again."""
+    """One of them fails because the other has just created a table, and tries again."""
     real, failures = study_module._open, [OperationalError("table exists", None, None)]
 
     def fails_at_first(storage):

@@ -1,4 +1,4 @@
-"""Tests of what a search makes of failures, and of several objectives."""
+"""Tests of failing candidates and of several objectives."""
 
 import numpy as np
 import optuna
@@ -25,7 +25,7 @@ def _log_level():
 
 
 class RunsOut(LogisticRegression):
-    """Fails as its class_weight says."""
+    """Runs out of memory in the way that class_weight names."""
 
     def fit(self, X, y):
         if self.class_weight == "numpy":
@@ -47,7 +47,7 @@ def test_running_out_of_memory_does_not_end_the_sweep():
 
 
 def test_memory_of_a_device_is_given_back_after_a_failure(monkeypatch):
-    """Another candidate may fit into what a large one leaves in torch's cache."""
+    """A large candidate fills torch's cache, which the next one may need."""
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     space = {"class_weight": ["torch", None]}
@@ -113,7 +113,7 @@ def test_other_samplers_have_one_objective():
 
 
 def test_the_worst_of_a_front_does_not_count():
-    """What is no minimum is on no front: a net that never learned anything is perfectly flat."""
+    """A net that never learned anything is perfectly flat, but not on the front."""
     net = RelativeFlatnessRegularizedClassifier(
         flatness_weight=0, module__hidden_layer_sizes=(4,), max_epochs=10, verbose=0
     )

@@ -1,4 +1,4 @@
-"""A study that two processes share, one of which is killed time and again, loses nothing."""
+"""A study that two processes share loses nothing, though one of them is killed repeatedly."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """Tests of `_optuna_internals`, for the oldest and the newest Optuna that is allowed.
 
-With another version: ``pip install --target FOLDER --no-deps optuna==4.0.0``, then
+With another version: ``pip install --target FOLDER --no-deps optuna==4.3.0``, then
 ``PYTHONPATH=FOLDER python -m pytest tests/search``.
 """
 
@@ -113,7 +113,7 @@ def test_a_first_heartbeat_is_recorded(tmp_path):
 
 
 def test_a_study_can_be_read_again(study):
-    """In a trial, a study shows its sampler the trials that there were when it began."""
+    """During a trial, a study shows its sampler the trials it held when the trial began."""
     counts = []
 
     def objective(trial):
@@ -130,7 +130,7 @@ def test_a_study_can_be_read_again(study):
 
 
 def private_names_used(path):
-    """Names with an underscore that a module takes from objects other than itself."""
+    """Yield the private names that a module takes from other objects."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             owner = ast.unparse(node.value)

@@ -81,7 +81,7 @@ def test_six_measures_take_one_pass_more_than_the_training(tmp_path):
 
 
 def test_scores_and_held_out_data_take_passes_of_their_own():
-    """An estimator computes its score itself; the loss on held-out data is theirs alone."""
+    """Two for held-out data, whose loss is recorded, and one for the training score."""
     net = make_net(NeuralNetClassifier)
     attrs, _, n_samples = run(net, X_test=X[:7], y_test=Y[:7])
     assert n_samples == (N_EPOCHS + 2) * len(X) + 2 * 7

@@ -1,4 +1,4 @@
-"""Tests for `_search`: what is trained, measured, kept, resumed and refused."""
+"""Tests of `FlatMinimaSearch` and `MinimaObjective`: training, measuring, resuming, refusing."""
 
 import copy
 import pickle
@@ -108,7 +108,7 @@ def logistic(space=None, **parameters):
 
 
 def results(search):
-    """What must be the same whenever the same candidates are trained."""
+    """Return the columns that must be the same whenever the same candidates are trained."""
     minima = search.minima_.drop(columns=["trial", "seconds", "rank"])
     minima = minima.sort_values([c for c in minima if c.startswith("param_")], kind="stable")
     return minima.reset_index(drop=True)

@@ -1,4 +1,4 @@
-"""Tests of `training_data` and `learning_rate`: what else makes minima differ."""
+"""Tests of varied training data and of scaled learning rates."""
 
 import numpy as np
 import optuna

@@ -1,4 +1,4 @@
-"""Tests of `weights` and `remeasure`: old minima, without training them again."""
+"""Tests of saved weights and of `remeasure`: minima measured again without training."""
 
 import pickle
 import re
@@ -95,7 +95,7 @@ def _log_level():
 
 
 def settings(estimator):
-    """What it was made with, objects by their class."""
+    """Return the parameters of an estimator as text, without addresses."""
     params = final_estimator(estimator).get_params(deep=False)
     params.pop("_params_to_validate", None)  # skorch's note to itself
     return re.sub(r" at 0x\w+|<class '|'>", "", repr(params))
@@ -132,7 +132,7 @@ def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
 
 
 def test_a_restored_net_knows_its_flatness(tmp_path):
-    """Not that of the weights it was initialised with."""
+    """The flatness is that of the restored weights, not of the initial ones."""
     search = make_search(tmp_path, estimator=net()).fit(X, Y)
     best = search.best_estimator_
     again = make_search(tmp_path, estimator=net()).fit(X, Y).best_estimator_
@@ -239,7 +239,7 @@ def test_weights_that_are_elsewhere(tmp_path):
 
 
 def test_some_weights(tmp_path):
-    """Those of the first session were not kept."""
+    """The weights of the first session were not saved."""
     make_search(tmp_path, artifact_store=None, n_trials=1, refit=False).fit(X, Y)
     search = make_search(tmp_path, refit=False).fit(X, Y)
     found = search.remeasure(["trace_flatness"]).sort_values("trial")["trace_flatness"]

@@ -1,4 +1,4 @@
-"""One trial: a candidate trained on all the data, measured and stored."""
+"""One trial of a search: a candidate is trained on all the data, measured and recorded."""
 
 from relflat_sk.search._trial.objective import MinimaObjective
 from relflat_sk.search._trial.space import Space

@@ -58,8 +58,9 @@ class _Drawn:
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
         own = self.distribution
-        suggest = trial.suggest_int if isinstance(own, IntDistribution) else trial.suggest_float
-        return suggest(name, own.low, own.high, step=own.step, log=own.log)
+        if isinstance(own, IntDistribution):
+            return trial.suggest_int(name, own.low, own.high, step=own.step, log=own.log)
+        return trial.suggest_float(name, own.low, own.high, step=own.step, log=own.log)
 
 
 @dataclass(frozen=True)
