@@ -4,14 +4,12 @@ from relflat_sk._network.attention import explicit_attention
 from relflat_sk._network.batches import (
     Batch,
     Batches,
-    cast_inputs,
     check_weights,
-    count_samples,
-    floating_parameter,
     make_batches,
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import check_thrice, find_link, hands_on, is_piecewise_linear
+from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
     WEIGHT_LAYERS,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from relflat_sk._losses import Loss
 from relflat_sk._network.attention import explicit_attention
-from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
+from relflat_sk._network.batches import Batch, Batches
+from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_order
 from relflat_sk._random import fork_rng

@@ -106,7 +106,7 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
 
 
 @pytest.mark.parametrize("d", [10, 100])
-def test_totals_ignore_what_all_rows_of_the_weight_have_in_common(d):
+def test_totals_ignore_the_common_part_of_the_rows_of_the_weight(d):
     torch.manual_seed(0)
     z, features, F = torch.randn(20, d), torch.randn(20, 6), torch.randn(d, 200)
 
@@ -122,7 +122,7 @@ def test_totals_ignore_what_all_rows_of_the_weight_have_in_common(d):
         assert_close(found.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_products_of_what_has_no_curvature():
+def test_products_without_curvature_are_zero():
     z = torch.randn(4, 3, requires_grad=True)
     v = torch.randn(4, 3)
     for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):

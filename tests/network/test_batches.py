@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import relative_flatness
-from relflat_sk._network.batches import cast_inputs, make_batches
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.inputs import cast_inputs
 
 CE = nn.CrossEntropyLoss()
 RNG = np.random.default_rng(0)
@@ -69,7 +70,7 @@ def test_whole_numbers_for_a_floating_network(net):
     )
 
 
-def test_whole_numbers_are_kept_for_an_embedding():
+def test_integers_stay_integers_for_an_embedding():
     net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
     assert cast_inputs(torch.tensor([1]), net).dtype == torch.int64
     assert relative_flatness(net, RNG.integers(0, 5, size=(10, 4)), Y, criterion=CE) > 0
@@ -189,7 +190,7 @@ def test_bad_sample_weights(weights, message):
         make_batches(X, Y, sample_weight=weights)
 
 
-def test_an_overflowing_sum_is_not_taken_for_infinity():
+def test_an_overflowing_sum_is_not_mistaken_for_infinity():
     net = nn.Linear(2, 2)
     huge = np.full((4, 2), 3e38, dtype=np.float32)
     assert not torch.isfinite(torch.from_numpy(huge).sum())

@@ -43,48 +43,48 @@ def case(request):
 
 def test_apply_is_the_layer_without_bias(case):
     layer, features = case
-    seen = layer_map(layer)
+    linear_map = layer_map(layer)
     z = layer(features)
     zero = layer(0 * features)
-    d, m = seen.weight.shape
+    d, m = linear_map.weight.shape
     assert d * m == layer.weight.numel()
-    rows = seen.to_rows(z - zero)
+    rows = linear_map.to_rows(z - zero)
     assert rows.shape[:2] == (5, d)
-    assert_close(seen.apply(features, seen.weight), rows)
-    assert_close(seen.apply(features, seen.weight.expand(5, d, m)), rows)
-    assert_close(seen.from_rows(rows, z), z - zero)
+    assert_close(linear_map.apply(features, linear_map.weight), rows)
+    assert_close(linear_map.apply(features, linear_map.weight.expand(5, d, m)), rows)
+    assert_close(linear_map.from_rows(rows, z), z - zero)
 
 
 def test_samples_may_have_matrices_of_their_own(case):
     layer, features = case
-    seen = layer_map(layer)
-    matrices = torch.randn(5, *seen.weight.shape).double()
-    rows = seen.apply(features, matrices)
+    linear_map = layer_map(layer)
+    matrices = torch.randn(5, *linear_map.weight.shape).double()
+    rows = linear_map.apply(features, matrices)
     for i in range(5):
-        assert_close(rows[i], seen.apply(features[i : i + 1], matrices[i])[0])
+        assert_close(rows[i], linear_map.apply(features[i : i + 1], matrices[i])[0])
 
 
 def test_transpose_is_the_transpose(case):
     layer, features = case
-    seen = layer_map(layer)
-    matrices = torch.randn(5, *seen.weight.shape).double()
-    rows = seen.apply(features, matrices)
+    linear_map = layer_map(layer)
+    matrices = torch.randn(5, *linear_map.weight.shape).double()
+    rows = linear_map.apply(features, matrices)
     g = torch.randn(5, 3, *rows.shape[1:]).double()
-    back = seen.transpose(features, g)
-    assert back.shape == (5, 3, *seen.weight.shape)
+    back = linear_map.transpose(features, g)
+    assert back.shape == (5, 3, *linear_map.weight.shape)
     assert_close(
         torch.einsum("ncdm,ndm->nc", back, matrices), torch.einsum("ncdp,ndp->nc", g, rows)
     )
-    assert_close(seen.transpose(features, g[:, 1]), back[:, 1])
+    assert_close(linear_map.transpose(features, g[:, 1]), back[:, 1])
 
 
 def test_gradient_in_the_weight_is_that_of_autograd(case):
     layer, features = case
-    seen = layer_map(layer)
+    linear_map = layer_map(layer)
     z = layer(features)
     g = torch.randn_like(z)
     (expected,) = torch.autograd.grad(z, layer.weight, g)
-    back = seen.transpose(features, seen.to_rows(g)).sum(0)
+    back = linear_map.transpose(features, linear_map.to_rows(g)).sum(0)
     copy = type(layer).__new__(type(layer))
     copy.__dict__ = {**layer.__dict__, "_parameters": {"weight": nn.Parameter(expected)}}
     assert_close(back, layer_map(copy).weight)
@@ -96,21 +96,21 @@ def test_other_layers_are_refused_by_name(layer):
         layer_map(layer)
 
 
-def test_planes_are_what_columns_multiply(case):
+def test_planes_are_the_numbers_that_columns_multiply(case):
     layer, features = case
-    seen = layer_map(layer)
-    d, m = seen.weight.shape
-    groups, n_channels = seen.groups, m // seen.n_offsets
+    linear_map = layer_map(layer)
+    d, m = linear_map.weight.shape
+    groups, n_channels = linear_map.groups, m // linear_map.n_offsets
     channels = torch.randint(n_channels, (5, 2))
     everything = torch.arange(n_channels).expand(5, -1)
-    for offset in {0, seen.n_offsets // 2, seen.n_offsets - 1}:
-        some = seen.planes(features, channels, offset)
+    for offset in {0, linear_map.n_offsets // 2, linear_map.n_offsets - 1}:
+        some = linear_map.planes(features, channels, offset)
         for given, found in [
             (channels, some),
-            (everything, seen.planes(features, None, offset)),
+            (everything, linear_map.planes(features, None, offset)),
         ]:
             for k in range(given.shape[1]):
                 ones = torch.zeros(5, d, m).double()
-                ones[torch.arange(5), :, given[:, k] * seen.n_offsets + offset] = 1
-                expected = seen.apply(features, ones)  # the same in all rows of a group
+                ones[torch.arange(5), :, given[:, k] * linear_map.n_offsets + offset] = 1
+                expected = linear_map.apply(features, ones)  # the same in all rows of a group
                 assert_close(found[:, :, k].repeat_interleave(d // groups, dim=1), expected)

@@ -178,7 +178,7 @@ def test_links_are_recognised(tail):
 
 
 @pytest.mark.parametrize("tail", NOT_LINKED)
-def test_what_is_no_link_is_not_taken_for_one(tail):
+def test_other_functions_are_not_mistaken_for_links(tail):
     layer = nn.Linear(5, 3)
     with torch.no_grad(), record_tail(layer, "") as recorder:
         output = NOT_LINKED[tail](layer(torch.randn(4, 5)))

@@ -119,7 +119,7 @@ def test_recorders_can_be_nested():
     assert net[2].forward is own
 
 
-def test_replaced_forwards_are_seen_and_given_back():
+def test_replaced_forwards_are_recognised_and_given_back():
     layer = nn.ReLU()
     with ReplacedForwards([(layer, torch.neg)]):
         assert has_own_forward(layer)

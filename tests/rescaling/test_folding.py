@@ -152,7 +152,7 @@ class OwnForward(nn.Linear):
         (lambda: OwnForward(4, 2), X2, "'' is a OwnForward with a forward .* Use one of torch's"),
     ],
 )
-def test_refuses_what_is_no_affine_layer(build, X, message):
+def test_refuses_layers_that_are_not_affine(build, X, message):
     net = used(build())
     with pytest.raises(ValueError, match=message):
         folded(net, X)

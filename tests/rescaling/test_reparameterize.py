@@ -532,7 +532,7 @@ NOT_HOMOGENEOUS = [
 
 
 @pytest.mark.parametrize("between", NOT_HOMOGENEOUS, ids=lambda module: type(module).__name__)
-def test_refuses_what_is_not_homogeneous(between):
+def test_refuses_steps_that_are_not_homogeneous(between):
     message = rf"module '1' \({type(between).__name__}\).*f\(c x\) = c f\(x\) does not hold"
     with pytest.raises(ValueError, match=message):
         reparameterize(mlp(between), [2.0, 0.5])
@@ -715,7 +715,7 @@ def test_refuses_computed_weights(change):
         assert torch.equal(value, before[name]), name
 
 
-def test_refuses_what_cannot_be_copied():
+def test_refuses_networks_that_cannot_be_copied():
     net = LeNet(lambda x: x.flatten(1))
     net(torch.ones(1, 1, 10, 10))  # keeps a hidden value with its graph
     with pytest.raises(ValueError, match="LeNet cannot be copied.*torch.no_grad"):
@@ -777,7 +777,7 @@ class Branching(nn.Module):
         return self.fc(x) if x.sum() > 0 else self.fc(-x)
 
 
-def test_refuses_what_cannot_be_traced():
+def test_refuses_networks_that_cannot_be_traced():
     with pytest.raises(ValueError, match="cannot follow the forward pass of the Branching"):
         reparameterize(Branching(), [1.0])
 
@@ -826,7 +826,7 @@ def test_refuses_bad_arguments(factors, kind, error, message):
         reparameterize(mlp(), factors, kind=kind)
 
 
-def test_refuses_what_is_not_a_module():
+def test_refuses_objects_that_are_no_module():
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got dict"):
         reparameterize({}, [1.0])
 
