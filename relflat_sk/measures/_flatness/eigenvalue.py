@@ -14,8 +14,9 @@ from torch import Tensor
 from relflat_sk._network import Network
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
-from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.summary import Summary
 
 __all__ = ["Eigenvalue", "StreamedHessians"]

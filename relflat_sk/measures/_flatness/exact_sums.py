@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Mapping
 
 from torch import Tensor
 
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
 from relflat_sk.measures._flatness.layer_pass import LayerPass
-from relflat_sk.measures._flatness.scan import ForwardPass
 from relflat_sk.measures._flatness.terms import Quantity
 
 __all__ = ["ExactSums", "Quantities"]

@@ -29,7 +29,8 @@ from torch import Tensor
 from relflat_sk._network import Layer, Network, borrowed
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.eigenvalue import Eigenvalue, StreamedHessians
-from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
+from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
 from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasures
 

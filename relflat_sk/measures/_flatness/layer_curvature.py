@@ -19,13 +19,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Loss
-from relflat_sk._network import LayerRecord, Tail, layer_map
+from relflat_sk._losses import ClosedForm
 from relflat_sk._random import rademacher
 from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
 from relflat_sk.measures._flatness.terms import Quantity
 
-__all__ = ["Key", "LayerCurvature", "LayerCurvatures", "needs_labels"]
+__all__ = ["ByClosedForm", "ByGradients", "ByProducts", "Key", "LayerCurvature"]
 
 Key = tuple[str, Hashable]  # layer, name of the quantity
 # numbers in the products that are taken at a time, by whether on a GPU. Small ones cost their
@@ -234,128 +233,3 @@ def _sum_products(layer: LayerPass, quantity: Quantity) -> Tensor:
             total = quantity.collect(index, forms, total)
             index += 1
     return total
-
-
-class LayerCurvatures:
-    """Makes the curvatures at recorded layers, for `choose_curvatures`.
-
-    Parameters
-    ----------
-    tail : Tail
-        The network's output and the loss.
-    summed_loss : Tensor of shape ()
-        The loss, summed over the batch.
-
-    Attributes
-    ----------
-    passes : dict of str to LayerPass
-        The layers by name, filled while curvatures are made.
-    """
-
-    def __init__(self, tail: Tail, summed_loss: Tensor) -> None:
-        self.tail = tail
-        self.summed_loss = summed_loss
-        self.passes: dict[str, LayerPass] = {}
-
-    def closed_form(
-        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
-    ) -> LayerCurvature:
-        """Make the curvature of one layer with a closed form.
-
-        Parameters
-        ----------
-        record : LayerRecord
-            The layer.
-        features : Tensor of shape (n, m)
-            The layer's input, one row for each sample or token.
-        curvature : ClosedForm
-            Curvature in the layer's output.
-
-        Returns
-        -------
-        LayerCurvature
-            At this layer.
-        """
-        assert record.offset is not None
-        layer = ClosedFormLayerPass(
-            record.name,
-            layer_map(record.layer),
-            features,
-            record.offset,
-            self.summed_loss,
-            curvature,
-        )
-        self.passes[record.name] = layer
-        return ByClosedForm(layer)
-
-    def gradients(
-        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
-    ) -> LayerCurvature:
-        """Make the curvature of the layers behind which the network is piecewise linear.
-
-        Parameters
-        ----------
-        records : sequence of LayerRecord
-            The layers.
-        base : Tensor of shape (n, o)
-            Where the curvature is known.
-        curvature : ClosedForm
-            Curvature of the loss in `base`.
-
-        Returns
-        -------
-        LayerCurvature
-            At all of these layers.
-        """
-        return ByGradients(self._layers(records), base, curvature)
-
-    def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
-        """Make the curvature of all other layers.
-
-        Parameters
-        ----------
-        records : sequence of LayerRecord
-            The layers.
-
-        Returns
-        -------
-        LayerCurvature
-            At all of these layers.
-        """
-        return ByProducts(self._layers(records))
-
-    def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
-        """Make layers without a closed form, for which labels are needed."""
-        if self.tail.target is None:
-            raise needs_labels(self.tail.loss, records[0].name)
-        layers = {}
-        for record in records:
-            assert record.offset is not None
-            features, _ = record.check()
-            as_map = layer_map(record.layer)
-            layers[record.name] = LayerPass(
-                record.name, as_map, features, record.offset, self.summed_loss
-            )
-        self.passes |= layers
-        return layers
-
-
-def needs_labels(loss: Loss, layer: str) -> ValueError:
-    """Return the error for missing labels.
-
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    layer : str
-        A layer whose curvature depends on the labels.
-
-    Returns
-    -------
-    ValueError
-        To be raised.
-    """
-    return ValueError(
-        f"y is needed: the curvature of {type(loss.criterion).__name__} at layer {layer!r} "
-        "depends on the labels here. Pass y."
-    )

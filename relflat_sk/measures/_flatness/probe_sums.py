@@ -14,8 +14,9 @@ from torch import Tensor
 
 from relflat_sk._network import Network
 from relflat_sk.measures._flatness.exact_sums import Quantities
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key
-from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.terms import Quantity
 
 __all__ = ["PILOT", "ProbeSums"]

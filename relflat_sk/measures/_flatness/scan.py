@@ -5,87 +5,27 @@ runs on the next one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import is_integer
-from relflat_sk._losses import Loss, Target
 from relflat_sk._network import (
     Batch,
     Layer,
     LayerRecord,
     Network,
     Recorder,
-    Tail,
     check_layer,
-    choose_curvatures,
     find_layer,
-    find_link,
     layer_map,
     record_order,
     record_tail,
-    sample_weight,
     weight_layers,
 )
-from relflat_sk.measures._flatness.layer_curvature import (
-    LayerCurvature,
-    LayerCurvatures,
-    needs_labels,
-)
-from relflat_sk.measures._flatness.layer_pass import LayerPass
+from relflat_sk.measures._flatness.forward_pass import ForwardPass, make_forward_pass
 
-__all__ = ["ForwardPass", "find_measured_layer", "scan"]
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """The forward pass on one batch of n samples.
-
-    Parameters
-    ----------
-    layers : dict of str to LayerPass
-        The recorded layers by name, in forward order.
-    curvatures : list of LayerCurvature
-        The curvature at the same layers, each of them in one item.
-    sample_weight : Tensor of shape (n,)
-        Weight of each sample, in float64.
-    divisor : float
-        Divides this batch's summed loss in the criterion's mean.
-    loss : float
-        Summed loss; nan without labels.
-    output_shape : torch.Size
-        Shape of the output for one sample.
-    link : str or None
-        Function from the last recorded layer to the output, see `find_link`.
-    """
-
-    layers: dict[str, LayerPass]
-    curvatures: list[LayerCurvature]
-    sample_weight: Tensor
-    divisor: float
-    loss: float
-    output_shape: torch.Size
-    link: str | None
-
-    def __len__(self) -> int:
-        return len(self.sample_weight)
-
-    def row_weights(self, layer: LayerPass) -> Tensor:
-        """Return the weights of the samples, or of the tokens if those are a layer's rows.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            One of the recorded layers.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            One weight for each row of the layer's features, in float64.
-        """
-        return self.sample_weight.repeat_interleave(len(layer.features) // len(self))
+__all__ = ["find_measured_layer", "scan"]
 
 
 def scan(
@@ -167,7 +107,7 @@ class _Runner:
             for record in records:
                 _check_linear(self.network.module, record)
             self._names = [record.name for record in records]
-        return _forward_pass(self.network, batch, output, records)
+        return make_forward_pass(self.network, batch, output, records)
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -234,63 +174,4 @@ def _check_linear(module: nn.Module, record: LayerRecord) -> None:
             f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
             "with another forward?), so the curvature in its weight is not that of a linear "
             "layer. Measure another layer."
-        )
-
-
-def _forward_pass(
-    network: Network, batch: Batch, output: Tensor, records: list[LayerRecord]
-) -> ForwardPass:
-    """Compute losses and choose curvatures, given a batch's output and recorded layers."""
-    for record in records:
-        _check_samples(record, output)
-    loss = network.loss.to(output.device, output.dtype)
-    output = loss.classes_second(output, batch.y)
-    target = _read_target(loss, output, batch)
-    link = find_link(output, records[-1].node)
-    loss.warn_of(link)
-    if target is None and loss.needs_target:
-        raise needs_labels(loss, records[0].name)
-    losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
-    tail = Tail(loss, output, target, records[-1], _precise)
-    layers = LayerCurvatures(tail, losses.sum())
-    curvatures = choose_curvatures(tail, records, layers)
-    weights = sample_weight(batch, len(output), output.device)
-    return ForwardPass(
-        layers={record.name: layers.passes[record.name] for record in records},
-        curvatures=curvatures,
-        sample_weight=weights,
-        divisor=float(weights @ divisors.detach().double()),
-        loss=float(weights @ losses.detach().double()),
-        output_shape=output.shape[1:],
-        link=link,
-    )
-
-
-def _precise(z: Tensor) -> Tensor:
-    """Return outputs in float64, where probabilities close to one keep their distance from it."""
-    return z.detach().double()
-
-
-def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
-    """Check the labels of a batch, if it has any."""
-    return None if batch.y is None else loss.read_target(output, batch.y.to(output.device))
-
-
-def _losses(
-    loss: Loss, output: Tensor, target: Target | None, *, each: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute losses and divisors of the samples; losses are nan without labels."""
-    if target is None:
-        return output.new_full((len(output),), torch.nan), loss.divisors(output, None)
-    with torch.enable_grad():
-        return loss.terms(output, target.values, each=each)
-
-
-def _check_samples(record: LayerRecord, output: Tensor) -> None:
-    """Refuse a network that does not give one output for each row of a layer."""
-    n = len(record.check()[1])
-    if len(output) != n:
-        raise ValueError(
-            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
-            f"{tuple(output.shape)}; expected one output for each sample."
         )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from relflat_sk._numerics import varies
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
-from relflat_sk.measures._flatness.scan import ForwardPass
 
 __all__ = ["FeatureSpreads"]
 

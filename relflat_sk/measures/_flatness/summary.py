@@ -8,7 +8,7 @@ from torch import Tensor
 
 from relflat_sk._losses import constant_risk
 from relflat_sk._network import Network, sample_weight
-from relflat_sk.measures._flatness.scan import ForwardPass
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 
 __all__ = ["Flatness", "Found", "Summary"]
 

@@ -15,10 +15,11 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import Network
 from relflat_sk._warnings import warn
 from relflat_sk.measures._flatness.exact_sums import ExactSums, Quantities
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key
 from relflat_sk.measures._flatness.layer_pass import LayerPass
 from relflat_sk.measures._flatness.probe_sums import ProbeSums
-from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.summary import Summary
 from relflat_sk.measures._flatness.terms import Quantity
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from relflat_sk._network import Network
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import RandomState, make_generator
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
 from relflat_sk.measures._flatness.layer_pass import LayerPass
-from relflat_sk.measures._flatness.scan import ForwardPass, scan
+from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.spread import FeatureSpreads
 from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
 from relflat_sk.measures._flatness.summation import Mean, Summation

@@ -1,0 +1,209 @@
+"""The network's forward pass on one batch: its losses, and the curvature at recorded layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._network import (
+    Batch,
+    LayerRecord,
+    Network,
+    Tail,
+    choose_curvatures,
+    find_link,
+    layer_map,
+    sample_weight,
+)
+from relflat_sk.measures._flatness.layer_curvature import (
+    ByClosedForm,
+    ByGradients,
+    ByProducts,
+    LayerCurvature,
+)
+from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
+
+__all__ = ["ForwardPass", "make_forward_pass"]
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The forward pass on one batch of n samples.
+
+    Parameters
+    ----------
+    layers : dict of str to LayerPass
+        The recorded layers by name, in forward order.
+    curvatures : list of LayerCurvature
+        The curvature at the same layers, each of them in one item.
+    sample_weight : Tensor of shape (n,)
+        Weight of each sample, in float64.
+    divisor : float
+        Divides this batch's summed loss in the criterion's mean.
+    loss : float
+        Summed loss; nan without labels.
+    output_shape : torch.Size
+        Shape of the output for one sample.
+    link : str or None
+        Function from the last recorded layer to the output, see `find_link`.
+    """
+
+    layers: dict[str, LayerPass]
+    curvatures: list[LayerCurvature]
+    sample_weight: Tensor
+    divisor: float
+    loss: float
+    output_shape: torch.Size
+    link: str | None
+
+    def __len__(self) -> int:
+        return len(self.sample_weight)
+
+    def row_weights(self, layer: LayerPass) -> Tensor:
+        """Return the weights of the samples, or of the tokens if those are a layer's rows.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            One of the recorded layers.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            One weight for each row of the layer's features, in float64.
+        """
+        return self.sample_weight.repeat_interleave(len(layer.features) // len(self))
+
+
+def make_forward_pass(
+    network: Network, batch: Batch, output: Tensor, records: Sequence[LayerRecord]
+) -> ForwardPass:
+    """Compute the losses of a batch, and choose how curvatures are computed.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss.
+    batch : Batch
+        The batch, with labels if there are any.
+    output : Tensor of shape (n, ...)
+        The network's output for this batch, with the graph from the recorded layers.
+    records : sequence of LayerRecord
+        The recorded layers in forward order.
+
+    Returns
+    -------
+    ForwardPass
+        With a curvature at each recorded layer.
+
+    Raises
+    ------
+    ValueError
+        If labels are missing or do not fit the output, or the layers' rows are no samples.
+    """
+    for record in records:
+        _check_samples(record, output)
+    loss = network.loss.to(output.device, output.dtype)
+    output = loss.classes_second(output, batch.y)
+    target = _read_target(loss, output, batch)
+    link = find_link(output, records[-1].node)
+    loss.warn_of(link)
+    if target is None and loss.needs_target:
+        raise _labels_missing(loss, records[0].name)
+    losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
+    tail = Tail(loss, output, target, records[-1], _precise)
+    curvatures = choose_curvatures(tail, records, _Ways(tail, losses.sum()))
+    passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
+    weights = sample_weight(batch, len(output), output.device)
+    return ForwardPass(
+        layers={record.name: passes[record.name] for record in records},
+        curvatures=curvatures,
+        sample_weight=weights,
+        divisor=float(weights @ divisors.detach().double()),
+        loss=float(weights @ losses.detach().double()),
+        output_shape=output.shape[1:],
+        link=link,
+    )
+
+
+def _precise(z: Tensor) -> Tensor:
+    """Return outputs in float64, where probabilities close to one keep their distance from it."""
+    return z.detach().double()
+
+
+def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
+    """Check the labels of a batch, if it has any."""
+    return None if batch.y is None else loss.read_target(output, batch.y.to(output.device))
+
+
+def _losses(
+    loss: Loss, output: Tensor, target: Target | None, *, each: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute losses and divisors of the samples; losses are nan without labels."""
+    if target is None:
+        return output.new_full((len(output),), torch.nan), loss.divisors(output, None)
+    with torch.enable_grad():
+        return loss.terms(output, target.values, each=each)
+
+
+def _check_samples(record: LayerRecord, output: Tensor) -> None:
+    """Refuse a network that does not give one output for each row of a layer."""
+    n = len(record.check()[1])
+    if len(output) != n:
+        raise ValueError(
+            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
+            f"{tuple(output.shape)}; expected one output for each sample."
+        )
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Makes the curvatures at recorded layers, for `choose_curvatures`."""
+
+    tail: Tail
+    summed_loss: Tensor
+
+    def closed_form(
+        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
+    ) -> LayerCurvature:
+        """Make the curvature of one layer with a closed form."""
+        assert record.offset is not None
+        as_map = layer_map(record.layer)
+        return ByClosedForm(
+            ClosedFormLayerPass(
+                record.name, as_map, features, record.offset, self.summed_loss, curvature
+            )
+        )
+
+    def gradients(
+        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
+    ) -> LayerCurvature:
+        """Make the curvature of the layers behind which the network is piecewise linear."""
+        return ByGradients(self._layers(records), base, curvature)
+
+    def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
+        """Make the curvature of all other layers."""
+        return ByProducts(self._layers(records))
+
+    def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
+        """Make layers without a closed form, for which labels are needed."""
+        if self.tail.target is None:
+            raise _labels_missing(self.tail.loss, records[0].name)
+        layers = {}
+        for record in records:
+            assert record.offset is not None
+            features, _ = record.check()
+            layers[record.name] = LayerPass(
+                record.name, layer_map(record.layer), features, record.offset, self.summed_loss
+            )
+        return layers
+
+
+def _labels_missing(loss: Loss, layer: str) -> ValueError:
+    """Return the error for missing labels."""
+    return ValueError(
+        f"y is needed: the curvature of {type(loss.criterion).__name__} at layer {layer!r} "
+        "depends on the labels here. Pass y."
+    )
