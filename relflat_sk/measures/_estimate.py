@@ -1,4 +1,4 @@
-"""A number with its error bar."""
+"""A measured number with its standard error."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,18 @@ __all__ = ["Estimate"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value, how well it is known, and how it was computed."""
+    """A measured value, its standard error, and the method that gave it.
+
+    Parameters
+    ----------
+    value : float
+        The measure.
+    stderr : float, default=0.0
+        Standard error; 0 for exact values.
+    method : str, default="exact"
+        How the value was computed, as reports name it.
+    """
 
     value: float
-    stderr: float = 0.0  # 0 for what is exact
+    stderr: float = 0.0
     method: str = "exact"

@@ -59,7 +59,7 @@ def measure_network(
     refuse : bool, default=True
         Whether to raise if a measure does not apply to the network. Otherwise its value is
         nan, with a warning.
-    **params
+    **params : dict
         `method`, `n_probes`, `rtol` and `random_state` as in `relflat_sk.relative_flatness`,
         and the arguments of the measures of the whole network.
 

@@ -1,13 +1,21 @@
-"""Which measure is blind to which change of weights that leaves the network's function alone.
+"""The names of all measures, and which of them are invariant under which change of weights.
 
-One table: the tests read it, `flatness_report` shows it, the documentation prints it.
+The changes leave the network's function as it is. The tests check this table, `flatness_report`
+shows it, and the documentation prints it.
 """
 
 from typing import Literal
 
 import pandas as pd
 
-__all__ = ["INVARIANCES", "REPARAMETERIZATIONS", "describe_invariance", "invariance_table"]
+__all__ = [
+    "INVARIANCES",
+    "REPARAMETERIZATIONS",
+    "check_name",
+    "describe_invariance",
+    "get_measure_names",
+    "invariance_table",
+]
 
 Verdict = Literal["same", "different"]
 
@@ -41,12 +49,45 @@ INVARIANCES: dict[str, dict[str, Verdict]] = {
     "inverse_margin": _row("same", "same", "same"),
     "fisher_rao_norm": _row("same", "same", "same"),
     "pac_bayes_flatness": _row("different", "different", "different"),
-    # as much as `eps` counts beside the weights
+    # different as far as `eps` is not small next to the weights
     "pac_bayes_magnitude_flatness": _row("different", "different", "different"),
     "expected_sharpness": _row("different", "different", "different"),
     "keskar_sharpness": _row("different", "different", "different"),
     "adaptive_sharpness": _row("same", "same", "same"),
 }
+
+
+def get_measure_names() -> list[str]:
+    """List the names that `measure` and `FlatnessScorer` take.
+
+    Returns
+    -------
+    list of str
+        The names in alphabetical order.
+
+    Examples
+    --------
+    >>> "relative_flatness" in get_measure_names()
+    True
+    """
+    return sorted(INVARIANCES)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is no measure's.
+
+    Parameters
+    ----------
+    name : str
+        A name, as the user gave it.
+
+    Raises
+    ------
+    ValueError
+        If there is no such measure; the message lists the measures.
+    """
+    if name not in INVARIANCES:
+        raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
 
 
 def invariance_table() -> pd.DataFrame:
@@ -55,7 +96,7 @@ def invariance_table() -> pd.DataFrame:
     Returns
     -------
     DataFrame
-        Of "same" and "different".
+        "same" where a change of weights does not change the measure, "different" elsewhere.
 
     Examples
     --------
@@ -66,15 +107,17 @@ def invariance_table() -> pd.DataFrame:
 
 
 def describe_invariance(measure: str) -> str:
-    """Name what a measure is invariant under, for one cell of a report.
+    """List the changes of weights under which a measure is invariant, for a cell of a report.
 
     Parameters
     ----------
     measure : str
+        One of `get_measure_names`.
 
     Returns
     -------
     str
+        Keys of `REPARAMETERIZATIONS`, or "none".
 
     Examples
     --------

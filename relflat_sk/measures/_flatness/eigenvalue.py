@@ -1,10 +1,11 @@
-"""Largest eigenvalue of the Hessian in one layer's weight, by Lanczos on streamed products.
+"""The largest eigenvalue of the Hessian in a layer's weight, and the measures made of it.
 
-A product with the Hessian is a pass over the data: with the notation of
-`relflat_sk._network.layer_maps`, ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
+The eigenvalue is found by Lanczos' iteration. A product with the Hessian is a pass over the data:
+with the notation of `relflat_sk._network.layer_maps`,
+``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,40 +18,43 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
 from relflat_sk.measures._flatness.scan import scan
-from relflat_sk.measures._flatness.summary import Summary
+from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
 
-__all__ = ["Eigenvalue", "StreamedHessians"]
+__all__ = ["EIGENVALUE_LIKE", "EigenvalueMeasures"]
 
+# from the eigenvalue and the weight to the measure
+EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
+    "hessian_max_eigenvalue": lambda value, weight: value,
+    "eigenvalue_flatness": lambda value, weight: value * float(weight.square().sum()),
+}
 # numbers of features and closed forms that are stored, to spare further passes
 _MOST_STORED = 2**26
-# below this size all of the matrix is cheaper than Lanczos' basis
+# a Hessian of at most as many rows is cheaper to compute than the vectors of Lanczos' iteration
 _SMALL = 24
+# most products with the Hessian in an iteration
+_MAX_PRODUCTS = 1000
 
 
-@dataclass
-class Eigenvalue:
-    """The largest eigenvalue of the Hessian of the mean loss in a layer's weight."""
+class EigenvalueMeasures:
+    """The measures of `EIGENVALUE_LIKE`, by Lanczos' iteration at one layer after the other.
 
-    value: float
-    error: float  # residual norm, which bounds the distance to an eigenvalue
-    weight: Tensor  # (d, m)
-    layer: str
-
-
-class StreamedHessians:
-    """Hessians in the weights of layers, each known through its products with vectors.
-
-    A product takes a pass over the data, unless the layer has a closed form and few enough
-    samples for it to be stored.
+    A product with the Hessian takes a pass over the data, unless the layer has a closed form that
+    is small enough to be stored for all samples.
 
     Parameters
     ----------
     network : Network
         The network, with its loss and data.
+    rtol : float
+        Relative tolerance of the stopping rule.
+    random_state : int, RandomState or None
+        Seeds the vector that the iteration starts from.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, *, rtol: float, random_state: RandomState) -> None:
         self.network = network
+        self.rtol = rtol
+        self.random_state = random_state
         self._stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = {}
         self._n_stored = 0.0
 
@@ -72,21 +76,86 @@ class StreamedHessians:
                 self._n_stored += layer.n_stored
                 stored.append((layer, forward.row_weights(layer)))
 
-    def product(self, layer: str, matrix: Tensor) -> Tensor:
-        """Multiply the Hessian of the summed loss with a matrix.
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+        """Compute the measures at all layers whose batches were added.
+
+        To be used within `borrowed`.
 
         Parameters
         ----------
-        layer : str
-            The layer's name.
-        matrix : Tensor of shape (d, m)
-            A change of the layer's weight.
+        summary : Summary
+            Totals of the pass whose batches were added.
+        weight_decay : float, default=0
+            Coefficient of the optimiser's weight decay, to be counted into the loss.
 
         Returns
         -------
-        Tensor of shape (d, m)
-            In float64.
+        dict of (layer name, measure name) to Flatness
+            One for each layer and measure. The standard error is the norm of the
+            eigenvector's residual, which bounds the distance to an eigenvalue.
+
+        Warns
+        -----
+        FlatnessWarning
+            If an iteration does not converge.
         """
+        found = {}
+        for layer, weight in summary.layer_weights.items():
+            value, error = self._largest(layer, summary)
+            for name, measure in EIGENVALUE_LIKE.items():
+                found[layer, name] = Flatness(
+                    value=measure(value + weight_decay, weight),
+                    stderr=measure(error, weight),
+                    method="lanczos",
+                    network=self.network,
+                    summary=summary,
+                )
+        return found
+
+    def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
+        """Return the largest (algebraic) eigenvalue at a layer, and the error."""
+        weight = summary.layer_weights[layer]
+
+        def product(vector: np.ndarray) -> np.ndarray:
+            matrix = torch.from_numpy(np.asarray(vector)).to(weight).reshape(weight.shape)
+            found = self._product(layer, matrix) / summary.divisor
+            flat: np.ndarray = found.flatten().cpu().numpy()
+            return flat
+
+        size = weight.numel()
+        if size <= _SMALL:
+            dense = np.stack([product(row) for row in np.eye(size)])
+            return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
+        values, vectors = self._iterate(product, size, layer)
+        if len(values) == 0:
+            return np.nan, np.nan
+        value, vector = float(values[-1]), vectors[:, -1]
+        return value, float(np.linalg.norm(product(vector) - value * vector))
+
+    def _iterate(
+        self, product: Callable[[np.ndarray], np.ndarray], size: int, layer: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the largest eigenvalue and its vector, or none if the iteration fails."""
+        rng = np.random.default_rng(seed_from(self.random_state))
+        try:
+            values, vectors = eigsh(
+                LinearOperator((size, size), matvec=product, dtype=np.float64),
+                k=1,
+                which="LA",
+                v0=rng.standard_normal(size),
+                tol=self.rtol,
+                maxiter=max(1, _MAX_PRODUCTS // 20),
+            )
+        except ArpackNoConvergence as error:
+            values, vectors = error.eigenvalues, error.eigenvectors
+            warn(
+                f"the largest eigenvalue at layer {layer!r} did not converge to a relative "
+                f"tolerance of {self.rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
+            )
+        return values, vectors
+
+    def _product(self, layer: str, matrix: Tensor) -> Tensor:
+        """Multiply the Hessian of the summed loss in a layer's weight with a matrix (d, m)."""
         total = torch.zeros_like(matrix)
         stored = self._stored[layer]
         if stored is not None:
@@ -100,75 +169,3 @@ class StreamedHessians:
 
         scan(self.network, [layer], add)
         return total
-
-    def largest(
-        self,
-        layer: str,
-        summary: Summary,
-        *,
-        rtol: float = 0.01,
-        random_state: RandomState = None,
-        max_products: int = 1000,
-    ) -> Eigenvalue:
-        """Find the largest (algebraic) eigenvalue by Lanczos' iteration.
-
-        To be used within `borrowed`.
-
-        Parameters
-        ----------
-        layer : str
-            The layer's name.
-        summary : Summary
-            Totals of the pass whose batches were added.
-        rtol : float, default=0.01
-            Relative tolerance of the stopping rule.
-        random_state : int, RandomState or None, default=None
-            For the vector that the iteration starts from.
-        max_products : int, default=1000
-            Most products with the Hessian.
-
-        Returns
-        -------
-        Eigenvalue
-            The best estimate if the iteration does not converge, nan if there is none.
-
-        Warns
-        -----
-        FlatnessWarning
-            If the iteration does not converge.
-        """
-        weight = summary.layer_weights[layer]
-        size = weight.numel()
-
-        def product(vector: np.ndarray) -> np.ndarray:
-            matrix = torch.from_numpy(np.asarray(vector)).to(weight).reshape(weight.shape)
-            found = self.product(layer, matrix) / summary.divisor
-            flat: np.ndarray = found.flatten().cpu().numpy()
-            return flat
-
-        if size <= _SMALL:
-            dense = np.stack([product(row) for row in np.eye(size)])
-            value = float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1])
-            return Eigenvalue(value, 0.0, weight, layer)
-        operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
-        rng = np.random.default_rng(seed_from(random_state))
-        try:
-            values, vectors = eigsh(
-                operator,
-                k=1,
-                which="LA",
-                v0=rng.standard_normal(size),
-                tol=rtol,
-                maxiter=max(1, max_products // 20),
-            )
-        except ArpackNoConvergence as error:
-            values, vectors = error.eigenvalues, error.eigenvectors
-            warn(
-                f"the largest eigenvalue at layer {layer!r} did not converge to a relative "
-                f"tolerance of {rtol:g} in {max_products} products with the Hessian."
-            )
-        if len(values) == 0:
-            return Eigenvalue(np.nan, np.nan, weight, layer)
-        value, vector = float(values[-1]), vectors[:, -1]
-        residual = product(vector) - value * vector
-        return Eigenvalue(value, float(np.linalg.norm(residual)), weight, layer)

@@ -108,7 +108,13 @@ class LayerCurvature:
 
 @dataclass(frozen=True)
 class ByClosedForm(LayerCurvature):
-    """The curvature at a layer for which the table of losses has a closed form."""
+    """The curvature at a layer for which the table of losses has a closed form.
+
+    Parameters
+    ----------
+    layer : ClosedFormLayerPass
+        The layer.
+    """
 
     layer: ClosedFormLayerPass
     method = "closed form"
@@ -130,10 +136,20 @@ class ByClosedForm(LayerCurvature):
 
 @dataclass(frozen=True)
 class ByGradients(LayerCurvature):
-    """The curvature at all layers behind which the network is piecewise linear."""
+    """The curvature at all layers behind which the network is piecewise linear.
+
+    Parameters
+    ----------
+    passes : dict of str to LayerPass
+        The layers by name.
+    base : Tensor of shape (n, o)
+        Where the curvature of the loss is known, with the graph from the layers.
+    curvature : ClosedForm
+        Curvature of the loss in `base`.
+    """
 
     passes: Mapping[str, LayerPass]
-    base: Tensor  # (n, o): where the curvature is known, with the graph from the layers
+    base: Tensor
     curvature: ClosedForm
 
     @property
@@ -204,7 +220,13 @@ class ByGradients(LayerCurvature):
 
 @dataclass(frozen=True)
 class ByProducts(LayerCurvature):
-    """The curvature at layers for which only Hessian-vector products are known."""
+    """The curvature at layers for which only Hessian-vector products are known.
+
+    Parameters
+    ----------
+    passes : dict of str to LayerPass
+        The layers by name.
+    """
 
     passes: Mapping[str, LayerPass]
 

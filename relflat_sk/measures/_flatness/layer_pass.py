@@ -174,10 +174,16 @@ class ClosedFormLayerPass(LayerPass):
 
     Parameters
     ----------
-    name, map, offset, summed_loss
-        See `LayerPass`.
+    name : str
+        Dotted name of the layer.
+    map : LayerMap
+        The layer as a linear map of its weight.
     features : Tensor of shape (n, m)
         The layer's input, one row for each sample or token.
+    offset : Tensor of shape (n, ...)
+        Zeros added to the layer's output.
+    summed_loss : Tensor of shape ()
+        The loss, summed over the batch.
     curvature : ClosedForm
         Curvature of the summed loss in the layer's output, rows in the same order.
     """

@@ -15,14 +15,30 @@ __all__ = ["Flatness", "Found", "Summary"]
 
 @dataclass
 class Summary:
-    """Totals of one pass over the data, beside the measures."""
+    """Totals of one pass over the data, beside the measures.
 
-    divisor: float = 0.0  # divides `loss` to give the mean loss
-    loss: float = 0.0  # summed loss; nan without labels
+    Parameters
+    ----------
+    divisor : float, default=0.0
+        Divides the summed loss to give the mean loss.
+    loss : float, default=0.0
+        Summed loss; nan without labels.
+    n_samples : int, default=0
+        Number of samples.
+    output_shape : torch.Size
+        Shape of the output for one sample.
+    link : str or None, default=None
+        Function from the last measured layer to the output, see `find_link`.
+    layer_weights : dict of str to Tensor of shape (d, m)
+        Weights of the measured layers, in float64.
+    """
+
+    divisor: float = 0.0
+    loss: float = 0.0
     n_samples: int = 0
-    output_shape: torch.Size = field(default_factory=torch.Size)  # of one sample
-    link: str | None = None  # what the network computes behind the last measured layer
-    layer_weights: dict[str, Tensor] = field(default_factory=dict)  # (d, m) each, by layer name
+    output_shape: torch.Size = field(default_factory=torch.Size)
+    link: str | None = None
+    layer_weights: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch.
@@ -42,11 +58,35 @@ class Summary:
 
 @dataclass
 class Flatness:
-    """A flatness value, with the loss, sample count and layer weights from the same pass."""
+    """A flatness value, with the loss, sample count and layer weights from the same pass.
+
+    Parameters
+    ----------
+    value : float
+        The measure.
+    stderr : float
+        Standard error; 0 for exact values, and the residual's norm for eigenvalues.
+    method : str
+        How the value was computed, such as "closed form" or "hutchinson".
+    network : Network
+        The network, with its loss and data.
+    summary : Summary
+        Totals of the pass over the data.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LinearRegression
+    >>> from relflat_sk.measures import evaluate
+    >>> X, y = [[1.0], [2.0]], [2.0, 5.0]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
+    >>> found = evaluate("relative_flatness", model, X, y)
+    >>> round(found.value, 3), round(found.risk, 3), found.method, found.n_samples
+    (28.8, 0.1, 'closed form', 2)
+    """
 
     value: float
-    stderr: float  # 0 for exact values
-    method: str  # how the value was computed, such as "closed form" or "hutchinson"
+    stderr: float
+    method: str
     network: Network
     summary: Summary
 

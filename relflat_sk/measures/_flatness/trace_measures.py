@@ -115,8 +115,14 @@ class TraceMeasures:
         The network, with its loss and data.
     names : sequence of str
         Some keys of `TRACE_LIKE`.
-    method, n_probes, rtol, random_state
+    method : {"auto", "exact", "hutchinson"}
         See `relflat_sk.relative_flatness`.
+    n_probes : int or None
+        Most random probes for each sample.
+    rtol : float
+        Largest standard error of probes, as a share of the value.
+    random_state : int, RandomState or None
+        Seeds the probes.
     """
 
     def __init__(

@@ -1,0 +1,60 @@
+"""The norm of the gradient of the mean loss in a layer's weight: how far from stationary it is."""
+
+from torch import Tensor
+
+from relflat_sk._network import Network
+from relflat_sk.measures._flatness.forward_pass import ForwardPass
+from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
+
+__all__ = ["GRADIENT_NORM", "GradientNorms"]
+
+GRADIENT_NORM = "gradient_norm"
+
+
+class GradientNorms:
+    """The gradient norm at layers, from sums that are filled batch by batch.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, forward: ForwardPass) -> None:
+        """Add a batch.
+
+        Parameters
+        ----------
+        forward : ForwardPass
+            The forward pass on the batch.
+        """
+        totals = self._totals
+        for name, layer in forward.layers.items():
+            found = layer.total(layer.loss_gradient(), forward.row_weights(layer))
+            totals[name] = totals[name] + found if name in totals else found
+
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+        """Compute the norm of the gradient of the mean loss at each layer.
+
+        Parameters
+        ----------
+        summary : Summary
+            Totals of the pass whose batches were added.
+        weight_decay : float, default=0
+            Coefficient of the optimiser's weight decay, to be counted into the loss.
+
+        Returns
+        -------
+        dict of (layer name, measure name) to Flatness
+            One for each layer.
+        """
+        found = {}
+        for name, total in self._totals.items():
+            gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
+            norm = float(gradient.norm())
+            found[name, GRADIENT_NORM] = Flatness(norm, 0.0, "exact", self.network, summary)
+        return found

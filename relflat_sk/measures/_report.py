@@ -1,0 +1,101 @@
+"""A table of measures, layer by layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Layer
+from relflat_sk.measures._measure_network import counts_decay, measure_network
+from relflat_sk.measures._registry import check_name, describe_invariance, get_measure_names
+
+__all__ = ["flatness_report"]
+
+
+def flatness_report(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    measures: Sequence[str] | None = None,
+    layers: Sequence[Layer] | str = "all",
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    sample_weight: Any = None,
+    **params: Any,
+) -> pd.DataFrame:
+    """Measure all layers in all ways, with as few passes over the data as possible.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        The trained model; see `relative_flatness`.
+    X : array, data frame, tensor, dict or Dataset of n samples
+        The inputs, as the model takes them.
+    y : array of shape (n, ...)
+        Labels, as in training; None where they do not matter.
+    measures : sequence of str, optional
+        Some of `get_measure_names`, all of them if None. Then a measure that does not apply to
+        the network is nan, with a warning that says why.
+    layers : sequence of int, str or nn.Module, or "all", default="all"
+        Where to measure, each layer as in `relative_flatness`.
+    criterion : torch loss, optional
+        The loss; needed for a bare module only.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    sample_weight : array of shape (n,), optional
+        Weight of each sample in the mean loss; one if None.
+    **params : dict
+        `method`, `n_probes`, `rtol` and `random_state` as in `relative_flatness`,
+        `weight_decay` as in `measure`, and arguments of the measures of the whole network.
+
+    Returns
+    -------
+    DataFrame
+        One row per layer and measure. Columns are `measure`, `layer` (empty for measures of
+        the whole network), `value`, `stderr` (0 for exact values, the residual's norm for
+        eigenvalues), `method`, `n_samples` and `invariance`, the changes of weights that change
+        neither the network's function nor the measure.
+
+    Raises
+    ------
+    ValueError
+        If there is no measure of one of the names.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LinearRegression
+    >>> X, y = [[1.0], [2.0]], [2.0, 4.0]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
+    >>> report = flatness_report(model, X, y, measures=["relative_flatness", "hessian_trace"])
+    >>> report[["measure", "value"]].values.tolist()
+    [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
+    """
+    names = get_measure_names() if measures is None else list(measures)
+    for name in names:
+        check_name(name)
+    if params.get("weight_decay") and measures is None:
+        names = [name for name in names if counts_decay(name)]
+    options = DataOptions(criterion, batch_size, device, sample_weight)
+    network = to_network(model, X, y, options)
+    found = measure_network(network, names, layers, refuse=measures is not None, **params)
+    layer_order = list(dict.fromkeys(layer for layer, _ in found))
+    rows = [
+        {
+            "measure": name,
+            "layer": layer,
+            "value": found[layer, name].value,
+            "stderr": found[layer, name].stderr,
+            "method": found[layer, name].method,
+            "n_samples": found[layer, name].n_samples,
+            "invariance": describe_invariance(name),
+        }
+        for layer in layer_order
+        for name in dict.fromkeys(names)
+        if (layer, name) in found
+    ]
+    return pd.DataFrame(rows)
