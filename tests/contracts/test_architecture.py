@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from operator import attrgetter
 from pathlib import Path
 
@@ -119,3 +120,17 @@ def test_functions_are_called_in_the_order_of_the_page(section, call):
     called = calls(lambda: call(net, X, y))
     assert set(expected) <= set(called), set(expected) - set(called)
     assert [one for one in called if one in expected] == expected
+
+
+def test_the_picture_has_the_layers_of_the_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = contracts["tool"]["importlinter"]["contracts"][0]["layers"]
+    floor = {name: at for at, row in enumerate(layers) for name in row.split(" | ")}
+    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    words = re.findall(r'<text [^>]*y="(\d+)"[^>]*>(\w+)</text>', picture)
+    height = {name: int(y) for y, name in words if name in floor}
+    assert height.keys() == floor.keys()
+    for one in floor:
+        for other in floor:
+            # the ground is drawn as one row
+            assert floor[one] <= floor[other] or height[one] >= height[other], (one, other)

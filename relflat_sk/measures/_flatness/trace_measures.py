@@ -81,7 +81,7 @@ TRACE_LIKE: dict[str, TraceLike] = {
         _normalized, _unchanged, lambda weight: torch.full((), math.nan), normalized=True
     ),
     "hessian_trace": TraceLike(
-        _TRACE, _unchanged, lambda weight: torch.tensor(float(weight.numel()))
+        _TRACE, _unchanged, lambda weight: weight.new_full((), weight.numel())
     ),
     "trace_flatness": TraceLike(
         _TRACE,
