@@ -177,5 +177,5 @@ def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
         warn(
             f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
             "there, so this point is no minimum, and flatness says nothing about it. Train "
-            "further, or look at gradient_norm."
+            "further, or check gradient_norm."
         )

@@ -154,7 +154,7 @@ def test_all_layers_share_one_backward_pass_for_each_output(monkeypatch):
     network = Network(net, Loss(CE), make_batches(X, y))
     found = measure_layers(network, list(TRACE_LIKE), "all")
     assert len(found) == 3 * len(TRACE_LIKE)
-    # three classes; the second pass is for the spread of the features
+    # three classes; the pass for the spread of the features needs no backward pass
     assert len(passes) == 3
 
 

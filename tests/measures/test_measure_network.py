@@ -1,4 +1,4 @@
-"""How many passes over the data measures take, and that one pass says what two say."""
+"""How many passes over the data measures take, and that one pass gives the values of two."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_the_network_flatness_takes_eigenvalues_that_were_measured():
 
 @pytest.mark.parametrize("layers", ["all", [-1], [0]])
 @pytest.mark.parametrize("kind", list(NETS))
-def test_one_pass_says_what_two_say(kind, layers, monkeypatch):
+def test_one_pass_gives_the_values_of_two(kind, layers, monkeypatch):
     net, X, y = make(kind, n=12)
     X[:, 0] = 0.7  # features that never vary
     network = Network(net, Loss(CE), make_batches(X, y, batch_size=5))
@@ -96,7 +96,7 @@ def test_one_pass_says_what_two_say(kind, layers, monkeypatch):
         assert found.risk == pytest.approx(two[key].risk, rel=1e-12)
 
 
-def test_wide_layers_take_a_second_pass_that_costs_less_than_pairs_of_features():
+def test_wide_layers_take_a_second_pass():
     torch.manual_seed(0)
     net = Counted(nn.Linear(50, 3).double())
     X, y = torch.randn(12, 50).double(), torch.arange(12) % 3
@@ -154,7 +154,9 @@ def test_measures_that_do_not_apply(refuse):
         with pytest.raises(ValueError, match="there is no path norm"):
             measure_network(network, ["l1_path_norm"], [-1])
     else:
-        with pytest.warns(UserWarning, match="l1_path_norm does not apply to this network") as seen:
+        with pytest.warns(
+            UserWarning, match="l1_path_norm does not apply to this network"
+        ) as caught:
             found = measure_network(network, ["l1_path_norm"], [-1], refuse=False)
         assert found["", "l1_path_norm"].method == "none"
-        assert seen[0].filename == __file__
+        assert caught[0].filename == __file__

@@ -133,7 +133,7 @@ def test_bad_aggregate():
         measure("hessian_trace", net, X, y, criterion=CE, aggregate="mean")
 
 
-def test_a_saddle_is_called_one():
+def test_a_saddle_warns():
     net, X, y = make("mlp tanh")
     with pytest.warns(FlatnessWarning, match="is negative .*: the loss curves down"):
         value = measure("hessian_trace", net, X, y, criterion=lambda z, y: -z.square().mean())
@@ -178,7 +178,7 @@ def mlp(seed):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0.1, 25), min_size=6, max_size=6), st.integers(0, 10**6))
-def test_what_is_said_to_stay_the_same_does(factors, seed):
+def test_measures_are_invariant_where_the_table_says_same(factors, seed):
     X = torch.randn(12, 4).double()
     y = mlp(seed)(X).argmax(dim=1)  # some measures need a margin, or an accuracy to lose
     for change in REPARAMETERIZATIONS:
@@ -193,11 +193,11 @@ def test_what_is_said_to_stay_the_same_does(factors, seed):
                 assert after == pytest.approx(before, rel=1e-6, abs=1e-12), (name, change)
 
 
-# noise on weights of zero that can be told from noise on the weights
-SEEN = {"pac_bayes_magnitude_flatness": {"eps": 0.01}}
+# enough noise on small weights to tell it from noise on the others
+PARAMS = {"pac_bayes_magnitude_flatness": {"eps": 0.01}}
 
 
-def test_what_is_said_to_be_different_is():
+def test_measures_change_where_the_table_says_different():
     X = torch.randn(12, 4).double()
     y = mlp(0)(X).argmax(dim=1)
     factors = [0.3, 9.0, 2.0, 0.1, 25.0, 5.0]
@@ -206,7 +206,7 @@ def test_what_is_said_to_be_different_is():
             if verdicts[change] == "different" and name != "network_flatness":
                 before, after = (
                     measure(name, net, X, y, layer=1, criterion=CE, rtol=1e-8, random_state=0,
-                            **SEEN.get(name, {}))
+                            **PARAMS.get(name, {}))
                     for net in (mlp(0), rescaled(mlp(0), change, factors))
                 )  # fmt: skip
                 assert after != pytest.approx(before, rel=0.05), (name, change)

@@ -1,6 +1,6 @@
 """Passes over the data: run the network batch by batch, and record some of its layers.
 
-Memory does not grow with the number of samples: nothing of a batch is kept while the network
+Memory does not grow with the number of samples: nothing of a batch is alive while the network
 runs on the next one.
 """
 
