@@ -19,6 +19,7 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures import measure_layers
+from relflat_sk.training._fast_net import FastNet
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
@@ -26,7 +27,6 @@ from relflat_sk.training._sample_weights import (
     weighted_loss,
     with_weights,
 )
-from relflat_sk.training._sklearn_net import SklearnNet
 from relflat_sk.training._state import TrainingState
 
 __all__ = ["PenalisedNet", "unwrap"]
@@ -52,7 +52,7 @@ def unwrap(module: Any) -> Any:
     return unwrap(children["module"]) if parallel else module
 
 
-class PenalisedNet(SklearnNet):
+class PenalisedNet(FastNet):
     """Train with a flatness penalty and with sample weights.
 
     Both enter in `infer` and `get_loss` only. Code that changes other parts of skorch's

@@ -1,0 +1,201 @@
+"""Batches cut out of arrays equal those of torch's loader, in values, types, shapes and order."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from skorch.dataset import Dataset as SkorchDataset
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from relflat_sk import RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor
+from relflat_sk.training._array_loader import ArrayLoader, make_loader
+from relflat_sk.training._sample_weights import Weighted, with_weights
+
+N = 23
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 4))
+Y = RNG.integers(0, 3, N)
+WEIGHTS = RNG.uniform(size=N)
+ROWS = RNG.permutation(N)[:17]
+
+
+def _same(ours, theirs):
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)  # compares dtype and device
+        assert ours.stride() == theirs.stride()
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name, part in theirs.items():
+            _same(ours[name], part)
+    else:
+        assert len(ours) == len(theirs)
+        for part, other in zip(ours, theirs, strict=True):
+            _same(part, other)
+
+
+def _same_batches(dataset, *, kind=ArrayLoader, **arguments):
+    """Compare two epochs, and the random state after them."""
+    ours, theirs = make_loader(dataset, arguments), DataLoader(dataset, **arguments)
+    assert type(ours) is kind
+    assert len(ours) == len(theirs)
+    states = []
+    epochs = []
+    for loader in (ours, theirs):
+        torch.manual_seed(3)
+        epochs.append([*loader, *loader])
+        states.append(torch.get_rng_state())
+    _same(*epochs)
+    assert torch.equal(*states)
+
+
+DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?", "c8", "c16"]
+DATA = {
+    "matrix": SkorchDataset(X, Y),
+    "images": SkorchDataset(RNG.normal(size=(N, 3, 5, 5)).astype("f4"), Y.astype("f4")[:, None]),
+    "no labels": SkorchDataset(X),
+    "column order": SkorchDataset(np.asfortranarray(X), Y),
+    "every second row": SkorchDataset(np.repeat(X, 2, axis=0)[::2], Y),
+    "vector": SkorchDataset(X[:, 0], Y),
+    "tensors": SkorchDataset(torch.tensor(X), torch.tensor(Y)),
+    "half": SkorchDataset(torch.tensor(X).bfloat16(), torch.tensor(Y).half()),
+    "array and tensor": SkorchDataset(X, torch.tensor(Y)),
+    "dict": SkorchDataset({"a": X, "b": torch.tensor(Y)}, Y),
+    "tuple": SkorchDataset((X, X[:, :2]), Y),
+    "list": SkorchDataset([X, torch.tensor(X[:, :2])], Y),
+    "several labels": SkorchDataset({"a": X}, (Y, X)),
+    "tensor data set": TensorDataset(torch.tensor(X), torch.tensor(Y)),
+    "subset": Subset(SkorchDataset(X, Y), ROWS),
+    "subset, list": Subset(SkorchDataset(X, Y), ROWS.tolist()),
+    "subset of a subset": Subset(Subset(SkorchDataset(X, Y), ROWS), [5, 3, 3, 0]),
+    "weights": with_weights(SkorchDataset(X, Y), WEIGHTS),
+    "subset of weights": Subset(with_weights(SkorchDataset(X, Y), WEIGHTS), ROWS),
+    "weights of tensors": with_weights(TensorDataset(*map(torch.tensor, (X, Y))), WEIGHTS),
+    "nan": SkorchDataset(np.where(X > 0, X, np.nan), Y),
+} | {dtype: SkorchDataset(X.astype(dtype), Y.astype(dtype)) for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("dataset", DATA.values(), ids=DATA.keys())
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_equals_torchs_loader(dataset, shuffle, drop_last):
+    _same_batches(dataset, batch_size=5, shuffle=shuffle, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, N - 1, N, N + 1, 10 * N])
+def test_batch_sizes(batch_size):
+    _same_batches(DATA["matrix"], batch_size=batch_size, shuffle=True)
+    _same_batches(DATA["matrix"], batch_size=batch_size, drop_last=True)
+
+
+class _Doubled(SkorchDataset):
+    def transform(self, X, y):
+        return 2 * X, y
+
+
+READ_ONLY = np.array(X)
+READ_ONLY.flags.writeable = False
+
+OTHERS = {
+    "own data set": _Doubled(X, Y),
+    "own subset": type("Own", (Subset,), {})(SkorchDataset(X, Y), ROWS),
+    "three tensors": TensorDataset(*[torch.tensor(X)] * 3),
+    "sparse": SkorchDataset(scipy.sparse.csr_matrix(X), Y),
+    "reversed": SkorchDataset(X[::-1], Y),
+    "python labels": SkorchDataset(X, Y.tolist()),
+    "weights of a subset": with_weights(Subset(SkorchDataset(X, Y), ROWS), WEIGHTS[:17]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_data_go_through_torchs_loader(name):
+    _same_batches(OTHERS[name], kind=DataLoader, batch_size=5, shuffle=True)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_read_only_arrays_go_through_torchs_loader():
+    _same_batches(SkorchDataset(READ_ONLY, Y), kind=DataLoader, batch_size=5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"collate_fn": torch.utils.data.default_collate},
+        {"num_workers": 0},
+        {"sampler": torch.utils.data.SequentialSampler(DATA["matrix"])},
+        {"generator": torch.Generator()},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_arguments_of_the_user_go_to_torchs_loader(arguments):
+    _same_batches(DATA["matrix"], kind=DataLoader, batch_size=5, **arguments)
+
+
+def test_batches_share_no_memory_with_the_data():
+    data = torch.zeros(4, 2)
+    for shuffle in (False, True):
+        for batch, _ in make_loader(SkorchDataset(data), {"batch_size": 4, "shuffle": shuffle}):
+            batch.add_(1)
+    assert not data.any()
+
+
+def test_arrays_on_a_device_stay_there(device):
+    dataset = SkorchDataset(torch.tensor(X, device=device), Y)
+    batches = list(make_loader(dataset, {"batch_size": 5, "shuffle": True}))
+    assert {batch.device.type for batch, _ in batches} == {device}
+    assert {labels.device.type for _, labels in batches} == {"cpu"}
+
+
+def test_weights_travel_with_labels():
+    dataset = with_weights(SkorchDataset(X, Y), np.arange(N))
+    for inputs, (labels, weights) in make_loader(dataset, {"batch_size": 4, "shuffle": True}):
+        rows = weights.long().numpy()
+        np.testing.assert_array_equal(labels, Y[rows])
+        np.testing.assert_array_equal(inputs, X[rows])
+
+
+def test_weighted_is_a_pair():
+    dataset = with_weights(SkorchDataset(X, Y), WEIGHTS)
+    _, target = next(iter(make_loader(dataset, {"batch_size": 4})))
+    assert isinstance(target, Weighted)
+
+
+class _Loader(DataLoader):
+    """A loader of the user's own."""
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_net_uses_it_unless_the_user_chose_a_loader(training):
+    net = RelativeFlatnessRegularizedClassifier(batch_size=-1)
+    dataset = net.get_dataset(X, Y)
+    assert type(net.get_iterator(dataset, training=training)) is ArrayLoader
+    assert len(net.get_iterator(dataset, training=training)) == 1
+    integer = RelativeFlatnessRegularizedClassifier(batch_size=np.int64(5))
+    assert len(integer.get_iterator(dataset, training=training)) == 5
+    own = RelativeFlatnessRegularizedClassifier(iterator_train=_Loader, iterator_valid=_Loader)
+    assert type(own.get_iterator(dataset, training=training)) is _Loader
+    workers = {"iterator_train__num_workers": 0, "iterator_valid__num_workers": 0}
+    own = RelativeFlatnessRegularizedClassifier(**workers)
+    assert type(own.get_iterator(dataset, training=training)) is DataLoader
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_fit_equals_a_fit_through_torchs_loader(weights, shuffle):
+    fitted = []
+    for arguments in ({}, {"iterator_train__num_workers": 0}):
+        net = RelativeFlatnessRegularizedRegressor(
+            batch_size=5,
+            max_epochs=3,
+            random_state=0,
+            verbose=0,
+            iterator_train__shuffle=shuffle,
+            **arguments,
+        )
+        fitted.append(net.fit(X, X[:, :2], sample_weight=weights))
+    ours, theirs = fitted
+    np.testing.assert_array_equal(ours.predict(X), theirs.predict(X))
+    for name in ("train_loss", "flatness_penalty", "train_batch_size"):
+        assert ours.history[:, "batches", :, name] == theirs.history[:, "batches", :, name]
+    assert ours.relative_flatness_ == theirs.relative_flatness_
