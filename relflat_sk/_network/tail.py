@@ -174,7 +174,11 @@ class Tail:
 
 
 def choose_curvatures(
-    tail: Tail, records: Sequence[LayerRecord], ways: _Ways[CurvatureT]
+    tail: Tail,
+    records: Sequence[LayerRecord],
+    ways: _Ways[CurvatureT],
+    *,
+    together: bool = False,
 ) -> list[CurvatureT]:
     """Choose how the curvatures at some layers are computed.
 
@@ -186,6 +190,9 @@ def choose_curvatures(
         The layers.
     ways : _Ways
         Makes the objects.
+    together : bool, default=False
+        Whether all layers without a closed form must go the same way, so that one
+        differentiation serves them all. It is by gradients only if that suits each of them.
 
     Returns
     -------
@@ -205,7 +212,7 @@ def choose_curvatures(
     chosen = []
     base = tail.base()
     if base is not None:
-        linear, others = _split_by_linearity(base[0], others)
+        linear, others = _split_by_linearity(base[0], others, together)
         if linear:
             chosen.append(ways.gradients(linear, *base))
     if others:
@@ -214,13 +221,13 @@ def choose_curvatures(
 
 
 def _split_by_linearity(
-    base: Tensor, records: list[LayerRecord]
+    base: Tensor, records: list[LayerRecord], together: bool
 ) -> tuple[list[LayerRecord], list[LayerRecord]]:
     """Tell the layers behind which the network is piecewise linear up to `base` from others."""
     # a network that is piecewise linear in all outputs together is so in each of them
     if is_piecewise_linear(base, *(record.node for record in records)):
         return records, []
-    if len(records) == 1:
+    if together or len(records) == 1:
         return [], records
     linear = [is_piecewise_linear(base, record.node) for record in records]
     return (

@@ -88,7 +88,8 @@ def batch_flatness(  # noqa: PLR0913
         _check_trainable(record)
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, records[-1], full_precision)
-    terms = choose_curvatures(tail, layers, _Terms(tail, weights, normalize))
+    # in a network that is piecewise linear behind some layers only, two ways would cost more
+    terms = choose_curvatures(tail, layers, _Terms(tail, weights, normalize), together=True)
     return _sum([term.total(share, probes) for term in terms], output)
 
 

@@ -21,14 +21,14 @@ class Ways:
         return "products", [record.name for record in records]
 
 
-def choose(net, X, y, criterion):
+def choose(net, X, y, criterion, **params):
     loss = Loss(criterion)
     names = list(weight_layers(net))
     with torch.no_grad(), record_tail(net, *names) as recorder:
         output = loss.classes_second(net(X), y)
     records = [recorder[name] for name in names]
     tail = Tail(loss, output, loss.read_target(output, y), records[-1], torch.Tensor.double)
-    return choose_curvatures(tail, records, Ways())
+    return choose_curvatures(tail, records, Ways(), **params)
 
 
 def mlp(first, second, *head):
@@ -68,6 +68,12 @@ LAST = ("closed form", "4", (6, 5))
 )
 def test_the_way_follows_from_what_the_network_computed(net, criterion, expected):
     assert choose(net, X, Y, criterion) == expected
+
+
+def test_layers_go_the_same_way_together():
+    net = mlp(nn.Tanh(), nn.ReLU())
+    found = choose(net, X, Y, nn.CrossEntropyLoss(), together=True)
+    assert found == [("products", ["0", "2"]), LAST]
 
 
 def test_tokens_of_a_language_model_are_rows_of_a_closed_form():
