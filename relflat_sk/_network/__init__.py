@@ -8,7 +8,7 @@ from relflat_sk._network.batches import (
     make_batches,
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.graph import check_thrice, find_link, hands_on, is_piecewise_linear
+from relflat_sk._network.graph import check_thrice, find_link, is_piecewise_linear, only_moves_axes
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
@@ -69,7 +69,6 @@ __all__ = [
     "find_link",
     "find_norm_layers",
     "floating_parameter",
-    "hands_on",
     "has_own_forward",
     "is_piecewise_linear",
     "keep_copies",
@@ -79,6 +78,7 @@ __all__ = [
     "layer_names",
     "make_batches",
     "mean_loss",
+    "only_moves_axes",
     "outcome_of",
     "outcomes",
     "primary_output",

@@ -2,7 +2,7 @@
 
 Every replacement in the package is made here: to record what passes a layer, to run attention
 step by step, to differentiate normalisations through their definition. An instance attribute
-costs less than a hook, which counts in training steps, and is seen by every caller of the
+costs less than a hook, which counts in training steps, and reaches every caller of the
 module, also those that call `forward` itself.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_thrice", "find_link", "hands_on", "is_piecewise_linear"]
+__all__ = ["check_thrice", "find_link", "is_piecewise_linear", "only_moves_axes"]
 
 # nodes whose output holds the same numbers as their input, in the same order
 _SAME_NUMBERS = {
@@ -75,7 +75,7 @@ def _over_outputs(step: Any, output: Tensor) -> bool:
     return dim is None or (output.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
 
 
-def hands_on(output: Tensor, node: Any, z: Tensor) -> bool:
+def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
     """Return whether the network's output is the layer's, with axes moved at most.
 
     Parameters

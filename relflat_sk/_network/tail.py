@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from relflat_sk._losses import ClosedForm, Loss, Target
-from relflat_sk._network.graph import find_link, hands_on, is_piecewise_linear
+from relflat_sk._network.graph import find_link, is_piecewise_linear, only_moves_axes
 from relflat_sk._network.recording import LayerRecord
 
 __all__ = ["Tail", "choose_curvatures"]
@@ -139,7 +139,7 @@ class Tail:
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
             link = find_link(self.output, record.node)
-        elif loss.has_closed_form("identity") and hands_on(self.output, record.node, z):
+        elif loss.has_closed_form("identity") and only_moves_axes(self.output, record.node, z):
             link, relevant = "identity", loss.per_token(relevant)
             z = z.reshape(-1, z.shape[-1])
             features = features.reshape(len(z), -1)
