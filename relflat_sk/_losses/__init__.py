@@ -2,7 +2,7 @@
 
 from relflat_sk._losses.best_constant import constant_risk
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
-from relflat_sk._losses.criterion import as_criterion
+from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.row import LINKS, Target
@@ -18,6 +18,7 @@ __all__ = [
     "Target",
     "as_criterion",
     "constant_risk",
+    "name_criterion",
     "product_curvature",
     "pull_back",
 ]

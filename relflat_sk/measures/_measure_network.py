@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from relflat_sk._checks import check_number
+from relflat_sk._losses import name_criterion
 from relflat_sk._network import Layer, Network
 from relflat_sk._warnings import warn
+from relflat_sk.measures._criterion_curvature import criterion_has_curvature
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._flatness import (
     LAYER_MEASURES,
@@ -26,6 +28,8 @@ __all__ = ["NETWORK_WIDE", "counts_decay", "measure_network"]
 NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
 # arguments that every measure accepts, also where they have no effect
 _GENERAL = {"method", "n_probes", "rtol", "random_state"}
+# measures that are zero where the loss has no curvature
+_CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -91,6 +95,7 @@ def measure_network(
     found |= _measure_whole(network, names, refuse, params, summary)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
+    _warn_of_no_curvature(network, found)
     return found
 
 
@@ -178,4 +183,17 @@ def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
             f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
             "there, so this point is no minimum, and flatness says nothing about it. Train "
             "further, or check gradient_norm."
+        )
+
+
+def _warn_of_no_curvature(network: Network, found: Found) -> None:
+    """Warn if curvatures are zero because the criterion has none, whatever the network does."""
+    zero = [name for (_, name), one in found.items() if name in _CURVATURES and one.value == 0]
+    if zero and not criterion_has_curvature(network):
+        warn(
+            f"{', '.join(dict.fromkeys(zero))} is 0 because "
+            f"{name_criterion(network.loss.criterion)} has no curvature at the network's outputs: "
+            "it is piecewise linear or constant in them, or gives no gradient. So 0 does not mean "
+            "that the minimum is flat. Measure with a loss that is twice differentiable, for "
+            "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
         )

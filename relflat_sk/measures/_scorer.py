@@ -8,13 +8,17 @@ from sklearn import get_config
 from sklearn.base import BaseEstimator
 from sklearn.utils.metadata_routing import UNCHANGED
 from sklearn.utils.validation import check_is_fitted
-from skorch import NeuralNet
 
 from relflat_sk._models import final_estimator
 from relflat_sk._network import Layer
 from relflat_sk._warnings import warn
 from relflat_sk.measures._api import evaluate, get_measure_names
 from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._minimum import (
+    ConstantComparison,
+    compare_with_constant,
+    find_objection,
+)
 
 __all__ = ["FlatnessScorer"]
 
@@ -24,15 +28,17 @@ AT_MINIMUM = ("ignore", "reject", "warn")
 # measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
 
-# By which share of the best constant prediction's loss a model's loss must be below it: by more
-# than float32 rounding, because a constant network that knows the class frequencies has the same
-# loss up to rounding.
-_ROUNDING = 1e-5
-# The same for a net whose training made no progress. On small data sets, one random
-# initialisation in four is up to 15% below by luck; none is 50% below.
-_LUCK = 0.5
-# by which share training must lower its own loss: by more than rounding
-_PROGRESS = 1e-3
+# arguments of the measures that the scorer passes itself, and where users give them
+OWN_ARGUMENTS = {
+    "layer": "give it to the scorer itself: FlatnessScorer(layer=...)",
+    "name": "give the measure to the scorer itself: FlatnessScorer(measure=...)",
+    "measure": "give it to the scorer itself: FlatnessScorer(measure=...)",
+    "normalize": 'use FlatnessScorer(measure="normalized_relative_flatness")',
+    "sample_weight": "pass it when the scorer is called, after X and y",
+    "model": "the scorer measures the estimator that it is called with",
+    "X": "the scorer measures on the data that it is called with",
+    "y": "the scorer measures on the data that it is called with",
+}
 
 
 class FlatnessScorer(BaseEstimator):
@@ -45,7 +51,8 @@ class FlatnessScorer(BaseEstimator):
 
     Flatness is meaningful only at a minimum of the loss. A network that predicts the same for
     every input is perfectly flat, so flatness alone would prefer dead and untrained networks.
-    Therefore the scorer rejects models whose loss is no better than a constant prediction's.
+    Therefore the scorer rejects models that are no better than a constant prediction, neither by
+    their loss nor by their accuracy or R2.
 
     Parameters
     ----------
@@ -61,8 +68,9 @@ class FlatnessScorer(BaseEstimator):
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
         What to do with a model that is not at a minimum. "reject" warns, and returns nan, which
         scikit-learn's searches rank last. "warn" warns, and scores the model like any other.
-        "ignore" skips the check. The check uses the data that the scorer is called with, also if
-        `data="train"`. The warnings are of class `FlatnessWarning`.
+        "ignore" skips the check. The check uses the data that the scorer is called with; with
+        `data="train"`, the loss and the score that the net recorded on its training data at the
+        end of `fit`. The warnings are of class `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -73,13 +81,22 @@ class FlatnessScorer(BaseEstimator):
 
     Notes
     -----
-    A model counts as not at a minimum if, on the data that the scorer is called with,
+    A model counts as not at a minimum if
 
     - its mean loss or its flatness is not finite, or
-    - its mean loss is no lower than that of the best constant prediction, or
-    - its mean loss is no lower than half of that, and the model is a skorch net whose training
-      made no progress: its history is empty, or the training loss of the last epoch is no lower
-      than that of the first. Random initial weights can beat a constant by luck, but not by half.
+    - neither its mean loss nor its score is better than that of the best constant prediction. The
+      score is the accuracy, which must be above the majority's share by two standard errors, or
+      R2, which must be positive. A few samples that are wrong with confidence can lift the loss
+      of a good model on held-out data above a constant's, but not its score; or
+    - its mean loss is no lower than half of that of the best constant prediction, and its
+      training made no progress. Random initial weights can beat a constant by luck, but hardly
+      by half.
+
+    Training made progress if it lowered its own loss by more than 2%, and by more than the noise
+    of batches: over the epochs of a skorch net's history, over the batches of a single epoch if
+    they are shuffled, over the loss curve of scikit-learn's MLPs. Models without such a record,
+    other estimators and bare modules, need no such evidence. A net whose weights were loaded has
+    an empty history, and is scored if its loss is low enough.
 
     Without labels there is no check, and the score comes with a `FlatnessWarning`.
 
@@ -137,8 +154,8 @@ class FlatnessScorer(BaseEstimator):
         y : array-like of shape (n, ...), default=None
             Labels or targets, as in `fit`.
         sample_weight : array-like of shape (n,), default=None
-            Weight of each sample in the mean loss whose flatness is measured. With
-            `data="train"`, the weights matter for the check only.
+            Weight of each sample in the mean loss whose flatness is measured, and in the score
+            of the check.
 
         Returns
         -------
@@ -156,10 +173,26 @@ class FlatnessScorer(BaseEstimator):
             If the estimator is not fitted.
         """
         self._check_parameters()
-        recorded = self._read_recorded(estimator) if self.data == "train" else None
-        if recorded is not None and self.at_minimum == "ignore":
-            return 0.0 - recorded  # which is never -0.0
-        measured = evaluate(
+        if self.data == "train":
+            flatness, comparison = self._read_recorded(estimator)
+            if self.at_minimum == "ignore":
+                return 0.0 - flatness  # which is never -0.0
+            if comparison is None or not comparison.is_known:
+                comparison = compare_with_constant(self._measure(estimator, X, y, sample_weight))
+        else:
+            measured = self._measure(estimator, X, y, sample_weight)
+            flatness = measured.value
+            if self.at_minimum == "ignore":
+                return 0.0 - flatness
+            comparison = compare_with_constant(measured)
+        at_minimum = self._check_minimum(final_estimator(estimator), flatness, comparison)
+        if not at_minimum and self.at_minimum == "reject":
+            return math.nan
+        return 0.0 - flatness
+
+    def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
+        """Measure the model on the data that the scorer is called with."""
+        return evaluate(
             self.measure,
             estimator,
             X,
@@ -168,24 +201,17 @@ class FlatnessScorer(BaseEstimator):
             sample_weight=sample_weight,
             **(self.measure_params or {}),
         )
-        flatness = measured.value if recorded is None else recorded
-        if self.at_minimum != "ignore":
-            at_minimum = self._check_minimum(final_estimator(estimator), flatness, measured)
-            if not at_minimum and self.at_minimum == "reject":
-                return math.nan
-        return 0.0 - flatness
 
-    def _check_minimum(self, model: Any, flatness: float, measured: Flatness) -> bool:
+    def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn of a model that is not known to be at a minimum; return False if it is at none."""
         name = type(model).__name__
-        constant_risk = measured.constant_risk()
-        if math.isnan(constant_risk):
+        if not comparison.is_known:
             warn(
                 f"without y, the scorer cannot check whether the {name} is at a minimum of its "
                 'loss. Pass y, or at_minimum="ignore" if you know that it is.'
             )
             return True
-        objection = _objection(flatness, measured.risk, constant_risk, _made_no_progress(model))
+        objection = find_objection(model, flatness, comparison)
         if objection is None:
             return True
         outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
@@ -211,6 +237,11 @@ class FlatnessScorer(BaseEstimator):
                 f"measure_params={self.measure_params!r}, expected None or a dict of "
                 'arguments, such as {"batch_size": 256}.'
             )
+        for name in OWN_ARGUMENTS.keys() & (self.measure_params or {}).keys():
+            raise ValueError(
+                f"measure_params={self.measure_params!r} must not contain {name!r}: "
+                f"{OWN_ARGUMENTS[name]}."
+            )
         if self.data == "train" and (self.measure not in RECORDED or self.measure_params):
             raise ValueError(
                 f'data="train" takes the value recorded in fit: one of {", ".join(RECORDED)}, '
@@ -218,8 +249,8 @@ class FlatnessScorer(BaseEstimator):
                 'data="given" with the training data.'
             )
 
-    def _read_recorded(self, estimator: Any) -> float:
-        """Return the flatness that a net recorded in fit, at the scorer's layer."""
+    def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None]:
+        """Return what a net recorded in fit: its flatness at the scorer's layer, loss and score."""
         net = final_estimator(estimator)
         check_is_fitted(net)
         if not hasattr(net, "relative_flatness_"):
@@ -236,7 +267,7 @@ class FlatnessScorer(BaseEstimator):
                 f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
                 "both."
             )
-        return float(net.relative_flatness_)
+        return float(net.relative_flatness_), getattr(net, "constant_comparison_", None)
 
     # -- metadata routing ----------------------------------------------------------------
     # scikit-learn generates these methods for `score`, but not for `__call__`
@@ -280,31 +311,6 @@ class FlatnessScorer(BaseEstimator):
     def _accept_sample_weight(self) -> bool:
         # scikit-learn asks scorers in a dict, where metadata routing is off
         return True
-
-
-def _objection(
-    value: float, risk: float, constant_risk: float, made_no_progress: bool
-) -> str | None:
-    """Explain why a model is not at a minimum; return None if it is."""
-    if not (math.isfinite(risk) and math.isfinite(value)):
-        return f"its mean loss is {risk:.3g}, its flatness {value:.3g}; has training diverged?"
-    loss = f"its mean loss of {risk:.6g}"
-    constant = f"the best constant prediction's, {constant_risk:.6g}"
-    if risk >= constant_risk - _ROUNDING * abs(constant_risk):
-        return f"{loss} is no better than {constant}"
-    if made_no_progress and risk >= constant_risk - _LUCK * abs(constant_risk):
-        return f"its training made no progress, and {loss} is little better than {constant}"
-    return None
-
-
-def _made_no_progress(model: Any) -> bool:
-    """Tell whether a net's history shows that training has not lowered its loss."""
-    if not isinstance(model, NeuralNet):
-        return False
-    epochs = [epoch["train_loss"] for epoch in model.history if "train_loss" in epoch]
-    if len(epochs) < 2:  # one epoch shows neither progress nor the lack of it
-        return not model.history
-    return not epochs[-1] < epochs[0] - _PROGRESS * abs(epochs[0])
 
 
 def _listed(arguments: dict[str, Any]) -> str:

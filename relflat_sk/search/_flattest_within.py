@@ -12,13 +12,15 @@ from relflat_sk._warnings import warn
 
 __all__ = ["flattest_within"]
 
+PREFIX = "mean_test_"  # of the columns of cv_results_ that hold scores
+SCORE, FLATNESS = PREFIX + "score", PREFIX + "flatness"
 ROUNDING = 1e-12  # relative; far above float64's epsilon, far below any real difference
 
 
 def flattest_within(
     tolerance: float,
-    score: str = "mean_test_score",
-    flatness: str = "mean_test_flatness",
+    score: str = SCORE,
+    flatness: str = FLATNESS,
 ) -> "FlattestWithin":
     """Make a rule for ``GridSearchCV(refit=...)``: choose the flattest of the good candidates.
 
@@ -33,9 +35,12 @@ def flattest_within(
         one point of accuracy. With 0, flatness decides only between equal scores.
     score : str, default="mean_test_score"
         The column of ``cv_results_`` with the score; greater is better. With
-        ``scoring={"accuracy": ...}`` its name is ``"mean_test_accuracy"``.
+        ``scoring={"accuracy": ...}`` its name is ``"mean_test_accuracy"``; the scorer's own
+        name, ``"accuracy"``, will do. If there is no column of the default name, and only one
+        column beside the one with the flatness, the rule takes that one.
     flatness : str, default="mean_test_flatness"
         The column with the score of a `FlatnessScorer`, minus the flatness: greater is flatter.
+        It is found in the same way.
 
     Returns
     -------
@@ -46,10 +51,11 @@ def flattest_within(
     Raises
     ------
     TypeError
-        If `tolerance` is not a real number.
+        If `tolerance` is not a real number, or a column's name is no string.
     ValueError
-        If `tolerance` is negative or not finite. The rule raises it during the search, if
-        ``cv_results_`` lacks a column, or no candidate has both a score and a flatness.
+        If `tolerance` is negative or not finite, or both columns are the same. The rule
+        raises it at the end of the search, if ``cv_results_`` lacks a column and it is not clear
+        which other one to use, or no candidate has both a score and a flatness.
 
     See Also
     --------
@@ -73,17 +79,17 @@ def flattest_within(
     >>> search = GridSearchCV(
     ...     LogisticRegression(max_iter=5000),
     ...     {"C": [0.1, 1, 10, 100]},
-    ...     scoring={"score": "accuracy", "flatness": FlatnessScorer()},
+    ...     scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()},
     ...     refit=flattest_within(0.02),
     ... ).fit(X, y)
-    >>> search.cv_results_["mean_test_score"].round(3).tolist()
+    >>> search.cv_results_["mean_test_accuracy"].round(3).tolist()
     [0.947, 0.973, 0.973, 0.98]
     >>> search.best_params_  # as good as C=100 within the tolerance, and flatter
     {'C': 1}
 
-    Other names of scorers give other names of columns:
+    With more scorers, say which of them to use:
 
-    >>> rule = flattest_within(0.02, score="mean_test_accuracy", flatness="mean_test_kappa")
+    >>> rule = flattest_within(0.02, score="accuracy", flatness="kappa")
     >>> results = {
     ...     "mean_test_accuracy": [0.91, 0.95, 0.94],
     ...     "mean_test_kappa": [-1.0, -9.0, -4.0],
@@ -100,6 +106,17 @@ def flattest_within(
         raise ValueError(
             f"tolerance must be finite and at least 0, got {tolerance!r}: how far below the "
             "best score a candidate may be, in the unit of the score."
+        )
+    for name, column in {"score": score, "flatness": flatness}.items():
+        if not isinstance(column, str):
+            raise TypeError(
+                f"{name} must be the name of a scorer or of a column of cv_results_, got "
+                f"{column!r}."
+            )
+    if score.removeprefix(PREFIX) == flatness.removeprefix(PREFIX):
+        raise ValueError(
+            f"score and flatness are both {score!r}, expected two columns of cv_results_: one with "
+            "the score, and one with the flatness."
         )
     return FlattestWithin(float(tolerance), score, flatness)
 
@@ -124,13 +141,14 @@ class FlattestWithin:
 
     def __call__(self, cv_results: Mapping[str, Any]) -> int:
         """Return the index of the chosen candidate in ``cv_results_``."""
-        scores, flatness = (self._column(cv_results, name) for name in (self.score, self.flatness))
+        names = self._columns(cv_results)
+        scores, flatness = (np.asarray(cv_results[name], dtype=np.float64) for name in names)
         scored, measured = np.isfinite(scores), np.isfinite(flatness)
         known = scored & measured
         if not known.any():
             raise ValueError(
-                f"No candidate has both a finite {self.score!r} ({scored.sum()} of "
-                f"{len(scores)} have) and a finite {self.flatness!r} ({measured.sum()} have). "
+                f"No candidate has both a finite {names[0]!r} ({scored.sum()} of "
+                f"{len(scores)} have) and a finite {names[1]!r} ({measured.sum()} have). "
                 "A FlatnessScorer gives nan to models that are not at a minimum: train them "
                 'longer, or score them with FlatnessScorer(at_minimum="warn").'
             )
@@ -141,24 +159,46 @@ class FlattestWithin:
         if not good.any():
             chosen = _argmax(scores, known)
             warn(
-                f"no candidate within {self.tolerance:g} of the best {self.score!r}, "
-                f"{best:g}, has a finite {self.flatness!r}. The best candidate that has one is "
+                f"no candidate within {self.tolerance:g} of the best {names[0]!r}, "
+                f"{best:g}, has a finite {names[1]!r}. The best candidate that has one is "
                 f"chosen: candidate {chosen}, with {scores[chosen]:g}."
             )
             return chosen
         return _argmax(flatness, good)
 
-    def _column(self, cv_results: Mapping[str, Any], name: str) -> NDArray[np.float64]:
-        """Return a column of ``cv_results_``; refuse a name that it lacks."""
-        if name not in cv_results:
-            means = sorted(key for key in cv_results if key.startswith("mean_test_"))
+    def _columns(self, cv_results: Mapping[str, Any]) -> tuple[str, str]:
+        """Find the columns of score and flatness; refuse names that leave a doubt."""
+        given = (self.score, self.flatness)
+        score, flatness = (_find_column(cv_results, name) for name in given)
+        if score is None and flatness is not None and self.score == SCORE:
+            score = _only_other(cv_results, flatness)
+        elif flatness is None and score is not None and self.flatness == FLATNESS:
+            flatness = _only_other(cv_results, score)
+        if score is None or flatness is None:
+            missing = self.score if score is None else self.flatness
             raise ValueError(
-                f"cv_results_ has no column {name!r}; its columns of this kind are {means}. With "
-                'scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()}, for example, '
-                'their names are "mean_test_accuracy" and "mean_test_flatness". Pass the names '
-                "as score and flatness."
+                f"cv_results_ has no column {missing!r}; its columns of this kind are "
+                f'{_score_columns(cv_results)}. With scoring={{"accuracy": "accuracy", "flatness": '
+                'FlatnessScorer()}, for example, their names are "mean_test_accuracy" and '
+                '"mean_test_flatness". Pass the names as score and flatness.'
             )
-        return np.asarray(cv_results[name], dtype=np.float64)
+        return score, flatness
+
+
+def _find_column(cv_results: Mapping[str, Any], name: str) -> str | None:
+    """Return the column of a name, which may be a scorer's name."""
+    return next((column for column in (name, PREFIX + name) if column in cv_results), None)
+
+
+def _score_columns(cv_results: Mapping[str, Any]) -> list[str]:
+    """List the columns with the mean scores of candidates."""
+    return sorted(key for key in cv_results if key.startswith(PREFIX))
+
+
+def _only_other(cv_results: Mapping[str, Any], known: str) -> str | None:
+    """Return the only column with mean scores beside a known one; None if there are more."""
+    others = [column for column in _score_columns(cv_results) if column != known]
+    return others[0] if len(others) == 1 else None
 
 
 def _argmax(values: NDArray[np.float64], rows: NDArray[np.bool_]) -> int:

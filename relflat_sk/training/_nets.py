@@ -83,6 +83,9 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         Relative flatness on the training data at the end of `fit`, at `flatness_layer`: the sum
         over several layers, the normalised one if `flatness_normalize`. nan, with a warning, if
         it cannot be measured.
+    constant_comparison_ : ConstantComparison
+        Mean loss on the training data at the end of `fit`, with that of the best constant
+        prediction; accuracy or R2 as well if the loss is no better. `FlatnessScorer` reads it.
     history : skorch.history.History
         Per epoch: `train_loss` (without penalty), `flatness_penalty` (as it was added), and with
         a `train_split` also `valid_loss` (without penalty).

@@ -18,7 +18,12 @@ from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
-from relflat_sk.measures import measure_layers
+from relflat_sk.measures import (
+    ConstantComparison,
+    Flatness,
+    compare_with_constant,
+    measure_layers,
+)
 from relflat_sk.training._fast_net import FastNet
 from relflat_sk.training._sample_weights import (
     plain_batch,
@@ -288,19 +293,25 @@ class PenalisedNet(FastNet):
     # -- at the end of training ----------------------------------------------------------
 
     def _record_flatness(self) -> None:
-        """Measure `relative_flatness_` on the training data; nan if it cannot be measured."""
+        """Measure `relative_flatness_` on the training data; nan if it cannot be measured.
+
+        The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
+        """
         network = training_network(self, self._state().dataset)
         with fork_rng(None):  # the draw must not change what users draw next
             seed = int(torch.randint(2**31 - 1, ()))
         name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
+        self.constant_comparison_ = ConstantComparison(np.nan, np.nan)
         try:
             found = measure_layers(network, [name], self._layers(), random_state=seed)
             self.relative_flatness_ = sum(flatness.value for flatness in found.values())
+            self.constant_comparison_ = _compared(next(iter(found.values())))
         except (TypeError, ValueError) as error:
             warn(f"relative_flatness_ could not be measured: {error}")
             self.relative_flatness_ = np.nan
         curved = network.loss.row is not None and bool(network.loss.row.links)
-        if self.relative_flatness_ == 0 and self.flatness_weight > 0 and curved:
+        flat = self.relative_flatness_ == 0 and not self.constant_comparison_.beats_constant
+        if flat and self.flatness_weight > 0 and curved:
             warn(
                 "the network is perfectly flat: it has probably died (its outputs are constant). "
                 "Clip gradients (callbacks=[skorch.callbacks.GradientNormClipping(1.0)]), use "
@@ -315,6 +326,15 @@ def _record(history: Any, **values: float) -> None:
         return
     for name, value in values.items():
         history.record_batch(name, value)
+
+
+def _compared(measured: Flatness) -> ConstantComparison:
+    """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
+    try:
+        return compare_with_constant(measured)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        # a stream that is read once, a criterion of the user's own: no reason for fit to fail
+        return ConstantComparison(np.nan, np.nan)
 
 
 def _full_precision(output: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401
@@ -36,12 +36,14 @@ from torch import nn
 from relflat_sk import (
     MLP,
     FlatnessWarning,
+    RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     measure,
     relative_flatness,
 )
 from relflat_sk.measures._api import evaluate
+from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -548,7 +550,8 @@ def test_regressors_that_are_not_at_a_minimum_are_not_scored(bad):
 
 
 def test_a_classifier_that_knows_only_the_frequencies_is_no_better_than_a_constant():
-    blind = LogisticRegression(C=1e-12).fit(X, NAMES)
+    blind = LogisticRegression().fit(X, NAMES)
+    blind.coef_[:], blind.intercept_[:] = 0, 0
     with pytest.warns(FlatnessWarning, match=r"loss of 1\.09861 is no better .*, 1\.09861\."):
         assert math.isnan(SCORER(blind, X, NAMES))
 
@@ -567,13 +570,28 @@ def test_trained_weights_without_a_history_are_scored():
     assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [{"max_epochs": 1}, {"max_epochs": 3, "callbacks": "disable"}],
-    ids=["one epoch", "no losses"],
-)
-def test_a_history_that_shows_no_lack_of_progress_is_accepted(record):
-    model = net(module=Lucky, lr=1e-12, **record).fit(X, Y)
+USELESS = {
+    "no epoch": {"max_epochs": 0},
+    "one epoch": {"max_epochs": 1},
+    "three epochs": {"max_epochs": 3},
+    "no recorded epochs": {"max_epochs": 3, "callbacks": "disable"},
+}
+
+
+@pytest.mark.parametrize("record", USELESS)
+def test_training_that_made_no_progress_is_no_evidence(record):
+    model = net(module=Lucky, lr=1e-12, **USELESS[record]).fit(X, Y)
+    with pytest.warns(FlatnessWarning, match="training made no progress"):
+        assert math.isnan(SCORER(model, X, Y))
+
+
+@pytest.mark.parametrize("callbacks", [None, "disable"], ids=["epochs", "batches alone"])
+def test_one_epoch_that_made_progress_is_evidence(callbacks):
+    torch.manual_seed(0)
+    model = net(max_epochs=1, lr=0.002, callbacks=callbacks)
+    model.set_params(batch_size=1).fit(X, Y)
+    found = evaluate("relative_flatness", model, X, Y)
+    assert 0.5 < found.risk / found.constant_risk() < 1
     assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
 
 
@@ -583,13 +601,189 @@ def test_the_history_of_a_net_in_a_pipeline_counts():
         assert math.isnan(SCORER(model, X, Y))
 
 
-def test_progress_is_more_than_rounding():
-    model = net(module=Lucky, max_epochs=2, lr=1e-12).fit(X, Y)
-    model.history[0]["train_loss"], model.history[1]["train_loss"] = 1.0, 0.99
-    assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
-    model.history[1]["train_loss"] = 1 - 1e-6
-    with pytest.warns(FlatnessWarning, match="made no progress"):
-        assert math.isnan(SCORER(model, X, Y))
+def history(*epochs, shuffle=True):
+    """Make a net with lucky initial weights and a history of these batch losses."""
+    model = net(module=Lucky, max_epochs=0)
+    model.set_params(iterator_train__shuffle=shuffle).fit(X, Y)
+    for losses in epochs:
+        model.history.new_epoch()
+        model.history.record("train_loss", float(np.mean(losses)))
+        for loss in losses:
+            model.history.new_batch()
+            model.history.record_batch("train_loss", loss)
+    return model
+
+
+NOISE = np.random.default_rng(0).normal(0, 0.1, (20, 10))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "progress"),
+    [
+        ([[1.0], [0.7]], True),
+        ([[1.0], [0.7], [99.0]], True),
+        ([[1.0], [1.0 - 1e-6]], False),
+        ([[1.0], [0.95]], False),  # may be noise
+        ([1 + noise for noise in NOISE[:3]], False),
+        ([1 - 0.02 * at + noise for at, noise in enumerate(NOISE)], True),
+        ([np.linspace(1.0, 0.9, 40)], True),
+        ([[1.0, math.nan], [math.nan, 0.5]], False),
+        ([1 + NOISE[0]], False),
+    ],
+    ids=[
+        "large",
+        "an outlier at the end",
+        "rounding",
+        "small",
+        "noise",
+        "beyond noise",
+        "batches of one epoch",
+        "nan",
+        "noise in one epoch",
+    ],
+)
+def test_progress_is_more_than_rounding_and_noise(epochs, progress):
+    model = history(*epochs)
+    assert made_progress(model) == progress
+    if progress:
+        assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
+    else:
+        with pytest.warns(FlatnessWarning, match="made no progress"):
+            assert math.isnan(SCORER(model, X, Y))
+
+
+def test_batches_that_are_not_shuffled_are_compared_with_themselves():
+    sorted_by_difficulty = np.linspace(1.5, 0.5, 20)
+    rng = np.random.default_rng(0)
+    noisy = [sorted_by_difficulty + rng.normal(0, 0.01, 20) for _ in range(3)]
+    still = history(*noisy, shuffle=False)
+    lower = history(*(sorted_by_difficulty - 0.05 * at for at in range(3)), shuffle=False)
+    one = history(sorted_by_difficulty, shuffle=False)
+    assert not made_progress(still)
+    assert made_progress(lower)
+    assert not made_progress(one)
+
+
+def test_the_loss_curve_of_a_scikit_learn_network_is_evidence():
+    trained = MLPClassifier((8,), max_iter=120, random_state=0).fit(X, Y)
+    found = evaluate("relative_flatness", trained, X, Y)
+    assert found.risk > 0.5 * found.constant_risk()
+    assert math.isfinite(SCORER(trained, X, Y))
+    trained.loss_curve_ = [trained.loss_curve_[-1]] * 30
+    with pytest.warns(FlatnessWarning, match="the MLPClassifier is .* made no progress"):
+        assert math.isnan(SCORER(trained, X, Y))
+
+
+# -- good models whose held-out loss is above a constant's ----------------------------------
+
+
+@pytest.mark.parametrize("data", ["given", "train"])
+def test_good_networks_with_few_confident_mistakes_are_scored(data):
+    inputs, labels = load_breast_cancer(return_X_y=True)
+    model = make_pipeline(StandardScaler(), flat_net(max_epochs=50, lr=0.1))
+    results = cross_validate(
+        model,
+        inputs,
+        labels,
+        cv=5,
+        scoring={"flat": FlatnessScorer(data=data), "accuracy": "accuracy"},
+    )
+    assert np.isfinite(results["test_flat"]).all()
+    assert results["test_accuracy"].min() > 0.9
+
+
+def confident(model):
+    """Multiply the last layer's weights, so that mistakes cost much and no prediction changes."""
+    last = [m for m in model.module_.modules() if isinstance(m, nn.Linear)][-1]
+    with torch.no_grad():
+        last.weight.mul_(1e4)
+        last.bias.mul_(1e4)
+    return model
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+def test_accuracy_above_chance_is_enough_for_a_trained_net(criterion):
+    labels = (Y == 1).astype(int)
+    binary = criterion is nn.BCEWithLogitsLoss
+    make = RelativeFlatnessRegularizedBinaryClassifier if binary else flat_net
+    model = make(max_epochs=10, lr=0.05, verbose=0) if binary else make()
+    model = confident(model.fit(X, labels))
+    found = evaluate("relative_flatness", model, X, labels)
+    assert found.risk > found.constant_risk()
+    assert math.isfinite(SCORER(model, X, labels))
+    guess = np.resize([0, 1], len(Y))
+    with pytest.warns(FlatnessWarning, match=r"its accuracy of .* is not clearly better than"):
+        assert math.isnan(SCORER(model, X, guess))
+
+
+def test_an_r2_below_zero_is_not_enough():
+    good = Ridge(alpha=1e-6).fit(X, TARGET)
+    assert math.isfinite(SCORER(good, X, TARGET))
+    with pytest.warns(FlatnessWarning, match="its R2 of -.* is not clearly better than .*, 0, and"):
+        assert math.isnan(SCORER(good, X, -TARGET))
+
+
+def test_an_honest_network_of_a_hard_problem_is_scored():
+    rng = np.random.default_rng(0)
+    centres = rng.normal(0, 0.55, (10, 20))
+    labels = np.resize(np.arange(10), 1500)
+    inputs = np.float32(centres[labels] + rng.normal(0, 1, (1500, 20)))
+    model = flat_net(max_epochs=6, lr=0.003).fit(inputs[:1000], labels[:1000])
+    held_out = inputs[1000:], labels[1000:]
+    found = evaluate("relative_flatness", model, *held_out)
+    assert 0.3 < model.score(*held_out) < 0.6
+    assert 0.55 < found.risk / found.constant_risk() < 0.9
+    assert math.isfinite(SCORER(model, *held_out))
+    assert math.isfinite(FlatnessScorer(data="train")(model, *held_out))
+
+
+# -- random initialisations -----------------------------------------------------------------
+
+
+class Regularized(nn.Sequential):
+    """A network with batch norm or dropout."""
+
+    def __init__(self, n_features, n_outputs, kind="batch norm"):
+        hidden = {
+            "batch norm": [nn.BatchNorm1d(32), nn.ReLU()],
+            "dropout": [nn.ReLU(), nn.Dropout(0.5)],
+            "tanh": [nn.Tanh(), nn.Linear(32, 32), nn.Tanh()],
+        }[kind]
+        super().__init__(nn.Linear(n_features, 32), *hidden, nn.Linear(32, n_outputs))
+
+
+ARCHITECTURES = {
+    "mlp": {"module__hidden_layer_sizes": (32,)},
+    "deep": {"module__hidden_layer_sizes": (32, 32), "module__activation": "tanh"},
+    "batch norm": {"module": Regularized, "module__kind": "batch norm"},
+    "dropout": {"module": Regularized, "module__kind": "dropout"},
+    "tanh": {"module": Regularized, "module__kind": "tanh"},
+}
+DATA_SETS = {
+    "iris": load_iris,
+    "wine": load_wine,
+    "breast cancer": load_breast_cancer,
+    "digits": load_digits,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is not at a minimum:relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+@pytest.mark.parametrize("data_set", DATA_SETS)
+def test_no_random_initialisation_passes(data_set, epochs):
+    inputs, labels = DATA_SETS[data_set](return_X_y=True)
+    inputs, labels = scale(inputs)[:400].astype(np.float32), labels[:400]
+    passed = []
+    for seed in range(50 if epochs == 0 else 20):
+        name = list(ARCHITECTURES)[seed % len(ARCHITECTURES)]
+        parameters = {"lr": 1e-9, "max_epochs": epochs, "verbose": 0, "flatness_weight": 0.0}
+        model = RelativeFlatnessRegularizedClassifier(
+            **parameters, **ARCHITECTURES[name], random_state=seed
+        ).fit(inputs, labels)
+        for data in ("given", "train"):
+            if math.isfinite(FlatnessScorer(data=data)(model, inputs, labels)):
+                passed.append((name, seed, data))
+    assert not passed
 
 
 def test_an_infinite_loss_is_reported():
@@ -648,6 +842,33 @@ def test_a_recorded_nan_is_rejected():
     model.relative_flatness_ = math.nan  # recorded where measuring fails
     with pytest.warns(FlatnessWarning, match="its flatness nan"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
+
+
+def test_what_was_recorded_in_training_decides_and_not_the_fold():
+    model = flat_net().fit(X, NAMES)
+    wrong = np.roll(NAMES, 60)
+    with pytest.warns(FlatnessWarning, match="its score is nan"):
+        assert math.isnan(SCORER(model, X, wrong))
+    assert FlatnessScorer(data="train")(model, X, wrong) == -model.relative_flatness_
+    model.constant_comparison_ = ConstantComparison(2.0, 1.0, None)
+    with pytest.warns(FlatnessWarning, match="mean loss of 2 is no better than .*, 1. With"):
+        assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
+
+
+def test_without_a_record_of_the_training_data_the_fold_decides():
+    model = flat_net().fit(X, NAMES)
+    model.constant_comparison_ = ConstantComparison(math.nan, math.nan)
+    scorer = FlatnessScorer(data="train")
+    assert scorer(model, X, NAMES) == -model.relative_flatness_
+    with pytest.warns(FlatnessWarning, match="its score is nan"):
+        assert math.isnan(scorer(model, X, np.roll(NAMES, 60)))
+
+
+def test_recorded_comparison_is_pickled_with_the_net():
+    model = flat_net().fit(X, NAMES)
+    again = pickle.loads(pickle.dumps(model))
+    assert again.constant_comparison_ == model.constant_comparison_
+    assert model.constant_comparison_.loss < model.constant_comparison_.constant_loss
 
 
 def test_recorded_value_of_the_best_estimator_of_a_search():
@@ -709,10 +930,33 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
             {"data": "train", "measure_params": {"batch_size": 8}},
             r'data="train" takes the value recorded in fit.* and \{\'batch_size\': 8\}\. Use',
         ),
+        (
+            {"measure_params": {"layer": 0}},
+            r"must not contain 'layer': give it to the scorer itself: FlatnessScorer\(layer=",
+        ),
+        (
+            {"measure_params": {"sample_weight": None}},
+            "must not contain 'sample_weight': pass it when the scorer is called",
+        ),
+        (
+            {"measure_params": {"normalize": True}},
+            'must not contain .normalize.: use .*"normalized_relative_flatness"',
+        ),
         ({"layer": 2}, "there is no layer 2"),
         ({"measure_params": {"batch_size": 0}}, "batch_size must be a positive integer, got 0"),
     ],
-    ids=["measure", "data", "at_minimum", "params", "train params", "layer", "measure's own"],
+    ids=[
+        "measure",
+        "data",
+        "at_minimum",
+        "params",
+        "train params",
+        "layer in params",
+        "weights in params",
+        "normalize in params",
+        "layer",
+        "measure's own",
+    ],
 )
 def test_refuses_bad_arguments_when_called(parameters, message):
     scorer = FlatnessScorer(**parameters)

@@ -78,12 +78,22 @@ def iris():
     [
         ({"score": "accuracy", "flatness": FlatnessScorer()}, {}),
         ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {"score": "mean_test_accuracy"}),
+        ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {"score": "accuracy"}),
+        ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {}),
+        ({"score": "accuracy", "kappa": FlatnessScorer()}, {}),
         (
             {"accuracy": "accuracy", "kappa": FlatnessScorer()},
             {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"},
         ),
     ],
-    ids=["usual names", "own score", "own names"],
+    ids=[
+        "usual names",
+        "own score",
+        "name of the scorer",
+        "only one other score",
+        "only one other flatness",
+        "own names",
+    ],
 )
 @pytest.mark.parametrize("kind", [GridSearchCV, RandomizedSearchCV])
 def test_refits_a_search_on_what_it_chose(kind, scoring, names, iris):
@@ -97,11 +107,16 @@ def test_refits_a_search_on_what_it_chose(kind, scoring, names, iris):
         **only,
     ).fit(*iris)
     table = search.cv_results_
-    expected = by_definition(table[rule.score], table[rule.flatness], 0.03)
+    given = {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}
+    usual = {"score": "mean_test_score", "flatness": "mean_test_flatness"}
+    score, flatness = (
+        table[usual[name] if usual[name] in table else given[name]] for name in usual
+    )
+    expected = by_definition(score, flatness, 0.03)
     assert search.best_index_ == expected
     assert table["params"][expected]["C"] == search.best_estimator_.C
     # not the flattest of all, so that both columns were looked at
-    assert expected != np.argmax(table[rule.flatness])
+    assert expected != np.argmax(flatness)
 
 
 def test_is_cloned_copied_and_pickled():
@@ -117,14 +132,35 @@ def test_says_which_column_is_missing(iris):
     search = GridSearchCV(
         LogisticRegression(max_iter=5000),
         {"C": [1.0]},
-        scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()},
+        scoring={"accuracy": "accuracy", "f1": "f1_macro", "flatness": FlatnessScorer()},
         refit=flattest_within(0.01),
     )
     with pytest.raises(
         ValueError,
-        match=r"no column 'mean_test_score'.*\['mean_test_accuracy', 'mean_test_flatness'\]",
+        match=r"no column 'mean_test_score'.*\['mean_test_accuracy', 'mean_test_f1', 'mean_test_fl",
     ):
         search.fit(*iris)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ({}, "mean_test_score"),
+        ({"score": "f1"}, "f1"),
+        ({"score": "accuracy", "flatness": "flat"}, "flat"),
+    ],
+)
+def test_other_columns_are_not_guessed(names, missing):
+    table = {"mean_test_accuracy": [0.9], "mean_test_kappa": [-1.0]}
+    with pytest.raises(ValueError, match=f"no column '{missing}'"):
+        flattest_within(0.1, **names)(table)
+
+
+def test_refuses_names_that_cannot_be_columns_before_the_search():
+    with pytest.raises(TypeError, match="score must be the name of a scorer .*, got None"):
+        flattest_within(0.1, score=None)
+    with pytest.raises(ValueError, match="score and flatness are both 'flatness'"):
+        flattest_within(0.1, score="flatness")
 
 
 def test_refuses_to_choose_where_nothing_is_known():

@@ -1,0 +1,52 @@
+"""Whether a criterion has any curvature at the outputs of a network."""
+
+import torch
+
+from relflat_sk._losses import product_curvature, pull_back
+from relflat_sk._network import Batch, Network, borrowed, outcome_of
+
+__all__ = ["criterion_has_curvature"]
+
+
+def criterion_has_curvature(network: Network) -> bool:
+    """Return whether the criterion is curved in the network's outputs, on some batch of the data.
+
+    Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
+    The 0-1 loss, a detached loss and the mean absolute error are such criteria.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+
+    Returns
+    -------
+    bool
+        True without labels, and for a loss that has reached its lowest value: its gradient is
+        zero there, so that the network is flat indeed.
+    """
+    with borrowed(network.module):
+        return any(_is_curved(network, batch) for batch in network.batches())
+
+
+def _is_curved(network: Network, batch: Batch) -> bool:
+    """Return whether a product with the Hessian in the outputs of a batch is not zero."""
+    if batch.y is None:
+        return True
+    with torch.no_grad():
+        output = network(batch.x)
+    with torch.enable_grad():
+        output = output.detach().requires_grad_()
+        loss, _ = outcome_of(network, batch, output).total()
+        if not loss.requires_grad:
+            return False
+        (gradient,) = pull_back([loss], [output], create_graph=False)
+        if gradient is None:
+            return False
+        if not bool(gradient.any()):
+            return True
+        # random signs do not cancel, as ones would in a softmax
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        signs = torch.randint(0, 2, output.shape, generator=generator).to(output) * 2 - 1
+        product = product_curvature(loss, output).product(signs)
+    return bool(product.any())
