@@ -21,6 +21,17 @@ def network(n_outputs, activation=nn.ReLU):
     return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, n_outputs))
 
 
+class Scaled(nn.Module):
+    """Multiply by a number."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x
+
+
 def zero_one(output: Tensor, target: Tensor) -> Tensor:
     """Compute the share of wrong labels."""
     return (output.argmax(dim=1) != target).float().mean()
@@ -80,6 +91,14 @@ def test_the_report_warns_once_and_names_the_measures():
         lambda: relative_flatness(
             nn.Sequential(nn.ReLU(), network(2)), -np.abs(X), Y, criterion=nn.CrossEntropyLoss()
         ),
+        # outputs so large that their curvature is zero in floating point
+        lambda: relative_flatness(
+            nn.Sequential(network(2), Scaled(1e6)),
+            X,
+            Y,
+            layer="0.2",
+            criterion=nn.CrossEntropyLoss(),
+        ),
         lambda: relative_flatness(LinearRegression().fit(X, 0 * TARGET), X, TARGET),
         # hidden units that bend: the network is curved where the loss is not
         lambda: relative_flatness(
@@ -87,7 +106,7 @@ def test_the_report_warns_once_and_names_the_measures():
         ),
         lambda: measure("gradient_norm", network(2), X, Y, criterion=zero_one),
     ],
-    ids=["dead", "zero weights", "curved network", "no curvature measured"],
+    ids=["dead", "saturated", "zero weights", "curved network", "no curvature measured"],
 )
 def test_other_zeros_and_values_are_no_reason_to_warn(measured):
     with warnings.catch_warnings():
