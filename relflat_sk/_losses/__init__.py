@@ -4,7 +4,7 @@ from relflat_sk._losses.best_constant import constant_risk
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
-from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.row import LINKS, Target
 from relflat_sk._losses.table import TABLE
 
@@ -21,4 +21,5 @@ __all__ = [
     "name_criterion",
     "product_curvature",
     "pull_back",
+    "weighted_loss",
 ]

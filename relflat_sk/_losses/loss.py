@@ -13,7 +13,7 @@ from relflat_sk._losses.row import Row, Target
 from relflat_sk._losses.table import TABLE
 from relflat_sk._warnings import warn
 
-__all__ = ["Loss"]
+__all__ = ["Loss", "weighted_loss"]
 
 
 @dataclass(frozen=True)
@@ -306,3 +306,31 @@ class Loss:
 def _has_tensors(module: nn.Module) -> bool:
     """Return whether a criterion has weights."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``.
+
+    Parameters
+    ----------
+    loss : Loss
+        The criterion.
+    output : Tensor of shape (n, ...)
+        The network's output.
+    target : Tensor of shape (n, ...)
+        Targets as `loss.check_target` returns them.
+    weight : Tensor of shape (n,)
+        Weights of the samples.
+
+    Returns
+    -------
+    Tensor of shape ()
+        The mean is weighted by the weights of this batch, as in scikit-learn. It is 0 if all
+        of them are 0.
+    """
+    losses, divisors = loss.terms(output, target, each=True)
+    total = (weight * losses).sum()  # a product of vectors loses digits under autocast
+    if getattr(loss.criterion, "reduction", "mean") == "sum":
+        return total
+    divisor = (weight * divisors).sum()
+    return total / divisor.where(divisor > 0, 1.0)

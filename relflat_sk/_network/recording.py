@@ -230,8 +230,8 @@ class Recorder:
     ----------
     calls : list of str
         Name of the layer of each call, in order.
-    finished : bool
-        Whether the context was left without an error.
+    failed : bool
+        Whether the context was left with an error.
 
     Examples
     --------
@@ -246,7 +246,7 @@ class Recorder:
 
     def __init__(self, layers: Mapping[str, nn.Module], keep: Keep | None = keep_graph) -> None:
         self.calls: list[str] = []
-        self.finished = False
+        self.failed = False
         self._keep = keep
         self._records = {name: LayerRecord(name, layer) for name, layer in layers.items()}
         self._replaced = ReplacedForwards(
@@ -270,7 +270,7 @@ class Recorder:
 
     def __exit__(self, error: object, *_: object) -> None:
         self._replaced.__exit__()
-        self.finished = error is None
+        self.failed = error is not None
 
     def _recorded(self, record: LayerRecord) -> Callable[..., Any]:
         """Return a layer's forward method that records its calls as well."""

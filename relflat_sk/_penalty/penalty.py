@@ -6,31 +6,28 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_integer
-from relflat_sk._losses import Loss, Target, as_criterion
+from relflat_sk._checks import check_integer, check_number
+from relflat_sk._losses import Loss, Target, as_criterion, weighted_loss
 from relflat_sk._network import (
     Layer,
-    LayerRecord,
     Recorder,
-    check_unshared,
     check_weights,
     explicit_attention,
     explicit_norms,
-    find_layer,
     find_norm_layers,
-    keep_graph,
     primary_output,
     weight_layers,
 )
 from relflat_sk._penalty.batch_flatness import batch_flatness
+from relflat_sk._penalty.gradient_limit import GradientLimit
+from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -57,12 +54,19 @@ class RelativeFlatnessPenalty:
     probes : int, default=1
         Number of random probes per sample where there is no closed form: at hidden layers, and
         for criteria that `relflat_sk` does not know. The penalty is unbiased for any number.
+    weight : float, default=1.0
+        Factor of the penalty.
+    clip : float or None, default=None
+        Largest norm of the gradient of ``weight * penalty`` as a share of the gradient of the
+        loss, in each step; 0.5 is a good value. The penalty is scaled down to it. None: no limit,
+        as published. Without a limit, a large weight can end in a dead network, which is
+        perfectly flat. With it, the weight hardly matters once it is large enough.
 
     Raises
     ------
     ValueError
-        If `probes` is not a positive integer, or `layer` is empty. When called: if layer,
-        target or weights do not fit the forward pass.
+        If `probes` is not a positive integer, `layer` is empty, or `weight` or `clip` are out of
+        range. When called: if layer, target or weights do not fit the forward pass.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
@@ -97,6 +101,13 @@ class RelativeFlatnessPenalty:
     ...     y_pred = net(X)
     >>> loss = criterion(y_pred, y) + 0.1 * penalty(criterion, y_pred, y)
     >>> loss.backward()
+
+    With a limit, the penalty knows its own weight:
+
+    >>> penalty = RelativeFlatnessPenalty(weight=10.0, clip=0.5)
+    >>> with penalty.capture(net):
+    ...     y_pred = net(X)
+    ...     loss = criterion(y_pred, y) + penalty(criterion, y_pred, y)
     """
 
     def __init__(
@@ -104,15 +115,23 @@ class RelativeFlatnessPenalty:
         layer: Layer | Sequence[Layer] = -1,
         normalize: bool = False,
         probes: int = 1,
+        *,
+        weight: float = 1.0,
+        clip: float | None = None,
     ) -> None:
         check_integer("probes", probes, minimum=1)
+        check_number("weight", weight, positive=False)
+        check_number("clip", clip, optional=True)
         if isinstance(layer, list | tuple) and not layer:
             raise ValueError("layer must name at least one layer, got an empty sequence.")
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
+        self.weight = weight
+        self.clip = clip
+        self._limit: GradientLimit | None = None
         self._recorder: Recorder | None = None
-        self._plan: _Plan | None = None
+        self._plan: Plan | UnfinishedPlan | None = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.
@@ -125,7 +144,7 @@ class RelativeFlatnessPenalty:
         Returns
         -------
         context manager
-            Call the network inside it, once.
+            Call the network inside it, once. The penalty can be called inside or after it.
 
         Examples
         --------
@@ -136,7 +155,7 @@ class RelativeFlatnessPenalty:
         """
         self._recorder = None  # if the forward pass fails, nothing of an earlier one is used
         asked, plan = self._asked(), self._plan
-        if plan is None or not plan.is_of(module, asked):
+        if not isinstance(plan, Plan) or not plan.is_of(module, asked):
             return self._make_plan(module, asked)
         if plan.in_attention or plan.norms:
             return self._record_explicitly(module, plan)
@@ -144,15 +163,14 @@ class RelativeFlatnessPenalty:
         return self._recorder
 
     @contextmanager
-    def _record_explicitly(self, module: nn.Module, plan: "_Plan") -> Iterator[None]:
+    def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
         """Record a forward pass that runs attention and normalisations step by step."""
         attention = explicit_attention(module) if plan.in_attention else nullcontext()
         with attention, explicit_norms(plan.norms):
             # the projections inside attention are new modules in each step
             layers = {name: module.get_submodule(name) for name in plan.layers}
-            with plan.recorder(layers) as recorder:
+            with plan.recorder(layers) as self._recorder:
                 yield
-        self._recorder = recorder
 
     @contextmanager
     def _make_plan(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
@@ -162,15 +180,18 @@ class RelativeFlatnessPenalty:
         parts, norms = list(module.modules()), find_norm_layers(module)
         with explicit_attention(module), explicit_norms(norms):
             layers = weight_layers(module)
-            names = _names(module, asked, list(layers))
-            with _recorder(layers, names) as recorder:
+            names = find_names(module, asked, list(layers))
+            with make_recorder(layers, names) as recorder:
+                self._recorder = recorder
+                self._plan = UnfinishedPlan(asked, parts, norms, recorder)
                 yield
-            penalised = _names(module, asked, recorder.order)
-            named = dict(module.named_modules())
-            for name in penalised:
-                check_unshared(name, named)
-            self._plan = _Plan.make(asked, parts, named, penalised, recorder.order, norms)
-        self._recorder = recorder
+            self._finish_plan()
+
+    def _finish_plan(self) -> Plan | None:
+        """Return the plan; make it if the first forward pass has just shown the layers."""
+        if isinstance(self._plan, UnfinishedPlan):
+            self._plan = self._plan.finish()
+        return self._plan
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""
@@ -207,7 +228,14 @@ class RelativeFlatnessPenalty:
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
-        return self.of_batch(loss, output, loss.read_target(output, y), sample_weight)
+        target = loss.read_target(output, y)
+        penalty = self.of_batch(loss, output, target, sample_weight, self.weight)
+        limit = self.limit()
+        if limit is None:
+            return penalty
+        weight = output.new_ones(len(output)) if sample_weight is None else sample_weight
+        value = weighted_loss(loss, output, target.values, weight.to(output))
+        return limit.scale(value, penalty)
 
     def of_batch(
         self,
@@ -242,8 +270,8 @@ class RelativeFlatnessPenalty:
         RuntimeError
             If there was no forward pass inside `capture` since the last call.
         """
-        recorder, plan = self._recorder, self._plan
-        if plan is None or recorder is None or not recorder.finished:
+        recorder = self._recorder
+        if recorder is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
                 "the penalty has recorded no forward pass. Call the network inside `with "
                 "penalty.capture(module):` before each call of the penalty. A network compiled "
@@ -253,12 +281,16 @@ class RelativeFlatnessPenalty:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device_type=device, enabled=False):
                 return self.of_batch(loss, output, target, sample_weight, scale)
-        self._recorder = None
+        self._recorder, plan = None, self._finish_plan()
+        assert plan is not None  # there is one for every recorder
+        records = [recorder[name] for name in plan.layers]
+        if self.clip is not None:
+            self._limit = plan.limit(self.clip, records[-1])
         return batch_flatness(
             loss,
             output,
             target,
-            [recorder[name] for name in plan.layers],
+            records,
             plan.penalised,
             probes=self.probes,
             normalize=self.normalize,
@@ -266,68 +298,13 @@ class RelativeFlatnessPenalty:
             scale=scale,
         )
 
+    def limit(self) -> GradientLimit | None:
+        """Return the limit of the batch of the last call of `of_batch`, and forget it.
 
-@dataclass(frozen=True)
-class _Plan:
-    """The structure of a network, which need not be searched again in each training step."""
-
-    asked: tuple[Layer, ...] | None  # the layers as the user named them; None for all
-    parts: list[nn.Module]  # all modules of the network
-    children: list[dict[str, nn.Module | None]]  # those of each part
-    layers: dict[str, nn.Module]  # the layers to record: the penalised ones, and the last one
-    penalised: list[str]
-    in_attention: bool  # whether attention must run step by step
-    norms: list[nn.Module]  # normalisation layers that must allow three derivatives
-
-    @classmethod
-    def make(
-        cls,
-        asked: tuple[Layer, ...] | None,
-        parts: list[nn.Module],
-        named: Mapping[str, nn.Module],
-        penalised: list[str],
-        order: list[str],
-        norms: list[nn.Module],
-    ) -> "_Plan":
-        """Make the plan of a network whose layers were called in some order."""
-        last = order[-1:]
-        layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
-        owners = [named[name.rpartition(".")[0]] for name in layers]
-        inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
-        # a penalty at the last layer differentiates no other part of the network again
-        earlier = any(name != order[-1] for name in penalised)
-        children = [dict(part._modules) for part in parts]
-        return cls(asked, parts, children, layers, penalised, inside, norms if earlier else [])
-
-    def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        """Return whether the network is the one of this plan, with the same parts."""
-        return (
-            module is self.parts[0]
-            and asked == self.asked
-            and [part._modules for part in self.parts] == self.children
-        )
-
-    def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
-        """Make a recorder of the layers of a training step."""
-        return _recorder(layers, self.penalised)
-
-
-def _names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
-    """Return the dotted names of the layers that the user asked for."""
-    if asked is None:
-        return order
-    return [find_layer(module, layer, order) for layer in asked]
-
-
-def _recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Recorder:
-    """Make a recorder after which a penalised layer has a gradient if all before it is frozen."""
-
-    def keep(
-        record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
-        if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
-            # the layers behind can still be trained to make this one flat
-            output = output.detach().requires_grad_().view_as(output)
-        return keep_graph(record, args, kwargs, output)
-
-    return Recorder(layers, keep)
+        Returns
+        -------
+        GradientLimit or None
+            None without `clip`.
+        """
+        limit, self._limit = self._limit, None
+        return limit

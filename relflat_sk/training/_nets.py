@@ -56,8 +56,11 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         layers.
     flatness_warmup : int, default=0
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
-        `flatness_weight` in the first epoch, and all of it from epoch k on. With large weights,
-        clip gradients as well (``callbacks=[skorch.callbacks.GradientNormClipping(1.0)]``).
+        `flatness_weight` in the first epoch, and all of it from epoch k on.
+    flatness_clip : float or None, default=0.5
+        Largest norm of the penalty's gradient as a share of the loss's gradient, in each step.
+        The penalty is scaled down to it, so that a large weight does not end in a dead network,
+        which is perfectly flat. None: no limit, as published. See Notes.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state.
@@ -87,8 +90,9 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         Mean loss on the training data at the end of `fit`, with that of the best constant
         prediction; accuracy or R2 as well if the loss is no better. `FlatnessScorer` reads it.
     history : skorch.history.History
-        Per epoch: `train_loss` (without penalty), `flatness_penalty` (as it was added), and with
-        a `train_split` also `valid_loss` (without penalty).
+        Per epoch: `train_loss` (without penalty), `flatness_penalty` (as it was added),
+        `flatness_clipped` (the share of steps in which the limit `flatness_clip` was active), and
+        with a `train_split` also `valid_loss` (without penalty).
     classes_ : ndarray of shape (n_classes,)
         The class labels of a classifier.
     n_features_in_ : int
@@ -110,6 +114,14 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
     --------
     RelativeFlatnessPenalty : The penalty alone, for plain torch loops.
     StopAtLoss : Train until the training loss is small enough.
+
+    Notes
+    -----
+    The limit `flatness_clip` compares gradients in groups of variables, and the group in which
+    the penalty's gradient is the largest share of the loss's decides. With a penalty at the last
+    layer, the groups are that layer's weight, and a shift and a gain of the features that it
+    receives. They take no pass through the network. With a penalty at earlier layers, the groups
+    are all parameters, which takes a backward pass each for the loss and for the penalty.
 
     References
     ----------
@@ -135,6 +147,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         flatness_normalize: bool = False,
         flatness_probes: int = 1,
         flatness_warmup: int = 0,
+        flatness_clip: float | None = 0.5,
         random_state: Any = None,
         optimizer: Any = torch.optim.Adam,
         lr: float = 0.01,
@@ -148,6 +161,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         self.flatness_normalize = flatness_normalize
         self.flatness_probes = flatness_probes
         self.flatness_warmup = flatness_warmup
+        self.flatness_clip = flatness_clip
         self.random_state = random_state
         super().__init__(
             module,
@@ -184,6 +198,8 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         Random probes per sample at hidden layers.
     flatness_warmup : int, default=0
         Number of epochs in which the weight of the penalty grows to `flatness_weight`.
+    flatness_clip : float or None, default=0.5
+        Largest norm of the penalty's gradient as a share of the loss's; None: no limit.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible.
     optimizer : type, default=torch.optim.Adam

@@ -1,7 +1,7 @@
 """The training step of a net that minimises its loss plus a flatness penalty."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import Loss, Target
+from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
@@ -29,7 +29,6 @@ from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
     training_network,
-    weighted_loss,
     with_weights,
 )
 from relflat_sk.training._state import TrainingState
@@ -75,6 +74,7 @@ class PenalisedNet(FastNet):
     flatness_normalize: bool
     flatness_probes: int
     flatness_warmup: float
+    flatness_clip: float | None
     module_: Any
     criterion_: Any
 
@@ -98,6 +98,7 @@ class PenalisedNet(FastNet):
         check_number("flatness_weight", self.flatness_weight, positive=False)
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
         check_integer("flatness_probes", self.flatness_probes, minimum=1)
+        check_number("flatness_clip", self.flatness_clip, optional=True)
         RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
@@ -128,6 +129,7 @@ class PenalisedNet(FastNet):
         settings, penalty = self._penalty_settings(), state.penalty
         if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
             penalty = state.penalty = RelativeFlatnessPenalty(*settings)
+        penalty.clip = self.flatness_clip
         return penalty
 
     def _penalty_weight(self) -> float:
@@ -148,7 +150,7 @@ class PenalisedNet(FastNet):
         if not (with_gradients and self.flatness_weight > 0):
             return _full_precision(super().infer(x, **fit_params))
         if "_orig_mod" in module._modules:
-            with self._uncompiled():  # not `self.infer`, which a subclass may override
+            with self._uncompiled("module_"):  # not `self.infer`, which a subclass may override
                 return PenalisedNet.infer(self, x, **fit_params)
         state = self._state()
         with self._penalty(state).capture(unwrap(module)):
@@ -165,18 +167,20 @@ class PenalisedNet(FastNet):
         return None if found[1] is None else found[1].dtype
 
     @contextmanager
-    def _uncompiled(self) -> Iterator[None]:
-        """Replace a compiled module by the original one.
+    def _uncompiled(self, name: str) -> Iterator[None]:
+        """Replace a compiled module or criterion by the original one.
 
         Compiled code ignores the recording if it was compiled without it, possibly for another
-        instance of the class. And the graph of compiled code does not show what follows a layer.
+        instance of the class. The graph of compiled code does not show what follows a layer, and
+        can be differentiated only once.
         """
-        compiled = self.module_
-        self.module_ = compiled._orig_mod
+        compiled = getattr(self, name)
+        # past __setattr__, with which skorch registers components
+        self.__dict__[name] = getattr(compiled, "_modules", {}).get("_orig_mod", compiled)
         try:
             yield
         finally:
-            self.module_ = compiled
+            self.__dict__[name] = compiled
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
         """Compute the loss of a batch, with the penalty added in training."""
@@ -188,18 +192,22 @@ class PenalisedNet(FastNet):
         self._check_output(criterion, y_pred)
         target = self._read_target(criterion, y_pred, y_true)
         if weight is None:
-            loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
+            with self._uncompiled("criterion_") if recorded else nullcontext():
+                loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
         else:
             weight = weight.to(y_pred)
             loss = weighted_loss(criterion, y_pred, target.values, weight)
         if not training:
             return loss
-        term = None
+        term = limit = None
         if recorded and state.penalty is not None:
             term = self._penalty_term(state.penalty, criterion, y_pred, target, weight)
+            limit = state.penalty.limit()
         if state.terms is None:  # the first pass of a step is at the weights it starts from
-            state.terms = loss, term
-        return loss if term is None else loss + term
+            state.terms = loss, term, limit
+        if term is None:
+            return loss
+        return loss + term if limit is None else limit.objective(loss, term)
 
     def _penalty_term(
         self,
@@ -253,9 +261,15 @@ class PenalisedNet(FastNet):
         super().on_batch_end(net, batch=batch, training=training, **step)
         state = self._state()
         if training and state.terms is not None:
-            (loss, term), state.terms = state.terms, None
+            (loss, term, limit), state.terms = state.terms, None
             penalty = 0.0 if term is None else term.item()
-            _record(self.history, train_loss=loss.item(), flatness_penalty=penalty)
+            share = 1.0 if limit is None or limit.share is None else limit.share.item()
+            _record(
+                self.history,
+                train_loss=loss.item(),
+                flatness_penalty=share * penalty,
+                flatness_clipped=float(share < 1),
+            )
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
         """Split off the validation data as skorch does, together with the sample weights.
@@ -314,8 +328,9 @@ class PenalisedNet(FastNet):
         if flat and self.flatness_weight > 0 and curved:
             warn(
                 "the network is perfectly flat: it has probably died (its outputs are constant). "
-                "Clip gradients (callbacks=[skorch.callbacks.GradientNormClipping(1.0)]), use "
-                f"flatness_warmup, or a flatness_weight below {self.flatness_weight!r}."
+                "Use a limit of the penalty's gradient (flatness_clip=0.5 is the default, "
+                f"{self.flatness_clip!r} was used), a lower learning rate, or a flatness_weight "
+                f"below {self.flatness_weight!r}."
             )
 
 

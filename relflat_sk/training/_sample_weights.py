@@ -11,10 +11,8 @@ import torch
 from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.utils import data_from_dataset, is_skorch_dataset
-from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from relflat_sk._losses import Loss
 from relflat_sk._models import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network import Batch, Batches, Network
 
@@ -23,7 +21,6 @@ __all__ = [
     "plain_batch",
     "split_target",
     "training_network",
-    "weighted_loss",
     "with_weights",
 ]
 
@@ -135,34 +132,6 @@ def split_target(y: Any) -> tuple[Any, Any]:
         Weights of the samples; None if `y` has none.
     """
     return y if isinstance(y, Weighted) else (y, None)
-
-
-def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``.
-
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    output : Tensor of shape (n, ...)
-        The network's output.
-    target : Tensor of shape (n, ...)
-        Targets as `loss.check_target` returns them.
-    weight : Tensor of shape (n,)
-        Weights of the samples.
-
-    Returns
-    -------
-    Tensor of shape ()
-        The mean is weighted by the weights of this batch, as in scikit-learn. It is 0 if all
-        of them are 0.
-    """
-    losses, divisors = loss.terms(output, target, each=True)
-    total = (weight * losses).sum()  # a product of vectors loses digits under autocast
-    if getattr(loss.criterion, "reduction", "mean") == "sum":
-        return total
-    divisor = (weight * divisors).sum()
-    return total / divisor.where(divisor > 0, 1.0)
 
 
 def training_network(net: NeuralNet, dataset: Any) -> Network:

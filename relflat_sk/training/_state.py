@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty import GradientLimit, RelativeFlatnessPenalty
 
 __all__ = ["TrainingState"]
 
@@ -31,8 +31,8 @@ class TrainingState:
         The network, and its first floating-point parameter, whose dtype inputs must have.
     recorded : bool, default=False
         Whether the penalty has recorded the forward pass of the current step.
-    terms : (Tensor, Tensor or None), optional
-        Loss and penalty of the current step.
+    terms : (Tensor, Tensor or None, GradientLimit or None), optional
+        Loss and penalty of the current step, and the limit of the penalty's gradient.
     """
 
     sample_weight: np.ndarray | None = None
@@ -42,4 +42,4 @@ class TrainingState:
     first_parameter: tuple[nn.Module, nn.Parameter | None] | None = None
     # of the current step
     recorded: bool = False
-    terms: tuple[Tensor, Tensor | None] | None = None
+    terms: tuple[Tensor, Tensor | None, GradientLimit | None] | None = None

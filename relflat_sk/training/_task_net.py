@@ -74,6 +74,10 @@ class TaskNet(PenalisedNet):
                 "flatness_penalty",
                 PassthroughScoring(name="flatness_penalty", on_train=True, lower_is_better=None),
             ),
+            (
+                "flatness_clipped",
+                PassthroughScoring(name="flatness_clipped", on_train=True, lower_is_better=None),
+            ),
             ("valid_loss", PassthroughScoring(name="valid_loss")),
         ]
         if self._task.estimator_type == "classifier":

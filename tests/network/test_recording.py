@@ -105,7 +105,7 @@ def test_the_network_is_given_back_after_an_error():
     net = make_net()
     with pytest.raises(RuntimeError, match="shapes"), Recorder(weight_layers(net)) as recorder:
         net(torch.randn(5, 7))
-    assert not recorder.finished
+    assert recorder.failed
     assert is_as_before(net)
 
 

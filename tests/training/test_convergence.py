@@ -196,6 +196,7 @@ def test_stops_at_a_stationary_point():
         lr=0.1,
         max_epochs=2000,
         flatness_weight=0.5,
+        flatness_clip=None,
     ).fit(X, y)
     assert net.converged_
     assert dict(net.callbacks_)["StopAtGradientNorm"].gradient_norm_ <= 1e-4

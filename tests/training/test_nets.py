@@ -70,6 +70,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize):
         flatness_weight=2.0,
         flatness_layer=layer,
         flatness_normalize=normalize,
+        flatness_clip=None,
         module__hidden_layer_sizes=(6, 5),
         optimizer=torch.optim.SGD,
         lr=0.1,
@@ -132,7 +133,8 @@ def test_weight_zero_is_stock_skorch():
 
 
 def test_validation_is_without_penalty():
-    net = make(flatness_weight=50.0, train_split=ValidSplit(5), max_epochs=2).fit(X, NAMES)
+    options = {"flatness_weight": 50.0, "flatness_clip": None, "max_epochs": 2}
+    net = make(train_split=ValidSplit(5), **options).fit(X, NAMES)
     _, valid = ValidSplit(5)(net.get_dataset(X, INDEX))
     inputs, targets = torch.tensor(X[valid.indices]), torch.tensor(INDEX[valid.indices])
     with torch.no_grad():

@@ -275,9 +275,10 @@ class GradientNorms(Callback):
 
 def test_clipping_takes_in_the_penalty():
     seen = {}
+    options = {"flatness_weight": 100.0, "flatness_clip": None, "max_epochs": 1}
     for name, clip in [("free", []), ("clipped", [GradientNormClipping(0.5)])]:
         norms = GradientNorms()
-        make(callbacks=[*clip, norms], flatness_weight=100.0, max_epochs=1).fit(X, NAMES)
+        make(callbacks=[*clip, norms], **options).fit(X, NAMES)
         seen[name] = norms.norms
     assert seen["free"][0] > 5  # of the penalty; the loss alone has a gradient of about 1
     assert seen["clipped"][0] == pytest.approx(0.5, rel=1e-4)
@@ -307,7 +308,7 @@ class Recording(nn.Module):
 
 def test_dropout_has_one_mask_for_loss_and_penalty():
     params = {"module": Recording, "max_epochs": 1, "optimizer": torch.optim.SGD, "lr": 1e-30}
-    net = make(**params, flatness_weight=2.0).fit(X, NAMES)
+    net = make(**params, flatness_weight=2.0, flatness_clip=None).fit(X, NAMES)
     weight = net.module_.last.weight.detach()
     batches = list(net.history[0, "batches", :, ("train_loss", "flatness_penalty")])
     assert len(net.module_.seen) == len(batches) == 3
@@ -368,6 +369,7 @@ def test_early_stopping_by_flatness():
 
 def test_early_stopping_watches_the_loss_without_penalty():
     params = {"flatness_weight": 10.0, "optimizer": torch.optim.SGD, "lr": 1.0}
+    params["flatness_clip"] = None
     stop = EarlyStopping("train_loss", patience=2, threshold=0.5, load_best=True)
     net = make(callbacks=[stop], max_epochs=100, **params).fit(X, NAMES)
     losses = net.history[:, "train_loss"]

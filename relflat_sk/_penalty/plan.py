@@ -1,0 +1,237 @@
+"""The layers that a penalty records in each step, found in the first forward pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._network import (
+    Layer,
+    LayerRecord,
+    Recorder,
+    check_unshared,
+    find_layer,
+    keep_graph,
+)
+from relflat_sk._penalty.gradient_limit import (
+    GradientLimit,
+    ParameterLimit,
+    limit_at_last_layer,
+)
+
+__all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The structure of a network, which need not be searched again in each training step.
+
+    Parameters
+    ----------
+    asked : tuple of int, str or nn.Module, or None
+        The layers as the user named them; None for all.
+    parts : list of nn.Module
+        All modules of the network, itself first.
+    children : list of dict
+        The children of each part.
+    layers : dict of str to nn.Module
+        The layers to record: the penalised ones, and the last one in the end.
+    penalised : list of str
+        Names of the penalised layers.
+    in_attention : bool
+        Whether attention must run step by step.
+    norms : list of nn.Module
+        Normalisation layers that must allow three derivatives.
+    """
+
+    asked: tuple[Layer, ...] | None
+    parts: list[nn.Module]
+    children: list[dict[str, nn.Module | None]]
+    layers: dict[str, nn.Module]
+    penalised: list[str]
+    in_attention: bool  # whether attention must run step by step
+    norms: list[nn.Module]
+
+    @classmethod
+    def make(
+        cls,
+        asked: tuple[Layer, ...] | None,
+        parts: list[nn.Module],
+        named: Mapping[str, nn.Module],
+        penalised: list[str],
+        order: list[str],
+        norms: list[nn.Module],
+    ) -> "Plan":
+        """Make the plan of a network whose layers were called in some order.
+
+        Parameters
+        ----------
+        asked : tuple of int, str or nn.Module, or None
+            The layers as the user named them; None for all.
+        parts : list of nn.Module
+            All modules of the network, itself first.
+        named : dict of str to nn.Module
+            The same by their dotted names.
+        penalised : list of str
+            Names of the penalised layers.
+        order : list of str
+            Names of the layers with a weight matrix, in the order of their calls.
+        norms : list of nn.Module
+            The normalisation layers of the network.
+
+        Returns
+        -------
+        Plan
+            The plan for steps with this network.
+        """
+        last = order[-1:]
+        layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
+        owners = [named[name.rpartition(".")[0]] for name in layers]
+        inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
+        # a penalty at the last layer differentiates no other part of the network again
+        earlier = any(name != order[-1] for name in penalised)
+        children = [dict(part._modules) for part in parts]
+        return cls(asked, parts, children, layers, penalised, inside, norms if earlier else [])
+
+    def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
+        """Return whether the network is the one of this plan, with the same parts.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The network.
+        asked : tuple of int, str or nn.Module, or None
+            The layers as the user names them now.
+
+        Returns
+        -------
+        bool
+            Whether the plan can be used.
+        """
+        return (
+            module is self.parts[0]
+            and asked == self.asked
+            and [part._modules for part in self.parts] == self.children
+        )
+
+    def limit(self, clip: float, last: LayerRecord) -> GradientLimit:
+        """Make the limit: at the last layer if no other is penalised, or at all parameters.
+
+        Parameters
+        ----------
+        clip : float
+            Largest norm of the penalty's gradient as a share of the loss's gradient.
+        last : LayerRecord
+            The last layer in this step.
+
+        Returns
+        -------
+        GradientLimit
+            The limit of this step.
+        """
+        if all(name == last.name for name in self.penalised):
+            return limit_at_last_layer(clip, last)
+        return ParameterLimit(clip, self.parts[0].parameters())
+
+    def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
+        """Make a recorder of the layers of a training step.
+
+        Parameters
+        ----------
+        layers : dict of str to nn.Module
+            The layers to record, by name.
+
+        Returns
+        -------
+        Recorder
+            A context for the forward pass.
+        """
+        return make_recorder(layers, self.penalised)
+
+
+@dataclass(frozen=True)
+class UnfinishedPlan:
+    """A plan whose layers the first forward pass is about to show.
+
+    Parameters
+    ----------
+    asked : tuple of int, str or nn.Module, or None
+        The layers as the user named them; None for all.
+    parts : list of nn.Module
+        All modules of the network, itself first.
+    norms : list of nn.Module
+        The normalisation layers of the network.
+    recorder : Recorder
+        Records all layers with a weight matrix.
+    """
+
+    asked: tuple[Layer, ...] | None
+    parts: list[nn.Module]
+    norms: list[nn.Module]
+    recorder: Recorder
+
+    def finish(self) -> Plan:
+        """Make the plan from the order of the recorded calls.
+
+        Returns
+        -------
+        Plan
+            The plan for the steps to come.
+        """
+        module, order = self.parts[0], self.recorder.order
+        penalised = find_names(module, self.asked, order)
+        named = dict(module.named_modules())
+        for name in penalised:
+            check_unshared(name, named)
+        return Plan.make(self.asked, self.parts, named, penalised, order, self.norms)
+
+
+def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+    """Return the dotted names of the layers that the user asked for.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+    asked : sequence of int, str or nn.Module, or None
+        The layers as the user named them; None for all.
+    order : list of str
+        Names of the layers with a weight matrix, in the order of their calls.
+
+    Returns
+    -------
+    list of str
+        Names in the order of `asked`.
+    """
+    if asked is None:
+        return order
+    return [find_layer(module, layer, order) for layer in asked]
+
+
+def make_recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Recorder:
+    """Make a recorder after which a penalised layer has a gradient if all before it is frozen.
+
+    Parameters
+    ----------
+    layers : dict of str to nn.Module
+        The layers to record, by name.
+    penalised : sequence of str
+        Names of the penalised layers.
+
+    Returns
+    -------
+    Recorder
+        A context for the forward pass.
+    """
+
+    def keep(
+        record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
+            # the layers behind can still be trained to make this one flat
+            output = output.detach().requires_grad_().view_as(output)
+        return keep_graph(record, args, kwargs, output)
+
+    return Recorder(layers, keep)
