@@ -1,9 +1,12 @@
 """A skorch net with faster data loaders and optimizers, where these change no results."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from relflat_sk.training._array_loader import make_loader
 from relflat_sk.training._sklearn_net import SklearnNet
@@ -11,8 +14,14 @@ from relflat_sk.training._sklearn_net import SklearnNet
 __all__ = ["FastNet"]
 
 
+# torch's optimizers with an implementation in one kernel, on every device that torch 2.6 knows
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
+_ORDERS = {"sampler", "batch_sampler"}
+
+
 class FastNet(SklearnNet):
-    """Cut batches out of arrays.
+    """Cut batches out of arrays, and use torch's fused optimizers.
 
     Parameters
     ----------
@@ -38,11 +47,69 @@ class FastNet(SklearnNet):
         """
         name = "iterator_train" if training else "iterator_valid"
         iterator, arguments = getattr(self, name), self.get_params_for(name)
+        if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
+            del arguments["shuffle"]
         arguments["batch_size"] = _batch_size(arguments.get("batch_size", self.batch_size), dataset)
         # accelerate takes torch's loader apart and makes its own of the parts
         if iterator is DataLoader and getattr(self, "accelerator", None) is None:
             return make_loader(dataset, arguments)
         return iterator(dataset, **arguments)
+
+    def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> Any:
+        """Collect the arguments of an optimizer, as skorch does.
+
+        Parameters
+        ----------
+        prefix : str
+            The name of the optimizer: "optimizer", if a subclass has no others.
+        named_parameters : iterable of (str, Parameter)
+            The parameters to optimize.
+
+        Returns
+        -------
+        args : tuple
+            Positional arguments: the groups of parameters.
+        kwargs : dict
+            Keyword arguments, with ``fused=True`` where torch has a fused implementation and the
+            user chose none.
+        """
+        args, kwargs = super().get_params_for_optimizer(prefix, named_parameters)
+        modules = [getattr(self, f"{name}_") for name in (*self._modules, *self._criteria)]
+        if _can_fuse(getattr(self, prefix, None), args[0], kwargs, modules):
+            kwargs["fused"] = True
+        return args, kwargs
+
+
+def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a loader can shuffle: not if a stream or a sampler determines the order."""
+    if isinstance(dataset, IterableDataset) or any(arguments.get(name) for name in _ORDERS):
+        return False
+    try:
+        accepted = inspect.signature(iterator).parameters
+    except (TypeError, ValueError):  # a callable without signature
+        return True
+    names = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    return names or "shuffle" in accepted
+
+
+def _can_fuse(
+    optimizer: Any, groups: Any, arguments: Mapping[str, Any], modules: list[Any]
+) -> bool:
+    """Return whether torch has a fused implementation, which rounds differently but does the same.
+
+    It takes no sparse gradients, which embeddings may have, and steps of SGD in half precision
+    differ by more than rounding.
+    """
+    if optimizer not in _FUSED or _IMPLEMENTATIONS & arguments.keys():
+        return False
+    parts = [part for module in modules for part in getattr(module, "modules", list)()]
+    if any(getattr(part, "sparse", False) for part in parts):
+        return False
+    return all(
+        p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
+        for group in groups
+        for p in group["params"]
+    )
 
 
 def _batch_size(size: Any, dataset: Any) -> Any:

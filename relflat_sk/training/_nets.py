@@ -66,12 +66,19 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         torch's global random state. If None, `fit` draws from that global state.
     optimizer : type, default=torch.optim.Adam
         Class of the torch optimizer; any but LBFGS. Arguments are passed as ``optimizer__...``.
+        Adam, AdamW and SGD get ``fused=True`` for weights in float32 or float64, unless you pass
+        ``optimizer__fused=False`` or another choice of implementation, such as ``foreach``.
     lr : float, default=0.01
         Learning rate.
     max_epochs : int, default=50
         Number of passes over the training data; callbacks such as `StopAtLoss` may stop before.
     batch_size : int, default=32
         Number of samples per training step; -1 for all samples.
+    iterator_train__shuffle : bool, default=True
+        Whether to put the training samples into a new random order in each epoch, as
+        scikit-learn's networks do and skorch does not. A sampler of your own, a stream, or a
+        loader without such an argument determines the order itself. Validation and prediction
+        keep the order.
     train_split : callable or None, default=None
         How to hold out validation data. Unlike in skorch, nothing is held out by default,
         because flatness is a property of a minimum on all data. Pass
@@ -153,6 +160,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         lr: float = 0.01,
         max_epochs: int = 50,
         batch_size: int = 32,
+        iterator_train__shuffle: bool = True,
         train_split: Any = None,
         **skorch_arguments: Any,
     ) -> None:
@@ -170,6 +178,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
             lr=lr,
             max_epochs=max_epochs,
             batch_size=batch_size,
+            iterator_train__shuffle=iterator_train__shuffle,
             train_split=train_split,
             **skorch_arguments,
         )
@@ -210,6 +219,8 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         Number of passes over the training data.
     batch_size : int, default=32
         Number of samples per training step; -1 for all samples.
+    iterator_train__shuffle : bool, default=True
+        Whether to shuffle the training samples in each epoch.
     train_split : callable or None, default=None
         How to hold out validation data; nothing is held out by default.
     **skorch_arguments

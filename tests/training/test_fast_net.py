@@ -1,0 +1,226 @@
+"""Nets shuffle their batches by default, and use torch's fused optimizers."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from skorch.callbacks import Callback
+from skorch.dataset import Dataset as SkorchDataset
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from relflat_sk import (
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
+)
+
+NETS = [
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedRegressor,
+]
+N = 20
+# each sample says its own number
+X = np.stack([np.arange(N), np.ones(N)], axis=1).astype(np.float32)
+Y = np.arange(N) % 2
+
+
+class _Orders(Callback):
+    """Record the numbers of the samples of each batch."""
+
+    def initialize(self):
+        self.batches = {True: [], False: []}
+
+    def on_batch_begin(self, net, batch=None, training=False, **kwargs):
+        self.batches[training].append(batch[0][:, 0].int().tolist())
+
+    def epochs(self, training=True):
+        flat = [i for batch in self.batches[training] for i in batch]
+        n = len(flat) // 3
+        return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+
+def _fit(kind=RelativeFlatnessRegularizedClassifier, data=(X, Y), **arguments):
+    orders = _Orders()
+    net = kind(max_epochs=3, batch_size=4, verbose=0, callbacks=[("orders", orders)], **arguments)
+    return net.fit(*data), net.callbacks[0][1]
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_batches_are_shuffled_each_epoch(kind):
+    _, orders = _fit(kind, random_state=0)
+    epochs = orders.epochs()
+    assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(N)]}) == 4
+
+
+def test_order_is_kept_on_demand():
+    _, orders = _fit(iterator_train__shuffle=False)
+    assert orders.epochs() == [list(range(N))] * 3
+
+
+def test_order_is_reproducible():
+    first, second, third = (_fit(random_state=seed)[1].epochs() for seed in (0, 0, 1))
+    assert first == second
+    assert first != third
+
+
+def test_validation_and_prediction_keep_the_order():
+    split = ValidSplit(4)
+    net, orders = _fit(train_split=split, random_state=0)
+    held_out = split(SkorchDataset(X, Y), Y)[1].indices
+    assert orders.epochs(training=False) == [list(held_out)] * 3
+    batches = [batch[:, 0] for batch, _ in net.get_iterator(net.get_dataset(X))]
+    assert torch.cat(batches).tolist() == list(range(N))
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_shuffle_is_a_parameter(kind):
+    assert kind().get_params()["iterator_train__shuffle"] is True
+    net = clone(kind(iterator_train__shuffle=False))
+    assert net.get_params()["iterator_train__shuffle"] is False
+    assert clone(net.set_params(iterator_train__shuffle=True)).iterator_train__shuffle is True
+
+
+def test_shuffle_can_be_searched():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0)
+    search = GridSearchCV(net, {"iterator_train__shuffle": [True, False]}, cv=2).fit(X, Y)
+    assert len(search.cv_results_["params"]) == 2
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return zip(X, Y, strict=True)
+
+    def __len__(self):
+        return N
+
+
+class _OwnLoader:
+    """A loader without the argument `shuffle`."""
+
+    def __init__(self, dataset, batch_size):
+        self.loader = DataLoader(dataset, batch_size=batch_size)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def _loader_function(dataset, **arguments):
+    return DataLoader(dataset, **arguments)
+
+
+def _batches(dataset, **arguments):
+    net = RelativeFlatnessRegularizedClassifier(batch_size=4, **arguments)
+    return [i for x, _ in net.get_iterator(dataset, training=True) for i in x[:, 0].int().tolist()]
+
+
+def test_samplers_streams_and_own_loaders_determine_the_order():
+    dataset = SkorchDataset(X, Y)
+    sampler = SequentialSampler(dataset)
+    assert _batches(dataset, iterator_train__sampler=sampler) == list(range(N))
+    assert _batches(_Stream()) == list(range(N))
+    assert _batches(dataset, iterator_train=_OwnLoader) == list(range(N))
+    assert _batches(dataset, iterator_train=_loader_function) != list(range(N))
+
+
+# -- optimizers --------------------------------------------------------------------------
+
+
+def _optimizer(optimizer, module=None, **arguments):
+    module = module or nn.Linear(2, 2)
+    net = RelativeFlatnessRegularizedClassifier(module, optimizer=optimizer, **arguments)
+    return net.initialize().optimizer_
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_optimizers_are_fused(name):
+    optimizer = _optimizer(getattr(torch.optim, name))
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    for choice in ({"fused": False}, {"foreach": True}, {"foreach": False}):
+        arguments = {f"optimizer__{key}": value for key, value in choice.items()}
+        group = _optimizer(getattr(torch.optim, name), **arguments).param_groups[0]
+        assert not group["fused"]
+        assert choice.items() <= group.items()
+
+
+class _OwnAdam(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.NAdam, _OwnAdam])
+def test_other_optimizers_are_left_alone(optimizer):
+    assert not _optimizer(optimizer).defaults.get("fused")
+
+
+def test_no_fused_optimizer_for_half_precision_and_sparse_gradients():
+    half = _optimizer(torch.optim.SGD, nn.Linear(2, 2).bfloat16())
+    sparse = _optimizer(torch.optim.SGD, nn.Embedding(3, 2, sparse=True))
+    assert not half.param_groups[0]["fused"]
+    assert not sparse.param_groups[0]["fused"]
+
+
+def test_groups_of_parameters_are_fused():
+    groups = [("bias", {"lr": 0.5})]
+    optimizer = _optimizer(torch.optim.Adam, optimizer__param_groups=groups)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class _SharpnessAware(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RelativeFlatnessRegularizedClassifier, _SharpnessAware])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optimizer": torch.optim.Adam},
+        {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 0.1},
+        {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    ],
+    ids=["Adam", "AdamW", "SGD"],
+)
+def test_fused_steps_equal_others_up_to_rounding(kind, arguments):
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(60, 5))  # the network computes in float64
+    labels = rng.integers(0, 3, 60)
+    weights = []
+    for choice in ({}, {"optimizer__fused": False, "optimizer__foreach": False}):
+        net = kind(max_epochs=5, batch_size=8, random_state=0, verbose=0, **arguments, **choice)
+        weights.append(nn.utils.parameters_to_vector(net.fit(inputs, labels).module_.parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)
+
+
+class _Scaled(RelativeFlatnessRegularizedClassifier):
+    """Train with a gradient scaler, as mixed precision needs it."""
+
+    def initialize_optimizer(self, *args, **kwargs):
+        super().initialize_optimizer(*args, **kwargs)
+        self.scaler_ = torch.amp.GradScaler("cpu")
+        return self
+
+    def train_step(self, batch, **fit_params):
+        self._zero_grad_optimizer()
+        loss = self.get_loss(self.infer(batch[0]), batch[1], training=True)
+        self.scaler_.scale(loss).backward()
+        self.scaler_.step(self.optimizer_)
+        self.scaler_.update()
+        return {"loss": loss, "y_pred": None}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_gradient_scaler_works_with_fused_optimizers(optimizer):
+    weights = []
+    for choice in ({}, {"optimizer__fused": False}):
+        net = _Scaled(optimizer=optimizer, max_epochs=5, random_state=0, verbose=0, **choice)
+        weights.append(nn.utils.parameters_to_vector(net.fit(X / N, Y).module_.parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
