@@ -53,7 +53,7 @@ class ArrayLoader(DataLoader[Any]):
         """Cut one batch after the other."""
         size, order = int(self.batch_size or 1), self._order()
         inputs, targets = self._parts
-        orders = [order.to(device).split(size) for device in self._devices]
+        orders = [torch.split(order.to(device), size) for device in self._devices]
         for chunks in zip(*orders, strict=True):
             if self.drop_last and len(chunks[0]) < size:
                 return
