@@ -92,7 +92,7 @@ class EstimatorNet(TaskNet):
         restart = not (self.warm_start and self.initialized_)
         with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
             super().fit(inputs, targets, **fit_params)
-            self._record_flatness()
+            self._record_flatness(now=True)
         return self
 
     def partial_fit(
@@ -104,6 +104,10 @@ class EstimatorNet(TaskNet):
         **fit_params: Any,
     ) -> "EstimatorNet":
         """Train the net further, from its current weights.
+
+        Many calls may follow each other. `relative_flatness_` is therefore not measured at the
+        end of a call, but when it is first read, on the data of the last call. Until then, the
+        net refers to these data; a pickle holds the measured value instead.
 
         Parameters
         ----------
@@ -133,7 +137,7 @@ class EstimatorNet(TaskNet):
         session = self._session(X, y, sample_weight, restart=restart, classes=classes)
         with session as (inputs, targets):
             super().partial_fit(inputs, targets, **fit_params)
-            self._record_flatness()
+            self._record_flatness(now=False)
         return self
 
     @contextmanager
@@ -145,6 +149,7 @@ class EstimatorNet(TaskNet):
         self._check_task()
         X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = TrainingState(weights, labels_encoded=True)
+        self._unmeasured = None
         try:
             with own_random_state(self, restart=restart):
                 yield X, y

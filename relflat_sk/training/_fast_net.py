@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from relflat_sk.training._array_loader import make_loader
@@ -55,6 +56,13 @@ class FastNet(SklearnNet):
             return make_loader(dataset, arguments)
         return iterator(dataset, **arguments)
 
+    def _set_training(self, training: bool = True) -> None:
+        """Set the mode of modules and criteria, which skorch does again in every step."""
+        for name in (*self._modules, *self._criteria):
+            module = getattr(self, f"{name}_")
+            if isinstance(module, nn.Module) and not _is_in_mode(module, training):
+                module.train(training)
+
     def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> Any:
         """Collect the arguments of an optimizer, as skorch does.
 
@@ -90,6 +98,13 @@ def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> b
         return True
     names = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     return names or "shuffle" in accepted
+
+
+def _is_in_mode(module: nn.Module, training: bool) -> bool:
+    """Return whether a module and all modules inside it are in train or eval mode."""
+    return module.training is training and all(
+        child is None or _is_in_mode(child, training) for child in module._modules.values()
+    )
 
 
 def _can_fuse(

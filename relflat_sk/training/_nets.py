@@ -92,7 +92,7 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
     relative_flatness_ : float
         Relative flatness on the training data at the end of `fit`, at `flatness_layer`: the sum
         over several layers, the normalised one if `flatness_normalize`. nan, with a warning, if
-        it cannot be measured.
+        it cannot be measured. After `partial_fit`, it is measured when it is first read.
     constant_comparison_ : ConstantComparison
         Mean loss on the training data at the end of `fit`, with that of the best constant
         prediction; accuracy or R2 as well if the loss is no better. `FlatnessScorer` reads it.

@@ -35,6 +35,9 @@ from relflat_sk.training._state import TrainingState
 
 __all__ = ["PenalisedNet", "unwrap"]
 
+# the attributes that are measured on the training data
+_MEASURED = ("relative_flatness_", "constant_comparison_")
+
 
 def unwrap(module: Any) -> Any:
     """Return the module inside wrappers of `torch.compile` and of torch's data parallelism.
@@ -79,8 +82,19 @@ class PenalisedNet(FastNet):
     criterion_: Any
 
     _training: TrainingState | None = None
+    # training data and seed of a measurement that is made when somebody asks for it
+    _unmeasured: tuple[Any, int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MEASURED and self.__dict__.get("_unmeasured") is not None:
+            (dataset, seed), self._unmeasured = self.__dict__["_unmeasured"], None
+            self._measure_flatness(dataset, seed)
+            return self.__dict__[name]
+        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
+        # measured now, because copies and pickles hold no training data
+        getattr(self, "relative_flatness_", None)
         state: dict[str, Any] = super().__getstate__()
         state.pop("_training", None)  # a copy that a callback makes is not in training
         return state
@@ -306,14 +320,24 @@ class PenalisedNet(FastNet):
 
     # -- at the end of training ----------------------------------------------------------
 
-    def _record_flatness(self) -> None:
-        """Measure `relative_flatness_` on the training data; nan if it cannot be measured.
+    def _record_flatness(self, *, now: bool) -> None:
+        """Measure `relative_flatness_` on the training data, now or when it is first read."""
+        with fork_rng(None):  # the draw must not change what users draw next
+            seed = int(torch.randint(2**31 - 1, ()))
+        dataset = self._state().dataset
+        if now:
+            self._measure_flatness(dataset, seed)
+        else:
+            for name in _MEASURED:
+                self.__dict__.pop(name, None)
+            self._unmeasured = dataset, seed
+
+    def _measure_flatness(self, dataset: Any, seed: int) -> None:
+        """Measure `relative_flatness_` on a data set; nan if it cannot be measured.
 
         The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
         """
-        network = training_network(self, self._state().dataset)
-        with fork_rng(None):  # the draw must not change what users draw next
-            seed = int(torch.randint(2**31 - 1, ()))
+        network = training_network(self, dataset)
         name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
         self.constant_comparison_ = ConstantComparison(np.nan, np.nan)
         try:

@@ -1,5 +1,8 @@
 """Nets shuffle their batches by default, and use torch's fused optimizers."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from relflat_sk import (
+    FlatnessScorer,
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
     SharpnessAwareMixin,
+    measure,
 )
 
 NETS = [
@@ -224,3 +229,77 @@ def test_gradient_scaler_works_with_fused_optimizers(optimizer):
         net = _Scaled(optimizer=optimizer, max_epochs=5, random_state=0, verbose=0, **choice)
         weights.append(nn.utils.parameters_to_vector(net.fit(X / N, Y).module_.parameters()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+# -- relative_flatness_ ------------------------------------------------------------------
+
+
+def _measurements(monkeypatch):
+    """Count how often a net measures its flatness."""
+    found = []
+    original = RelativeFlatnessRegularizedNet._measure_flatness
+
+    def counted(net, *args):
+        found.append(net)
+        return original(net, *args)
+
+    monkeypatch.setattr(RelativeFlatnessRegularizedNet, "_measure_flatness", counted)
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, np.arange(N) + 1.0])
+def test_partial_fit_measures_when_somebody_asks(monkeypatch, weights):
+    found = _measurements(monkeypatch)
+    net = RelativeFlatnessRegularizedClassifier(
+        max_epochs=1, flatness_layer=0, random_state=0, verbose=0, optimizer=torch.optim.SGD
+    )
+    for _ in range(3):
+        net.partial_fit(X / N, Y, sample_weight=weights)
+    assert not found
+    expected = measure("relative_flatness", net, X / N, Y, layer=0, sample_weight=weights)
+    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-6)
+    assert net.relative_flatness_ == net.relative_flatness_
+    assert len(found) == 1
+    old = net.relative_flatness_
+    net.partial_fit(-X / N, Y)
+    assert net.relative_flatness_ != old
+    assert len(found) == 2
+
+
+def test_measuring_later_draws_no_random_numbers(monkeypatch):
+    values = []
+    for _ in range(2):
+        net = RelativeFlatnessRegularizedClassifier(
+            module__hidden_layer_sizes=(5, 5), module__activation="tanh", flatness_layer=0
+        )
+        net.set_params(max_epochs=1, verbose=0, random_state=0).partial_fit(X / N, Y)
+        torch.rand(len(values) + 1)  # the global state does not matter
+        state = torch.get_rng_state()
+        values.append(net.relative_flatness_)
+        assert torch.equal(state, torch.get_rng_state())
+    assert values[0] == values[1]
+
+
+def test_fit_measures_once(monkeypatch):
+    found = _measurements(monkeypatch)
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0).fit(X, Y)
+    assert len(found) == 1
+    assert np.isfinite(net.relative_flatness_)
+
+
+def test_scorer_gets_the_value_after_partial_fit():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=30, verbose=0, random_state=0)
+    net.partial_fit(X / N, Y)
+    scorer = FlatnessScorer(data="train", at_minimum="ignore")
+    assert scorer(net, X / N, Y) == -net.relative_flatness_
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_hold_the_value_and_no_training_data(copied):
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0)
+    assert not hasattr(copied(net), "relative_flatness_")
+    many = np.random.default_rng(0).normal(size=(20_000, 2))
+    net.partial_fit(many, many[:, 0] > 0)
+    other = copied(net)
+    assert other.relative_flatness_ == net.relative_flatness_
+    assert len(pickle.dumps(other)) < many.nbytes / 5

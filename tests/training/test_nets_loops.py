@@ -308,7 +308,8 @@ class Recording(nn.Module):
 
 def test_dropout_has_one_mask_for_loss_and_penalty():
     params = {"module": Recording, "max_epochs": 1, "optimizer": torch.optim.SGD, "lr": 1e-30}
-    net = make(**params, flatness_weight=2.0, flatness_clip=None).fit(X, NAMES)
+    params |= {"flatness_clip": None, "iterator_train__shuffle": False}
+    net = make(**params, flatness_weight=2.0).fit(X, NAMES)
     weight = net.module_.last.weight.detach()
     batches = list(net.history[0, "batches", :, ("train_loss", "flatness_penalty")])
     assert len(net.module_.seen) == len(batches) == 3
@@ -325,6 +326,8 @@ def test_dropout_has_one_mask_for_loss_and_penalty():
 @pytest.mark.parametrize("layer", [-1, 0])
 def test_batch_norm_counts_each_step_once(layer):
     params = {"module": Recording, "optimizer": torch.optim.SGD, "lr": 1e-30}
+    # the penalty's random probes would change the order of the next epoch
+    params |= {"iterator_train__shuffle": False}
     net = make(**params, flatness_layer=layer).fit(X, NAMES)
     plain = make(**params, flatness_weight=0).fit(X, NAMES)
     assert net.module_.norm.num_batches_tracked == 9
@@ -512,6 +515,7 @@ def test_accelerate_accumulates_as_in_skorch(accelerated):
         pass
 
     params = {"optimizer": torch.optim.SGD, "lr": 0.1, "batch_size": 14, "random_state": None}
+    params |= {"iterator_train__shuffle": False, "optimizer__fused": True}
     torch.manual_seed(0)
     net = accelerated(steps=3, **params, flatness_weight=0).fit(X, INDEX)
     del params["random_state"]

@@ -102,7 +102,8 @@ def test_weights_are_repetitions_where_a_batch_holds_all_data(kind, y, params):
 
 
 def test_a_batch_s_mean_is_over_the_weights_in_it():
-    net = make(batch_size=16, max_epochs=1, flatness_weight=0, lr=0.5)
+    params = {"iterator_train__shuffle": False, "lr": 0.5}
+    net = make(batch_size=16, max_epochs=1, flatness_weight=0, **params)
     net.fit(X, NAMES, sample_weight=WEIGHTS)
     module = make(max_epochs=0).fit(X, NAMES).module_
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -133,7 +134,7 @@ def test_equal_weights_change_nothing():
 
 def test_a_batch_without_weight_teaches_nothing():
     weights = np.r_[np.ones(10), np.zeros(20)]
-    params = {"batch_size": 10, "max_epochs": 4}
+    params = {"batch_size": 10, "max_epochs": 4, "iterator_train__shuffle": False}
     net = make(**params).fit(X, NAMES, sample_weight=weights)
     same(net, make(**params).fit(X[:10], NAMES[:10]), rtol=1e-10, atol=1e-12)
 

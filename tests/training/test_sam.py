@@ -219,6 +219,7 @@ def test_any_optimizer(optimizer):
 def test_on_stock_skorch_nets():
     params = {"module__n_features": 4, "module__n_outputs": 3, "train_split": None, "verbose": 0}
     params |= {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 10, "lr": 0.1}
+    params |= {"iterator_train__shuffle": True, "optimizer__fused": True}  # our nets' defaults
     torch.manual_seed(0)
     net = Stock(MLP, sharpness_radius=0.3, **params).fit(X, INDEX)
     torch.manual_seed(0)
