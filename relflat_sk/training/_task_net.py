@@ -83,7 +83,7 @@ class TaskNet(PenalisedNet):
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
             callbacks.append(("valid_acc", accuracy))
-        return [*callbacks, ("print_log", PrintLog())]
+        return [*callbacks, ("print_log", _PrintLog())]
 
     # -- labels --------------------------------------------------------------------------
 
@@ -157,6 +157,14 @@ class TaskNet(PenalisedNet):
             if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
                 return torch.exp  # the expected count
         return super()._get_predict_nonlinearity()
+
+
+class _PrintLog(PrintLog):
+    """skorch's table of epochs, which is laid out only if somebody sees it."""
+
+    def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
+        if net.verbose or self.sink is not print:
+            super().on_epoch_end(net, **kwargs)
 
 
 def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:

@@ -23,8 +23,9 @@ from tests.benchmarks.commands import run
             ["LeNet-5, last layer / no penalty", "MLP, first layer / no penalty"],
         ),
         ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
+        ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
     ],
-    ids=["scoring", "training", "layers"],
+    ids=["scoring", "training", "layers", "fitting"],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")

@@ -303,3 +303,18 @@ def test_copies_hold_the_value_and_no_training_data(copied):
     other = copied(net)
     assert other.relative_flatness_ == net.relative_flatness_
     assert len(pickle.dumps(other)) < many.nbytes / 5
+
+
+# -- skorch's table of epochs ------------------------------------------------------------
+
+
+def test_table_is_printed_unless_the_net_is_quiet(capsys):
+    RelativeFlatnessRegularizedClassifier(max_epochs=2, verbose=0).fit(X, Y)
+    assert not capsys.readouterr().out
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=2).fit(X, Y)
+    header, _, *epochs = capsys.readouterr().out.splitlines()
+    assert "flatness_penalty" in header
+    assert len(epochs) == 2
+    lines = []
+    net.set_params(verbose=0, callbacks__print_log__sink=lines.append).fit(X, Y)
+    assert len(lines) == 4

@@ -1,0 +1,218 @@
+"""Time of a fit on arrays, next to scikit-learn's MLP, a torch loop and skorch's own net.
+
+All of them train a network with one hidden layer of 100 units by Adam, for the same number of
+epochs, in shuffled batches of 32 samples and in the dtype of the data. The torch loop is
+written by hand, cuts its batches out of tensors and records nothing.
+
+    python -m benchmarks.costs.fitting            # 2 minutes
+    python -m benchmarks.costs.fitting --quick    # a smoke run without verdict
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_breast_cancer, load_digits, load_iris
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.neural_network import MLPClassifier
+from sklearn.preprocessing import scale
+from skorch import NeuralNetClassifier
+from torch import nn
+
+from benchmarks._harness.timing import (
+    Budget,
+    Times,
+    environment,
+    interleave,
+    ratio,
+    table,
+    verdict,
+)
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
+
+BATCH_SIZE = 32
+LEARNING_RATE = 0.01
+OURS = "defaults"
+OTHERS = ("scikit-learn", "torch loop", "skorch")
+# method -> largest ratio of our time to its time
+LIMITS = {"scikit-learn": 1.5, "torch loop": 1.0, "skorch": 1.0}
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set, and the number of epochs of a fit on it."""
+
+    name: str
+    X: np.ndarray
+    y: np.ndarray
+    epochs: int
+
+
+def load_data() -> list[Data]:
+    """Load three data sets of scikit-learn, and draw a random one of the size of images."""
+    rng = np.random.default_rng(0)
+    random = rng.normal(size=(2000, 784)).astype(np.float32)
+    return [
+        _standardised("iris", load_iris, 50),
+        _standardised("breast cancer", load_breast_cancer, 25),
+        _standardised("digits", load_digits, 10),
+        Data("random, 2,000 x 784", random, rng.integers(0, 10, 2000), 5),
+    ]
+
+
+def _standardised(name: str, load: Callable[..., Any], epochs: int) -> Data:
+    X, y = load(return_X_y=True)
+    return Data(name, scale(X), y, epochs)
+
+
+class Network(MLP):
+    """Our default network, in a dtype of choice."""
+
+    def __init__(self, dtype: torch.dtype, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.to(dtype)
+
+
+def fit_sklearn(data: Data) -> None:
+    """Fit scikit-learn's MLP, without stopping early."""
+    net = MLPClassifier(
+        batch_size=BATCH_SIZE,
+        learning_rate_init=LEARNING_RATE,
+        max_iter=data.epochs,
+        n_iter_no_change=data.epochs + 1,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        net.fit(data.X, data.y)
+
+
+def fit_loop(data: Data) -> None:
+    """Fit by a loop of a few lines."""
+    X, y = torch.from_numpy(data.X), torch.from_numpy(data.y)
+    net = Network(X.dtype, **_sizes(data))
+    optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
+    for _ in range(data.epochs):
+        for rows in torch.randperm(len(X)).split(BATCH_SIZE):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(X[rows]), y[rows]).backward()
+            optimizer.step()
+
+
+def fit_skorch(data: Data) -> None:
+    """Fit skorch's own classifier."""
+    NeuralNetClassifier(
+        partial(Network, torch.from_numpy(data.X).dtype, **_sizes(data)),
+        criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.Adam,
+        lr=LEARNING_RATE,
+        batch_size=BATCH_SIZE,
+        max_epochs=data.epochs,
+        iterator_train__shuffle=True,
+        train_split=None,
+        verbose=0,
+    ).fit(data.X, data.y)
+
+
+def fit_ours(data: Data, **arguments: object) -> None:
+    """Fit our classifier with its defaults."""
+    RelativeFlatnessRegularizedClassifier(
+        lr=LEARNING_RATE,
+        batch_size=BATCH_SIZE,
+        max_epochs=data.epochs,
+        verbose=0,
+        **arguments,
+    ).fit(data.X, data.y)
+
+
+def _sizes(data: Data) -> dict[str, int]:
+    return {"n_features": data.X.shape[1], "n_outputs": int(data.y.max()) + 1}
+
+
+METHODS: dict[str, Callable[[Data], None]] = {
+    "scikit-learn": fit_sklearn,
+    "torch loop": fit_loop,
+    "skorch": fit_skorch,
+    "no penalty": partial(fit_ours, flatness_weight=0.0),
+    OURS: fit_ours,
+}
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    arguments = _parse()
+    torch.set_num_threads(1)
+    if arguments.first:
+        print(_first_fit(arguments.first))
+        return 0
+    rounds = 1 if arguments.quick else arguments.rounds
+    print(f"Fits with batches of {BATCH_SIZE} samples, {rounds} of each method")
+    print(environment())
+    header = [f"/ {other} [quartiles]" for other in OTHERS]
+    rows = [["fit", "median ms", "ms per epoch", *header]]
+    budgets = []
+    for data in load_data():
+        ways = {name: partial(fit, data) for name, fit in METHODS.items()}
+        times = interleave(ways, rounds)
+        rows += _rows(data.name, times, data.epochs)
+        budgets += [
+            Budget(
+                f"{data.name}, defaults / {other}", ratio(times[OURS], times[other]).value, limit
+            )
+            for other, limit in LIMITS.items()
+        ]
+    iris = load_data()[0]
+    rows += _rows("iris, first in a process", _first_fits(1 if arguments.quick else 3), iris.epochs)
+    print()
+    print(table(rows))
+    return verdict(budgets, judged=not arguments.quick)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--rounds", type=int, default=11, help="fits of each method (default: 11)")
+    parser.add_argument("--first", choices=METHODS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _rows(title: str, times: Times, epochs: int) -> list[list[str]]:
+    """Make a row for each method."""
+    rows = []
+    for name, seconds in times.items():
+        median = 1000 * float(np.median(seconds))
+        ratios = [str(ratio(seconds, times[other])) for other in OTHERS]
+        rows.append([f"{title}, {name}", f"{median:.1f}", f"{median / epochs:.2f}", *ratios])
+    return rows
+
+
+def _first_fits(rounds: int) -> Times:
+    """Time the first fit in a process, without the imports, by all methods in turn."""
+    times: Times = {name: [] for name in METHODS}
+    for _ in range(rounds):
+        for name, seconds in times.items():
+            command = [sys.executable, "-m", "benchmarks.costs.fitting", "--first", name]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            seconds.append(float(done.stdout))
+    return times
+
+
+def _first_fit(name: str) -> float:
+    """Return the seconds of one fit on iris."""
+    data = load_data()[0]
+    start = time.perf_counter()
+    METHODS[name](data)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())
