@@ -292,6 +292,7 @@ def test_scorer_gets_the_value_after_partial_fit():
     net.partial_fit(X / N, Y)
     scorer = FlatnessScorer(data="train", at_minimum="ignore")
     assert scorer(net, X / N, Y) == -net.relative_flatness_
+    assert np.isfinite(net.constant_comparison_.loss)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
