@@ -92,7 +92,7 @@ class EstimatorNet(TaskNet):
         restart = not (self.warm_start and self.initialized_)
         with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
             super().fit(inputs, targets, **fit_params)
-            self._record_flatness(now=True)
+            self._record_flatness(self._state().dataset, now=True)
         return self
 
     def partial_fit(
@@ -137,7 +137,7 @@ class EstimatorNet(TaskNet):
         session = self._session(X, y, sample_weight, restart=restart, classes=classes)
         with session as (inputs, targets):
             super().partial_fit(inputs, targets, **fit_params)
-            self._record_flatness(now=False)
+            self._record_flatness(self._state().dataset, now=False)
         return self
 
     @contextmanager

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from skorch.history import History
 from skorch.utils import to_tensor
@@ -16,27 +15,15 @@ from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
-from relflat_sk._random import fork_rng
-from relflat_sk._warnings import warn
-from relflat_sk.measures import (
-    ConstantComparison,
-    Flatness,
-    compare_with_constant,
-    measure_layers,
-)
-from relflat_sk.training._fast_net import FastNet
+from relflat_sk.training._measured_net import MeasuredNet
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
-    training_network,
     with_weights,
 )
 from relflat_sk.training._state import TrainingState
 
 __all__ = ["PenalisedNet", "unwrap"]
-
-# the attributes that are measured on the training data
-_MEASURED = ("relative_flatness_", "constant_comparison_")
 
 
 def unwrap(module: Any) -> Any:
@@ -59,7 +46,7 @@ def unwrap(module: Any) -> Any:
     return unwrap(children["module"]) if parallel else module
 
 
-class PenalisedNet(FastNet):
+class PenalisedNet(MeasuredNet):
     """Train with a flatness penalty and with sample weights.
 
     Both enter in `infer` and `get_loss` only. Code that changes other parts of skorch's
@@ -72,29 +59,14 @@ class PenalisedNet(FastNet):
         Arguments of `RelativeFlatnessRegularizedNet`.
     """
 
-    flatness_weight: float
-    flatness_layer: Any
-    flatness_normalize: bool
     flatness_probes: int
     flatness_warmup: float
-    flatness_clip: float | None
     module_: Any
     criterion_: Any
 
     _training: TrainingState | None = None
-    # training data and seed of a measurement that is made when somebody asks for it
-    _unmeasured: tuple[Any, int] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _MEASURED and self.__dict__.get("_unmeasured") is not None:
-            (dataset, seed), self._unmeasured = self.__dict__["_unmeasured"], None
-            self._measure_flatness(dataset, seed)
-            return self.__dict__[name]
-        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # measured now, because copies and pickles hold no training data
-        getattr(self, "relative_flatness_", None)
         state: dict[str, Any] = super().__getstate__()
         state.pop("_training", None)  # a copy that a callback makes is not in training
         return state
@@ -132,11 +104,6 @@ class PenalisedNet(FastNet):
 
     def _penalty_settings(self) -> tuple[Any, bool, int]:
         return self.flatness_layer, self.flatness_normalize, self.flatness_probes
-
-    def _layers(self) -> Any:
-        """Return the penalised layers in the form that measures take: a sequence or "all"."""
-        several = isinstance(self.flatness_layer, list | tuple) or self.flatness_layer == "all"
-        return self.flatness_layer if several else [self.flatness_layer]
 
     def _penalty(self, state: TrainingState) -> RelativeFlatnessPenalty:
         """Return the training's penalty, a new one if its settings have changed."""
@@ -318,45 +285,6 @@ class PenalisedNet(FastNet):
         state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
         return state.dataset, valid
 
-    # -- at the end of training ----------------------------------------------------------
-
-    def _record_flatness(self, *, now: bool) -> None:
-        """Measure `relative_flatness_` on the training data, now or when it is first read."""
-        with fork_rng(None):  # the draw must not change what users draw next
-            seed = int(torch.randint(2**31 - 1, ()))
-        dataset = self._state().dataset
-        if now:
-            self._measure_flatness(dataset, seed)
-        else:
-            for name in _MEASURED:
-                self.__dict__.pop(name, None)
-            self._unmeasured = dataset, seed
-
-    def _measure_flatness(self, dataset: Any, seed: int) -> None:
-        """Measure `relative_flatness_` on a data set; nan if it cannot be measured.
-
-        The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
-        """
-        network = training_network(self, dataset)
-        name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
-        self.constant_comparison_ = ConstantComparison(np.nan, np.nan)
-        try:
-            found = measure_layers(network, [name], self._layers(), random_state=seed)
-            self.relative_flatness_ = sum(flatness.value for flatness in found.values())
-            self.constant_comparison_ = _compared(next(iter(found.values())))
-        except (TypeError, ValueError) as error:
-            warn(f"relative_flatness_ could not be measured: {error}")
-            self.relative_flatness_ = np.nan
-        curved = network.loss.row is not None and bool(network.loss.row.links)
-        flat = self.relative_flatness_ == 0 and not self.constant_comparison_.beats_constant
-        if flat and self.flatness_weight > 0 and curved:
-            warn(
-                "the network is perfectly flat: it has probably died (its outputs are constant). "
-                "Use a limit of the penalty's gradient (flatness_clip=0.5 is the default, "
-                f"{self.flatness_clip!r} was used), a lower learning rate, or a flatness_weight "
-                f"below {self.flatness_weight!r}."
-            )
-
 
 def _record(history: Any, **values: float) -> None:
     """Record several values of a batch; in skorch's own history, find the batch only once."""
@@ -365,15 +293,6 @@ def _record(history: Any, **values: float) -> None:
         return
     for name, value in values.items():
         history.record_batch(name, value)
-
-
-def _compared(measured: Flatness) -> ConstantComparison:
-    """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
-    try:
-        return compare_with_constant(measured)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-        # a stream that is read once, a criterion of the user's own: no reason for fit to fail
-        return ConstantComparison(np.nan, np.nan)
 
 
 def _full_precision(output: Any) -> Any:

@@ -297,7 +297,7 @@ def test_scorer_gets_the_value_after_partial_fit():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies_hold_the_value_and_no_training_data(copied):
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0)
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, batch_size=256, verbose=0)
     assert not hasattr(copied(net), "relative_flatness_")
     many = np.random.default_rng(0).normal(size=(20_000, 2))
     net.partial_fit(many, many[:, 0] > 0)

@@ -1,0 +1,103 @@
+"""The flatness that a net records of its own training data, at the end of training or later."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from relflat_sk._random import fork_rng
+from relflat_sk._warnings import warn
+from relflat_sk.measures import (
+    ConstantComparison,
+    Flatness,
+    compare_with_constant,
+    measure_layers,
+)
+from relflat_sk.training._fast_net import FastNet
+from relflat_sk.training._sample_weights import training_network
+
+__all__ = ["MeasuredNet"]
+
+# the attributes that are measured on the training data
+_MEASURED = ("relative_flatness_", "constant_comparison_")
+
+
+class MeasuredNet(FastNet):
+    """Record the relative flatness of the training data, and how the net compares to a constant.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arguments of `RelativeFlatnessRegularizedNet`.
+    """
+
+    flatness_weight: float
+    flatness_layer: Any
+    flatness_normalize: bool
+    flatness_clip: float | None
+
+    # training data and seed of a measurement that is made when somebody asks for it
+    _unmeasured: tuple[Any, int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MEASURED and self.__dict__.get("_unmeasured") is not None:
+            (dataset, seed), self._unmeasured = self.__dict__["_unmeasured"], None
+            self._measure_flatness(dataset, seed)
+            return self.__dict__[name]
+        return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # measured now, because copies and pickles hold no training data
+        getattr(self, "relative_flatness_", None)
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+    def _layers(self) -> Any:
+        """Return the penalised layers in the form that measures take: a sequence or "all"."""
+        several = isinstance(self.flatness_layer, list | tuple) or self.flatness_layer == "all"
+        return self.flatness_layer if several else [self.flatness_layer]
+
+    def _record_flatness(self, dataset: Any, *, now: bool) -> None:
+        """Measure `relative_flatness_` on the training data, now or when it is first read."""
+        with fork_rng(None):  # the draw must not change what users draw next
+            seed = int(torch.randint(2**31 - 1, ()))
+        if now:
+            self._measure_flatness(dataset, seed)
+        else:
+            for name in _MEASURED:
+                self.__dict__.pop(name, None)
+            self._unmeasured = dataset, seed
+
+    def _measure_flatness(self, dataset: Any, seed: int) -> None:
+        """Measure `relative_flatness_` on a data set; nan if it cannot be measured.
+
+        The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
+        """
+        network = training_network(self, dataset)
+        name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
+        self.constant_comparison_ = ConstantComparison(np.nan, np.nan)
+        try:
+            found = measure_layers(network, [name], self._layers(), random_state=seed)
+            self.relative_flatness_ = sum(flatness.value for flatness in found.values())
+            self.constant_comparison_ = _compared(next(iter(found.values())))
+        except (TypeError, ValueError) as error:
+            warn(f"relative_flatness_ could not be measured: {error}")
+            self.relative_flatness_ = np.nan
+        curved = network.loss.row is not None and bool(network.loss.row.links)
+        flat = self.relative_flatness_ == 0 and not self.constant_comparison_.beats_constant
+        if flat and self.flatness_weight > 0 and curved:
+            warn(
+                "the network is perfectly flat: it has probably died (its outputs are constant). "
+                "Use a limit of the penalty's gradient (flatness_clip=0.5 is the default, "
+                f"{self.flatness_clip!r} was used), a lower learning rate, or a flatness_weight "
+                f"below {self.flatness_weight!r}."
+            )
+
+
+def _compared(measured: Flatness) -> ConstantComparison:
+    """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
+    try:
+        return compare_with_constant(measured)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        # a stream that is read once, a criterion of the user's own: no reason for fit to fail
+        return ConstantComparison(np.nan, np.nan)
