@@ -1,7 +1,6 @@
 """Tests of failing candidates and of several objectives."""
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from optuna.distributions import FloatDistribution
@@ -14,14 +13,6 @@ from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegula
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _log_level():
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield
-    optuna.logging.set_verbosity(before)
 
 
 class RunsOut(LogisticRegression):

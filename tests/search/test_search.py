@@ -61,14 +61,6 @@ DIVERGING = 1e37
 EARLY = 1e-3  # one that is far from the goal when training ends
 
 
-@pytest.fixture(autouse=True)
-def _log_level():
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield
-    optuna.logging.set_verbosity(before)
-
-
 def make_net(goal=0.4, **parameters):
     """A net that reaches its goal within a few epochs."""
     defaults = {

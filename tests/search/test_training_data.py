@@ -1,7 +1,6 @@
 """Tests of varied training data and of scaled learning rates."""
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 import torch
@@ -30,14 +29,6 @@ X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
 N = 40
 ROWS = np.arange(N)
-
-
-@pytest.fixture(autouse=True)
-def _log_level():
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield
-    optuna.logging.set_verbosity(before)
 
 
 # -- the data ----------------------------------------------------------------------------------

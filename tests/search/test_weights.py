@@ -86,14 +86,6 @@ REGRESSORS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _log_level():
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield
-    optuna.logging.set_verbosity(before)
-
-
 def settings(estimator):
     """Return the parameters of an estimator as text, without addresses."""
     params = final_estimator(estimator).get_params(deep=False)
