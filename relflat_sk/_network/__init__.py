@@ -8,7 +8,7 @@ from relflat_sk._network.batches import (
     make_batches,
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.graph import check_thrice, find_link, is_piecewise_linear, only_moves_axes
+from relflat_sk._network.graph import check_thrice, find_link
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
@@ -70,7 +70,6 @@ __all__ = [
     "find_norm_layers",
     "floating_parameter",
     "has_own_forward",
-    "is_piecewise_linear",
     "keep_copies",
     "keep_graph",
     "layer_input",
@@ -78,7 +77,6 @@ __all__ = [
     "layer_names",
     "make_batches",
     "mean_loss",
-    "only_moves_axes",
     "outcome_of",
     "outcomes",
     "primary_output",

@@ -16,13 +16,12 @@ from typing import Any
 import pandas as pd
 
 from relflat_sk._minima_table import is_complete, is_converged
-from relflat_sk.minima import correlate
+from relflat_sk.minima import FEWEST_MINIMA, correlate
 from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
 
 __all__ = ["render"]
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
-FEWEST = 3  # minima that a correlation needs
 
 
 def render(search: Any) -> str:
@@ -136,7 +135,7 @@ def _correlations(minima: pd.DataFrame) -> str:
 
 def _has_gap(minima: pd.DataFrame) -> bool:
     known = minima["generalization_gap"].notna() & is_converged(minima) & is_complete(minima)
-    return int(known.sum()) >= FEWEST
+    return int(known.sum()) >= FEWEST_MINIMA
 
 
 # -- plots -------------------------------------------------------------------------------------
