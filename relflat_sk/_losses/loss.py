@@ -42,9 +42,14 @@ class Loss:
         return TABLE.get(type(self.criterion))
 
     @property
+    def is_curved(self) -> bool:
+        """Whether the table knows a curvature of the criterion, which is not zero everywhere."""
+        return self.row is not None and bool(self.row.links)
+
+    @property
     def needs_target(self) -> bool:
         """Whether the curvature depends on the labels."""
-        return self.row is None or not self.row.links or self.row.needs_target(self.criterion)
+        return self.row is None or not self.is_curved or self.row.needs_target(self.criterion)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> "Loss":
         """Copy the loss with the criterion's own weights on another device and of another type.

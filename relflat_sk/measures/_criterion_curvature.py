@@ -4,6 +4,7 @@ import torch
 
 from relflat_sk._losses import product_curvature, pull_back
 from relflat_sk._network import Batch, Network, borrowed, outcome_of
+from relflat_sk._random import make_generator, rademacher
 
 __all__ = ["criterion_has_curvature"]
 
@@ -25,8 +26,7 @@ def criterion_has_curvature(network: Network) -> bool:
         True without labels, and for a loss that has reached its lowest value: its gradient is
         zero there, so that the network is flat indeed.
     """
-    row = network.loss.row
-    if row is not None and row.links:
+    if network.loss.is_curved:
         return True  # by its formula, also where outputs are too large for it to show in float32
     with borrowed(network.module):
         return any(_is_curved(network, batch) for batch in network.batches())
@@ -49,7 +49,6 @@ def _is_curved(network: Network, batch: Batch) -> bool:
         if not bool(gradient.any()):
             return True
         # random signs do not cancel, as ones would in a softmax
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        signs = torch.randint(0, 2, output.shape, generator=generator).to(output) * 2 - 1
+        signs = rademacher(output.shape, output, make_generator(0, output.device))
         product = product_curvature(loss, output).product(signs)
     return bool(product.any())

@@ -83,9 +83,8 @@ class MeasuredNet(FastNet):
         except (TypeError, ValueError) as error:
             warn(f"relative_flatness_ could not be measured: {error}")
             self.relative_flatness_ = np.nan
-        curved = network.loss.row is not None and bool(network.loss.row.links)
         flat = self.relative_flatness_ == 0 and not self.constant_comparison_.beats_constant
-        if flat and self.flatness_weight > 0 and curved:
+        if flat and self.flatness_weight > 0 and network.loss.is_curved:
             warn(
                 "the network is perfectly flat: it has probably died (its outputs are constant). "
                 "Use a limit of the penalty's gradient (flatness_clip=0.5 is the default, "
