@@ -8,6 +8,12 @@ from torch import Tensor, nn
 __all__ = ["as_criterion", "call_criterion", "name_criterion"]
 
 
+_ONE_TENSOR = (
+    ". Measures and the penalty pass one tensor to a criterion: the entry 'logits' if the network "
+    "returns a mapping, the first entry if it returns a tuple."
+)
+
+
 def as_criterion(criterion: Any) -> Any:
     """Make a criterion from a class, an instance or a plain function.
 
@@ -68,11 +74,12 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
         criterion = unreduced
     try:
         losses = criterion(output, target)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        of_torch = type(criterion).__module__.startswith("torch.")
         raise ValueError(
             f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
             f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): "
-            f"{error}"
+            f"{error}{'' if of_torch else _ONE_TENSOR}"
         ) from error
     if not isinstance(losses, Tensor):
         raise ValueError(

@@ -18,6 +18,7 @@ from relflat_sk._models import (
 )
 from relflat_sk._network import Network, check_weights, count_samples
 from relflat_sk.training._inputs import check_inputs
+from relflat_sk.training._outputs import check_measurable
 from relflat_sk.training._random_state import own_random_state
 from relflat_sk.training._state import TrainingState
 from relflat_sk.training._task import Task
@@ -150,6 +151,7 @@ class EstimatorNet(TaskNet):
         X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = TrainingState(weights, labels_encoded=True)
         self._unmeasured = None
+        self._criterion_takes_mapping = None
         try:
             with own_random_state(self, restart=restart):
                 yield X, y
@@ -251,6 +253,8 @@ CRITERION_ALONE.add(EstimatorNet.get_loss)
 @to_network.register
 def _(model: EstimatorNet, X: Any, y: Any, options: DataOptions) -> Network:
     check_is_fitted(model, "module_")
+    if options.criterion is None:
+        check_measurable(model)
     X = check_inputs(model, X, reset=False)
     if isinstance(X, Dataset):
         y = None  # the Dataset holds the labels

@@ -73,10 +73,10 @@ class MeasuredNet(FastNet):
 
         The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
         """
-        network = training_network(self, dataset)
         name = "normalized_relative_flatness" if self.flatness_normalize else "relative_flatness"
         self.constant_comparison_ = ConstantComparison(np.nan, np.nan)
         try:
+            network = training_network(self, dataset)
             found = measure_layers(network, [name], self._layers(), random_state=seed)
             self.relative_flatness_ = sum(flatness.value for flatness in found.values())
             self.constant_comparison_ = _compared(next(iter(found.values())))

@@ -40,7 +40,9 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         `n_outputs`, they are set from the data, unless you pass ``module__n_features``. An
         instance is copied, and every `fit` starts from its weights. `MLP` computes in float64
         for float64 data on the CPU, as scikit-learn's networks do, and in float32 otherwise.
-        Other modules keep their dtype.
+        Other modules keep their dtype. Of a tuple, the criterion gets the first entry, of a
+        mapping, such as an output of Hugging Face's models, the entry "logits". A criterion of
+        your own that takes the whole mapping trains with ``flatness_weight=0``.
     criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
         The loss. `NLLLoss` takes probabilities from the module, as in skorch's classifiers.
     flatness_weight : float, default=0.1

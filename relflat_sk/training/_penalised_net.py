@@ -1,6 +1,6 @@
 """The training step of a net that minimises its loss plus a flatness penalty."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk.training._measured_net import MeasuredNet
+from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
@@ -65,6 +66,8 @@ class PenalisedNet(MeasuredNet):
     criterion_: Any
 
     _training: TrainingState | None = None
+    # None before a batch has shown it
+    _criterion_takes_mapping: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -169,6 +172,17 @@ class PenalisedNet(MeasuredNet):
         recorded, state.recorded = state.recorded, False
         criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
+        if isinstance(y_pred, Mapping) and self._takes_mapping(criterion, y_pred, y_true):
+            if weight is not None:
+                refuse_mapping(self.criterion_, "sample_weight needs", "leave the weights out")
+            if recorded:
+                refuse_mapping(
+                    self.criterion_, "the flatness penalty needs", "train with flatness_weight=0"
+                )
+            whole: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
+            if training and state.terms is None:
+                state.terms = whole, None, None
+            return whole
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
         target = self._read_target(criterion, y_pred, y_true)
@@ -189,6 +203,14 @@ class PenalisedNet(MeasuredNet):
         if term is None:
             return loss
         return loss + term if limit is None else limit.objective(loss, term)
+
+    def _takes_mapping(self, criterion: Loss, y_pred: Mapping[str, Any], y_true: Any) -> bool:
+        """Return whether the criterion takes the module's whole output; tried on one batch."""
+        if self._criterion_takes_mapping is None:
+            self._criterion_takes_mapping = criterion.row is None and takes_mapping(
+                criterion.criterion, y_pred, to_tensor(y_true, device=self.device)
+            )
+        return self._criterion_takes_mapping
 
     def _penalty_term(
         self,
@@ -217,11 +239,17 @@ class PenalisedNet(MeasuredNet):
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""
         try:
-            return super().evaluation_step(batch, training=training)
+            return movable(super().evaluation_step(batch, training=training))
         finally:
             state = self._training
             if state is not None and state.recorded:
                 state.recorded, state.penalty = False, None
+
+    def validation_step(self, batch: Any, **fit_params: Any) -> Any:
+        """Compute output and loss of a validation batch, without what skorch cannot collect."""
+        step = super().validation_step(batch, **fit_params)
+        step["y_pred"] = movable(step["y_pred"])
+        return step
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
         """Call the callbacks, which get batches without sample weights."""

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from relflat_sk._models import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network import Batch, Batches, Network
+from relflat_sk.training._outputs import check_measurable
 
 __all__ = [
     "Weighted",
@@ -151,7 +152,13 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     -------
     Network
         Network, loss and data, to be measured.
+
+    Raises
+    ------
+    ValueError
+        If the net's criterion takes no tensor.
     """
+    check_measurable(net)
     base, rows, weights = _base_of(dataset)
     options = DataOptions(sample_weight=weights)
     if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):

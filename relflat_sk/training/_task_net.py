@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
 from relflat_sk.training._inputs import with_sizes
 from relflat_sk.training._mlp import MLP
+from relflat_sk.training._outputs import for_prediction
 from relflat_sk.training._penalised_net import PenalisedNet, unwrap
 from relflat_sk.training._task import Task
 from relflat_sk.training._tasks import TASKS
@@ -149,7 +150,13 @@ class TaskNet(PenalisedNet):
             )
 
     def _get_predict_nonlinearity(self) -> Any:
-        """Return the function from outputs to predictions, where skorch's own does not fit."""
+        """Return the function from outputs to predictions, mappings with logits included."""
+        nonlinearity = self._choose_nonlinearity()
+        required = isinstance(self.predict_nonlinearity, str | None)
+        return lambda output: nonlinearity(for_prediction(output, required=required))
+
+    def _choose_nonlinearity(self) -> Any:
+        """Choose the function from logits to predictions, where skorch's own does not fit."""
         criterion = unwrap(self.criterion_)
         if self.predict_nonlinearity == "auto":
             if isinstance(criterion, nn.BCEWithLogitsLoss):
