@@ -1,10 +1,12 @@
-"""Check scalar arguments in the same way in all modules."""
+"""Check scalar arguments and devices in the same way in all modules."""
 
 import math
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_integer", "check_number", "is_integer", "is_number"]
+import torch
+
+__all__ = ["check_device", "check_integer", "check_number", "is_integer", "is_number"]
 
 
 def is_integer(value: Any) -> bool:
@@ -113,3 +115,44 @@ def check_number(
     kind = "a finite positive number" if positive else "a finite number of at least 0"
     ending = f": {reason}." if reason else "."
     raise ValueError(f"{name} must be {kind}{' or None' * optional}, got {value!r}{ending}")
+
+
+def check_device(device: Any) -> None:
+    """Refuse a device that torch cannot compute on.
+
+    Parameters
+    ----------
+    device : str, int, torch.device or None
+        The argument, as the user gave it. None passes.
+
+    Raises
+    ------
+    ValueError
+        If torch was built without this kind of device, there is no such device, or it is "meta",
+        which holds no values.
+
+    Examples
+    --------
+    >>> check_device("moon")
+    Traceback (most recent call last):
+    ...
+    ValueError: device='moon' is no device of torch, such as 'cpu' or 'cuda'.
+    """
+    if device is None:
+        return
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"device={device!r} is no device of torch, such as 'cpu' or 'cuda'."
+        ) from None
+    if found.type == "meta":
+        raise ValueError("device='meta' holds no values to compute with. Pass 'cpu' or 'cuda'.")
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(
+            f"device={device!r} cannot be used here: {reason}. Pass "
+            "device='cpu', or install a torch that supports the device."
+        ) from error

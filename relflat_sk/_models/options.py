@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from relflat_sk._checks import check_device
 from relflat_sk._losses import Loss, as_criterion
 from relflat_sk._network import Batches, make_batches
 
@@ -29,6 +30,10 @@ class DataOptions:
     batch_size: int = 1024
     device: Any = None
     sample_weight: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse a device that torch cannot use, before anything is computed."""
+        check_device(self.device)
 
     def batches(self, X: Any, y: Any) -> Batches:
         """Cut data into batches.

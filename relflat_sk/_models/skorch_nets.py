@@ -109,6 +109,6 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     if options.sample_weight is not None:
         raise ValueError("sample_weight needs X and y as arrays, not a dataset.")
     dataset = net.get_dataset(X, y)
-    if len(dataset) == 0:
+    if hasattr(dataset, "__len__") and len(dataset) == 0:  # a stream has no length
         raise ValueError("X has no samples, and flatness is a mean over samples.")
     return make_batches(net.iterator_valid(dataset, **{**params, "batch_size": options.batch_size}))

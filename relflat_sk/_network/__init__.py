@@ -9,6 +9,7 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import check_thrice, find_link
+from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
@@ -57,6 +58,7 @@ __all__ = [
     "Tail",
     "borrowed",
     "cast_inputs",
+    "check_kind",
     "check_layer",
     "check_thrice",
     "check_unshared",

@@ -9,9 +9,10 @@ import pandas as pd
 import torch
 from scipy.sparse import issparse
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from relflat_sk._checks import check_integer
+from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import count_samples
 
 __all__ = [
@@ -41,6 +42,11 @@ class Batch:
     weight: Tensor | None
 
 
+_READ_AGAIN = (
+    " X is a stream (an IterableDataset), which is read from its beginning for each measurement: "
+    "let its __iter__ return a new iterator each time."
+)
+
 Batches = Callable[[], Iterator[Batch]]
 
 
@@ -52,7 +58,7 @@ def make_batches(
     Parameters
     ----------
     X : array, data frame, tensor, sparse matrix, dict or tuple of these, Dataset, DataLoader
-        The inputs; a Dataset or DataLoader gives (x, y) pairs.
+        The inputs; a Dataset or DataLoader gives (x, y) pairs, and may be a stream.
     y : array or tensor, optional
         The labels, one per sample; None with a Dataset or DataLoader.
     batch_size : int, default=1024
@@ -71,7 +77,7 @@ def make_batches(
         If lengths differ, there are no samples, y is not numeric, or `batch_size` is not a
         positive integer.
     TypeError
-        If X cannot be cut into batches.
+        If X holds no numbers, or cannot be cut into batches.
 
     Examples
     --------
@@ -86,6 +92,7 @@ def make_batches(
             )
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return lambda: _from_loader(loader)
+    check_kind(X)
     inputs = _sliceable(X)
     n = count_samples(inputs)
     if n == 0:
@@ -236,4 +243,8 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
             ) from error
         yield Batch(x, y, None)
     if empty:
-        raise ValueError("X has no samples, and flatness is a mean over samples.")
+        stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        raise ValueError(
+            "X has no samples, and flatness is a mean over samples."
+            + (_READ_AGAIN if stream else "")
+        )

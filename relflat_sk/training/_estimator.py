@@ -9,6 +9,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch.utils.data import Dataset
 
+from relflat_sk._checks import check_device
 from relflat_sk._models import (
     CRITERION_ALONE,
     DataOptions,
@@ -17,7 +18,7 @@ from relflat_sk._models import (
     to_network,
 )
 from relflat_sk._network import Network, check_weights, count_samples
-from relflat_sk.training._inputs import check_inputs
+from relflat_sk.training._inputs import check_inputs, check_stream
 from relflat_sk.training._outputs import check_measurable
 from relflat_sk.training._random_state import own_random_state
 from relflat_sk.training._state import TrainingState
@@ -69,8 +70,8 @@ class EstimatorNet(TaskNet):
         X : array-like of shape (n, ...), tensor, dict or Dataset
             Training inputs.
         y : array-like of shape (n,) or (n, n_outputs)
-            Labels, or the values of a regression. None if X is a Dataset, whose labels must
-            be class indices or numbers.
+            Labels, or the values of a regression. None if X is a Dataset (a stream included),
+            whose labels must be class indices or numbers.
         sample_weight : array-like of shape (n,), optional
             Weight of each sample in the loss and in the penalty. The loss of a batch is the
             mean weighted by the weights in that batch, as in scikit-learn's networks. Weights
@@ -86,7 +87,10 @@ class EstimatorNet(TaskNet):
         Raises
         ------
         ValueError
-            If a parameter is out of its range, or the data do not fit the task.
+            If a parameter is out of its range, the data do not fit the task, or torch cannot use
+            the device.
+        TypeError
+            If X is a data loader, or holds no numbers.
         LayerNotFoundError
             If `flatness_layer` names no layer.
         """
@@ -148,6 +152,8 @@ class EstimatorNet(TaskNet):
         """Check everything, and train inside the context on the inputs and targets it yields."""
         self._check_penalty()
         self._check_task()
+        check_device(self.device)
+        check_stream(self, X, sample_weight)
         X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = TrainingState(weights, labels_encoded=True)
         self._unmeasured = None

@@ -45,6 +45,11 @@ class FastNet(SklearnNet):
         iterable
             A data loader. Arrays are cut into batches without torch's loader, unless the user
             chose a loader or passed it arguments such as `collate_fn`.
+
+        Raises
+        ------
+        ValueError
+            If `batch_size` is -1, and the data are a stream without a length.
         """
         name = "iterator_train" if training else "iterator_valid"
         iterator, arguments = getattr(self, name), self.get_params_for(name)
@@ -131,4 +136,11 @@ def _batch_size(size: Any, dataset: Any) -> Any:
     """Return the number of samples in a batch, as torch's loader takes it."""
     if isinstance(size, np.integer):
         size = int(size)
-    return len(dataset) if size == -1 else size
+    if size != -1:
+        return size
+    if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"batch_size=-1 stands for all samples, but the {type(dataset).__name__} is a stream "
+            "without a length. Pass the number of samples in a batch."
+        )
+    return len(dataset)

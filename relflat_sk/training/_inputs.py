@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from scipy.sparse import issparse
 from sklearn.utils.validation import validate_data
+from skorch.dataset import ValidSplit
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["check_inputs", "with_sizes"]
+from relflat_sk._network import check_kind
+
+__all__ = ["check_inputs", "check_stream", "with_sizes"]
 
 
 def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
@@ -35,9 +38,13 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     ------
     ValueError
         If X is not finite, has no samples, or has other features than those learned.
+    TypeError
+        If X is a data loader, or holds no numbers.
     """
     if isinstance(X, Dataset):
         return X
+    _refuse_loader(X)
+    check_kind(X)
     if isinstance(X, Mapping | tuple) and not issparse(X):  # a dok_matrix is a Mapping too
         for part in X.values() if isinstance(X, Mapping) else X:
             _check_finite(part)
@@ -52,6 +59,49 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         net.n_inputs_ = int(np.prod(X.shape[1:]))
         net.is_double_ = X.dtype in (np.float64, torch.float64)
     return X
+
+
+def _refuse_loader(X: Any) -> None:
+    """Refuse data loaders, because a net makes its own from its parameters."""
+    if isinstance(X, DataLoader):
+        raise TypeError(
+            f"X is a {type(X).__name__}, but a net makes its own batches. Pass the data set, "
+            f"loader.dataset, and the loader's arguments as parameters of the net, here "
+            f"batch_size={X.batch_size}; others begin with iterator_train__ or iterator_valid__."
+        )
+
+
+def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
+    """Refuse to train on a stream where that needs a number of samples.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        Its `train_split` must work without a length.
+    X : object
+        Training data; anything but an `IterableDataset` without a length passes.
+    sample_weight : array-like or None
+        Must be None with a stream.
+
+    Raises
+    ------
+    ValueError
+        If there are sample weights, or samples are to be held out.
+    """
+    if not isinstance(X, IterableDataset) or hasattr(X, "__len__"):
+        return
+    stream = f"the {type(X).__name__} is a stream without a length"
+    if sample_weight is not None:
+        raise ValueError(
+            f"sample_weight has one weight for each sample, but {stream}. Pass a Dataset with a "
+            "length, or put the weights into labels and criterion."
+        )
+    if isinstance(net.train_split, ValidSplit):
+        raise ValueError(
+            f"train_split={net.train_split!r} holds out a share of the samples, but {stream}. Pass "
+            "train_split=None, or a stream of validation data with "
+            "skorch.helper.predefined_split."
+        )
 
 
 def _check_finite(X: Any) -> None:

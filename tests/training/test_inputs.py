@@ -1,0 +1,167 @@
+"""Data that nets take or refuse: streams, data loaders, devices."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from skorch.dataset import ValidSplit
+from skorch.helper import predefined_split
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from relflat_sk import (
+    FlatnessScorer,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtGradientNorm,
+    StopAtLoss,
+    feature_robustness,
+    flatness_report,
+    measure,
+    relative_flatness,
+)
+from relflat_sk.exceptions import FlatnessWarning
+
+N = 90
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 4)).astype(np.float32)
+Y = X[:, :3].argmax(axis=1)
+PAIRS = list(zip(torch.from_numpy(X), torch.from_numpy(Y), strict=True))
+
+
+class Stream(IterableDataset):
+    """Starts anew each time that it is iterated."""
+
+    def __iter__(self):
+        return iter(PAIRS)
+
+
+class Once(IterableDataset):
+    """Can be read once, like a socket."""
+
+    def __init__(self):
+        self.pairs = iter(PAIRS)
+
+    def __iter__(self):
+        return self.pairs
+
+
+class Sized(Stream):
+    def __len__(self):
+        return N
+
+
+def make(**params):
+    sizes = {"module__n_features": 4, "module__n_outputs": 3}
+    settings = {"max_epochs": 3, "verbose": 0, "random_state": 0, **sizes}
+    return RelativeFlatnessRegularizedClassifier(**{**settings, **params})
+
+
+# -- streams -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [Stream, Sized])
+@pytest.mark.parametrize("layer", [-1, "all"])
+def test_a_stream_is_trained_and_measured_like_arrays(stream, layer):
+    streamed = make(flatness_layer=layer).fit(stream())
+    fitted = make(flatness_layer=layer, iterator_train__shuffle=False).fit(X, Y)
+    assert streamed.history[:, "train_loss"] == fitted.history[:, "train_loss"]
+    assert_allclose(streamed.relative_flatness_, fitted.relative_flatness_, rtol=1e-6)
+    assert_allclose(streamed.constant_comparison_.loss, fitted.constant_comparison_.loss, rtol=1e-6)
+    assert streamed.predict(stream()).tolist() == fitted.predict(X).tolist()
+    assert streamed.score(stream(), Y) == fitted.score(X, Y)
+
+
+def test_a_stream_is_measured():
+    net = make().fit(X, Y)
+    assert_allclose(relative_flatness(net, Stream()), relative_flatness(net, X, Y))
+    assert_allclose(FlatnessScorer()(net, Stream()), FlatnessScorer()(net, X, Y))
+    report = flatness_report(net, Stream(), None, measures=["relative_flatness", "l2_norm"])
+    assert (report["n_samples"] == N).all()
+
+
+def test_partial_fit_on_a_stream():
+    net = make().partial_fit(Stream())
+    assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=1e-6)
+
+
+@pytest.mark.parametrize("callback", [StopAtLoss(0.6), StopAtGradientNorm(0.5)], ids=type)
+def test_callbacks_of_convergence_read_the_stream_again(callback):
+    streamed, fitted = (
+        make(max_epochs=60, callbacks=[callback], iterator_train__shuffle=False).fit(*data)
+        for data in [(Stream(),), (X, Y)]
+    )
+    assert streamed.converged_
+    assert len(streamed.history) == len(fitted.history) < 60
+
+
+def test_validation_on_another_stream():
+    net = make(train_split=predefined_split(Stream())).fit(Stream())
+    assert len(net.history[:, "valid_loss"]) == 3
+
+
+def test_a_stream_that_is_read_once_is_trained_and_not_measured():
+    net = make(max_epochs=1)
+    with pytest.warns(FlatnessWarning, match="X is a stream .* let its __iter__ return a new"):
+        net.fit(Once())
+    assert net.history[-1, "train_loss"] > 0
+    assert np.isnan(net.relative_flatness_)
+
+
+@pytest.mark.parametrize(
+    ("params", "fit_params", "message"),
+    [
+        ({"batch_size": -1}, {}, "batch_size=-1 stands for all samples, but the Stream is"),
+        ({"train_split": ValidSplit(3)}, {}, "holds out a share .*predefined_split"),
+        ({}, {"sample_weight": np.ones(N)}, "one weight for each sample, but the Stream is a str"),
+    ],
+)
+def test_what_needs_a_length_is_refused_before_training(params, fit_params, message):
+    net = make(**params)
+    with pytest.raises(ValueError, match=message):
+        net.fit(Stream(), **fit_params)
+    assert not net.history
+
+
+# -- data loaders --------------------------------------------------------------------------
+
+
+def test_refuses_data_loaders():
+    loader = DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), batch_size=30)
+    message = r"X is a DataLoader, but a net makes .* loader.dataset, .* here batch_size=30"
+    with pytest.raises(TypeError, match=message):
+        make().fit(loader)
+    net = make().fit(loader.dataset)
+    for call in [
+        lambda: net.predict(loader),
+        lambda: net.score(loader, Y),
+        lambda: relative_flatness(net, loader),
+        lambda: net.partial_fit(loader),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert relative_flatness(net.module_, loader, criterion=nn.CrossEntropyLoss()) > 0
+
+
+# -- devices -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_refuses_a_device_that_is_not_there():
+    message = "device='cuda' cannot be used here: .* Pass device='cpu'"
+    net = make(device="cuda")
+    with pytest.raises(ValueError, match=message):
+        net.fit(X, Y)
+    assert not net.initialized_
+    fitted = make().fit(X, Y)
+    criterion = nn.CrossEntropyLoss()
+    for call in [
+        lambda: net.partial_fit(X, Y),
+        lambda: relative_flatness(fitted, X, Y, device="cuda"),
+        lambda: relative_flatness(fitted.module_, X, Y, criterion=criterion, device="cuda"),
+        lambda: measure("hessian_trace", fitted, X, Y, device="cuda"),
+        lambda: flatness_report(fitted, X, Y, device="cuda"),
+        lambda: FlatnessScorer(measure_params={"device": "cuda"})(fitted, X, Y),
+        lambda: feature_robustness(fitted, X, Y, 0.1, device="cuda"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
