@@ -1,6 +1,7 @@
 """A trained network with its loss and data; its layers, found and recorded."""
 
 from relflat_sk._network.attention import explicit_attention
+from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.batches import (
     Batch,
     Batches,
@@ -8,7 +9,7 @@ from relflat_sk._network.batches import (
     make_batches,
 )
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.graph import check_thrice, find_link
+from relflat_sk._network.graph import check_thrice, find_link, has_fused_attention
 from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
@@ -51,6 +52,7 @@ __all__ = [
     "Layer",
     "LayerMap",
     "LayerRecord",
+    "MathAttention",
     "Network",
     "Outcome",
     "Recorder",
@@ -71,6 +73,7 @@ __all__ = [
     "find_link",
     "find_norm_layers",
     "floating_parameter",
+    "has_fused_attention",
     "has_own_forward",
     "keep_copies",
     "keep_graph",

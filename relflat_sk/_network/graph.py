@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_thrice", "find_link", "is_piecewise_linear", "only_moves_axes"]
+__all__ = [
+    "check_thrice",
+    "find_link",
+    "has_fused_attention",
+    "is_piecewise_linear",
+    "only_moves_axes",
+]
 
 # nodes whose output holds the same numbers as their input, in the same order
 _SAME_NUMBERS = {
@@ -165,6 +171,24 @@ def _keeps_linear(step: Any, reached: list[bool]) -> bool:
         fused = getattr(step, "_saved_training", False)  # see `check_thrice`
         return not any(reached[1:]) and not fused
     return False
+
+
+def has_fused_attention(base: Tensor, *nodes: Any) -> bool:
+    """Return whether attention behind some layers ran in a kernel without a second derivative.
+
+    Parameters
+    ----------
+    base : Tensor of any shape
+        Computed from the layers' outputs, with its graph.
+    *nodes : torch.autograd.graph.Node
+        `LayerRecord.node` of each layer.
+
+    Returns
+    -------
+    bool
+        False also where attention was computed by other functions than torch's.
+    """
+    return any(step.name().startswith("ScaledDotProduct") for step, _ in _tail(base, *nodes))
 
 
 # torch's second derivatives of these take statistics of the input for constants

@@ -11,13 +11,14 @@ None                 nothing but the order of the calls
 ===================  =======================================================================
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.forwards import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
 
@@ -225,6 +226,9 @@ class Recorder:
         Called after each call of a layer with its record, the positional and the keyword
         arguments, and the output; returns what the rest of the network receives. None records
         the order of the calls only.
+    twice : collection of str, default=()
+        Names of layers behind which the network may be differentiated twice. From the first of
+        them on, attention runs in a kernel that allows it.
 
     Attributes
     ----------
@@ -244,10 +248,17 @@ class Recorder:
     torch.Size([5, 3])
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], keep: Keep | None = keep_graph) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        keep: Keep | None = keep_graph,
+        twice: Collection[str] = (),
+    ) -> None:
         self.calls: list[str] = []
         self.failed = False
         self._keep = keep
+        self._twice = twice
+        self._attention = MathAttention() if twice else None
         self._records = {name: LayerRecord(name, layer) for name, layer in layers.items()}
         self._replaced = ReplacedForwards(
             (record.layer, self._recorded(record)) for record in self._records.values()
@@ -271,14 +282,19 @@ class Recorder:
     def __exit__(self, error: object, *_: object) -> None:
         self._replaced.__exit__()
         self.failed = error is not None
+        if self._attention is not None:
+            self._attention.__exit__()
 
     def _recorded(self, record: LayerRecord) -> Callable[..., Any]:
         """Return a layer's forward method that records its calls as well."""
         forward, name, calls, keep = record.layer.forward, record.name, self.calls, self._keep
+        attention = self._attention if name in self._twice else None
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
             calls.append(name)
+            if attention is not None:
+                attention.__enter__()
             return output if keep is None else keep(record, args, kwargs, output)
 
         return recorded
@@ -300,7 +316,7 @@ def record_order(module: nn.Module) -> Recorder:
     return Recorder(weight_layers(module), None)
 
 
-def record_tail(module: nn.Module, *names: str) -> Recorder:
+def record_tail(module: nn.Module, *names: str, twice: bool = False) -> Recorder:
     """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`.
 
     Parameters
@@ -309,10 +325,13 @@ def record_tail(module: nn.Module, *names: str) -> Recorder:
         The network.
     *names : str
         Dotted names of the layers.
+    twice : bool, default=False
+        Whether the network behind the layers may be differentiated twice.
 
     Returns
     -------
     Recorder
         To be used as a context.
     """
-    return Recorder({name: module.get_submodule(name) for name in names}, start_graph)
+    layers = {name: module.get_submodule(name) for name in names}
+    return Recorder(layers, start_graph, names if twice else ())

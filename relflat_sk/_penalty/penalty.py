@@ -181,7 +181,9 @@ class RelativeFlatnessPenalty:
         with explicit_attention(module), explicit_norms(norms):
             layers = weight_layers(module)
             names = find_names(module, asked, list(layers))
-            with make_recorder(layers, names) as recorder:
+            # behind the last layer, attention is hardly ever to be differentiated twice
+            twice = names if asked == (-1,) else layers
+            with make_recorder(layers, names, twice) as recorder:
                 self._recorder = recorder
                 self._plan = UnfinishedPlan(asked, parts, norms, recorder)
                 yield
@@ -284,6 +286,8 @@ class RelativeFlatnessPenalty:
         self._recorder, plan = None, self._finish_plan()
         assert plan is not None  # there is one for every recorder
         records = [recorder[name] for name in plan.layers]
+        if plan.twice is None:
+            self._plan = plan.complete(output, records[-1])
         if self.clip is not None:
             self._limit = plan.limit(self.clip, records[-1])
         return batch_flatness(

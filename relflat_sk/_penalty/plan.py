@@ -1,7 +1,7 @@
 """The layers that a penalty records in each step, found in the first forward pass."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from relflat_sk._network import (
     Recorder,
     check_unshared,
     find_layer,
+    find_link,
     keep_graph,
 )
 from relflat_sk._penalty.gradient_limit import (
@@ -44,6 +45,9 @@ class Plan:
         Whether attention must run step by step.
     norms : list of nn.Module
         Normalisation layers that must allow three derivatives.
+    twice : list of str or None
+        Layers behind which attention must allow a second derivative. None if only the last
+        layer is penalised, as long as it is not known whether it needs one.
     """
 
     asked: tuple[Layer, ...] | None
@@ -51,8 +55,9 @@ class Plan:
     children: list[dict[str, nn.Module | None]]
     layers: dict[str, nn.Module]
     penalised: list[str]
-    in_attention: bool  # whether attention must run step by step
+    in_attention: bool
     norms: list[nn.Module]
+    twice: list[str] | None
 
     @classmethod
     def make(
@@ -93,7 +98,16 @@ class Plan:
         # a penalty at the last layer differentiates no other part of the network again
         earlier = any(name != order[-1] for name in penalised)
         children = [dict(part._modules) for part in parts]
-        return cls(asked, parts, children, layers, penalised, inside, norms if earlier else [])
+        return cls(
+            asked,
+            parts,
+            children,
+            layers,
+            penalised,
+            inside,
+            norms=norms if earlier else [],
+            twice=penalised if earlier else None,
+        )
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         """Return whether the network is the one of this plan, with the same parts.
@@ -148,7 +162,25 @@ class Plan:
         Recorder
             A context for the forward pass.
         """
-        return make_recorder(layers, self.penalised)
+        return make_recorder(layers, self.penalised, self.twice or ())
+
+    def complete(self, output: Tensor, last: LayerRecord) -> "Plan":
+        """Find out from a first batch whether there may be attention behind the last layer.
+
+        Parameters
+        ----------
+        output : Tensor of shape (n, ...)
+            The criterion's input, with its graph.
+        last : LayerRecord
+            The last layer in this step.
+
+        Returns
+        -------
+        Plan
+            With `twice` known.
+        """
+        is_output = find_link(output, last.node) is not None
+        return replace(self, twice=[] if is_output else self.penalised)
 
 
 @dataclass(frozen=True)
@@ -210,7 +242,9 @@ def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str
     return [find_layer(module, layer, order) for layer in asked]
 
 
-def make_recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> Recorder:
+def make_recorder(
+    layers: Mapping[str, nn.Module], penalised: Sequence[str], twice: Collection[str]
+) -> Recorder:
     """Make a recorder after which a penalised layer has a gradient if all before it is frozen.
 
     Parameters
@@ -219,6 +253,8 @@ def make_recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> 
         The layers to record, by name.
     penalised : sequence of str
         Names of the penalised layers.
+    twice : collection of str
+        Layers behind which attention must allow a second derivative.
 
     Returns
     -------
@@ -234,4 +270,4 @@ def make_recorder(layers: Mapping[str, nn.Module], penalised: Sequence[str]) -> 
             output = output.detach().requires_grad_().view_as(output)
         return keep_graph(record, args, kwargs, output)
 
-    return Recorder(layers, keep)
+    return Recorder(layers, keep, twice)

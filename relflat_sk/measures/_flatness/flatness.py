@@ -100,7 +100,8 @@ def measure_layers(
             groups.append(GradientNorms(network))
         if EIGENVALUE_LIKE.keys() & set(names):
             groups.append(EigenvalueMeasures(network, rtol=rtol, random_state=random_state))
-        scan(network, layers, summary.add, *(group.add for group in groups))
+        visits = [group.add for group in groups]
+        summary.order = scan(network, layers, summary.add, *visits)
         if summary.divisor == 0:
             raise ValueError(
                 "no sample counts in the mean loss: every label is ignored (ignore_index) or "
@@ -151,5 +152,5 @@ def summarize(network: Network) -> Summary:
     """
     summary = Summary()
     with borrowed(network.module):
-        scan(network, [-1], summary.add)
+        summary.order = scan(network, [-1], summary.add)
     return summary

@@ -15,9 +15,9 @@ from relflat_sk._network import (
     Layer,
     LayerRecord,
     Network,
-    Recorder,
     check_layer,
     find_layer,
+    has_fused_attention,
     layer_map,
     record_order,
     record_tail,
@@ -30,7 +30,7 @@ __all__ = ["find_measured_layer", "scan"]
 
 def scan(
     network: Network, layers: Sequence[Layer] | str, *visits: Callable[[ForwardPass], object]
-) -> None:
+) -> list[str]:
     """Run the network on all the data once, and call functions on the pass of each batch.
 
     To be used within `borrowed`.
@@ -45,6 +45,11 @@ def scan(
         Called with the `ForwardPass` of each batch, in this order. Nothing of a batch is alive
         when the network runs on the next one, unless one of them keeps it.
 
+    Returns
+    -------
+    list of str
+        Names of all layers with a weight matrix, recorded or not, in forward order.
+
     Raises
     ------
     LayerNotFoundError, TypeError, ValueError
@@ -53,6 +58,7 @@ def scan(
     runner = _Runner(network, layers)
     for batch in network.batches():
         _visit(runner, batch, visits)
+    return runner.order
 
 
 def _visit(
@@ -96,12 +102,14 @@ class _Runner:
     def __init__(self, network: Network, layers: Sequence[Layer] | str) -> None:
         self.network = network
         self.layers = layers
+        self.order: list[str] = []
         self._names: list[str] = []
+        self._twice = True  # whether attention must allow a second derivative
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run the network on one batch."""
         if self._names:
-            output, records = _record(self.network, self._names, batch)
+            output, records = self._record(self._names, batch)
         else:
             output, records = self._find(batch)
             for record in records:
@@ -117,17 +125,28 @@ class _Runner:
         guess = registered
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
+        self._twice = guess != registered[-1:]  # hardly ever needed behind the last layer
         with record_order(module) as recorder:
-            output, records = _record(self.network, guess, batch)
-        names = self._names_in_order(guess, recorder)
-        if not set(names) <= set(guess):
-            return _record(self.network, names, batch)
+            output, records = self._record(guess, batch)
+        self.order = recorder.order
+        names = self._names_in_order(guess)
+        fused = not self._twice and has_fused_attention(output, records[-1].node)
+        if fused or not set(names) <= set(guess):
+            self._twice = True
+            return self._record(names, batch)
         by_name = {record.name: record for record in records}
         return output, [by_name[name] for name in names]
 
-    def _names_in_order(self, guess: Sequence[str], recorder: Recorder) -> list[str]:
+    def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
+        """Run the network on a batch, and return its output and the records of some layers."""
+        recorder = record_tail(self.network.module, *names, twice=self._twice)
+        with torch.no_grad(), recorder:
+            output = self.network(batch.x)
+        return output, [recorder[name] for name in dict.fromkeys(names)]
+
+    def _names_in_order(self, guess: Sequence[str]) -> list[str]:
         """Return the names of the layers in forward order, each of them once."""
-        module, order = self.network.module, recorder.order
+        module, order = self.network.module, self.order
         if self.layers == "all":
             if not order:
                 find_layer(module, -1)  # raises: the network has none
@@ -147,15 +166,6 @@ def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
         within = -len(registered) <= layer < len(registered)
         return registered[layer] if within else registered[0]
     return find_layer(module, layer)
-
-
-def _record(
-    network: Network, names: Sequence[str], batch: Batch
-) -> tuple[Tensor, list[LayerRecord]]:
-    """Run the network on a batch, and return its output and the records of some layers."""
-    with torch.no_grad(), record_tail(network.module, *names) as recorder:
-        output = network(batch.x)
-    return output, [recorder[name] for name in dict.fromkeys(names)]
 
 
 def _check_linear(module: nn.Module, record: LayerRecord) -> None:

@@ -31,6 +31,8 @@ class Summary:
         Function from the last measured layer to the output, see `find_link`.
     layer_weights : dict of str to Tensor of shape (d, m)
         Weights of the measured layers, in float64.
+    order : list of str
+        Names of all layers with a weight matrix, in forward order.
     """
 
     divisor: float = 0.0
@@ -39,6 +41,7 @@ class Summary:
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
     layer_weights: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from relflat_sk._network import Network, borrowed, outcomes
+from relflat_sk._network import MathAttention, Network, borrowed, outcomes
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.perturbation import (
     Weights,
@@ -49,7 +49,7 @@ def fisher_rao_norm(network: Network) -> Estimate:
         ``l_i``: class weights count, divided by their mean.
     """
     weights = weights_of(network)
-    with borrowed(network.module), torch_recurrence(network.module):
+    with borrowed(network.module), torch_recurrence(network.module), MathAttention():
         try:
             with torch.no_grad(), forward_ad.dual_level():
                 return _norm(with_weights(network, map_weights(_dual, weights)), _tangent)

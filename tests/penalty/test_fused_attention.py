@@ -1,0 +1,110 @@
+"""The penalty at layers in front of `scaled_dot_product_attention`."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
+from tests import oracles
+from tests.measures.test_fused_attention import HEADS, KINDS, FusedAttention, allowed, make
+from tests.measures.test_layer_kinds import CE
+from tests.penalty.test_penalty import assert_slope_is_that_of_differences
+
+COPIES, SEED = 300, 7
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+
+
+@pytest.mark.parametrize("layer", ["qkv", "out", "head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_on_average_in_training(kind, layer):
+    net, written, X, y = make(kind)
+    X, y = torch.cat([X] * COPIES), torch.cat([y] * COPIES)
+    shape = (len(X), HEADS, X.shape[1], X.shape[1])
+    torch.manual_seed(SEED)
+    written.mask = F.dropout(torch.ones(shape).double(), net.dropout)
+    H, W = oracles.weight_hessian(written, layer, CE, X, y)
+    truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
+    penalty, draws = RelativeFlatnessPenalty(layer, probes=4), []
+    for seed in range(40):
+        torch.manual_seed(SEED)  # the same neurons are dropped in each pass
+        with penalty.capture(net):
+            output = net(X)
+        torch.testing.assert_close(output, written(X))
+        torch.manual_seed(seed)
+        draws.append(penalty(CE, output, y).item())
+    stderr = np.std(draws, ddof=1) / len(draws) ** 0.5
+    assert abs(np.mean(draws) - truth) < 4 * stderr + 1e-9 * abs(truth)
+    assert stderr < 0.3 * abs(truth)  # or the line above would say nothing
+
+
+@pytest.mark.parametrize("layer", ["qkv", "all"])
+def test_slope(layer):
+    net, _, X, y = make("causal")
+    penalty = RelativeFlatnessPenalty(layer)
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=1e-5)
+
+
+def test_attention_stays_fused_where_no_second_derivative_is_needed():
+    net, _, X, y = make("plain")
+    before = allowed()
+    for layer in (-1, 2, "head"):
+        penalty = RelativeFlatnessPenalty(layer)
+        for _ in range(3):
+            with penalty.capture(net):
+                output = net(X)
+            penalty(CE, output, y).backward()
+        assert net.allowed[-2:] == [before] * 2  # the first step finds the layers
+    assert net.allowed[:3] == [before] * 3
+    penalty = RelativeFlatnessPenalty("qkv")
+    for _ in range(3):
+        with penalty.capture(net):
+            output = net(X)
+        assert allowed() == before
+        penalty(CE, output, y).backward()
+    assert net.allowed[-3:] == [(False, False, False, True)] * 3
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_nets_train(clip):
+    torch.manual_seed(0)
+    X, y = torch.randn(64, 3, 4), torch.arange(64) % 3
+    X[:, 0, 0] += 3 * (y == 0)
+    net = RelativeFlatnessRegularizedClassifier(
+        FusedAttention,
+        module__dropout=0.1,
+        module__causal=True,
+        flatness_layer=["qkv", -1],
+        flatness_clip=clip,
+        optimizer=torch.optim.Adam,
+        lr=0.01,
+        max_epochs=20,
+        verbose=0,
+    ).fit(X, y)
+    losses = net.history[:, "train_loss"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert np.isfinite(net.relative_flatness_)
+    assert allowed() == (True, True, True, True)
+
+
+def test_attention_with_added_keys():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.body(x)
+            return self.head(self.attention(h, h, h, need_weights=False)[0].mean(1))
+
+    net, X, y = Attends(), torch.randn(6, 3, 4), torch.arange(6) % 3
+    penalty = RelativeFlatnessPenalty("body")
+    for _ in range(2):
+        with penalty.capture(net):
+            output = net(X)
+        penalty(CE, output, y).backward()
+    assert net.body.weight.grad.any()
