@@ -31,6 +31,7 @@ depend on the targets alone. The criterion includes class weights, but neither w
 nor sample weights.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatch
@@ -261,11 +262,16 @@ MLP_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 def _network(
     layers: list[tuple[Any, Any]], activation: Callable[[], nn.Module] = nn.Identity
 ) -> nn.Sequential:
-    """Stack linear layers with these (weight, bias), an activation between any two."""
-    modules: list[nn.Module] = []
-    for weight, bias in layers:
-        modules += [_linear(weight, bias), activation()]
-    return nn.Sequential(*modules[:-1]).eval()
+    """Stack linear layers with these (weight, bias), an activation between any two.
+
+    The layers have the names of those in `relflat_sk.MLP`.
+    """
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, (weight, bias) in enumerate(layers[:-1]):
+        modules[f"hidden{i}"] = _linear(weight, bias)
+        modules[f"activation{i}"] = activation()
+    modules["output"] = _linear(*layers[-1])
+    return nn.Sequential(modules).eval()
 
 
 def _linear(coef: Any, intercept: Any) -> nn.Linear:

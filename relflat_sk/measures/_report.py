@@ -56,10 +56,11 @@ def flatness_report(  # noqa: PLR0913
     Returns
     -------
     DataFrame
-        One row per layer and measure. Columns are `measure`, `layer` (empty for measures of
-        the whole network), `value`, `stderr` (0 for exact values, the residual's norm for
-        eigenvalues), `method`, `n_samples` and `invariance`, the changes of weights that change
-        neither the network's function nor the measure.
+        One row per layer and measure. Columns are `measure`, `layer` (the name, empty for
+        measures of the whole network), `position` (of the layer in forward order, missing for
+        measures of the whole network), `value`, `stderr` (0 for exact values, the residual's
+        norm for eigenvalues), `method`, `n_samples` and `invariance`, the changes of weights
+        that change neither the network's function nor the measure.
 
     Raises
     ------
@@ -84,10 +85,12 @@ def flatness_report(  # noqa: PLR0913
     network = to_network(model, X, y, options)
     found = measure_network(network, names, layers, refuse=measures is not None, **params)
     layer_order = list(dict.fromkeys(layer for layer, _ in found))
+    order = next(iter(found.values())).summary.order
     rows = [
         {
             "measure": name,
             "layer": layer,
+            "position": order.index(layer) if layer else None,
             "value": found[layer, name].value,
             "stderr": found[layer, name].stderr,
             "method": found[layer, name].method,
@@ -98,4 +101,4 @@ def flatness_report(  # noqa: PLR0913
         for name in dict.fromkeys(names)
         if (layer, name) in found
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype({"position": "Int64"})

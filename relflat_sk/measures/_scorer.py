@@ -9,9 +9,11 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.metadata_routing import UNCHANGED
 from sklearn.utils.validation import check_is_fitted
 
-from relflat_sk._models import final_estimator
-from relflat_sk._network import Layer
+from relflat_sk._checks import is_integer
+from relflat_sk._models import DataOptions, final_estimator, to_network
+from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
+from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._api import evaluate, get_measure_names
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._minimum import (
@@ -174,7 +176,7 @@ class FlatnessScorer(BaseEstimator):
         """
         self._check_parameters()
         if self.data == "train":
-            flatness, comparison = self._read_recorded(estimator)
+            flatness, comparison = self._read_recorded(estimator, X)
             if self.at_minimum == "ignore":
                 return 0.0 - flatness  # which is never -0.0
             if comparison is None or not comparison.is_known:
@@ -249,7 +251,7 @@ class FlatnessScorer(BaseEstimator):
                 'data="given" with the training data.'
             )
 
-    def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None]:
+    def _read_recorded(self, estimator: Any, X: Any) -> tuple[float, ConstantComparison | None]:
         """Return what a net recorded in fit: its flatness at the scorer's layer, loss and score."""
         net = final_estimator(estimator)
         check_is_fitted(net)
@@ -261,7 +263,10 @@ class FlatnessScorer(BaseEstimator):
             )
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
         recorded = {"layer": net.flatness_layer, "normalize": net.flatness_normalize}
-        if expected != recorded:
+        if expected != recorded and not (
+            expected["normalize"] == recorded["normalize"]
+            and _are_same_layer(estimator, X, self.layer, net.flatness_layer)
+        ):
             raise ValueError(
                 f"the {type(net).__name__} recorded its flatness with {_listed(recorded)}, but "
                 f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
@@ -311,6 +316,18 @@ class FlatnessScorer(BaseEstimator):
     def _accept_sample_weight(self) -> bool:
         # scikit-learn asks scorers in a dict, where metadata routing is off
         return True
+
+
+def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:
+    """Return whether positions and names belong to one layer; False for several layers."""
+    if not all(is_integer(layer) or isinstance(layer, str) for layer in layers):
+        return False
+    network = to_network(estimator, X, None, DataOptions())
+    order = layer_names(network)
+    try:
+        return len({find_layer(network.module, layer, order) for layer in layers}) == 1
+    except LayerNotFoundError:  # also for "all"
+        return False
 
 
 def _listed(arguments: dict[str, Any]) -> str:

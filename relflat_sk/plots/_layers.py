@@ -25,7 +25,8 @@ WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 class LayerFlatnessDisplay(EstimatorDisplay):
     """Display of flatness layer by layer, in forward order from top to bottom.
 
-    Make one with `from_estimator`. The bars are standard errors of estimated values.
+    Make one with `from_estimator`. Layers are labelled by position and name. The bars are
+    standard errors of estimated values.
 
     Parameters
     ----------
@@ -108,7 +109,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> model = MLPClassifier((8,), max_iter=2000, random_state=0).fit(X, y)
         >>> display = LayerFlatnessDisplay.from_estimator(model, X, y)
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
-        ['0', '2']
+        ['0: hidden0', '1: output']
         """
         names = [measures] if isinstance(measures, str) else list(measures)
         report = flatness_report(
@@ -123,7 +124,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         measures = list(dict.fromkeys(self.report["measure"]))
         # values of the whole network have no layer; they come last
         layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
-        names = [shorten(name) or WHOLE_NETWORK for name in layers]
+        names = self._name_layers(layers)
         n_columns = self._make_panels(ax, len(measures), names)
         style = curve_style(0) | {"linestyle": "none", "markersize": 6, "capsize": 3} | kwargs
         for number, (measure, panel) in enumerate(zip(measures, self.axes_, strict=True)):
@@ -143,6 +144,15 @@ class LayerFlatnessDisplay(EstimatorDisplay):
                 panel.set_ylabel("layer")
         self.ax_.set_yticks(range(len(layers)), names)
         self.ax_.set_ylim(len(layers) - 0.4, -0.6)
+
+    def _name_layers(self, layers: Sequence[str]) -> list[str]:
+        """Return a label for each layer: its position, if the report has it, and its name."""
+        prefixes = dict.fromkeys(layers, "")
+        if "position" in self.report:
+            known = self.report.dropna(subset="position")
+            for name, position in zip(known["layer"], known["position"], strict=True):
+                prefixes[name] = f"{position:.0f}: "
+        return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
 
     def _make_panels(self, ax: "Axes | None", n: int, names: list[str]) -> int:
         """Make n panels large enough for the names of the layers, and return the columns."""

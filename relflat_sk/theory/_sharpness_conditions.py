@@ -90,9 +90,10 @@ def sharpness_conditions(
     -------
     DataFrame
         One row for each condition and layer, in forward order, with columns `condition` ("C1",
-        "C2" or "C3"), `layer`, `constant` ("mu", "C_2" or "C_3"), `worst` (the constant, over
-        all samples), `median` (over samples) and `reading`, the meaning in words. Large values
-        of mu are good, and small values of the others. The constants have no unit.
+        "C2" or "C3"), `layer` (its name), `position` (of the layer in forward order),
+        `constant` ("mu", "C_2" or "C_3"), `worst` (the constant, over all samples), `median`
+        (over samples) and `reading`, the meaning in words. Large values of mu are good, and
+        small values of the others. The constants have no unit.
 
     Raises
     ------
@@ -130,22 +131,24 @@ def sharpness_conditions(
     constants: dict[tuple[str, str], list[Tensor]] = {}
     with borrowed(network.module), torch.no_grad():
         layers = fold_layers(network)
+        order = [layer.name for layer in layers]
         for chain in _chains(network, layers):
-            for key, values in _constants(chain, [layer.name for layer in layers]).items():
+            for key, values in _constants(chain, order).items():
                 constants.setdefault(key, []).append(values)
     rows = [
-        _row(condition, layer, torch.cat(values))
+        _row(condition, layer, order.index(layer), torch.cat(values))
         for (condition, layer), values in constants.items()
     ]
     return pd.DataFrame(rows)
 
 
-def _row(condition: str, layer: str, values: Tensor) -> dict[str, Any]:
+def _row(condition: str, layer: str, position: int, values: Tensor) -> dict[str, Any]:
     """Summarise the constants of all samples as one row of the table."""
     worst = float(values.min() if condition == "C1" else values.max())
     return {
         "condition": condition,
         "layer": layer,
+        "position": position,
         "constant": {"C1": "mu", "C2": "C_2", "C3": "C_3"}[condition],
         "worst": worst,
         "median": float(values.median()),

@@ -1,8 +1,9 @@
 """A multilayer perceptron that can be sized from the data."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ _INITS: dict[str, Callable[[Tensor], Tensor] | None] = {
 class MLP(nn.Sequential):
     """A multilayer perceptron: linear layers with an activation in between.
 
+    Its layers are named `hidden0`, `hidden1` and so on, and `output`. State dicts from before
+    they had names, with ``1.weight`` for example, can be loaded.
+
     Parameters
     ----------
     n_features : int
@@ -56,8 +60,11 @@ class MLP(nn.Sequential):
     Examples
     --------
     >>> import torch
-    >>> MLP(64, 10, hidden_layer_sizes=(32, 16))(torch.zeros(5, 8, 8)).shape
+    >>> net = MLP(64, 10, hidden_layer_sizes=(32, 16))
+    >>> net(torch.zeros(5, 8, 8)).shape
     torch.Size([5, 10])
+    >>> [name for name, layer in net.named_children() if hasattr(layer, "weight")]
+    ['hidden0', 'hidden1', 'output']
     """
 
     def __init__(
@@ -81,16 +88,28 @@ class MLP(nn.Sequential):
             )
         act = _choice("activation", activation, _ACTIVATIONS)
         draw = _choice("init", init, _INITS)
-        layers: list[nn.Module] = [nn.Flatten()]
-        for n_in, n_out in pairwise(sizes):
-            layers += [nn.Linear(int(n_in), int(n_out)), act()]
-        super().__init__(*layers[:-1])
+        layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+        for i, (n_in, n_out) in enumerate(pairwise(sizes[:-1])):
+            layers[f"hidden{i}"] = nn.Linear(int(n_in), int(n_out))
+            layers[f"activation{i}"] = act()
+        layers["output"] = nn.Linear(int(sizes[-2]), int(n_outputs))
+        super().__init__(layers)
         if draw is not None:
             for layer in self:
                 if isinstance(layer, nn.Linear):
                     with torch.no_grad():
                         draw(layer.weight)
                         layer.bias.zero_()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load a state dict; layers may also be named by their positions, as before."""
+        for position, name in enumerate(self._modules):
+            before = f"{prefix}{position}."
+            for key in [key for key in state_dict if key.startswith(before)]:
+                state_dict[f"{prefix}{name}.{key.removeprefix(before)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def _choice(name: str, value: str, table: dict[str, _T]) -> _T:

@@ -64,7 +64,7 @@ def test_report_has_every_layer_and_measure(kind):
     net, X, y = make(kind)
     report = flatness_report(net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6)
     assert list(report.columns) == [
-        "measure", "layer", "value", "stderr", "method", "n_samples", "invariance",
+        "measure", "layer", "position", "value", "stderr", "method", "n_samples", "invariance",
     ]  # fmt: skip
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
     whole = {"network_flatness", *NETWORK_WIDE}
@@ -73,9 +73,10 @@ def test_report_has_every_layer_and_measure(kind):
     assert set(report.loc[report["layer"] == "", "measure"]) == whole
     assert (report["n_samples"] == 7).all()
     for _, row in report[report["layer"] != ""].iterrows():
-        value = measure(row["measure"], net, X, y, layer=row["layer"], criterion=CE, rtol=1e-6,
-                        random_state=0)  # fmt: skip
-        assert row["value"] == pytest.approx(value, rel=1e-9)
+        for layer in (row["layer"], row["position"]):
+            value = measure(row["measure"], net, X, y, layer=layer, criterion=CE, rtol=1e-6,
+                            random_state=0)  # fmt: skip
+            assert row["value"] == pytest.approx(value, rel=1e-9)
     table = report.pivot_table(index="layer", columns="measure", values="value", sort=False)
     assert list(table.index[: len(layers)]) == layers
     top = report.loc[report["measure"] == "network_flatness", "value"].item()
@@ -93,6 +94,9 @@ def test_report_of_some_layers_and_measures():
     net, X, y = make("conv")
     report = flatness_report(net, X, y, criterion=CE, layers=[-1, "0"], measures=["hessian_trace"])
     assert report["layer"].tolist() == ["0", "6"]
+    assert report["position"].tolist() == [0, 2]  # among all layers, also those left out
+    whole = flatness_report(net, X, y, criterion=CE, measures=["l2_norm"])
+    assert whole["position"].isna().all()
     with_decay = flatness_report(net, X, y, criterion=CE, weight_decay=0.1)
     assert "normalized_relative_flatness" not in set(with_decay["measure"])
 

@@ -144,7 +144,7 @@ def test_score_is_minus_the_flatness(name):
     assert score < 0
 
 
-@pytest.mark.parametrize("layer", [0, "1"])
+@pytest.mark.parametrize("layer", [0, "hidden0"])
 def test_any_layer_and_measure_can_be_scored(layer):
     model = flat_net(max_epochs=3).fit(X, NAMES)
     scorer = FlatnessScorer(
@@ -878,6 +878,14 @@ def test_recorded_value_of_the_best_estimator_of_a_search():
     assert search.score(X, NAMES) == -search.best_estimator_.relative_flatness_
 
 
+@pytest.mark.parametrize(("layer", "same"), [("output", [-1, 1, "output"]), (0, ["hidden0", -2])])
+def test_recorded_value_of_a_layer_with_another_name(layer, same):
+    model = flat_net(max_epochs=3, flatness_layer=layer).fit(X, NAMES)
+    for name in same:
+        score = FlatnessScorer(layer=name, data="train")(model, X, NAMES)
+        assert score == -model.relative_flatness_
+
+
 @pytest.mark.filterwarnings("ignore:the network is perfectly flat:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}])
 def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):
@@ -902,11 +910,21 @@ def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):
         ),
         (
             flat_net(max_epochs=1),
+            {"layer": "hidden0"},
+            "with layer=-1, normalize=False, but the scorer asks for layer='hidden0'",
+        ),
+        (
+            flat_net(max_epochs=1),
+            {"layer": "hidden9"},
+            "but the scorer asks for layer='hidden9'",
+        ),
+        (
+            flat_net(max_epochs=1),
             {"measure": "normalized_relative_flatness"},
             "asks for layer=-1, normalize=True. Give the same layer and measure to both",
         ),
     ],
-    ids=["stock net", "layer", "layers", "measure"],
+    ids=["stock net", "layer", "layers", "name", "unknown", "measure"],
 )
 def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
     with pytest.raises(ValueError, match=message):

@@ -69,7 +69,9 @@ def test_layers_are_drawn_in_forward_order_as_reported(model):
         assert_allclose(drawn(panel).get_xdata(orig=False), rows["value"])
         assert_allclose(drawn(panel).get_ydata(orig=False), range(3))
     first = display.ax_
-    assert [label.get_text() for label in first.get_yticklabels()] == rows["layer"].tolist()
+    assert [label.get_text() for label in first.get_yticklabels()] == [
+        "0: hidden0", "1: hidden1", "2: output",
+    ]  # fmt: skip
     bottom, top = first.get_ylim()
     assert bottom > top  # the first layer is above
     assert first.get_xlabel() == "relative flatness κ (nats)"
@@ -112,6 +114,15 @@ def test_a_measure_of_the_whole_network_has_its_own_row(model):
     assert np.isnan(norm[:3]).all()
     assert norm[3] > 0
     assert np.isnan(flatness[3])
+
+
+def test_layers_have_their_position_also_if_some_are_left_out_and_in_saved_reports(model):
+    display = LayerFlatnessDisplay.from_estimator(model, X, y, layers=["hidden1", -1])
+    labels = [label.get_text() for label in display.ax_.get_yticklabels()]
+    assert labels == ["1: hidden1", "2: output"]
+    saved = display.report.astype({"position": float})  # as pandas reads missing values
+    display = LayerFlatnessDisplay(report=saved).plot()
+    assert [label.get_text() for label in display.ax_.get_yticklabels()] == labels
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_iris
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import MLP
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
+from relflat_sk._network import weight_layers
 
 
 def shapes(net):
@@ -79,6 +81,29 @@ def test_default_init_is_torch_s():
     net = MLP(3, 2, (4,))
     assert_close(net[1].state_dict(), layers[0].state_dict(), rtol=0, atol=0)
     assert_close(net[3].state_dict(), layers[1].state_dict(), rtol=0, atol=0)
+
+
+def test_layers_have_names():
+    net = MLP(3, 2, (4, 5))
+    assert list(weight_layers(net)) == ["hidden0", "hidden1", "output"]
+    assert list(weight_layers(MLP(3, 2, ()))) == ["output"]
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0).fit(
+        *load_iris(return_X_y=True)
+    )
+    assert list(weight_layers(net.module_)) == ["hidden0", "output"]
+
+
+def test_loads_states_from_before_layers_had_names():
+    net, other = MLP(3, 2, (4, 5)), MLP(3, 2, (4, 5))
+    before = nn.Sequential(*net).state_dict()
+    assert list(before)[:2] == ["1.weight", "1.bias"]
+    other.load_state_dict(before)
+    assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+    inside = nn.ModuleDict({"a": MLP(3, 2, (4, 5))})
+    inside.load_state_dict({f"a.{name}": value for name, value in before.items()})
+    assert_close(inside["a"].state_dict(), net.state_dict(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"hidden0.weight".*"9.weight"'):
+        other.load_state_dict({"9.weight": before["1.weight"]})
 
 
 @pytest.mark.parametrize(

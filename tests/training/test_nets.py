@@ -63,7 +63,7 @@ def same(net, other):
 
 @pytest.mark.parametrize(
     ("layer", "normalize"),
-    [(-1, False), (-1, True), ("3", False), ([1, -1], False), ("all", False)],
+    [(-1, False), (-1, True), ("output", False), ([1, -1], False), ("all", False)],
 )
 def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize):
     net = make(
@@ -215,7 +215,9 @@ def test_lowers_flatness_at_similar_loss_on_digits():
 
 
 @pytest.mark.parametrize(
-    ("layer", "layers"), [(-1, [1]), ("1", [0]), (["1", -1], [0, 1]), ("all", [0, 1])], ids=str
+    ("layer", "layers"),
+    [(-1, [1]), ("hidden0", [0]), (["hidden0", -1], [0, 1]), ("all", [0, 1])],
+    ids=str,
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
@@ -486,12 +488,12 @@ def test_cross_validation_in_parallel():
 
 
 def test_clone_forgets_and_pickle_remembers():
-    net = make(flatness_layer=[0, "3"], module__activation="tanh", train_split=ValidSplit(5))
+    net = make(flatness_layer=[0, "output"], module__activation="tanh", train_split=ValidSplit(5))
     net.fit(X, NAMES)
     fresh = clone(net)
     assert not hasattr(fresh, "module_")
     assert fresh.get_params(deep=False).keys() == net.get_params(deep=False).keys()
-    assert fresh.flatness_layer == [0, "3"]
+    assert fresh.flatness_layer == [0, "output"]
     same(fresh.fit(X, NAMES), net)
     for copied in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert copied.predict_proba(X).tolist() == net.predict_proba(X).tolist()
@@ -833,7 +835,11 @@ def test_binary_classifiers_refuse_three_classes():
         ({"flatness_probes": 0}, ValueError, "flatness_probes must be a positive integer, got 0"),
         ({"flatness_layer": "nope"}, LayerNotFoundError, "no layer 'nope'. Layers with a weight"),
         ({"flatness_layer": 2}, LayerNotFoundError, "there is no layer 2"),
-        ({"flatness_layer": "2"}, LayerNotFoundError, "'2' is a ReLU, which has no weight"),
+        (
+            {"flatness_layer": "activation0"},
+            LayerNotFoundError,
+            "'activation0' is a ReLU, which has no weight",
+        ),
         ({"flatness_layer": []}, ValueError, "at least one layer"),
         ({"flatness_layer": None}, TypeError, "layer must be an int"),
         (
@@ -923,7 +929,7 @@ def test_flatness_that_cannot_be_measured_is_nan_with_a_warning():
     assert np.isnan(net.relative_flatness_)
 
 
-@pytest.mark.parametrize("layer", [-1, "1"])
+@pytest.mark.parametrize("layer", [-1, "hidden0"])
 def test_warns_of_a_net_that_died(layer):
     class Dead(MLP):
         def __init__(self, n_features, n_outputs):

@@ -157,7 +157,7 @@ class ForwardOnly(Classifier):
             return super().infer(x, **fit_params)
 
 
-@pytest.mark.parametrize("layer", [-1, "1"])
+@pytest.mark.parametrize("layer", [-1, "hidden0"])
 @pytest.mark.parametrize("kind", [WholeStep, ForwardOnly])
 def test_bfloat16(kind, layer):
     params = {"flatness_layer": layer, "flatness_weight": 1.0, "lr": 1e-3}
@@ -220,7 +220,7 @@ class Scaled(Classifier):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("layer", [-1, "1"])
+@pytest.mark.parametrize("layer", [-1, "hidden0"])
 def test_float16_with_a_scaler(layer):
     Scaled.scaler = torch.amp.GradScaler("cuda", init_scale=1024)
     params = {"flatness_layer": layer, "flatness_weight": 1.0, "lr": 1e-3, "device": "cuda"}
@@ -407,7 +407,7 @@ def test_schedules_of_the_learning_rate():
 
 
 def test_training_goes_on_from_saved_parameters():
-    params = {"optimizer__betas": (0.5, 0.9), "flatness_layer": "1"}
+    params = {"optimizer__betas": (0.5, 0.9), "flatness_layer": "hidden0"}
     files = {name: io.BytesIO() for name in ("f_params", "f_optimizer", "f_criterion")}
     net = make(**params).fit(X, NAMES)
     net.save_params(**files)
@@ -437,7 +437,7 @@ def test_torch_save():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("how", ["pickle", "save_params"])
 def test_what_cuda_trained_the_cpu_loads(how, tmp_path):
-    params = {"iterator_train__shuffle": True, "flatness_layer": "1"}
+    params = {"iterator_train__shuffle": True, "flatness_layer": "hidden0"}
     net = make(device="cuda", **params).fit(X, NAMES, sample_weight=np.arange(42.0))
     file = tmp_path / "net"
     if how == "pickle":
@@ -490,7 +490,7 @@ def accelerated():
         state._reset_state()
 
 
-@pytest.mark.parametrize("layer", [-1, "1"])
+@pytest.mark.parametrize("layer", [-1, "hidden0"])
 @pytest.mark.parametrize("weights", [None, np.arange(42)], ids=["plain", "weighted"])
 def test_accelerate(accelerated, layer, weights):
     params = {"flatness_layer": layer, "flatness_weight": 1.0}

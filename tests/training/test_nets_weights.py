@@ -125,7 +125,7 @@ def test_of_losses_without_closed_form(criterion):
 
 
 def test_equal_weights_change_nothing():
-    for params in ({}, {"flatness_layer": "1"}):
+    for params in ({}, {"flatness_layer": "hidden0"}):
         plain = make(batch_size=8, **params).fit(X, NAMES)
         for weight in (1, 7):  # a mean has no scale
             weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 30)

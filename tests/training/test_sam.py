@@ -184,7 +184,7 @@ def test_weights_come_back_after_an_exception():
 
 
 def test_radius_zero_is_the_plain_step():
-    params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "1"}
+    params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "hidden0"}
     net = make(sharpness_radius=0.0, **params).fit(X, INDEX)
     same(net, make(RelativeFlatnessRegularizedClassifier, **params).fit(X, INDEX))
 
