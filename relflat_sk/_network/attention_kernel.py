@@ -57,7 +57,7 @@ class MathAttention:
                 for _, enable, wanted in _KERNELS:
                     enable(wanted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the choice; do nothing if the context is not open."""
         if not self._is_open:
             return
