@@ -1,20 +1,56 @@
-"""Warn at the line of the user's code that called into the package."""
+"""Warn at the user's line of code, and only once of each thing."""
 
+import operator
 import os
+import re
 import sys
+import sysconfig
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from relflat_sk.exceptions import FlatnessWarning
 
 __all__ = ["warn"]
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+# code of Python and of installed packages, such as scikit-learn's loop over folds
+_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
+_INSTALLED = ("<frozen ", *(path + os.sep for path in _PATHS))
+
+
+_ONCE = {"default", "module", "once"}  # actions of filters
+
+
+class _Shown:
+    """The warnings that a run of a program, or of a notebook's cell, has shown."""
+
+    def __init__(self) -> None:
+        self.place: tuple[Any, ...] = ()
+        self.warnings: set[Hashable] = set()
+
+    def add(self, place: tuple[Any, ...], warning: Hashable) -> bool:
+        """Add a warning, and return whether it is new; forget those of other places."""
+        # by identity: a cell that runs again is another program with equal code
+        if len(place) != len(self.place) or any(map(operator.is_not, place, self.place)):
+            self.place, self.warnings = place, set()
+        new = warning not in self.warnings
+        self.warnings.add(warning)
+        return new
+
+
+_SHOWN = _Shown()
 
 
 def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
-    """Warn the code that called into the package.
+    """Warn at the line of the user's code that led here.
+
+    Python shows a warning once for each line of code, but forgets what it has shown when filters
+    change, and scikit-learn changes them for each fold. Here, identical warnings at a line are
+    shown once in a run of a program, or of a notebook's cell. Filters such as "always" and "error"
+    apply as usual.
 
     Parameters
     ----------
@@ -23,12 +59,42 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
     category : type, default=FlatnessWarning
         The warning's class.
     """
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    frames = [sys._getframe()]
+    while frames[-1].f_back is not None:
+        frames.append(frames[-1].f_back)
+    ours = (i for i, frame in enumerate(frames) if not _is_in(frame, _PACKAGE))
+    outside = list(ours) or [len(frames) - 1]
+    users = [i for i in outside if not _is_in(frames[i], _INSTALLED)] or outside
+    frame, program = frames[users[0]], frames[users[-1]].f_code
+    if _action(message, category, frame) in _ONCE:
+        place = program, getattr(warnings, "_showwarnmsg_impl", None)  # may collect warnings
+        where = frame.f_code.co_filename, frame.f_lineno
+        if not _SHOWN.add(place, (message, category, where)):
+            return
+    warnings.warn(message, category, stacklevel=users[0] + 1)
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Return whether a frame runs code of the package."""
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+def _is_in(frame: FrameType, places: str | tuple[str, ...]) -> bool:
+    """Return whether a frame runs code of a package, or of one of several."""
+    return frame.f_code.co_filename.startswith(places)
+
+
+def _action(message: str, category: type[Warning], frame: FrameType) -> str:
+    """Return what the filters ask for: the action of the first that matches."""
+    # a thread has filters of its own since Python 3.14
+    filters = warnings._get_filters() if hasattr(warnings, "_get_filters") else warnings.filters
+    module, line = str(frame.f_globals.get("__name__")), frame.f_lineno
+    for action, text, parent, name, number in filters:
+        if (
+            issubclass(category, parent)
+            and number in {0, line}
+            and _matches(text, message)
+            and _matches(name, module)
+        ):
+            return str(action)
+    return "default"
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    """Return whether a filter's pattern, None for any text, matches."""
+    return pattern is None or re.match(pattern, text) is not None

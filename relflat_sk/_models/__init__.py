@@ -1,5 +1,6 @@
 """Users' models as a network with its loss and data."""
 
+from relflat_sk._models.description import describe
 from relflat_sk._models.network_of import final_estimator, name_layer, to_network
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skorch_network
@@ -7,6 +8,7 @@ from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skor
 __all__ = [
     "CRITERION_ALONE",
     "DataOptions",
+    "describe",
     "final_estimator",
     "name_layer",
     "skorch_batches",

@@ -10,7 +10,7 @@ from sklearn.utils.metadata_routing import UNCHANGED
 from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import is_integer
-from relflat_sk._models import DataOptions, final_estimator, to_network
+from relflat_sk._models import DataOptions, describe, final_estimator, to_network
 from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
@@ -206,7 +206,7 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn of a model that is not known to be at a minimum; return False if it is at none."""
-        name = type(model).__name__
+        name = describe(model)
         if not comparison.is_known:
             warn(
                 f"without y, the scorer cannot check whether the {name} is at a minimum of its "

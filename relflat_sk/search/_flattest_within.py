@@ -69,6 +69,9 @@ def flattest_within(
     so for all good candidates, the rule chooses the best score among the candidates with a
     flatness, and warns with `FlatnessWarning`.
 
+    The halving searches of scikit-learn take one scorer only and do not ask `refit` for their
+    choice, so that the rule has no effect there.
+
     Examples
     --------
     >>> from sklearn.datasets import load_iris

@@ -22,6 +22,11 @@ class _StopWhenReached(Callback):
 
     every: int
 
+    def __repr__(self) -> str:
+        goal, every = self.get_params().values()
+        often = "" if every == 1 else f", every={every!r}"
+        return f"{type(self).__name__}({goal!r}{often})"
+
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and mark the net as not converged."""
         check_integer("every", self.every, minimum=1)

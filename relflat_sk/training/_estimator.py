@@ -96,8 +96,10 @@ class EstimatorNet(TaskNet):
         """
         restart = not (self.warm_start and self.initialized_)
         with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
+            epochs = 0 if restart else len(self.history)
             super().fit(inputs, targets, **fit_params)
             self._record_flatness(self._state().dataset, now=True)
+            self._check_outcome(epochs)
         return self
 
     def partial_fit(

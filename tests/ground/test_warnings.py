@@ -1,5 +1,7 @@
-"""Warnings point at the user's code."""
+"""Warnings point at the user's code, and are shown once."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -9,14 +11,34 @@ from relflat_sk import FlatnessWarning
 from relflat_sk._warnings import warn
 
 
-def test_points_at_the_code_that_called_the_package(monkeypatch):
-    def public():
-        warn("doubtful")
+def inside(*packages):
+    """A function of our package that warns, called through other packages."""
 
-    code = public.__code__.replace(co_filename=relflat_sk.__file__)
-    inside = type(public)(code, public.__globals__, "public")
+    def call(function, *arguments):
+        function(*arguments)
+
+    def placed(function, file):
+        code = function.__code__.replace(co_filename=file)
+        return type(function)(code, function.__globals__, closure=function.__closure__)
+
+    ours = placed(call, relflat_sk.__file__)
+    chain = [ours, *(placed(call, package.__file__) for package in packages)]
+
+    def run(message, category=FlatnessWarning):
+        chain[-1](*reversed(chain[:-1]), warn, message, category)
+
+    return run
+
+
+def test_points_at_the_code_that_called_the_package():
     with pytest.warns(FlatnessWarning, match="doubtful") as caught:
-        inside()
+        inside()("doubtful")
+    assert caught[0].filename == __file__
+
+
+def test_points_past_the_packages_in_between():
+    with pytest.warns(FlatnessWarning, match="doubtful") as caught:
+        inside(pytest, subprocess)("doubtful")
     assert caught[0].filename == __file__
 
 
@@ -25,3 +47,43 @@ def test_takes_other_categories():
         warnings.simplefilter("always")
         warn("old", DeprecationWarning)
     assert caught[0].category is DeprecationWarning
+
+
+def shown(*actions):
+    """Show three warnings of two texts at one line, as scikit-learn would, and list them."""
+    with warnings.catch_warnings(record=True) as caught:
+        for action in actions:
+            warnings.filterwarnings(**action)
+        for text in ("one", "one", "other"):
+            with warnings.catch_warnings():  # Python forgets what it has shown
+                pass
+            warn(text)
+    return [str(warning.message) for warning in caught]
+
+
+def test_identical_warnings_are_shown_once():
+    default = {"action": "default"}
+    assert shown(default) == ["one", "other"]
+    assert shown(default) == ["one", "other"]  # to somebody else who collects them
+    assert shown(default, {"action": "once", "message": "on"}) == ["one", "other"]
+
+
+def test_filters_decide():
+    always = {"action": "always"}
+    assert shown(always) == ["one", "one", "other"]
+    assert shown(always, {"action": "default", "message": "one"}) == ["one", "other"]
+    assert shown(always, {"action": "default", "module": "elsewhere"}) == ["one", "one", "other"]
+    assert shown(always, {"action": "default", "category": DeprecationWarning})[1] == "one"
+    assert shown({"action": "ignore"}) == []
+    with pytest.raises(FlatnessWarning, match="one"):
+        shown({"action": "error"})
+
+
+def test_a_cell_that_runs_again_warns_again():
+    cell = "for _ in range(3): warn('doubtful')\n\n"
+    forget = "globals().pop('__warningregistry__', None)\n"  # as notebooks do before each cell
+    session = f"from relflat_sk._warnings import warn\n{cell}{forget}{cell}"
+    done = subprocess.run(
+        [sys.executable, "-m", "code"], input=session, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("FlatnessWarning: doubtful") == 2

@@ -2,6 +2,8 @@
 
 import math
 import pickle
+import re
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -531,6 +533,26 @@ def test_bad_networks_would_win_without_the_check():
     assert scores["good"] < min(scores["untrained"], scores["hardly trained"])
 
 
+def test_warnings_of_a_search_name_the_candidate_once():
+    # the classes are equally frequent in each fold, so that all have the same loss
+    folds = [(np.arange(len(Y)), np.arange(len(Y)))] * 3
+    net = RelativeFlatnessRegularizedClassifier(Dead, max_epochs=2, verbose=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        GridSearchCV(
+            net,
+            {"lr": [0.01, 0.02], "random_state": [0]},
+            scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()},
+            refit=False,
+            cv=folds,
+        ).fit(X, Y)
+    texts = [str(warning.message) for warning in caught if "lr=0.02" in str(warning.message)]
+    assert len(texts) == 2
+    assert re.search(r"Classifier\(.*\) is perfectly flat: it has probably died", texts[0])
+    assert re.search(r"Classifier\(.*\) is not at a minimum", texts[1])
+    assert {warning.filename for warning in caught[:2]} == {__file__}
+
+
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0}], ids=["dead", "untrained"])
 def test_regressors_that_are_not_at_a_minimum_are_not_scored(bad):
     regressor = NeuralNetRegressor(
@@ -545,7 +567,7 @@ def test_regressors_that_are_not_at_a_minimum_are_not_scored(bad):
     y = TARGET[:, None]
     assert SCORER(regressor.fit(X, y), X, y) == -relative_flatness(regressor, X, y)
     regressor.set_params(**bad).fit(X, y)
-    with pytest.warns(FlatnessWarning, match="the NeuralNetRegressor is not at a minimum"):
+    with pytest.warns(FlatnessWarning, match=r"the NeuralNetRegressor\(.*\) is not at a minimum"):
         assert math.isnan(SCORER(regressor, X, y))
 
 
@@ -597,7 +619,9 @@ def test_one_epoch_that_made_progress_is_evidence(callbacks):
 
 def test_the_history_of_a_net_in_a_pipeline_counts():
     model = make_pipeline(StandardScaler(), net(module=Lucky, max_epochs=0)).fit(X, Y)
-    with pytest.warns(FlatnessWarning, match="the NeuralNetClassifier is .* made no progress"):
+    with pytest.warns(
+        FlatnessWarning, match=r"the NeuralNetClassifier\(.*\) is .* made no progress"
+    ):
         assert math.isnan(SCORER(model, X, Y))
 
 
@@ -670,7 +694,7 @@ def test_the_loss_curve_of_a_scikit_learn_network_is_evidence():
     assert found.risk > 0.5 * found.constant_risk()
     assert math.isfinite(SCORER(trained, X, Y))
     trained.loss_curve_ = [trained.loss_curve_[-1]] * 30
-    with pytest.warns(FlatnessWarning, match="the MLPClassifier is .* made no progress"):
+    with pytest.warns(FlatnessWarning, match=r"the MLPClassifier\(.*\) is .* made no progress"):
         assert math.isnan(SCORER(trained, X, Y))
 
 
@@ -886,7 +910,7 @@ def test_recorded_value_of_a_layer_with_another_name(layer, same):
         assert score == -model.relative_flatness_
 
 
-@pytest.mark.filterwarnings("ignore:the network is perfectly flat:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:the network of .* is perfectly flat:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}])
 def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):
     model = flat_net(**bad).fit(X, NAMES)

@@ -319,6 +319,7 @@ def test_choices_are_copied_for_each_candidate():
     assert not hasattr(callback, "loss_")
 
 
+@pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize(
     ("lr", "reason"),
     [
@@ -677,6 +678,7 @@ def test_ctrl_c_ends_processes_too(tmp_path):
 # -- what fails --------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")
 def test_failing_diverging_and_dead_candidates_come_last():
     def lr(trial):
         value = trial.suggest_categorical("kind", ["good", "early", "dead", "nan", "error", "draw"])

@@ -305,3 +305,10 @@ def test_refuses_intervals(data, callback, every):
     X, y = data
     with pytest.raises(ValueError, match="every must be a positive integer, got"):
         make(callback(every=every)).fit(X, y)
+
+
+def test_repr_shows_the_goal():
+    assert repr(StopAtLoss(0.01)) == "StopAtLoss(0.01)"
+    assert repr(clone(StopAtLoss(0.5, every=5))) == "StopAtLoss(0.5, every=5)"
+    assert repr(StopAtGradientNorm(1e-4)) == "StopAtGradientNorm(0.0001)"
+    assert repr(make(StopAtLoss(0.1)).get_params()["callbacks"]) == "[StopAtLoss(0.1)]"

@@ -929,19 +929,103 @@ def test_flatness_that_cannot_be_measured_is_nan_with_a_warning():
     assert np.isnan(net.relative_flatness_)
 
 
+class Dead(MLP):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs)
+        with torch.no_grad():
+            self[1].bias.fill_(-100.0)
+
+
 @pytest.mark.parametrize("layer", [-1, "hidden0"])
 def test_warns_of_a_net_that_died(layer):
-    class Dead(MLP):
-        def __init__(self, n_features, n_outputs):
-            super().__init__(n_features, n_outputs)
-            with torch.no_grad():
-                self[1].bias.fill_(-100.0)
-
-    with pytest.warns(FlatnessWarning, match=r"has probably died.*flatness_clip.*below 0\.3"):
+    message = r"Classifier\(.*module=Dead.*\) .* has probably died.*flatness_clip.*below 0\.3"
+    with pytest.warns(FlatnessWarning, match=message) as caught:
         net = make(module=Dead, flatness_layer=layer, flatness_weight=0.3).fit(X, NAMES)
+    assert len(caught) == 1
     assert net.relative_flatness_ == 0
     # a loss without curvature is perfectly flat with any network
     assert make(Regressor, criterion=nn.L1Loss).fit(X, VALUES).relative_flatness_ == 0
+
+
+def test_advice_depends_on_the_limit():
+    with pytest.warns(FlatnessWarning, match=r"died .* Use a limit .* \(flatness_clip=0\.5\)"):
+        make(module=Dead, flatness_clip=None).fit(X, NAMES)
+
+
+class Saturated(MLP):
+    """Predicts a class with probability 1 for each sample, so that nothing curves the loss."""
+
+    def forward(self, x):
+        return super().forward(x) * 1e5
+
+
+def test_a_saturated_net_that_is_accurate_has_not_died():
+    net = make(module=Saturated, max_epochs=60).fit(X, NAMES)  # warnings are errors
+    assert net.relative_flatness_ == 0
+    assert net.score(X, NAMES) > 0.8
+
+
+# -- a training that ends badly ----------------------------------------------------------
+
+
+class SetWeights(Callback):
+    """Multiply the last layer's weights by a number in the last epoch, or in another one."""
+
+    def __init__(self, factor, epoch=-1):
+        self.factor, self.epoch = factor, epoch
+
+    def on_epoch_begin(self, net, **kwargs):
+        last = self.epoch % net.max_epochs if self.epoch < 0 else self.epoch
+        if len(net.history) == last + 1:
+            with torch.no_grad():
+                for parameter in net.module_[-1].parameters():
+                    parameter.mul_(self.factor)
+
+
+def trained(factor, kind=Classifier, callbacks=(), **params):
+    changed = SetWeights(factor, params.pop("epoch", -1))
+    return make(kind, callbacks=[changed, *callbacks], **{"max_epochs": 40, **params})
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
+    message = (
+        r"Classifier\(.*lr=0\.02.*\) ended much worse than it was: its training loss was "
+        r"0\.\d+ in epoch 39 and \d\S+ in the last one, where the best constant prediction has "
+        r"1\.\d+\. Use .*a lower learning rate.* Checkpoint"
+    )
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        net = trained(-1.0, lr=0.02, flatness_weight=weight).fit(X, NAMES)
+    losses = net.history[:, "train_loss"]
+    assert f"was {min(losses):.3g} in" in str(caught[0].message)
+    assert f"and {losses[-1]:.3g} in the last" in str(caught[0].message)
+
+
+def test_warns_of_a_regressor_that_ends_much_worse():
+    with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) ended much worse"):
+        trained(-1.0, Regressor, max_epochs=100).fit(X, VALUES)
+
+
+def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):
+    trained(-1.0, epoch=5).fit(X, NAMES)
+    best = Checkpoint(monitor="train_loss_best", load_best=True, dirname=tmp_path)
+    net = trained(-1.0, callbacks=[best]).fit(X, NAMES)
+    assert net.constant_comparison_.loss < 0.6
+    trained(1.3).fit(X, NAMES)  # noise
+
+
+def test_a_warm_start_is_compared_with_itself():
+    net = make(max_epochs=40, warm_start=True).fit(X, NAMES)
+    net.set_params(max_epochs=1).fit(X, np.roll(NAMES, 1))
+
+
+def test_warns_of_a_net_that_diverges():
+    message = r"training of .*Classifier\(.*lr=1e\+38.*\) has diverged: its loss is not finite"
+    with pytest.warns(FlatnessWarning, match=message):
+        net = make(optimizer=torch.optim.SGD, lr=1e38).fit(X, NAMES)
+    assert not np.isfinite(net.relative_flatness_)
+    with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) has diverged"):
+        make(Regressor, optimizer=torch.optim.SGD, lr=1e8, max_epochs=1).fit(X, VALUES)
 
 
 def test_a_net_that_diverges_is_not_flat():
