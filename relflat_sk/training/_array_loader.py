@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -28,8 +29,8 @@ class ArrayLoader(DataLoader[Any]):
     ----------
     dataset : torch Dataset
         The data set; `inputs`, `targets` and `rows` are its data.
-    inputs, targets : Tensor, or dict or list of these
-        The data that batches are cut from, along the first axis.
+    inputs, targets : Tensor or sparse rows, or dict or list of these
+        The data that batches are cut from, along the first axis. Batches are dense.
     rows : Tensor of shape (n,)
         The row of each sample of `dataset`.
     **arguments
@@ -131,6 +132,25 @@ def _weighted_parts(dataset: WeightedDataset) -> tuple[Any, Any, Tensor]:
     return inputs, Weighted(targets, weights), rows
 
 
+class _SparseRows:
+    """A matrix of scipy.sparse, of which the rows of a batch are made dense."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, matrix: Any) -> None:
+        self._matrix = matrix.tocsr()
+
+    def __len__(self) -> int:
+        return int(self._matrix.shape[0])
+
+    def index_select(self, dim: int, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._matrix[rows.numpy()].toarray())
+
+
+# what rows are taken of
+_Leaf = Tensor | _SparseRows
+
+
 def _tensors(data: Any, n: int) -> Any:
     """Turn arrays of n rows into tensors that share their memory."""
     if type(data) is dict and data:
@@ -140,8 +160,10 @@ def _tensors(data: Any, n: int) -> Any:
     return _tensor(data, n)
 
 
-def _tensor(data: Any, n: int) -> Tensor:
+def _tensor(data: Any, n: int) -> _Leaf:
     """Turn an array of n rows into a tensor that shares its memory."""
+    if issparse(data) and data.ndim == 2 and data.shape[0] == n:
+        return _SparseRows(data)
     if type(data) in (np.ndarray, np.memmap) and data.flags.writeable:  # torch warns of others
         try:
             data = torch.from_numpy(data)
@@ -154,9 +176,9 @@ def _tensor(data: Any, n: int) -> Tensor:
     return data
 
 
-def _leaves(data: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested containers."""
-    if isinstance(data, Tensor):
+def _leaves(data: Any) -> Iterator[_Leaf]:
+    """Iterate over the tensors and sparse matrices in nested containers."""
+    if isinstance(data, _Leaf):
         yield data
     else:
         for part in data.values() if isinstance(data, dict) else data:
@@ -165,7 +187,7 @@ def _leaves(data: Any) -> Iterator[Tensor]:
 
 def _cut(data: Any, rows: dict[torch.device, Tensor]) -> Any:
     """Copy some rows of all tensors; `rows` has them on each device."""
-    if isinstance(data, Tensor):
+    if isinstance(data, _Leaf):
         return data.index_select(0, rows[data.device])
     if isinstance(data, Weighted):
         return Weighted(*(_cut(part, rows) for part in data))

@@ -67,7 +67,7 @@ class EstimatorNet(TaskNet):
 
         Parameters
         ----------
-        X : array-like of shape (n, ...), tensor, dict or Dataset
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
             Training inputs.
         y : array-like of shape (n,) or (n, n_outputs)
             Labels, or the values of a regression. None if X is a Dataset (a stream included),
@@ -202,7 +202,7 @@ class EstimatorNet(TaskNet):
 
         Parameters
         ----------
-        X : array-like of shape (n, ...), tensor, dict or Dataset
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
             Inputs, with the features that the net was fitted with.
 
         Returns
@@ -221,7 +221,7 @@ class EstimatorNet(TaskNet):
 
         Parameters
         ----------
-        X : array-like of shape (n, ...), tensor, dict or Dataset
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
             Inputs, with the features that the net was fitted with.
 
         Returns
@@ -239,7 +239,7 @@ class EstimatorNet(TaskNet):
 
         Parameters
         ----------
-        X : array-like of shape (n, ...), tensor, dict or Dataset
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
             Inputs, with the features that the net was fitted with.
         y : array-like of shape (n,) or (n, n_outputs)
             True labels or values.

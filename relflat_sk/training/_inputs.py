@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse import issparse
+from scipy.sparse import csr_matrix, issparse
 from sklearn.utils.validation import validate_data
 from skorch.dataset import ValidSplit
 from torch import Tensor
@@ -24,15 +24,16 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     ----------
     net : NeuralNet
         Gets the attributes `n_features_in_`, `n_inputs_` and `is_double_`.
-    X : array-like, tensor, dict or tuple of these, or Dataset
+    X : array-like, sparse matrix, tensor, dict or tuple of these, or Dataset
         Inputs as a user passes them.
     reset : bool
         Whether to learn the size, rather than compare it.
 
     Returns
     -------
-    ndarray, or the type of X
-        Array-likes as arrays; tensors, mappings, tuples and data sets as they are.
+    ndarray, csr_matrix, or the type of X
+        Array-likes as arrays, sparse ones as a csr_matrix; tensors, mappings, tuples and data sets
+        as they are.
 
     Raises
     ------
@@ -52,8 +53,12 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     if isinstance(X, Tensor):
         _check_tensor(net, X, reset)
     else:
-        X = validate_data(net, X, reset=reset, dtype="numeric", allow_nd=True, order="C")
-        if not X.flags.writeable:  # such as joblib's memory maps: torch warns of them
+        X = validate_data(
+            net, X, reset=reset, dtype="numeric", accept_sparse="csr", allow_nd=True, order="C"
+        )
+        if issparse(X):
+            X = csr_matrix(X)  # skorch's data set takes no rows of a csr_array
+        elif not X.flags.writeable:  # such as joblib's memory maps: torch warns of them
             X = X.copy()
     if reset:
         net.n_inputs_ = int(np.prod(X.shape[1:]))

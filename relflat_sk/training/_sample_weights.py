@@ -4,10 +4,12 @@ A weight travels with its label: a data set with weights returns `Weighted` labe
 loader batches them, and the net's loss separates them again. Callbacks get batches without.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.utils import data_from_dataset, is_skorch_dataset
@@ -138,8 +140,8 @@ def split_target(y: Any) -> tuple[Any, Any]:
 def training_network(net: NeuralNet, dataset: Any) -> Network:
     """Read a net with its training data, sample weights included.
 
-    Arrays are read in large batches. Other data sets are read through the net's data loader,
-    because only they know how to make samples.
+    Arrays are read in large batches, and sparse matrices in batches as large as in training. Other
+    data sets are read through the net's data loader, because only they know how to make samples.
 
     Parameters
     ----------
@@ -163,6 +165,8 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     options = DataOptions(sample_weight=weights)
     if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):
         X, y = data_from_dataset(base if rows is None else Subset(base, rows))
+        if issparse(X) and net.batch_size > 0:  # made dense by the batch: no larger than a step's
+            options = replace(options, batch_size=min(options.batch_size, int(net.batch_size)))
         batches = skorch_batches(net, X, y, options)
     elif weights is None:
         batches = skorch_batches(net, dataset, None, options)

@@ -57,6 +57,7 @@ class TaskNet(PenalisedNet):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.estimator_type = self._task.estimator_type
+        tags.input_tags.sparse = True
         tags.target_tags.required = tags.estimator_type is not None
         if tags.estimator_type == "classifier":
             tags.classifier_tags = ClassifierTags(multi_class=self._task is not TASKS["binary"])

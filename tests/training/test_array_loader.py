@@ -72,6 +72,11 @@ DATA = {
     "weights": with_weights(SkorchDataset(X, Y), WEIGHTS),
     "subset of weights": Subset(with_weights(SkorchDataset(X, Y), WEIGHTS), ROWS),
     "weights of tensors": with_weights(TensorDataset(*map(torch.tensor, (X, Y))), WEIGHTS),
+    "sparse": SkorchDataset(scipy.sparse.csr_matrix(X * (X > 0)), Y),
+    "sparse f4": SkorchDataset(scipy.sparse.csr_matrix(X.astype("f4")), Y),
+    "sparse i8": SkorchDataset(scipy.sparse.csr_matrix(X.astype("i8")), Y),
+    "subset of sparse": Subset(SkorchDataset(scipy.sparse.csr_matrix(X), Y), ROWS),
+    "weights of sparse": with_weights(SkorchDataset(scipy.sparse.csr_matrix(X), Y), WEIGHTS),
     "nan": SkorchDataset(np.where(X > 0, X, np.nan), Y),
 } | {dtype: SkorchDataset(X.astype(dtype), Y.astype(dtype)) for dtype in DTYPES}
 
@@ -101,7 +106,6 @@ OTHERS = {
     "own data set": _Doubled(X, Y),
     "own subset": type("Own", (Subset,), {})(SkorchDataset(X, Y), ROWS),
     "three tensors": TensorDataset(*[torch.tensor(X)] * 3),
-    "sparse": SkorchDataset(scipy.sparse.csr_matrix(X), Y),
     "reversed": SkorchDataset(X[::-1], Y),
     "python labels": SkorchDataset(X, Y.tolist()),
     "weights of a subset": with_weights(Subset(SkorchDataset(X, Y), ROWS), WEIGHTS[:17]),
