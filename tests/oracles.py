@@ -50,7 +50,8 @@ def normalized_relative_flatness(features, weight, loss_of_z_bias, spread):
 def weight_hessian(module, name, criterion, X, y):
     """Hessian (d, m, d, m) of the mean loss in a layer's weight as a matrix, and the matrix.
 
-    Rows are output channels: a transposed convolution keeps them on its second axis.
+    Rows are output channels: a transposed convolution keeps them on its second axis, and so does
+    the linear layer of GPT-2.
     """
     layer = module.get_submodule(name)
     weight = layer.weight.detach()
@@ -65,6 +66,8 @@ def weight_hessian(module, name, criterion, X, y):
             for s in range(d // groups)
         ]
         index = torch.stack(rows)
+    elif type(layer).__name__ == "Conv1D":  # of transformers
+        index = index.T
     else:
         index = index.flatten(1)
     d, m = index.shape

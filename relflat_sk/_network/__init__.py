@@ -14,12 +14,15 @@ from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
-    WEIGHT_LAYERS,
     Layer,
     check_layer,
     check_unshared,
     find_layer,
+    is_tied,
+    is_weight_layer,
     layer_map,
+    users_of_weight,
+    weight_kind,
     weight_layers,
 )
 from relflat_sk._network.network import (
@@ -46,7 +49,6 @@ from relflat_sk._network.recording import (
 from relflat_sk._network.tail import Tail, choose_curvatures
 
 __all__ = [
-    "WEIGHT_LAYERS",
     "Batch",
     "Batches",
     "Layer",
@@ -75,6 +77,8 @@ __all__ = [
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
+    "is_tied",
+    "is_weight_layer",
     "keep_copies",
     "keep_graph",
     "layer_input",
@@ -89,5 +93,7 @@ __all__ = [
     "record_tail",
     "sample_weight",
     "select_channels",
+    "users_of_weight",
+    "weight_kind",
     "weight_layers",
 ]

@@ -29,11 +29,26 @@ class ConvolutionMap(LayerMap):
     def matrix(self) -> Tensor:
         """The weight as a matrix: one row for each output channel, one column for each input."""
         weight: Tensor = self.layer.weight
-        if not self._transposed:
+        if not self.inputs_first:
             return weight.flatten(1)
         groups, d = self.layer.groups, self.layer.out_channels
         columns = weight.reshape(groups, -1, d // groups, prod(weight.shape[2:]))
         return columns.transpose(1, 2).reshape(d, -1)
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of input channels."""
+        return int(self.layer.in_channels)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output channels."""
+        return int(self.layer.out_channels)
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the layer is a transposed convolution."""
+        return bool(self.layer.transposed)
 
     @property
     def groups(self) -> int:
@@ -51,7 +66,7 @@ class ConvolutionMap(LayerMap):
         grouped = features.reshape(n, groups, -1, *space).transpose(1, 2)
         some = select_channels(grouped, channels)
         images = some.reshape(-1, 1, *space)
-        if self._transposed:
+        if self.inputs_first:
             # a convolution with a kernel that is one at the offset
             kernel = features.new_zeros(self.n_offsets)
             kernel[offset] = 1
@@ -60,11 +75,6 @@ class ConvolutionMap(LayerMap):
         else:
             planes = self._at(self._fully_padded(images), offset)
         return planes.reshape(n, some.shape[1], groups, -1).transpose(1, 2)
-
-    @property
-    def _transposed(self) -> bool:
-        """Whether the layer is a transposed convolution."""
-        return bool(self.layer.transposed)
 
     def to_rows(self, z: Tensor) -> Tensor:
         """Flatten the positions."""
@@ -86,7 +96,7 @@ class ConvolutionMap(LayerMap):
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products of output channels and patches over positions."""
-        if not self._transposed:
+        if not self.inputs_first:
             return self._transpose_by_patches(features, rows)
         n, d, m = len(features), *self.weight.shape
         many = rows.reshape(n, -1, *rows.shape[-2:])
@@ -177,7 +187,7 @@ class ConvolutionMap(LayerMap):
     def _kernels(self, matrices: Tensor) -> Tensor:
         """Rearrange matrices (n, d, m) into the kernels of n convolutions side by side."""
         shape = self.layer.weight.shape
-        if not self._transposed:
+        if not self.inputs_first:
             return matrices.reshape(-1, *shape[1:])
         groups, d = self.layer.groups, self.layer.out_channels
         parts = matrices.reshape(len(matrices), groups, d // groups, -1, prod(shape[2:]))
@@ -188,7 +198,7 @@ class ConvolutionMap(LayerMap):
         layer = self.layer
         n_axes = layer.weight.ndim - 2
         padding = layer.padding if layer.padding_mode == "zeros" else 0
-        if self._transposed:
+        if self.inputs_first:
             transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_axes - 1]
             return transposed(
                 x,

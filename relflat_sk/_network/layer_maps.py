@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LayerMap", "LinearMap", "select_channels"]
+__all__ = ["LayerMap", "LinearMap", "TransposedLinearMap", "select_channels"]
 
 
 class LayerMap:
@@ -33,7 +33,15 @@ class LayerMap:
     ----------
     layer : nn.Module
         The layer. Each kind of layer has a subclass, see `relflat_sk._network.layers.layer_map`.
+
+    Attributes
+    ----------
+    channels_last : bool
+        Whether channels are on the last axis of inputs and outputs, with samples and positions
+        before them. Otherwise, they are on axis 1.
     """
+
+    channels_last = False
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -48,6 +56,21 @@ class LayerMap:
     def weight(self) -> Tensor:
         """The weight as a matrix of shape (d, m), detached."""
         return self.matrix.detach()
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of input features, or channels."""
+        raise NotImplementedError
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output features, or channels."""
+        raise NotImplementedError
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the first axis of the weight is that of the inputs, instead of the outputs."""
+        return False
 
     @property
     def groups(self) -> int:
@@ -233,6 +256,18 @@ class LinearMap(LayerMap):
         The layer.
     """
 
+    channels_last = True
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of input features."""
+        return int(self.layer.in_features)  # a weight may be expensive to compute
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output features."""
+        return int(self.layer.out_features)
+
     def is_flat(self, features: Tensor) -> bool:
         """Return whether the input has no axis of positions."""
         return features.ndim == 2
@@ -265,9 +300,40 @@ class LinearMap(LayerMap):
 
     def column_channels(self) -> Tensor:
         """Return the numbers of the features: column j reads feature j."""
-        return torch.arange(self.layer.in_features, device=self.layer.weight.device)
+        return torch.arange(self.n_inputs, device=self.layer.weight.device)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over positions."""
         phi = self.to_rows(features).transpose(1, 2)
         return rows @ (phi if rows.ndim == 3 else phi[:, None])
+
+
+class TransposedLinearMap(LinearMap):
+    """The map of a linear layer whose weight has shape (inputs, outputs).
+
+    Parameters
+    ----------
+    layer : nn.Module
+        The layer, such as the `Conv1D` of Hugging Face's transformers.
+    """
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a matrix of shape (outputs, inputs), with its graph."""
+        weight: Tensor = self.layer.weight.T
+        return weight
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of input features."""
+        return len(self.layer.weight)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output features."""
+        return int(self.layer.weight.shape[1])
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the first axis of the weight is that of the inputs."""
+        return True

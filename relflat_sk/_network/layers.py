@@ -7,16 +7,19 @@ import numpy as np
 from torch import nn
 
 from relflat_sk._network.convolution_maps import ConvolutionMap
-from relflat_sk._network.layer_maps import LayerMap, LinearMap
+from relflat_sk._network.layer_maps import LayerMap, LinearMap, TransposedLinearMap
 from relflat_sk.exceptions import LayerNotFoundError
 
 __all__ = [
-    "WEIGHT_LAYERS",
     "Layer",
     "check_layer",
     "check_unshared",
     "find_layer",
+    "is_tied",
+    "is_weight_layer",
     "layer_map",
+    "users_of_weight",
+    "weight_kind",
     "weight_layers",
 ]
 
@@ -31,9 +34,58 @@ _MAPS: dict[type[nn.Module], Callable[[Any], LayerMap]] = {
     nn.ConvTranspose2d: ConvolutionMap,
     nn.ConvTranspose3d: ConvolutionMap,
 }
-WEIGHT_LAYERS = tuple(_MAPS)
+_TORCH_LAYERS = tuple(_MAPS)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # layers with weights of another kind, refused by name
-_OTHER_WEIGHTS = (nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
+_OTHER_WEIGHTS = (nn.Bilinear, *_EMBEDDINGS)
+
+
+def is_weight_layer(module: nn.Module) -> bool:
+    """Return whether a module is of a kind of layer that has a weight matrix.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module.
+
+    Returns
+    -------
+    bool
+        True for linear layers and convolutions of torch, and for `Conv1D` of transformers.
+    """
+    return isinstance(module, _TORCH_LAYERS) or _is_conv1d(module)
+
+
+def weight_kind(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that makes a module a layer with a weight matrix.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module.
+
+    Returns
+    -------
+    type or None
+        A class of torch or transformers, of which `module` may be a subclass; None if it has no
+        weight matrix.
+    """
+    kind = next((kind for kind in _TORCH_LAYERS if isinstance(module, kind)), None)
+    if kind is None and _is_conv1d(module):
+        return next(kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D")
+    return kind
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Recognise the linear layer of GPT-2 in Hugging Face's transformers, without importing it.
+
+    Its name is misleading: it is a linear layer with a weight of shape (inputs, `nf` outputs).
+    """
+    n_outputs = module.__dict__.get("nf")
+    if n_outputs is None or all(kind.__name__ != "Conv1D" for kind in type(module).__mro__):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2 and weight.shape[1] == n_outputs
 
 
 def layer_map(layer: nn.Module) -> LayerMap:
@@ -62,9 +114,12 @@ def layer_map(layer: nn.Module) -> LayerMap:
     for kind, make in _MAPS.items():
         if isinstance(layer, kind):
             return make(layer)
+    if _is_conv1d(layer):
+        return TransposedLinearMap(layer)
     raise TypeError(
         f"flatness is not defined at a {type(layer).__name__}: its output is not a matrix times "
-        f"its input. Layers that can be measured: {[kind.__name__ for kind in _MAPS]}."
+        f"its input. Layers that can be measured: {[kind.__name__ for kind in _MAPS]}, and "
+        "the Conv1D of transformers."
     )
 
 
@@ -86,7 +141,7 @@ def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     >>> list(weight_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
     ['0', '2']
     """
-    return {name: m for name, m in module.named_modules() if isinstance(m, WEIGHT_LAYERS)}
+    return {name: m for name, m in module.named_modules() if is_weight_layer(m)}
 
 
 def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = None) -> str:
@@ -137,7 +192,7 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     found = module.get_submodule(name)
     if isinstance(found, _OTHER_WEIGHTS):
         layer_map(found)  # raises and says why not
-    if not isinstance(found, WEIGHT_LAYERS):
+    if not is_weight_layer(found):
         raise LayerNotFoundError(
             f"layer {name!r} is a {type(found).__name__}, which has no weight matrix to measure "
             f"flatness at. {known}"
@@ -172,7 +227,7 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
 
 
 def check_layer(module: nn.Module, name: str) -> nn.Module:
-    """Return the layer of a dotted name, if no other module shares its weight.
+    """Return the layer of a dotted name, if its weight is its own.
 
     Parameters
     ----------
@@ -189,7 +244,7 @@ def check_layer(module: nn.Module, name: str) -> nn.Module:
     Raises
     ------
     ValueError
-        If another module uses the same weight.
+        If another layer uses the same weight.
     """
     named: dict[str, nn.Module] = dict(module.named_modules())
     check_unshared(name, named)
@@ -197,7 +252,10 @@ def check_layer(module: nn.Module, name: str) -> nn.Module:
 
 
 def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
-    """Refuse a layer whose weight is also a parameter of another module.
+    """Refuse a layer whose weight is also a parameter of another module than an embedding.
+
+    A layer that is tied to an embedding is the head of a language model. It counts as if it had a
+    copy of the weight to itself.
 
     Parameters
     ----------
@@ -209,20 +267,59 @@ def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
     Raises
     ------
     ValueError
-        If another module uses the same weight.
+        If another layer uses the same weight.
+    """
+    if is_tied(name, named):
+        users = sorted([name, *users_of_weight(name, named)])
+        raise ValueError(
+            f"the weight of layer {name!r} is shared by the modules {users}; the "
+            "curvature in a shared weight is not that of one layer. Measure another layer."
+        )
+
+
+def is_tied(name: str, named: Mapping[str, nn.Module]) -> bool:
+    """Return whether a layer shares its weight with another module than an embedding.
+
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer.
+    named : dict of str to nn.Module
+        All modules of the network.
+
+    Returns
+    -------
+    bool
+        Whether the layer cannot be measured.
+    """
+    users = users_of_weight(name, named)
+    return not all(isinstance(named[user], _EMBEDDINGS) for user in users)
+
+
+def users_of_weight(name: str, named: Mapping[str, nn.Module]) -> list[str]:
+    """List the other modules that use the weight of a layer.
+
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer.
+    named : dict of str to nn.Module
+        All modules of the network.
+
+    Returns
+    -------
+    list of str
+        Their dotted names.
     """
     weight = named[name]._parameters.get("weight")
     if weight is None:  # computed from parameters of its own
-        return
-    users = [
-        owner
-        for owner, candidate in named.items()
+        return []
+    return [
+        other
+        for other, candidate in named.items()
         for parameter in candidate._parameters.values()
         # the packed weight of attention is that of the layer `in_proj` inside it
-        if parameter is weight and not isinstance(candidate, nn.MultiheadAttention)
+        if parameter is weight
+        and other != name
+        and not isinstance(candidate, nn.MultiheadAttention)
     ]
-    if len(users) > 1:
-        raise ValueError(
-            f"the weight of layer {name!r} is shared by the modules {sorted(users)}; the "
-            "curvature in a shared weight is not that of one layer. Measure another layer."
-        )

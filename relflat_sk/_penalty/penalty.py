@@ -83,6 +83,9 @@ class RelativeFlatnessPenalty:
     `m` is the number of inputs of one patch. Batch norm in training mode counts as a linear map
     with the statistics of the batch.
 
+    At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight. The
+    penalty's gradient reaches both uses of the weight.
+
     No part of the network runs a second time. A penalty at an earlier layer costs one more
     differentiation of the network behind that layer.
 

@@ -15,6 +15,7 @@ from relflat_sk._network import (
     find_layer,
     find_link,
     keep_graph,
+    users_of_weight,
 )
 from relflat_sk._penalty.gradient_limit import (
     GradientLimit,
@@ -48,6 +49,8 @@ class Plan:
     twice : list of str or None
         Layers behind which attention must allow a second derivative. None if only the last
         layer is penalised, as long as it is not known whether it needs one.
+    tied : bool
+        Whether the last layer shares its weight with an embedding.
     """
 
     asked: tuple[Layer, ...] | None
@@ -58,6 +61,7 @@ class Plan:
     in_attention: bool
     norms: list[nn.Module]
     twice: list[str] | None
+    tied: bool
 
     @classmethod
     def make(
@@ -107,6 +111,7 @@ class Plan:
             inside,
             norms=norms if earlier else [],
             twice=penalised if earlier else None,
+            tied=any(users_of_weight(name, named) for name in last),
         )
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
@@ -133,6 +138,9 @@ class Plan:
     def limit(self, clip: float, last: LayerRecord) -> GradientLimit:
         """Make the limit: at the last layer if no other is penalised, or at all parameters.
 
+        If the last layer is tied to an embedding, a gradient in its weight passes through the
+        whole network anyway.
+
         Parameters
         ----------
         clip : float
@@ -145,7 +153,7 @@ class Plan:
         GradientLimit
             The limit of this step.
         """
-        if all(name == last.name for name in self.penalised):
+        if not self.tied and all(name == last.name for name in self.penalised):
             return limit_at_last_layer(clip, last)
         return ParameterLimit(clip, self.parts[0].parameters())
 

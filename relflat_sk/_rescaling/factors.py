@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from relflat_sk._network import Layer, find_layer
+from relflat_sk._network import Layer, find_layer, layer_map
 
-__all__ = ["parse_factors", "width"]
+__all__ = ["parse_factors"]
 
 Floats = NDArray[np.float64]
 
@@ -74,7 +74,7 @@ def _parse_neuron_factors(
             f"got {type(factors).__name__}."
         )
     return {
-        name: _positive(name, values, (width(module.get_submodule(name)),))
+        name: _positive(name, values, (layer_map(module.get_submodule(name)).n_outputs,))
         for name, values in _by_name(module, factors, order).items()
     }
 
@@ -129,20 +129,3 @@ def _to_array(what: str, values: Any) -> Floats:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} must be numbers, got {values!r}.") from error
-
-
-def width(layer: nn.Module) -> int:
-    """Return the number of output neurons or channels of a layer.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        A layer with a weight matrix.
-
-    Returns
-    -------
-    int
-        Number of rows of the weight matrix.
-    """
-    found = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    return int(found)  # type: ignore[arg-type]

@@ -19,19 +19,17 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network import (
-    WEIGHT_LAYERS,
     LayerMap,
     LayerRecord,
     Network,
     Recorder,
+    is_weight_layer,
     layer_input,
     layer_map,
 )
-from relflat_sk._rescaling.tracing import BATCH_NORMS, is_plain, trace
+from relflat_sk._rescaling.tracing import BATCH_NORMS, is_plain_layer, trace
 
 __all__ = ["AffineLayer", "fold_layers"]
-
-_RECORDED: tuple[type[nn.Module], ...] = (*WEIGHT_LAYERS, *BATCH_NORMS)
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,11 @@ def _record_calls(network: Network) -> list[_Call]:
         calls.append(_Call(record.name, shape[1:], output.shape[1:]))
         return output
 
-    modules = network.module.named_modules()
-    layers = {name: module for name, module in modules if isinstance(module, _RECORDED)}
+    layers = {
+        name: module
+        for name, module in network.module.named_modules()
+        if is_weight_layer(module) or isinstance(module, BATCH_NORMS)
+    }
     with torch.no_grad(), Recorder(layers, keep_shapes):
         network(next(network.batches()).x)
     return calls
@@ -192,7 +193,7 @@ def _layer_before(
         raise refusal("it has no running statistics")
     (before,) = node.all_input_nodes
     layer = str(before.target)
-    if before.op != "call_module" or not is_plain(modules[layer], WEIGHT_LAYERS):
+    if before.op != "call_module" or not is_plain_layer(modules[layer]):
         raise refusal(f"it follows {before.name!r}, which is no layer with a weight matrix")
     if len(before.users) > 1:
         raise refusal(f"the output of layer {layer!r} is also used elsewhere")
@@ -203,7 +204,7 @@ def _layer_before(
 
 def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, Any]) -> AffineLayer:
     """Return one call of a layer as an affine map."""
-    if not is_plain(layer, WEIGHT_LAYERS):
+    if not is_plain_layer(layer):
         raise ValueError(
             f"layer {call.name!r} is a {type(layer).__name__} with a forward method of its own, so "
             "that it may compute something other than W x + b. Use one of torch's own layers, or a "
@@ -214,7 +215,7 @@ def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, An
     own: Any = layer.bias
     bias = None if own is None else own.detach().double()
     if norm is not None:
-        if isinstance(layer, nn.Linear) and len(call.output_shape) != 1:
+        if as_map.channels_last and len(call.output_shape) != 1:
             raise ValueError(
                 f"batch norm {norm!r} cannot be folded into layer {call.name!r}: it acts on "
                 f"another axis than the layer's outputs, of shape {tuple(call.output_shape)}."

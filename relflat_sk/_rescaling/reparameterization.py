@@ -29,13 +29,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
-from relflat_sk._network import WEIGHT_LAYERS, Layer
-from relflat_sk._rescaling.factors import parse_factors, width
+from relflat_sk._network import Layer, layer_map
+from relflat_sk._rescaling.factors import parse_factors
 from relflat_sk._rescaling.scale_rules import find_rule
 from relflat_sk._rescaling.scales import KINDS, Change
-from relflat_sk._rescaling.tracing import copy_module, is_plain, trace
+from relflat_sk._rescaling.tracing import copy_module, is_plain_layer, trace
 from relflat_sk._rescaling.walk import Walk
 
 __all__ = ["reparameterize"]
@@ -153,15 +152,16 @@ def _layer_order(module: nn.Module, graph: fx.Graph) -> list[str]:
     """List the names of the layers with a weight matrix in forward order."""
     modules = dict(module.named_modules())
     called = [node.target for node in graph.nodes if node.op == "call_module"]
-    return [name for name in dict.fromkeys(called) if is_plain(modules[name], WEIGHT_LAYERS)]
+    return [name for name in dict.fromkeys(called) if is_plain_layer(modules[name])]
 
 
 def _rescale_layer(name: str, layer: Any, change: Change) -> None:
     """Multiply rows and divide columns of a layer's weight, and rescale its bias."""
-    transposed = isinstance(layer, _ConvTransposeNd)  # its weight is (in, out / groups, ...)
-    features = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-    rows = _along_weight(layer, np.broadcast_to(change.rows, width(layer)), first=not transposed)
-    columns = _along_weight(layer, np.broadcast_to(change.columns, features), first=transposed)
+    as_map = layer_map(layer)
+    of_outputs = np.broadcast_to(change.rows, as_map.n_outputs)
+    of_inputs = np.broadcast_to(change.columns, as_map.n_inputs)
+    rows = _along_weight(layer, of_outputs, first=not as_map.inputs_first)
+    columns = _along_weight(layer, of_inputs, first=as_map.inputs_first)
     _assign(name, layer.weight, _exact(layer.weight) * rows / columns)
     if layer.bias is not None:
         _assign(name, layer.bias, _exact(layer.bias) * torch.tensor(change.after))

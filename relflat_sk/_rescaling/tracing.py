@@ -9,9 +9,9 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from relflat_sk._network import WEIGHT_LAYERS, has_own_forward
+from relflat_sk._network import has_own_forward, weight_kind
 
-__all__ = ["BATCH_NORMS", "copy_module", "describe_step", "is_plain", "trace"]
+__all__ = ["BATCH_NORMS", "copy_module", "describe_step", "is_plain", "is_plain_layer", "trace"]
 
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 
@@ -38,12 +38,31 @@ def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     )
 
 
+def is_plain_layer(module: nn.Module) -> bool:
+    """Return whether a module is a layer with a weight matrix that computes ``W x + b``.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module.
+
+    Returns
+    -------
+    bool
+        False also for a layer whose forward method is replaced.
+    """
+    kind = weight_kind(module)
+    return kind is not None and is_plain(module, (kind,))
+
+
 class _Tracer(fx.Tracer):
     """Traces through custom modules, but not through subclasses that only rename a layer."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) or is_plain(
-            m, (*WEIGHT_LAYERS, *BATCH_NORMS)
+        return (
+            super().is_leaf_module(m, module_qualified_name)
+            or is_plain_layer(m)
+            or is_plain(m, BATCH_NORMS)
         )
 
 

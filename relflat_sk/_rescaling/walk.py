@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from relflat_sk._network import WEIGHT_LAYERS
+from relflat_sk._network import layer_map
 from relflat_sk._rescaling.scales import ONE, Change, Kind, Scale
-from relflat_sk._rescaling.tracing import describe_step, is_plain
+from relflat_sk._rescaling.tracing import describe_step, is_plain_layer
 
 __all__ = ["Rule", "Walk"]
 
@@ -175,7 +175,7 @@ class Walk:
 
     def _is_layer(self, node: fx.Node) -> bool:
         """Return whether a step is a layer with a weight matrix."""
-        return node.op == "call_module" and is_plain(self.modules[str(node.target)], WEIGHT_LAYERS)
+        return node.op == "call_module" and is_plain_layer(self.modules[str(node.target)])
 
     def _rescaled_inputs(self, node: fx.Node) -> list[fx.Node]:
         """List the inputs of a step that are rescaled."""
@@ -210,20 +210,21 @@ class Walk:
         name = str(node.target)
         layer = self.modules[name]
         before = self.only_input(node)
-        linear = isinstance(layer, nn.Linear)
-        features = layer.in_features if linear else layer.in_channels
-        fits = before.is_uniform or (before.layout == "channels") != linear
-        change = self.kind.plan(before, features, self.factors.get(name)) if fits else None
+        as_map = layer_map(layer)
+        fits = before.is_uniform or (before.layout == "channels") != as_map.channels_last
+        factor = self.factors.get(name)
+        change = self.kind.plan(before, as_map.n_inputs, factor) if fits else None
         if change is None:
             raise self.refusal(
                 node,
-                f"takes {features} features, which cannot be matched with the "
-                f"{len(before.values)} neurons that are rescaled before it",
+                f"takes {as_map.n_inputs} features, which cannot be matched with "
+                f"the {len(before.values)} neurons that are rescaled before it",
             )
         if change.is_none:
             return ONE
         self.check_changeable(node)
-        after = Scale(change.after, "last" if linear else "channels", layer.weight.ndim)
+        layout = "last" if as_map.channels_last else "channels"
+        after = Scale(change.after, layout, layer.weight.ndim)
         if not after.is_one and node not in self._leads_to_layer:
             raise ValueError(self.kind.unfinished.format(name=name, after=after.values[0]))
         self.layers[name] = change

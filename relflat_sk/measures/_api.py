@@ -234,6 +234,10 @@ def relative_flatness(  # noqa: PLR0913
     The value is meaningful at a minimum of the loss only: a network with constant output is
     perfectly flat and useless.
 
+    At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight, as
+    if the embedding had a copy of its own. Layers that share a weight with another layer are
+    refused.
+
     References
     ----------
     .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.

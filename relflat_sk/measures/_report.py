@@ -40,7 +40,9 @@ def flatness_report(  # noqa: PLR0913
         Some of `get_measure_names`, all of them if None. Then a measure that does not apply to
         the network is nan, with a warning that says why.
     layers : sequence of int, str or nn.Module, or "all", default="all"
-        Where to measure, each layer as in `relative_flatness`.
+        Where to measure, each layer as in `relative_flatness`. "all" leaves out layers whose
+        weight is used in several places, with a warning that names them; a head that is tied to
+        an embedding stays, see `relative_flatness`.
     criterion : torch loss, optional
         The loss; needed for a bare module only.
     batch_size : int, default=1024

@@ -23,11 +23,10 @@ NAMES = [name for name in NAMES if name not in PATHS]
 PAIRS = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", PAGE)
 # names of the page's examples, of tools and in formulas
 FOREIGN = {
-    *("mean_curvature", "data__repeats", "param_data__repeats", "in_features", "out_features"),
+    *("mean_curvature", "data__repeats", "param_data__repeats", "Conv1D"),
     *(
         "deptry",
         "data__",
-        "self.layer.weight.T",
         "H",
         "W",
         "z",

@@ -11,6 +11,7 @@ from relflat_sk._network.network import Network
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._flatness import TRACE_LIKE, measure_layers
 from tests import oracles
+from tests.hugging_face import Conv1D, conv1d
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -72,6 +73,8 @@ NETS = {
     ),
     "residual": (Residual, (2, 5, 5)),
     "transformer": (Block, (4, 6)),
+    "gpt2": (lambda: nn.Sequential(conv1d(4, 5), nn.GELU(), conv1d(5, 3), nn.Flatten(),
+                                   nn.ReLU(), conv1d(6, 3)), (2, 4)),
 }  # fmt: skip
 
 
@@ -95,7 +98,7 @@ CASES = [
     (kind, name)
     for kind in NETS
     for name, m in make(kind)[0].named_modules()
-    if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d)
+    if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | Conv1D)
 ]
 
 

@@ -6,11 +6,14 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk._network.layers import layer_map
+from tests.hugging_face import conv1d
 
 LAYERS = {
     "linear": (lambda: nn.Linear(5, 3), (5,)),
     "linear on tokens": (lambda: nn.Linear(5, 3), (4, 5)),
     "linear on a grid": (lambda: nn.Linear(5, 3), (2, 4, 5)),
+    "gpt2": (lambda: conv1d(5, 3), (5,)),
+    "gpt2 on tokens": (lambda: conv1d(5, 3), (4, 5)),
     "conv1d": (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (2, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), (3, 6, 7)),
     "conv2d stride, padding, dilation": (
@@ -48,6 +51,8 @@ def test_apply_is_the_layer_without_bias(case):
     zero = layer(0 * features)
     d, m = linear_map.weight.shape
     assert d * m == layer.weight.numel()
+    assert d == linear_map.n_outputs
+    assert m == linear_map.n_inputs * linear_map.n_offsets // linear_map.groups
     rows = linear_map.to_rows(z - zero)
     assert rows.shape[:2] == (5, d)
     assert_close(linear_map.apply(features, linear_map.weight), rows)

@@ -10,6 +10,7 @@ from torch import nn
 from relflat_sk import RelativeFlatnessPenalty, measure
 from relflat_sk._random import rademacher
 from tests import oracles
+from tests.hugging_face import Conv1D
 from tests.measures.test_layer_kinds import CE, NETS
 from tests.measures.test_layer_kinds import make as make_kind
 from tests.measures.test_transformers import Attends, AttendsAcross, LanguageModel
@@ -39,7 +40,7 @@ AT = [
     (kind, name)
     for kind in NETS
     for name, m in NETS[kind][0]().named_modules()
-    if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)
+    if isinstance(m, nn.Linear | nn.modules.conv._ConvNd | Conv1D)
 ] + [(kind, f"attention.{which}_proj") for kind in MORE for which in ("in", "out")]
 
 

@@ -18,11 +18,13 @@ from relflat_sk._network import (
     check_layer,
     find_layer,
     has_fused_attention,
+    is_tied,
     layer_map,
     record_order,
     record_tail,
     weight_layers,
 )
+from relflat_sk._warnings import warn
 from relflat_sk.measures._flatness.forward_pass import ForwardPass, make_forward_pass
 
 __all__ = ["find_measured_layer", "scan"]
@@ -129,7 +131,7 @@ class _Runner:
         with record_order(module) as recorder:
             output, records = self._record(guess, batch)
         self.order = recorder.order
-        names = self._names_in_order(guess)
+        names = self._names_in_order(guess, recorder.calls)
         fused = not self._twice and has_fused_attention(output, records[-1].node)
         if fused or not set(names) <= set(guess):
             self._twice = True
@@ -144,19 +146,33 @@ class _Runner:
             output = self.network(batch.x)
         return output, [recorder[name] for name in dict.fromkeys(names)]
 
-    def _names_in_order(self, guess: Sequence[str]) -> list[str]:
+    def _names_in_order(self, guess: Sequence[str], calls: list[str]) -> list[str]:
         """Return the names of the layers in forward order, each of them once."""
         module, order = self.network.module, self.order
         if self.layers == "all":
             if not order:
                 find_layer(module, -1)  # raises: the network has none
-            return order
+            return self._without_shared(order, calls)
         names = [
             find_layer(module, layer, order) if is_integer(layer) else name
             for layer, name in zip(self.layers, guess, strict=True)
         ]
         position = {name: at for at, name in enumerate(order)}
         return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
+
+    def _without_shared(self, order: list[str], calls: list[str]) -> list[str]:
+        """Leave out layers that cannot be measured because their weight is used several times."""
+        named = dict(self.network.module.named_modules())
+        shared = [name for name in order if is_tied(name, named) or calls.count(name) > 1]
+        if not shared:
+            return order
+        rest = [name for name in order if name not in shared]
+        if rest:
+            warn(
+                f"{', '.join(map(repr, shared))} left out: the weight is used in several places of "
+                "the network, so that the curvature in it is not that of one layer."
+            )
+        return rest or order  # a single layer says itself why it cannot be measured
 
 
 def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, svds
-from torch import Tensor, nn
+from torch import Tensor
 
 from relflat_sk._rescaling import AffineLayer
 
@@ -27,7 +27,7 @@ def is_iterated(layer: AffineLayer) -> bool:
     bool
         True for a convolution that is too large to be written as a matrix.
     """
-    return not isinstance(layer.map.layer, nn.Linear) and _size(layer) > _DENSE
+    return not layer.map.channels_last and _size(layer) > _DENSE
 
 
 def operator_norm(layer: AffineLayer, rtol: float) -> float:
@@ -55,7 +55,7 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
     ----------
     .. [1] H. Sedghi et al., "The Singular Values of Convolutional Layers", ICLR 2019.
     """
-    if isinstance(layer.map.layer, nn.Linear):
+    if layer.map.channels_last:
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))
     if not is_iterated(layer):
         basis = (
