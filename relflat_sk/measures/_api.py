@@ -160,6 +160,7 @@ def relative_flatness(  # noqa: PLR0913
     rtol: float = 0.01,
     batch_size: int = 1024,
     device: Any = None,
+    sample_weight: Any = None,
     random_state: int | np.random.RandomState | None = None,
     return_stderr: bool = False,
 ) -> float | tuple[float, float]:
@@ -198,6 +199,9 @@ def relative_flatness(  # noqa: PLR0913
         Samples in one forward pass; memory grows with it, the result does not change.
     device : str or torch.device, optional
         Where to compute; where the model is if None. The model itself is not moved.
+    sample_weight : array of shape (n,), optional
+        Weight of each sample in the mean loss; one if None. Whole numbers have the effect of
+        repeated samples. Not with a Dataset.
     random_state : int, RandomState or None, default=None
         Seeds the probes.
     return_stderr : bool, default=False
@@ -265,6 +269,7 @@ def relative_flatness(  # noqa: PLR0913
         rtol=rtol,
         batch_size=batch_size,
         device=device,
+        sample_weight=sample_weight,
         random_state=random_state,
     )
     return (found.value, found.stderr) if return_stderr else found.value

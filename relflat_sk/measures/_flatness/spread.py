@@ -16,9 +16,10 @@ __all__ = ["FeatureSpreads"]
 class FeatureSpreads:
     """Standard deviation of each feature, divided by n; 0 where the feature never varies.
 
-    The normalised flatness is invariant only with the standard deviation, not with the
-    variance of the paper's text. Where a layer shares weights between positions, the
-    deviation is over samples and positions, one for each input channel.
+    With sample weights, n is their sum, and samples of weight 0 do not count. The normalised
+    flatness is invariant only with the standard deviation, not with the variance of the paper's
+    text. Where a layer shares weights between positions, the deviation is over samples and
+    positions, one for each input channel.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class FeatureSpreads:
             The forward pass on the batch.
         """
         for name, layer in forward.layers.items():
-            self._running.setdefault(name, _Spread()).add(layer)
+            self._running.setdefault(name, _Spread()).add(layer, forward.row_weights(layer))
 
     def of(self, layer: str) -> Tensor:
         """Return the standard deviations of the features of a layer.
@@ -53,9 +54,9 @@ class FeatureSpreads:
 
 @dataclass
 class _Spread:
-    """Running mean and spread of the channels of one layer, by Chan's update."""
+    """Running mean and spread of the channels of one layer, by Chan's update with weights."""
 
-    n: int = 0
+    weight: float = 0.0  # summed over samples and positions
     mean: Tensor | float = 0.0
     squares: Tensor | float = 0.0
     low: Tensor | float = math.inf
@@ -63,16 +64,21 @@ class _Spread:
     eps: float = 0.0
     columns: Tensor | None = None  # the channel that each column of the weight multiplies
 
-    def add(self, layer: LayerPass) -> None:
-        """Add the features of a batch."""
+    def add(self, layer: LayerPass, weights: Tensor) -> None:
+        """Add the features of a batch, with a weight for each row of them."""
         rows = layer.map.channels(layer.features).double()
-        size, centre = len(rows), rows.mean(dim=0)
+        weights = weights.to(rows).repeat_interleave(len(rows) // len(weights))
+        rows, weights = rows[weights > 0], weights[weights > 0]
+        if not len(rows):
+            return
+        total = float(weights.sum())
+        centre = weights @ rows / total
         shift = centre - self.mean
-        share = size / (self.n + size)
-        within = (rows - centre).square().sum(dim=0)
-        self.squares = self.squares + within + shift.square() * self.n * share
+        share = total / (self.weight + total)
+        within = weights @ (rows - centre).square()
+        self.squares = self.squares + within + shift.square() * self.weight * share
         self.mean = self.mean + shift * share
-        self.n += size
+        self.weight += total
         self.low = torch.minimum(torch.as_tensor(self.low).to(rows), rows.amin(dim=0))
         self.high = torch.maximum(torch.as_tensor(self.high).to(rows), rows.amax(dim=0))
         self.eps = torch.finfo(layer.features.dtype).eps
@@ -82,5 +88,5 @@ class _Spread:
     def spread(self) -> Tensor:
         """Return the standard deviations for the columns of the weight."""
         low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
-        deviations = torch.as_tensor(self.squares / self.n).sqrt()
+        deviations = torch.as_tensor(self.squares / self.weight).sqrt()
         return torch.where(varies(low, high, self.eps), deviations, 0.0)[self.columns]
