@@ -1,7 +1,7 @@
 """Users' models as a network with its loss and data."""
 
 from relflat_sk._models.description import describe
-from relflat_sk._models.network_of import final_estimator, name_layer, to_network
+from relflat_sk._models.network_of import final_estimator, name_layer, name_layers, to_network
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skorch_network
 
@@ -11,6 +11,7 @@ __all__ = [
     "describe",
     "final_estimator",
     "name_layer",
+    "name_layers",
     "skorch_batches",
     "skorch_network",
     "to_network",

@@ -5,6 +5,7 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 """
 
 import copy
+from collections.abc import Iterable
 from functools import singledispatch
 from typing import Any
 
@@ -19,12 +20,13 @@ from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNet
 from torch import nn
 
+from relflat_sk._checks import is_integer
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
-from relflat_sk._network import Layer, Network, find_layer
+from relflat_sk._network import Layer, Network, check_stored, find_layer
 
-__all__ = ["final_estimator", "name_layer", "to_network"]
+__all__ = ["final_estimator", "name_layer", "name_layers", "to_network"]
 
 
 @singledispatch
@@ -84,6 +86,7 @@ def _(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
             "criterion=torch.nn.CrossEntropyLoss(), for example, or the fitted skorch net."
         )
     module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
+    check_stored(module)
     if options.device is not None:
         present = next((p.device for p in module.parameters()), None)
         if present is not None and present != torch.device(options.device):
@@ -189,3 +192,44 @@ def name_layer(model: Any, layer: Layer) -> Layer:
     if not isinstance(module, nn.Module):
         return layer  # scikit-learn's estimators hold no modules: no layer will be found
     return find_layer(getattr(module, "_orig_mod", module), layer)
+
+
+def name_layers(model: Any, layers: Any) -> list[Layer] | str:
+    """Check a choice of layers, and replace modules in it by their names.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `to_network`.
+    layers : int, str, nn.Module, a sequence of these, or "all"
+        The layers, as the user passed them.
+
+    Returns
+    -------
+    list of (int or str), or "all"
+        A single layer becomes a list of one.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If a module is no layer of the model, or has no weight matrix.
+    TypeError
+        If `layers` are no layers.
+    ValueError
+        If there is none.
+    """
+    if isinstance(layers, str) and layers == "all":
+        return layers
+    if is_integer(layers) or isinstance(layers, str | nn.Module):
+        layers = [layers]
+    if not isinstance(layers, Iterable):
+        raise TypeError(
+            'layers must be "all", a layer or a list of layers, each given by its position, its '
+            f"name or as the module itself, got {layers!r} of type {type(layers).__name__}."
+        )
+    names = [name_layer(model, layer) for layer in layers]
+    if not names:
+        raise ValueError(
+            f'layers must name at least one layer, got {layers!r}. Pass layers="all" for all.'
+        )
+    return names

@@ -47,6 +47,7 @@ from relflat_sk._network.recording import (
     record_tail,
 )
 from relflat_sk._network.tail import Tail, choose_curvatures
+from relflat_sk._network.values import check_stored, find_non_finite
 
 __all__ = [
     "Batch",
@@ -64,6 +65,7 @@ __all__ = [
     "cast_inputs",
     "check_kind",
     "check_layer",
+    "check_stored",
     "check_thrice",
     "check_unshared",
     "check_weights",
@@ -73,6 +75,7 @@ __all__ = [
     "explicit_norms",
     "find_layer",
     "find_link",
+    "find_non_finite",
     "find_norm_layers",
     "floating_parameter",
     "has_fused_attention",

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from relflat_sk._network import has_own_forward, weight_kind
+from relflat_sk._network import check_stored, has_own_forward, weight_kind
 
 __all__ = ["BATCH_NORMS", "copy_module", "describe_step", "is_plain", "is_plain_layer", "trace"]
 
@@ -82,8 +82,9 @@ def trace(module: nn.Module) -> fx.Graph:
     Raises
     ------
     ValueError
-        If torch.fx cannot follow the forward pass.
+        If torch.fx cannot follow the forward pass, or there are no weights.
     """
+    check_stored(module)
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(
             "the network has lazy layers, which have no weights yet; run it once on data first."

@@ -16,6 +16,7 @@ from relflat_sk.measures._flatness import measure_layers as measure_layers
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
+from relflat_sk.measures._registry import check_names as check_names
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
 

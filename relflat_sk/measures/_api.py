@@ -9,6 +9,7 @@ from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._non_finite import warn_of_non_finite
 from relflat_sk.measures._registry import check_name, get_measure_names
 from relflat_sk.measures._report import flatness_report
 
@@ -21,7 +22,8 @@ __all__ = [
     "relative_flatness",
 ]
 
-_AGGREGATES: dict[str, Callable[[Any], float]] = {"max": max, "sum": sum}
+# nan if one of the values is nan
+_AGGREGATES: dict[str, Callable[[Any], float]] = {"max": np.max, "sum": np.sum}
 
 
 def evaluate(  # noqa: PLR0913
@@ -71,6 +73,8 @@ def evaluate(  # noqa: PLR0913
 
     Raises
     ------
+    TypeError
+        If there are several layers.
     ValueError
         If there is no measure of that name.
 
@@ -83,6 +87,11 @@ def evaluate(  # noqa: PLR0913
     (0.0556, 1.5556)
     """
     check_name(name)
+    if "layers" in params:
+        raise TypeError(
+            f"layers={params['layers']!r}: a single measure takes one layer, as layer=... For "
+            "several layers, use flatness_report."
+        )
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
     (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
@@ -140,11 +149,13 @@ def measure(
     """
     check_name(name)
     if aggregate is None:
-        return evaluate(name, model, X, y, layer=layer, **params).value
+        found = evaluate(name, model, X, y, layer=layer, **params)
+        warn_of_non_finite({("", name): found})
+        return found.value
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
     report = flatness_report(model, X, y, measures=[name], **params)
-    return float(_AGGREGATES[aggregate](report["value"]))
+    return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
 
 
 def relative_flatness(  # noqa: PLR0913
@@ -223,6 +234,12 @@ def relative_flatness(  # noqa: PLR0913
     sklearn.exceptions.NotFittedError
         If the estimator is not fitted.
 
+    Warns
+    -----
+    FlatnessWarning
+        If the value is doubtful: negative, zero for lack of curvature in the criterion, or nan
+        because weights are.
+
     Notes
     -----
     Definition 3 of [1]_, for a network :math:`f(x) = g(W \phi(x) + b)` and blocks
@@ -257,8 +274,9 @@ def relative_flatness(  # noqa: PLR0913
     >>> relative_flatness(regression, X, y), 2 * 2.5 * 2.0**2
     (20.0, 20.0)
     """
+    name = "normalized_relative_flatness" if normalize else "relative_flatness"
     found = evaluate(
-        "normalized_relative_flatness" if normalize else "relative_flatness",
+        name,
         model,
         X,
         y,
@@ -272,4 +290,5 @@ def relative_flatness(  # noqa: PLR0913
         sample_weight=sample_weight,
         random_state=random_state,
     )
+    warn_of_non_finite({("", name): found})
     return (found.value, found.stderr) if return_stderr else found.value

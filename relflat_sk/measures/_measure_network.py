@@ -7,7 +7,7 @@ from typing import Any
 
 from relflat_sk._checks import check_number
 from relflat_sk._losses import name_criterion
-from relflat_sk._network import Layer, Network
+from relflat_sk._network import Layer, Network, find_non_finite
 from relflat_sk._warnings import warn
 from relflat_sk.measures._criterion_curvature import criterion_has_curvature
 from relflat_sk.measures._estimate import Estimate
@@ -30,6 +30,7 @@ NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS
 _GENERAL = {"method", "n_probes", "rtol", "random_state"}
 # measures that are zero where the loss has no curvature
 _CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
+_NONE = Estimate(math.nan, math.nan, "none")
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -148,7 +149,10 @@ def _least_flat(network: Network, found: Found | None, some: Mapping[str, Any]) 
     """Return the largest eigenvalue flatness of all layers, given or to be measured."""
     name = "eigenvalue_flatness"
     each = measure_layers(network, [name], "all", **some) if found is None else found
-    return max((one for (_, what), one in each.items() if what == name), key=lambda one: one.value)
+    return max(
+        (one for (_, what), one in each.items() if what == name),
+        key=lambda one: (math.isnan(one.value), one.value),
+    )
 
 
 def _measure_whole(
@@ -159,19 +163,21 @@ def _measure_whole(
     summary: Summary | None,
 ) -> Found:
     """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
+    names = [name for name in names if name in NETWORK_WIDE]
+    if not names:
+        return {}
+    summary = summarize(network) if summary is None else summary
+    diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
     for name in names:
-        if name not in NETWORK_WIDE:
-            continue
-        summary = summarize(network) if summary is None else summary
         own = {key: value for key, value in params.items() if key in _arguments(name)}
         try:
-            one = NETWORK_WIDE[name](network, **own)
+            one = _NONE if diverged else NETWORK_WIDE[name](network, **own)
         except (TypeError, ValueError) as error:
             if refuse:
                 raise
             warn(f"{name} does not apply to this network: {error}")
-            one = Estimate(math.nan, math.nan, "none")
+            one = _NONE
         found["", name] = Flatness(one.value, one.stderr, one.method, network, summary)
     return found
 

@@ -4,6 +4,7 @@ The changes leave the network's function as it is. The tests check this table, `
 shows it, and the documentation prints it.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import pandas as pd
@@ -86,8 +87,44 @@ def check_name(name: str) -> None:
     ValueError
         If there is no such measure; the message lists the measures.
     """
-    if name not in INVARIANCES:
+    if not isinstance(name, str) or name not in INVARIANCES:
         raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
+
+
+def check_names(measures: str | Iterable[str]) -> list[str]:
+    """Return names of measures as a list, after a check of each of them.
+
+    Parameters
+    ----------
+    measures : str or iterable of str
+        A name, or some, as the user gave them.
+
+    Returns
+    -------
+    list of str
+        At least one name.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a name nor a list of names.
+    ValueError
+        If there is no name, or no measure of one of the names.
+    """
+    if not isinstance(measures, Iterable):
+        raise TypeError(
+            "measures must be a name or a list of names, as listed by get_measure_names(), got "
+            f"{measures!r} of type {type(measures).__name__}."
+        )
+    names = [measures] if isinstance(measures, str) else list(measures)
+    for name in names:
+        check_name(name)
+    if not names:
+        raise ValueError(
+            f"measures must name at least one measure, got {measures!r}. Leave it out to compute "
+            "all measures."
+        )
+    return names
 
 
 def invariance_table() -> pd.DataFrame:

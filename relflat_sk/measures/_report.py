@@ -5,10 +5,11 @@ from typing import Any
 
 import pandas as pd
 
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models import DataOptions, name_layers, to_network
 from relflat_sk._network import Layer
 from relflat_sk.measures._measure_network import counts_decay, measure_network
-from relflat_sk.measures._registry import check_name, describe_invariance, get_measure_names
+from relflat_sk.measures._non_finite import warn_of_non_finite
+from relflat_sk.measures._registry import check_names, describe_invariance, get_measure_names
 
 __all__ = ["flatness_report"]
 
@@ -18,8 +19,8 @@ def flatness_report(  # noqa: PLR0913
     X: Any,
     y: Any,
     *,
-    measures: Sequence[str] | None = None,
-    layers: Sequence[Layer] | str = "all",
+    measures: str | Sequence[str] | None = None,
+    layers: Layer | Sequence[Layer] = "all",
     criterion: Any = None,
     batch_size: int = 1024,
     device: Any = None,
@@ -36,10 +37,10 @@ def flatness_report(  # noqa: PLR0913
         The inputs, as the model takes them.
     y : array of shape (n, ...)
         Labels, as in training; None where they do not matter.
-    measures : sequence of str, optional
-        Some of `get_measure_names`, all of them if None. Then a measure that does not apply to
-        the network is nan, with a warning that says why.
-    layers : sequence of int, str or nn.Module, or "all", default="all"
+    measures : str or sequence of str, optional
+        One or some of `get_measure_names`, all of them if None. Then a measure that does not
+        apply to the network is nan, with a warning that says why.
+    layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         Where to measure, each layer as in `relative_flatness`. "all" leaves out layers whose
         weight is used in several places, with a warning that names them; a head that is tied to
         an embedding stays, see `relative_flatness`.
@@ -66,8 +67,17 @@ def flatness_report(  # noqa: PLR0913
 
     Raises
     ------
+    LayerNotFoundError
+        If there is no such layer.
+    TypeError
+        If an argument is of the wrong type.
     ValueError
-        If there is no measure of one of the names.
+        If there is no measure of one of the names, or `measures` or `layers` is empty.
+
+    Warns
+    -----
+    FlatnessWarning
+        If a measure does not apply to the network, or is not finite because weights are not.
 
     Examples
     --------
@@ -78,14 +88,19 @@ def flatness_report(  # noqa: PLR0913
     >>> report[["measure", "value"]].values.tolist()
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
-    names = get_measure_names() if measures is None else list(measures)
-    for name in names:
-        check_name(name)
+    names = get_measure_names() if measures is None else check_names(measures)
+    if "layer" in params:
+        raise TypeError(
+            f"flatness_report has no argument layer={params['layer']!r}: pass "
+            f"layers={params['layer']!r}, which takes a layer or a list of layers."
+        )
+    layers = name_layers(model, layers)
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network(model, X, y, options)
     found = measure_network(network, names, layers, refuse=measures is not None, **params)
+    warn_of_non_finite(found)
     layer_order = list(dict.fromkeys(layer for layer, _ in found))
     order = next(iter(found.values())).summary.order
     rows = [

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from relflat_sk._network import Layer
-from relflat_sk.measures import flatness_report
+from relflat_sk.measures import check_names, flatness_report
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import divide, figure_of, grid_shape, make_axes
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["LayerFlatnessDisplay"]
 
 LAYER_HEIGHT, LETTER_WIDTH = 0.28, 0.075  # inches
+# arguments that `from_estimator` passes itself, and their names there
+OWN_ARGUMENTS = {
+    "layer": "layers",
+    "layers": "layers",
+    "measure": "measures",
+    "measures": "measures",
+    "model": "estimator",
+    "X": "X",
+    "y": "y",
+}
 WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 
 
@@ -59,8 +69,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         X: Any,
         y: Any = None,
         *,
-        measures: Sequence[str] = ("relative_flatness",),
-        layers: Sequence[Layer] | str = "all",
+        measures: str | Sequence[str] = ("relative_flatness",),
+        layers: Layer | Sequence[Layer] = "all",
         measure_params: Mapping[str, Any] | None = None,
         ax: "Axes | None" = None,
         **kwargs: Any,
@@ -75,9 +85,9 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             Samples in the form the estimator takes.
         y : array-like of shape (n, ...), default=None
             Labels or targets, as in fit.
-        measures : sequence of str, default=("relative_flatness",)
+        measures : str or sequence of str, default=("relative_flatness",)
             Names of measures, see `get_measure_names`, with a panel for each.
-        layers : sequence of int, str or nn.Module, or "all", default="all"
+        layers : int, str, nn.Module, a sequence of these, or "all", default="all"
             The layers to measure.
         measure_params : dict or None, default=None
             Further arguments of `flatness_report`, such as
@@ -111,10 +121,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['0: hidden0', '1: output']
         """
-        names = [measures] if isinstance(measures, str) else list(measures)
-        report = flatness_report(
-            estimator, X, y, measures=names, layers=layers, **(measure_params or {})
-        )
+        names, params = check_names(measures), _check_params(measure_params)
+        report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
         # the report has an order of its own; the panels follow the user's
         report = pd.concat([report[report["measure"] == name] for name in names])
         return cls(report=report.reset_index(drop=True)).plot(ax=ax, **kwargs)
@@ -163,3 +171,18 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         self.axes_ = divide(place, n_rows, n_columns, n, sharey="all")
         self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
         return n_columns
+
+
+def _check_params(measure_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Check further arguments of `flatness_report`, and return them."""
+    if not isinstance(measure_params, Mapping | None):
+        raise TypeError(
+            f"measure_params={measure_params!r}, expected None or a dict of further arguments of "
+            'flatness_report, such as {"batch_size": 256}.'
+        )
+    for name in OWN_ARGUMENTS.keys() & (measure_params or {}).keys():
+        raise ValueError(
+            f"measure_params={measure_params!r} must not contain {name!r}: give it to "
+            f"from_estimator itself, as {OWN_ARGUMENTS[name]}=..."
+        )
+    return measure_params or {}

@@ -1,6 +1,7 @@
 """flatness_report, eigenvalues, aggregates, saddles and the table of invariances."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,13 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import ArpackNoConvergence
 from torch import nn
 
-from relflat_sk import FlatnessWarning, flatness_report, get_measure_names, measure
+from relflat_sk import (
+    FlatnessWarning,
+    LayerNotFoundError,
+    flatness_report,
+    get_measure_names,
+    measure,
+)
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS, invariance_table
@@ -129,6 +136,64 @@ def test_bad_arguments(arguments, message):
     net, X, y = make("conv")
     with pytest.raises(ValueError, match=message):
         flatness_report(net, X, y, criterion=CE, **arguments)
+
+
+def test_one_layer_or_measure_counts_as_a_list_of_one():
+    net, X, y = make("conv")
+    expected = flatness_report(net, X, y, criterion=CE, layers=["3"], measures=["hessian_trace"])
+    assert expected["layer"].tolist() == ["3"]
+    for layers in (1, np.int64(1), -2, "3", net[3], np.array([1]), (1,)):
+        found = flatness_report(net, X, y, criterion=CE, layers=layers, measures="hessian_trace")
+        pd.testing.assert_frame_equal(found, expected)
+
+
+def test_layers_given_as_modules_are_found_in_a_copy_on_another_device():
+    net, X, y = make("conv")
+    arguments = {"criterion": CE, "measures": ["hessian_trace"]}
+    device = torch.device("cpu", 0)  # the CPU under a name that is not the parameters'
+    found = flatness_report(net, X, y, layers=[net[3], net[0]], device=device, **arguments)
+    expected = flatness_report(net, X, y, layers=[1, 0], **arguments)
+    pd.testing.assert_frame_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"layers": []},
+            ValueError,
+            r"layers must name at least one layer, got \[\]. Pass layers=",
+        ),
+        (
+            {"layers": None},
+            TypeError,
+            'layers must be "all", a layer or a list .* of type NoneType',
+        ),
+        ({"layers": 1.5}, TypeError, "got 1.5 of type float"),
+        ({"layers": True}, TypeError, "got True of type bool"),
+        ({"layers": [[0]]}, TypeError, r"layer must be an int, .* got \[0\] of type list"),
+        ({"layers": 7}, LayerNotFoundError, "there is no layer 7"),
+        ({"layers": "al"}, LayerNotFoundError, "there is no layer 'al'"),
+        ({"layer": 0}, TypeError, "no argument layer=0: pass layers=0, which takes a layer or"),
+        ({"measures": []}, ValueError, r"measures must name at least one measure, got \[\]"),
+        ({"measures": 1}, TypeError, "measures must be a name or a list of names, .* of type int"),
+        ({"measures": "trace"}, ValueError, "there is no measure 'trace'"),
+        ({"measures": [["l2_norm"]]}, ValueError, r"there is no measure \['l2_norm'\]"),
+    ],
+    ids=str,
+)
+def test_bad_choices_of_layers_and_measures(arguments, error, message):
+    net, X, y = make("conv")
+    with pytest.raises(error, match=message):
+        flatness_report(net, X, y, criterion=CE, **arguments)
+
+
+def test_a_single_measure_takes_a_single_layer():
+    net, X, y = make("conv")
+    with pytest.raises(TypeError, match="layers=0: a single measure takes one layer, as layer="):
+        measure("hessian_trace", net, X, y, criterion=CE, layers=0)
+    with pytest.raises(ValueError, match=r"there is no measure \['l2_norm'\]"):
+        measure(["l2_norm"], net, X, y, criterion=CE)
 
 
 def test_bad_aggregate():

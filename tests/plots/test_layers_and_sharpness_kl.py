@@ -104,6 +104,32 @@ def test_a_choice_of_layers_and_arguments_of_the_measures():
     assert drawn(display.ax_).get_markersize() == 9
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"measure_params": {"layer": 0}},
+            ValueError,
+            "measure_params={'layer': 0} must not contain 'layer': .* itself, as layers=...",
+        ),
+        ({"measure_params": {"measures": []}}, ValueError, "contain 'measures': .* as measures="),
+        ({"measure_params": [0]}, TypeError, r"measure_params=\[0\], expected None or a dict"),
+        ({"layers": []}, ValueError, "layers must name at least one layer"),
+        ({"measures": []}, ValueError, "measures must name at least one measure"),
+        ({"measures": 1}, TypeError, "measures must be a name or a list of names"),
+    ],
+    ids=str,
+)
+def test_bad_choices_of_layers_and_measures(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        LayerFlatnessDisplay.from_estimator(model, X, y, **arguments)
+
+
+def test_one_layer_counts_as_a_list_of_one(model):
+    display = LayerFlatnessDisplay.from_estimator(model, X, y, layers=1)
+    assert display.report["layer"].tolist() == ["hidden1"]
+
+
 def test_a_measure_of_the_whole_network_has_its_own_row(model):
     measures = ["l2_norm", "relative_flatness"]
     display = LayerFlatnessDisplay.from_estimator(model, X, y, measures=measures)

@@ -35,6 +35,10 @@ _SMALL = 24
 _MAX_PRODUCTS = 1000
 
 
+class _NotFiniteError(ArithmeticError):
+    """A product with the Hessian is not finite."""
+
+
 class EigenvalueMeasures:
     """The measures of `EIGENVALUE_LIKE`, by Lanczos' iteration at one layer after the other.
 
@@ -113,13 +117,22 @@ class EigenvalueMeasures:
         return found
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
-        """Return the largest (algebraic) eigenvalue at a layer, and the error."""
+        """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""
+        try:
+            return self._iterate_at(layer, summary)
+        except _NotFiniteError:
+            return np.nan, np.nan
+
+    def _iterate_at(self, layer: str, summary: Summary) -> tuple[float, float]:
+        """Return the largest eigenvalue at a layer and the error, if the Hessian is finite."""
         weight = summary.layer_weights[layer]
 
         def product(vector: np.ndarray) -> np.ndarray:
             matrix = torch.from_numpy(np.asarray(vector)).to(weight).reshape(weight.shape)
             found = self._product(layer, matrix) / summary.divisor
             flat: np.ndarray = found.flatten().cpu().numpy()
+            if not np.isfinite(flat).all():
+                raise _NotFiniteError  # LAPACK prints messages of its own
             return flat
 
         size = weight.numel()
