@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
+from skorch.utils import to_numpy
 from torch.utils.data import Dataset
 
 from relflat_sk._checks import check_device
@@ -19,16 +20,18 @@ from relflat_sk._models import (
 )
 from relflat_sk._network import Network, check_weights, count_samples
 from relflat_sk.training._inputs import check_inputs, check_stream
-from relflat_sk.training._outputs import check_measurable
+from relflat_sk.training._outputs import check_measurable, log_probabilities
 from relflat_sk.training._random_state import own_random_state
 from relflat_sk.training._state import TrainingState
 from relflat_sk.training._task import Task
 from relflat_sk.training._task_net import TaskNet
+from relflat_sk.training._tasks import TASKS
 
 __all__ = ["EstimatorNet"]
 
 # the attributes that `fit` learns from the data
 _LEARNED = (
+    "_knows_outputs",
     "classes_",
     "flat_target_",
     "is_double_",
@@ -42,6 +45,11 @@ _LEARNED = (
 def _has_task(net: Any) -> bool:
     task: Task = net._task
     return task.estimator_type is not None
+
+
+def _is_classifier(net: Any) -> bool:
+    task: Task = net._task
+    return task.estimator_type == "classifier"
 
 
 def _has_probabilities(net: Any) -> bool:
@@ -98,6 +106,7 @@ class EstimatorNet(TaskNet):
         with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
             epochs = 0 if restart else len(self.history)
             super().fit(inputs, targets, **fit_params)
+            self._learn_from_outputs()
             self._record_flatness(self._state().dataset, now=True)
             self._check_outcome(epochs)
         return self
@@ -144,6 +153,7 @@ class EstimatorNet(TaskNet):
         session = self._session(X, y, sample_weight, restart=restart, classes=classes)
         with session as (inputs, targets):
             super().partial_fit(inputs, targets, **fit_params)
+            self._learn_from_outputs()
             self._record_flatness(self._state().dataset, now=False)
         return self
 
@@ -232,6 +242,33 @@ class EstimatorNet(TaskNet):
         check_is_fitted(self, "module_")
         outputs = super().predict_proba(check_inputs(self, X, reset=False))
         return self._task.probabilities(outputs)
+
+    @available_if(_is_classifier)  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> Any:
+        """Predict the logarithm of the probability of each class.
+
+        It is computed from the module's logits, and is finite also where a probability is too
+        small to be told from 0. If the module returns probabilities (`NLLLoss`, `BCELoss`) or
+        `predict_nonlinearity` is a function of your own, it is the logarithm of `predict_proba`.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
+            Inputs, with the features that the net was fitted with.
+
+        Returns
+        -------
+        array of shape (n, n_classes)
+            Natural logarithms, with columns in the order of `classes_`.
+        """
+        check_is_fitted(self, "module_")
+        binary = self._task is TASKS["binary"]
+        logarithm = log_probabilities(self._choose_nonlinearity(), binary=binary)
+        if logarithm is None:
+            with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
+                return np.log(self.predict_proba(X))
+        outputs = self.forward_iter(check_inputs(self, X, reset=False))
+        return np.concatenate([to_numpy(logarithm(output)) for output in outputs])
 
     @available_if(_has_task)  # type: ignore[untyped-decorator]
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:

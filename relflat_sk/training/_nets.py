@@ -103,7 +103,8 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         `flatness_clipped` (the share of steps in which the limit `flatness_clip` was active), and
         with a `train_split` also `valid_loss` (without penalty).
     classes_ : ndarray of shape (n_classes,)
-        The class labels of a classifier.
+        The class labels of a classifier. After training on a Dataset, whose labels are class
+        indices, the indices of the outputs: 0 and 1 for one logit.
     n_features_in_ : int
         Number of input features.
     module_ : nn.Module

@@ -1,18 +1,26 @@
-"""Outputs of modules that are mappings with an entry `logits`, like those of Hugging Face's."""
+"""From a module's output, which may be a mapping with `logits`, to losses and predictions."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from skorch import NeuralNet
-from torch import Tensor
+from torch import Tensor, nn
 
 from relflat_sk._losses import name_criterion
 from relflat_sk._network import primary_output
 from relflat_sk._numerics import full_precision
 
-__all__ = ["check_measurable", "for_prediction", "movable", "refuse_mapping", "takes_mapping"]
+__all__ = [
+    "check_measurable",
+    "for_prediction",
+    "log_probabilities",
+    "movable",
+    "refuse_mapping",
+    "takes_mapping",
+]
 
 # what a criterion raises for an argument that it does not expect
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -147,3 +155,35 @@ def for_prediction(output: Any, *, required: bool) -> Any:
     if isinstance(output, Mapping) and (required or "logits" in output):
         return full_precision(primary_output(output))
     return output
+
+
+def log_probabilities(nonlinearity: Any, *, binary: bool) -> Callable[[Any], Tensor] | None:
+    """Return a function from outputs to logarithms of probabilities that never takes log(0).
+
+    Parameters
+    ----------
+    nonlinearity : callable
+        The function from outputs to probabilities.
+    binary : bool
+        Whether outputs of one column stand for two classes.
+
+    Returns
+    -------
+    callable or None
+        None if there is no such function for this nonlinearity.
+    """
+    if isinstance(nonlinearity, partial) and nonlinearity.func is torch.softmax:
+        logarithm: Callable[..., Tensor] = partial(torch.log_softmax, **nonlinearity.keywords)
+    elif nonlinearity is torch.sigmoid and binary:
+        logarithm = _log_sigmoid
+    else:
+        return None
+    return lambda output: logarithm(full_precision(primary_output(output)))
+
+
+def _log_sigmoid(z: Tensor) -> Tensor:
+    """Return the logarithms for two classes with one logit, or for each of several labels."""
+    if z.ndim == 2 and z.shape[1] > 1:
+        return nn.functional.logsigmoid(z)
+    z = z.reshape(-1)
+    return nn.functional.logsigmoid(torch.stack([-z, z], dim=1))

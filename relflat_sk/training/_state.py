@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from relflat_sk._penalty import GradientLimit, RelativeFlatnessPenalty
 
@@ -29,6 +29,8 @@ class TrainingState:
         The penalty of all steps, kept because it learns the network's structure only once.
     first_parameter : (nn.Module, Parameter or None), optional
         The network, and its first floating-point parameter, whose dtype inputs must have.
+    output_shape : torch.Size, optional
+        Shape of the output for one sample; None if the labels determine it.
     recorded : bool, default=False
         Whether the penalty has recorded the forward pass of the current step.
     terms : (Tensor, Tensor or None, GradientLimit or None), optional
@@ -40,6 +42,7 @@ class TrainingState:
     dataset: Any = None
     penalty: RelativeFlatnessPenalty | None = None
     first_parameter: tuple[nn.Module, nn.Parameter | None] | None = None
+    output_shape: Size | None = None
     # of the current step
     recorded: bool = False
     terms: tuple[Tensor, Tensor | None, GradientLimit | None] | None = None

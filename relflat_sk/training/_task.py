@@ -49,6 +49,17 @@ class Task(Protocol):
             If the labels do not fit the task.
         """
 
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
+        """Store on the net what is known without labels, which are targets in a Dataset.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            Gets the fitted attributes.
+        n_outputs : int
+            Number of the network's outputs.
+        """
+
     def encode(self, net: Any, y: Any) -> Array:
         """Turn labels into targets.
 

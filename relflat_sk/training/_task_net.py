@@ -89,9 +89,19 @@ class TaskNet(PenalisedNet):
 
     # -- labels --------------------------------------------------------------------------
 
+    # whether what the task knows comes from outputs, because the labels were in a Dataset
+    _knows_outputs = False
+
     def _knows_labels(self) -> bool:
         """Return whether the task has learned from labels, rather than from a Dataset."""
-        return hasattr(self, self._task.learned)
+        return hasattr(self, self._task.learned) and not self._knows_outputs
+
+    def _learn_from_outputs(self) -> None:
+        """After training on a Dataset, learn the classes from the number of outputs."""
+        shape = self._state().output_shape
+        if shape is not None and len(shape) <= 1:
+            self._task.learn_from_outputs(self, shape.numel())
+            self._knows_outputs = True
 
     def _gets_targets(self) -> bool:
         """Return whether labels come as targets: in training, its own data sets hold targets."""
@@ -136,7 +146,9 @@ class TaskNet(PenalisedNet):
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need, and logits for probabilities."""
         n_outputs = self._n_outputs()
-        if n_outputs is not None and y_pred.shape[1:].numel() != n_outputs:
+        if n_outputs is None:
+            self._state().output_shape = y_pred.shape[1:]
+        elif y_pred.shape[1:].numel() != n_outputs:
             raise ValueError(
                 f"y has {self._task.describe(self)}, which takes {n_outputs} output(s) for each "
                 f"sample, but the module returned shape {tuple(y_pred.shape)} for a batch. Give "

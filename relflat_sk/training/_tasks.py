@@ -69,6 +69,9 @@ class _Classification:
                 f"{net.classes_.tolist()}."
             )
 
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
+        net.classes_ = np.arange(n_outputs)
+
     def encode(self, net: Any, y: Any) -> Array:
         return _class_indices(y, net.classes_)
 
@@ -118,6 +121,10 @@ class _Binary(_Classification):
                 "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
 
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
+        net.classes_ = np.arange(max(n_outputs, 2))
+        net.multilabel_ = n_outputs > 1
+
     def encode(self, net: Any, y: Any) -> Array:
         if getattr(net, "multilabel_", False):
             return np.array(_numpy(y), dtype=np.float32)
@@ -150,6 +157,9 @@ class _Regression:
         y = self._numbers(y)
         net.n_outputs_ = 1 if y.ndim == 1 else y.shape[1]
         net.flat_target_ = y.ndim == 1
+
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
+        pass  # the shape of the targets stays unknown
 
     def _numbers(self, y: Any) -> Array:
         """Copy the values as float32, checked to be finite numbers."""
@@ -194,6 +204,9 @@ class _Plain:
     learned = ""  # no attribute
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+        pass
+
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         pass
 
     def encode(self, net: Any, y: Any) -> Array:

@@ -575,8 +575,9 @@ def test_repr():
 def test_tags():
     for kind in (Classifier, Binary):
         assert is_classifier(kind())
-        assert not hasattr(kind(), "predict_log_proba")
+        assert hasattr(kind(), "predict_log_proba")
     assert is_regressor(Regressor())
+    assert not hasattr(Regressor(), "predict_log_proba")
     assert not hasattr(Regressor(), "predict_proba")
     with pytest.raises(AttributeError, match="predict_proba"):
         Regressor().predict_proba(X)
@@ -902,7 +903,7 @@ def test_a_data_set_cannot_size_the_network():
         make().fit(dataset)
 
 
-@pytest.mark.parametrize("method", ["predict", "predict_proba", "score"])
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "score"])
 def test_must_be_fitted(method):
     arguments = (X, NAMES) if method == "score" else (X,)
     with pytest.raises(Exception, match="is not fitted yet") as caught:
