@@ -1,121 +1,168 @@
-"""Compare how networks survive large flatness weights with and without `flatness_clip`.
+"""Show what penalties of any weight do to a network's accuracy, by default and as published.
 
-A dead network (all units zero, all outputs constant) is perfectly flat. A large penalty can
-therefore kill a network early in training, and its units stay dead. For each layer and weight,
-this benchmark trains a small multilayer perceptron on scikit-learn's digits in three ways: as
-published; with the older remedies, a warm-up over half of the epochs and all gradients clipped at
-norm 1; and with the penalty's gradient limited to half of the loss's, the default. It prints test
-accuracy, training loss and the share of hidden units that are zero on all training images.
+A dead network (all units zero, all outputs constant) is perfectly flat, so that a large penalty
+without limit ends there. For each optimizer, learning rate, penalised layer and weight, this
+benchmark trains networks with the default `flatness_clip`, and prints by how much their test
+accuracy differs from that of networks trained without penalty at the same learning rate with the
+same seeds.
 
-    python -m benchmarks.worth.stability            # 5 minutes
-    python -m benchmarks.worth.stability --quick    # a smoke run
+    python -m benchmarks.worth.stability                              # digits, 30 minutes
+    python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
+    python -m benchmarks.worth.stability --problem CIFAR-10 --data NPZ --epochs 12
+    python -m benchmarks.worth.stability --clip none                  # as published
+    python -m benchmarks.worth.stability --quick                      # a smoke run
+
+With ``--results FILE`` each training is saved, and an interrupted run can be continued. Runs with
+different ``--seeds`` can share a file.
 """
 
 import argparse
-import time
+import json
 import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from skorch.callbacks import GradientNormClipping
-from torch import Tensor, nn
 
+from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.problems import TABLES, Problem, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
 
-Split = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-LAYERS = {"last": -1, "first": 0, "all": "all"}
-WEIGHTS = [0.1, 1.0, 10.0, 100.0, 1000.0]
-# name -> (flatness_clip, are all gradients clipped with a warm-up?)
-REMEDIES = {
-    "as published": (None, False),
-    "older remedies": (None, True),
-    "flatness_clip": (0.5, False),
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9},
+    "Adam": {"optimizer": torch.optim.Adam},
 }
+# what trains a network well, and a third and three times of it
+RATES = {"MLP": {"SGD": 0.02, "Adam": 0.01}, "SmallConvNet": {"SGD": 0.01, "Adam": 0.001}}
+LAYERS = {"last": -1, "first": 0, "all": "all"}
+WEIGHTS = [0.01, 1.0, 100.0, 1000.0]
 
 
-def load(n_train: int = 500) -> Split:
-    """Split the digits into `n_train` training images and test images."""
-    X, y = load_digits(return_X_y=True)
-    X = (X / 16).astype(np.float32)
-    X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
-    return X, y, X_test, y_test
-
-
-def make_net(
-    layer: object, weight: float, remedy: str, epochs: int, seed: int
-) -> RelativeFlatnessRegularizedClassifier:
-    """Make a 64-128-64-10 network that is trained by SGD with momentum."""
-    limit, older = REMEDIES[remedy]
-    return RelativeFlatnessRegularizedClassifier(
-        module__hidden_layer_sizes=(128, 64),
-        flatness_layer=layer,
+def train(problem: Problem, cell: tuple[str, float, str, float], seed: int, **params: Any) -> float:
+    """Train a network, and return its test accuracy in percent."""
+    optimizer, rate, layer, weight = cell
+    net = RelativeFlatnessRegularizedClassifier(
+        **problem.network,
+        **OPTIMIZERS[optimizer],
+        **params,
+        lr=rate,
+        flatness_layer=LAYERS[layer],
         flatness_weight=weight,
-        flatness_clip=limit,
-        flatness_warmup=epochs // 2 if older else 0,
-        callbacks=[GradientNormClipping(1.0)] if older else [],
-        optimizer=torch.optim.SGD,
-        optimizer__momentum=0.9,
-        lr=0.05,
-        batch_size=32,
-        max_epochs=epochs,
-        iterator_train__shuffle=True,
         random_state=seed,
         verbose=0,
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)  # ruined networks count as results
+        net.fit(*problem.train)
+    return 100 * float(net.score(*problem.test))
 
 
-def dead_units(module: nn.Sequential, X: np.ndarray) -> float:
-    """Return the share of hidden units that are zero (or not finite) on every sample."""
-    alive: list[Tensor] = []
-    h = torch.from_numpy(X)
-    with torch.no_grad():
-        for part in module:
-            h = part(h)
-            if isinstance(part, nn.ReLU):
-                alive.append((h > 0).any(dim=0))
-    return 1 - torch.cat(alive).double().mean().item()
+class Results:
+    """Test accuracies by setting, saved line by line.
+
+    Parameters
+    ----------
+    path : str, optional
+        File to read and to append to.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.known: dict[str, float] = {}
+        if path and Path(path).exists():
+            for line in Path(path).read_text().splitlines():
+                key, value = json.loads(line)
+                self.known[json.dumps(key)] = value
+
+    def get(self, key: list[Any], compute: Any) -> float:
+        """Return a saved value, or compute and save it."""
+        text = json.dumps(key)
+        if text not in self.known:
+            self.known[text] = compute()
+            if self.path:
+                with Path(self.path).open("a") as file:
+                    file.write(json.dumps([key, self.known[text]]) + "\n")
+        return self.known[text]
 
 
 def main() -> None:
-    """Train, and print a line for each layer, weight and remedy."""
+    """Train, print a line for each optimizer, learning rate and layer, and the worst cell."""
+    arguments = _parse()
+    problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
+    clip, epochs, seeds = arguments.clip, arguments.epochs, arguments.seeds
+    results = Results(arguments.results)
+    print(f"{problem.name}, {len(problem.test[1])} to test, {epochs} epochs, {len(seeds)} seeds")
+    print(f"flatness_clip={clip}; {environment()}", flush=True)
+
+    def accuracies(*cell: Any) -> np.ndarray:
+        limit = clip if cell[-1] else None
+        return np.array([
+            results.get(
+                [problem.name, epochs, limit, *cell, seed],
+                lambda seed=seed: train(
+                    problem, cell, seed, max_epochs=epochs, flatness_clip=limit
+                ),
+            )
+            for seed in seeds
+        ])
+
+    kind = problem.network["module"].__name__
+    rates = {name: [rate / 3, rate, rate * 3] for name, rate in RATES[kind].items()}
+    header = ["optimizer", "learning rate", "layer", "no penalty"]
+    rows = [[*header, *(f"weight {weight:g}" for weight in arguments.weights)]]
+    worst: tuple[float, str] = (np.inf, "")
+    for optimizer, layer in product(OPTIMIZERS, arguments.layers):
+        for rate in rates[optimizer]:
+            plain = accuracies(optimizer, rate, "last", 0.0)
+            row = [optimizer, f"{rate:.2g}", layer, f"{plain.mean():.1f}"]
+            for weight in arguments.weights:
+                difference = accuracies(optimizer, rate, layer, weight) - plain
+                row.append(_interval(difference))
+                cell = f"{optimizer}, {rate:.2g}, {layer}, weight {weight:g}: {row[-1]}"
+                worst = min(worst, (difference.mean(), cell))
+            rows.append(row)
+            print("  ".join(row), flush=True)
+    print()
+    print(table(rows))
+    print("\nTest accuracy in percent; with a penalty, the difference to none in points, and its")
+    print(f"standard error over seeds. Worst cell: {worst[1]}")
+
+
+def _interval(differences: np.ndarray) -> str:
+    """Write the mean of differences and its standard error."""
+    if len(differences) < 2:
+        return f"{differences.mean():+.1f}"
+    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    return f"{differences.mean():+.1f} +- {error:.1f}"
+
+
+def _parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="few epochs and weights, one seed")
-    parser.add_argument("--seeds", type=int, default=3, help="networks of each kind (default: 3)")
-    parser.add_argument("--epochs", type=int, default=60, help="of each training (default: 60)")
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["last", "first"])
+    parser.add_argument("--problem", choices=[*TABLES, "CIFAR-10"], default="digits")
+    add_data_argument(parser)
+    parser.add_argument("--n-train", type=int, help="training samples (default: see the problem)")
+    parser.add_argument("--epochs", type=int, default=30, help="of each training (default: 30)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5), help="(default: 0 to 4)")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
+    parser.add_argument("--clip", type=_number_or_none, default=0.5, help="(default: 0.5)")
+    parser.add_argument("--results", metavar="FILE", help="JSON lines, to continue later")
+    parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
     arguments = parser.parse_args()
-    epochs = 4 if arguments.quick else arguments.epochs
-    seeds = range(1 if arguments.quick else arguments.seeds)
-    weights = [0.1, 30.0] if arguments.quick else WEIGHTS
-    X, y, X_test, y_test = load()
-    print(f"{len(X)} digits, 64-128-64-10, {epochs} epochs, means of {len(seeds)} seeds")
-    print(environment(), flush=True)
-    rows = [["layer", "weight", "remedy", "test accuracy", "train loss", "dead units", "seconds"]]
-    cases = [("last", 0.0, "as published")]
-    cases += [(k, w, r) for k in arguments.layers for w in weights for r in REMEDIES]
-    for layer, weight, remedy in cases:
-        start = time.perf_counter()
-        found = []
-        for seed in seeds:
-            net = make_net(LAYERS[layer], weight, remedy, epochs, seed)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FlatnessWarning)  # dead networks are counted below
-                net.fit(X, y)
-            accuracy, loss = net.score(X_test, y_test), net.history[-1, "train_loss"]
-            found.append([accuracy, loss, dead_units(net.module_, X)])
-        accuracy, loss, dead = np.mean(found, axis=0)
-        seconds = (time.perf_counter() - start) / len(seeds)
-        row = [layer, f"{weight:g}", remedy, f"{100 * accuracy:.1f}%", f"{loss:.3f}"]
-        rows.append([*row, f"{100 * dead:.0f}%", f"{seconds:.1f}"])
-        print("  ".join(rows[-1]), flush=True)
-    print()
-    print(table(rows))
+    if arguments.quick:
+        arguments.n_train, arguments.epochs = 100, 2
+        arguments.seeds, arguments.weights = [0], [0.1, 1000.0]
+    return arguments
+
+
+def _number_or_none(text: str) -> float | None:
+    return None if text == "none" else float(text)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Each Optuna trial trains on a part of the training images and is scored on the r
 setting of a method is then trained on all training images with several seeds, and scored on test
 images that took no part in the tuning.
 
-    python -m benchmarks.worth.tuned                                  # scikit-learn's digits
-    python -m benchmarks.worth.tuned --data NPZ --n-train 1000        # CIFAR-10
-    python -m benchmarks.worth.tuned --data NPZ --n-train 5000 --batch-size 128
+    python -m benchmarks.worth.tuned                                   # scikit-learn's digits
+    python -m benchmarks.worth.tuned --problem "breast cancer"         # or wine
+    python -m benchmarks.worth.tuned --problem CIFAR-10 --data NPZ --n-train 5000
     python -m benchmarks.worth.tuned --quick                          # a smoke run, 2 minutes
 
 With ``--storage FILE`` trials and results are saved, and an interrupted run can be continued.
@@ -22,66 +22,23 @@ import numpy as np
 import optuna
 import torch
 from scipy import stats
-from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from skorch.callbacks import GradientNormClipping, LRScheduler
-from torch import nn
 
-from benchmarks._harness.data import load_images
+from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.problems import TABLES, Arrays, Problem, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import (
-    MLP,
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     SharpnessAwareMixin,
 )
 
-Arrays = tuple[np.ndarray, np.ndarray]
 Params = dict[str, Any]
 
 
 class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
     """The net of all other methods, trained by SAM."""
-
-
-# -- data and networks -------------------------------------------------------------------
-
-
-class SmallConvNet(nn.Sequential):
-    """Three convolutions and two linear layers, for 3x32x32 images."""
-
-    def __init__(self) -> None:
-        parts: list[nn.Module] = []
-        for n_in, n_out in [(3, 16), (16, 32), (32, 64)]:
-            parts += [nn.Conv2d(n_in, n_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        head = [nn.Flatten(), nn.Linear(64 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)]
-        super().__init__(*parts, *head)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Training images, test images and the network to train."""
-
-    name: str
-    train: Arrays
-    test: Arrays
-    network: Params
-
-
-def digits(n_train: int) -> Problem:
-    """Split scikit-learn's digits, 8x8 images, into `n_train` training images and test images."""
-    X, y = load_digits(return_X_y=True)
-    X = (X / 16).astype(np.float32)
-    X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
-    network = {"module": MLP, "module__hidden_layer_sizes": (128, 64)}
-    return Problem(f"digits {n_train}", (X, y), (X_test, y_test), network)
-
-
-def cifar(n_train: int, path: str, n_test: int = 5000) -> Problem:
-    """Take the first images of CIFAR-10's training set to train on, the next ones to test on."""
-    X, y = (tensor.numpy() for tensor in load_images(n_train + n_test, path))
-    parts = (X[:n_train], y[:n_train]), (X[n_train:], y[n_train:])
-    return Problem(f"CIFAR-10 {n_train}", *parts, {"module": SmallConvNet})
 
 
 # -- methods -----------------------------------------------------------------------------
@@ -116,9 +73,9 @@ METHODS = {
     "weight decay": Method("optimizer__weight_decay", 1e-5, 0.1),
     "SAM": Method("sharpness_radius", 0.01, 1.0, **SAM),
     "ASAM": Method("sharpness_radius", 0.1, 10.0, {"sharpness_adaptive": True}, **SAM),
-    "flatness, last layer": Method("flatness_weight", 0.01, 30.0, {"flatness_layer": -1}),
-    "flatness, first layer": Method("flatness_weight", 0.01, 30.0, {"flatness_layer": 0}),
-    "flatness, all layers": Method("flatness_weight", 0.01, 30.0, {"flatness_layer": "all"}),
+    "flatness, last layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": -1}),
+    "flatness, first layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": 0}),
+    "flatness, all layers": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": "all"}),
 }
 
 
@@ -138,13 +95,11 @@ class Training:
         net = method.kind(
             **self.network,
             **chosen,
-            flatness_warmup=self.epochs // 2,
             optimizer=torch.optim.SGD,
             optimizer__momentum=0.9,
             callbacks=callbacks if clip is None else [*callbacks, GradientNormClipping(clip)],
             batch_size=self.batch_size,
             max_epochs=self.epochs,
-            iterator_train__shuffle=True,
             random_state=seed,
             verbose=0,
         )
@@ -196,10 +151,10 @@ def main() -> None:
     arguments = _parse()
     trials, seeds, epochs = arguments.trials, arguments.seeds, arguments.epochs
     n_train = arguments.n_train
-    problem = cifar(n_train, arguments.data) if arguments.data else digits(n_train)
+    problem = load_problem(arguments.problem, n_train, arguments.data)
     training = Training(problem.network, epochs, arguments.batch_size)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    print(f"{problem.name} images, {len(problem.test[1])} to test; {trials} trials a method,")
+    print(f"{problem.name} samples, {len(problem.test[1])} to test; {trials} trials a method,")
     print(f"{seeds} seeds, {epochs} epochs, batches of {arguments.batch_size}")
     print(environment(), flush=True)
 
@@ -241,8 +196,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", metavar="NPZ", help="CIFAR-10 (default: digits)")
-    parser.add_argument("--n-train", type=int, help="training images (default: 1000)")
+    parser.add_argument("--problem", choices=[*TABLES, "CIFAR-10"], default="digits")
+    add_data_argument(parser)
+    parser.add_argument("--n-train", type=int, help="training samples (default: see the problem)")
     parser.add_argument("--trials", type=int, help="trials of each method (default: 25)")
     parser.add_argument("--seeds", type=int, help="trainings of the best setting (default: 5)")
     parser.add_argument("--epochs", type=int, help="epochs of each training (default: 60)")
@@ -251,8 +207,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--storage", metavar="FILE", help="SQLite file, to continue later")
     parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
     arguments = parser.parse_args()
-    usual = {"n_train": 1000, "trials": 25, "seeds": 5, "epochs": 60}
-    quick = {"n_train": 200, "trials": 3, "seeds": 2, "epochs": 8}
+    usual = {"n_train": None, "trials": 25, "seeds": 5, "epochs": 60}
+    quick = {"n_train": 100, "trials": 3, "seeds": 2, "epochs": 8}
     for name, value in (quick if arguments.quick else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

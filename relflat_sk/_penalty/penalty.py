@@ -26,7 +26,7 @@ from relflat_sk._network import (
     weight_layers,
 )
 from relflat_sk._penalty.batch_flatness import batch_flatness
-from relflat_sk._penalty.gradient_limit import GradientLimit
+from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
 
 __all__ = ["RelativeFlatnessPenalty"]
@@ -57,10 +57,10 @@ class RelativeFlatnessPenalty:
     weight : float, default=1.0
         Factor of the penalty.
     clip : float or None, default=None
-        Largest norm of the gradient of ``weight * penalty`` as a share of the gradient of the
-        loss, in each step; 0.5 is a good value. The penalty is scaled down to it. None: no limit,
-        as published. Without a limit, a large weight can end in a dead network, which is
-        perfectly flat. With it, the weight hardly matters once it is large enough.
+        Limit of ``weight * penalty`` in each step, as `flatness_clip` of
+        `RelativeFlatnessRegularizedNet`; 0.5 is a good value. The penalty is scaled down to it.
+        None: no limit, as published. Without a limit, a large weight can end in a dead network,
+        which is perfectly flat. With it, the weight hardly matters once it is large enough.
 
     Raises
     ------
@@ -132,7 +132,7 @@ class RelativeFlatnessPenalty:
         self.probes = probes
         self.weight = weight
         self.clip = clip
-        self._limit: GradientLimit | None = None
+        self._limit: PenaltyLimit | None = None
         self._recorder: Recorder | None = None
         self._plan: Plan | UnfinishedPlan | None = None
 
@@ -239,8 +239,12 @@ class RelativeFlatnessPenalty:
         if limit is None:
             return penalty
         weight = output.new_ones(len(output)) if sample_weight is None else sample_weight
-        value = weighted_loss(loss, output, target.values, weight.to(output))
-        return limit.scale(value, penalty)
+        weight = weight.to(output)
+
+        def loss_of(output: Tensor) -> Tensor:
+            return weighted_loss(loss, output, target.values, weight)
+
+        return limit.scale(loss_of(output), penalty, constant_loss(loss_of, output, weight))
 
     def of_batch(
         self,
@@ -305,12 +309,12 @@ class RelativeFlatnessPenalty:
             scale=scale,
         )
 
-    def limit(self) -> GradientLimit | None:
+    def limit(self) -> PenaltyLimit | None:
         """Return the limit of the batch of the last call of `of_batch`, and forget it.
 
         Returns
         -------
-        GradientLimit or None
+        PenaltyLimit or None
             None without `clip`.
         """
         limit, self._limit = self._limit, None

@@ -17,11 +17,7 @@ from relflat_sk._network import (
     keep_graph,
     users_of_weight,
 )
-from relflat_sk._penalty.gradient_limit import (
-    GradientLimit,
-    ParameterLimit,
-    limit_at_last_layer,
-)
+from relflat_sk._penalty.limit import PenaltyLimit
 
 __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
 
@@ -135,11 +131,8 @@ class Plan:
             and [part._modules for part in self.parts] == self.children
         )
 
-    def limit(self, clip: float, last: LayerRecord) -> GradientLimit:
-        """Make the limit: at the last layer if no other is penalised, or at all parameters.
-
-        If the last layer is tied to an embedding, a gradient in its weight passes through the
-        whole network anyway.
+    def limit(self, clip: float, last: LayerRecord) -> PenaltyLimit:
+        """Make the limit of a training step.
 
         Parameters
         ----------
@@ -150,12 +143,11 @@ class Plan:
 
         Returns
         -------
-        GradientLimit
+        PenaltyLimit
             The limit of this step.
         """
-        if not self.tied and all(name == last.name for name in self.penalised):
-            return limit_at_last_layer(clip, last)
-        return ParameterLimit(clip, self.parts[0].parameters())
+        earlier = any(name != last.name for name in self.penalised)
+        return PenaltyLimit(clip, last, earlier=earlier, tied=self.tied)
 
     def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
         """Make a recorder of the layers of a training step.

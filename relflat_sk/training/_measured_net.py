@@ -130,7 +130,7 @@ class MeasuredNet(FastNet):
         if not self.flatness_weight:
             return "Use a lower learning rate."
         limit = (
-            "a limit of the penalty's gradient (flatness_clip=0.5)"
+            "a limit of the penalty (flatness_clip=0.5)"
             if self.flatness_clip is None
             else f"a smaller flatness_clip than {self.flatness_clip!r}"
         )

@@ -60,9 +60,10 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
-        Largest norm of the penalty's gradient as a share of the loss's gradient, in each step.
-        The penalty is scaled down to it, so that a large weight does not end in a dead network,
-        which is perfectly flat. None: no limit, as published. See Notes.
+        Limit of the penalty in each step: the largest norm of its gradient at the last layer, as
+        a share of the loss's gradient there. The penalty is scaled down to it, so that a large
+        weight does not end in a dead network, which is perfectly flat. None: no limit, as
+        published. See Notes.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state.
@@ -127,11 +128,12 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
 
     Notes
     -----
-    The limit `flatness_clip` compares gradients in groups of variables, and the group in which
-    the penalty's gradient is the largest share of the loss's decides. With a penalty at the last
-    layer, the groups are that layer's weight, and a shift and a gain of the features that it
-    receives. They take no pass through the network. With a penalty at earlier layers, the groups
-    are all parameters, which takes a backward pass each for the loss and for the penalty.
+    The limit `flatness_clip` compares the gradients of penalty and loss in three groups of
+    variables: the last layer's weight, and a shift and a gain of the features that it receives.
+    The group with the largest share decides. The limit compares values, too: the penalty is at
+    most `flatness_clip` / 5 (`flatness_clip` / 50 if an earlier layer is penalised) of what the
+    network has gained in the batch over a constant output, its mean output. Nothing of this takes
+    a pass through the network, but the criterion is called once more, for the constant output.
 
     References
     ----------
@@ -211,7 +213,7 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
     flatness_warmup : int, default=0
         Number of epochs in which the weight of the penalty grows to `flatness_weight`.
     flatness_clip : float or None, default=0.5
-        Largest norm of the penalty's gradient as a share of the loss's; None: no limit.
+        Limit of the penalty in each step; None: no limit.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible.
     optimizer : type, default=torch.optim.Adam

@@ -14,9 +14,9 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
-from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._measured_net import MeasuredNet
-from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
+from relflat_sk.training._outputs import movable, refuse_mapping
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
@@ -173,57 +173,69 @@ class PenalisedNet(MeasuredNet):
         criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
         if isinstance(y_pred, Mapping) and self._takes_mapping(criterion, y_pred, y_true):
-            if weight is not None:
-                refuse_mapping(self.criterion_, "sample_weight needs", "leave the weights out")
-            if recorded:
-                refuse_mapping(
-                    self.criterion_, "the flatness penalty needs", "train with flatness_weight=0"
-                )
-            whole: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
-            if training and state.terms is None:
-                state.terms = whole, None, None
-            return whole
+            return self._loss_of_mapping(y_pred, y_true, weight, recorded, X=X, training=training)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
         target = self._read_target(criterion, y_pred, y_true)
-        if weight is None:
+        weight = None if weight is None else weight.to(y_pred)
+        plain_loss = super().get_loss
+
+        def loss_of(output: Tensor) -> Tensor:
+            if weight is not None:
+                return weighted_loss(criterion, output, target.values, weight)
             with self._uncompiled("criterion_") if recorded else nullcontext():
-                loss: Tensor = super().get_loss(y_pred, target.values, X=X, training=training)
-        else:
-            weight = weight.to(y_pred)
-            loss = weighted_loss(criterion, y_pred, target.values, weight)
+                value: Tensor = plain_loss(output, target.values, X=X, training=training)
+                return value
+
+        loss = loss_of(y_pred)
         if not training:
             return loss
         term = limit = None
-        if recorded and state.penalty is not None:
-            term = self._penalty_term(state.penalty, criterion, y_pred, target, weight)
-            limit = state.penalty.limit()
+        if recorded:
+            term, limit = self._penalty_term(state.penalty, criterion, y_pred, target, weight)
         if state.terms is None:  # the first pass of a step is at the weights it starts from
             state.terms = loss, term, limit
         if term is None:
             return loss
-        return loss + term if limit is None else limit.objective(loss, term)
+        if limit is None:
+            return loss + term
+        return loss + limit.scale(loss, term, constant_loss(loss_of, y_pred, weight))
 
-    def _takes_mapping(self, criterion: Loss, y_pred: Mapping[str, Any], y_true: Any) -> bool:
-        """Return whether the criterion takes the module's whole output; tried on one batch."""
-        if self._criterion_takes_mapping is None:
-            self._criterion_takes_mapping = criterion.row is None and takes_mapping(
-                criterion.criterion, y_pred, to_tensor(y_true, device=self.device)
+    def _loss_of_mapping(
+        self,
+        y_pred: Any,
+        y_true: Any,
+        weight: Tensor | None,
+        recorded: bool,
+        *,
+        X: Any,
+        training: bool,
+    ) -> Tensor:
+        """Compute the loss of a criterion that takes the module's whole mapping."""
+        if weight is not None:
+            refuse_mapping(self.criterion_, "sample_weight needs", "leave the weights out")
+        if recorded:
+            refuse_mapping(
+                self.criterion_, "the flatness penalty needs", "train with flatness_weight=0"
             )
-        return self._criterion_takes_mapping
+        loss: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
+        if training and self._state().terms is None:
+            self._state().terms = loss, None, None
+        return loss
 
     def _penalty_term(
         self,
-        penalty: RelativeFlatnessPenalty,
+        penalty: RelativeFlatnessPenalty | None,
         criterion: Loss,
         y_pred: Tensor,
         target: Target,
         weight: Tensor | None,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, PenaltyLimit | None]:
         """Compute the penalty of the recorded batch; None if all its samples have weight 0."""
-        if weight is not None and not bool((weight > 0).any()):
-            return None
-        return penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
+        if penalty is None or (weight is not None and not bool((weight > 0).any())):
+            return None, None
+        term = penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
+        return term, penalty.limit()
 
     def _read_target(self, criterion: Loss, y_pred: Tensor, y_true: Any) -> Target:
         """Bring the labels of a batch to the output's device, and check them."""

@@ -150,7 +150,8 @@ def test_validation_is_without_penalty():
 
 
 def test_train_loss_is_an_epoch_s_mean_without_penalty():
-    net = make(optimizer=torch.optim.SGD, lr=1e-30, max_epochs=1, flatness_weight=3.0).fit(X, NAMES)
+    params = {"optimizer": torch.optim.SGD, "lr": 1e-30, "max_epochs": 1, "flatness_clip": None}
+    net = make(**params, flatness_weight=3.0).fit(X, NAMES)
     with torch.no_grad():
         loss = nn.functional.cross_entropy(net.module_(torch.tensor(X)), torch.tensor(INDEX))
     assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=FLOAT32)
@@ -183,7 +184,8 @@ def test_warm_up_grows_linearly():
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])
 def test_an_objective_outside_of_epochs(warmup, share):
-    net = make(max_epochs=0, flatness_weight=2.0, flatness_warmup=warmup).fit(X, NAMES)
+    params = {"flatness_weight": 2.0, "flatness_warmup": warmup, "flatness_clip": None}
+    net = make(max_epochs=0, **params).fit(X, NAMES)
     inputs, targets = torch.tensor(X), torch.tensor(INDEX)
     kappa = relative_flatness(net, X, NAMES)
     losses = [net.get_loss(net.infer(inputs), targets, training=t).item() for t in (True, False)]
@@ -413,7 +415,7 @@ class Quartic(nn.Module):
 
 def test_an_unknown_criterion_makes_a_plain_net():
     params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 4}
-    net = make(Net, criterion=Quartic, **params).fit(X, X)
+    net = make(Net, criterion=Quartic, flatness_clip=None, **params).fit(X, X)
     assert not is_classifier(net)
     assert not is_regressor(net)
     assert not hasattr(net, "score")

@@ -227,10 +227,11 @@ def test_on_stock_skorch_nets():
 
 
 def test_goes_uphill_of_loss_and_penalty():
-    net = make(flatness_weight=2.0, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
+    strong = {"flatness_weight": 2.0, "flatness_clip": None}
+    net = make(**strong, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
     other = make(flatness_weight=0.0, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
     net.fit(X, INDEX)
-    plain = make(RelativeFlatnessRegularizedClassifier, flatness_weight=2.0, batch_size=-1)
+    plain = make(RelativeFlatnessRegularizedClassifier, **strong, batch_size=-1)
     plain.set_params(max_epochs=1).fit(X, INDEX)
     # recorded at the weights, as without SAM
     for name in ("train_loss", "flatness_penalty"):

@@ -1,4 +1,4 @@
-"""The limit of the penalty's gradient, against its definition by separate gradients."""
+"""The limit of the penalty, against its definition by separate gradients and losses."""
 
 import copy
 import warnings
@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
+from relflat_sk._penalty import constant_loss
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
@@ -35,58 +36,112 @@ def gradients(value, tensors):
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, tensors, strict=True)]
 
 
-def last_layer_ratios(net, X, y, weight):
-    """The ratios of the norms at the last layer, with the shift and gain written out."""
-    head = copy.deepcopy(net[-1])
-    features = net[:-1](X).detach()
-    shift = torch.zeros(7, dtype=torch.float64, requires_grad=True)
-    gain = torch.ones(7, dtype=torch.float64, requires_grad=True)
-    with (penalty := RelativeFlatnessPenalty()).capture(head):
-        output = head(features * gain + shift)
-    groups = [head.weight, shift, gain]
+def gradient_ratio(net, X, y, penalty):
+    """The least ratio of the norms at the last layer, with the shift and gain written out."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below, self.head = copy.deepcopy(net[:-1]), copy.deepcopy(net[-1])
+            self.shift = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+            self.gain = nn.Parameter(torch.ones(7, dtype=torch.float64))
+
+        def forward(self, X):
+            return self.head(self.below(X) * self.gain + self.shift)
+
+    twin = Net()
+    torch.manual_seed(3)
+    with penalty.capture(twin):
+        output = twin(X)
+    groups = [twin.head.weight, twin.shift, twin.gain]
     of_loss = gradients(CRITERION(output, y), groups)
-    of_penalty = gradients(weight * penalty(CRITERION, output, y), groups)
-    return [(a.norm() / b.norm()).item() for a, b in zip(of_loss, of_penalty, strict=True)]
+    of_penalty = gradients(penalty(CRITERION, output, y), groups)
+    return min((a.norm() / b.norm()).item() for a, b in zip(of_loss, of_penalty, strict=True))
 
 
-@pytest.mark.parametrize("weight", [0.01, HUGE])
-def test_the_last_layer_is_limited_in_weight_shift_and_gain(weight):
+def gain_over_constant(output, y):
+    """The loss of the mean output for all samples, minus the loss."""
+    constant = CRITERION(output.mean(dim=0).repeat(len(y), 1), y)
+    return (constant - CRITERION(output, y)).item()
+
+
+def train_a_little(net, X, y, steps=40):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        CRITERION(net(X), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 1, "all"])
+@pytest.mark.parametrize("weight", [1e-4, 0.3, HUGE])
+@pytest.mark.parametrize("clip", [0.5, 50.0])
+def test_the_share_is_the_least_of_gradients_and_values(layer, weight, clip):
     net, (X, y) = make_net(), make_batch()
-    expected = min(1.0, 0.5 * min(last_layer_ratios(net, X, y, weight)))
-    free, limited = (RelativeFlatnessPenalty(weight=weight, clip=clip) for clip in (None, 0.5))
+    train_a_little(net, X, y)
     values = []
-    for penalty in (free, limited):
+    for limit in (None, clip):
+        penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=limit)
+        torch.manual_seed(3)  # the same probes
         with penalty.capture(net):
             output = net(X)
         values.append(penalty(CRITERION, output, y))
-    assert values[1].item() == pytest.approx(expected * values[0].item(), rel=1e-10)
-    grads = [gradients(value, list(net.parameters())) for value in values]
-    for unlimited, scaled in zip(*grads, strict=True):
-        assert_close(scaled, expected * unlimited)
-    assert (expected < 1) == (weight == HUGE)  # the limit is active in one case only
-
-
-@pytest.mark.parametrize("layer", [0, 1, "all"])
-@pytest.mark.parametrize("weight", [1e-4, HUGE])
-def test_earlier_layers_are_limited_in_each_parameter(layer, weight):
-    net, (X, y) = make_net(), make_batch()
+    free = RelativeFlatnessPenalty(layer, weight=weight)
+    of_gradients = gradient_ratio(net, X, y, free)
+    of_values = gain_over_constant(output, y) / values[0].item() / (5 if layer == -1 else 50)
+    share = min(1.0, clip * of_gradients, clip * of_values)
+    assert values[1].item() == pytest.approx(share * values[0].item(), rel=1e-9)
+    assert share < 1 or weight < HUGE
     parameters = list(net.parameters())
-    penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=0.5)
-    torch.manual_seed(3)
+    for unlimited, scaled in zip(*(gradients(v, parameters) for v in values), strict=True):
+        assert_close(scaled, share * unlimited)
+
+
+def test_a_network_that_distinguishes_no_samples_has_no_penalty():
+    net, (X, y) = make_net(), make_batch()
+    with torch.no_grad():
+        net[0].weight.zero_()
+    penalty = RelativeFlatnessPenalty(weight=HUGE, clip=0.5)
     with penalty.capture(net):
         output = net(X)
-    scaled = gradients(penalty(CRITERION, output, y), parameters)
-    penalty.clip = None
-    torch.manual_seed(3)  # the same probes
-    with penalty.capture(net):
-        output = net(X)
-    of_loss = gradients(CRITERION(output, y), parameters)
-    of_penalty = gradients(penalty(CRITERION, output, y), parameters)
-    ratios = [0.5 * a.norm() / b.norm() for a, b in zip(of_loss, of_penalty, strict=True)]
-    share = min(1.0, min(ratios).item())
-    assert (share < 1) == (weight == HUGE)
-    for expected, found in zip(of_penalty, scaled, strict=True):
-        assert_close(found, share * expected)
+    value = penalty(CRITERION, output, y)
+    assert value.item() == 0
+    assert not any(g.any() for g in gradients(value, list(net.parameters())))
+
+
+def test_a_single_sample_is_limited_by_gradients_alone():
+    net, (X, y) = make_net(), make_batch()
+    free, limited = (RelativeFlatnessPenalty(weight=HUGE, clip=clip) for clip in (None, 0.5))
+    values = []
+    for penalty in (free, limited):
+        with penalty.capture(net):
+            output = net(X[:1])
+        values.append(penalty(CRITERION, output, y[:1]).item())
+    share = 0.5 * gradient_ratio(net, X[:1], y[:1], free)
+    assert values[1] == pytest.approx(share * values[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4), (6, 3, 4, 2)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_constant_is_the_mean_of_each_channel(shape, weighted):
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(shape, generator=generator)
+    times = torch.tensor([1, 2, 3, 1, 1, 2]) if weighted else torch.ones(6, dtype=torch.int64)
+    rows = np.repeat(output.numpy(), times, axis=0)
+    channels = np.moveaxis(rows, 1, -1) if rows.ndim > 1 else rows[:, None]
+    expected = channels.reshape(-1, channels.shape[-1]).mean(axis=0)
+    found = []
+
+    def loss(constant):
+        found.append(constant)
+        return constant.sum()
+
+    value = constant_loss(loss, output.requires_grad_(), times.float() if weighted else None)
+    assert not value.requires_grad
+    constant = found[0]
+    assert constant.shape == shape
+    constant = constant.movedim(1, -1).reshape(-1, 3) if len(shape) > 1 else constant[:, None]
+    np.testing.assert_allclose(constant, np.tile(expected, (len(constant), 1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("layer", [-1, 0, [0, -1], "all"])
@@ -107,19 +162,6 @@ def test_nets_take_the_same_step_as_plain_loops(layer, weight):
     loss.backward()
     for ours, expected in zip(net.module_.parameters(), twin.parameters(), strict=True):
         assert_close(ours.grad, expected.grad)
-
-
-@pytest.mark.parametrize("layer", [0, "all"])
-def test_a_step_descends_the_loss_whatever_the_weight(layer):
-    X, y = make_batch()
-    net = RelativeFlatnessRegularizedClassifier(
-        make_net, flatness_layer=layer, flatness_weight=1e12, verbose=0
-    ).initialize()
-    parameters = list(net.module_.parameters())
-    of_loss = gradients(CRITERION(net.module_(X), y), parameters)
-    net.train_step_single((X, y))
-    for a, parameter in zip(of_loss, parameters, strict=True):
-        assert (a * parameter.grad).sum() > 0.4 * a.square().sum()
 
 
 def test_a_layer_with_frozen_features_or_weight_is_limited_where_it_learns():
@@ -162,7 +204,7 @@ def test_the_net_checks_its_clip():
 def test_the_history_tells_how_often_the_limit_was_active(weight, clip, share, layer):
     X, y = load_digits(return_X_y=True)
     net = RelativeFlatnessRegularizedClassifier(
-        flatness_weight=weight, flatness_clip=clip, flatness_layer=layer, max_epochs=2, lr=1e-4,
+        flatness_weight=weight, flatness_clip=clip, flatness_layer=layer, max_epochs=2,
         random_state=0, verbose=0,
     )  # fmt: skip
     with warnings.catch_warnings():

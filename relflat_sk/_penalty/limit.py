@@ -1,0 +1,158 @@
+r"""Limit the penalty of a training step by what the network has learned.
+
+A dead network is perfectly flat, so that the published objective ``loss + weight * penalty`` has
+it as an attractor: with a large weight, training ends there. Under a limit ``c``, a step minimises
+
+.. math:: L + s P, \qquad s = \min\Big(1,\; c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|},\;
+    c\,r\, \frac{L_0 - L}{|P|}\Big)
+
+with `s` a constant in the differentiation.
+
+**Gradients.** Those of loss and penalty are compared in three groups ``v`` of variables that need
+no pass through the network: the last layer's weight, and a shift and a gain of each feature, as
+if there were a batch norm's weight and bias before the layer. The group with the least ratio
+decides. The shift and the gain matter because they sum over the batch. The gradients of the loss
+in the features of single samples point in many directions and cancel in the weights of the
+network below, while those of the penalty all shrink the features and add up.
+
+**Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
+batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
+no penalty. So a penalty cannot stop training before it has begun, as it can at the first layer of
+a convolutional network, and a dead network is no attractor. The share :math:`r` of the gain is
+small for penalties at earlier layers: where the network has many positions, a flat first layer
+costs test accuracy long before it costs training loss.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relflat_sk._losses import pull_back
+from relflat_sk._network import LayerRecord, layer_map
+from relflat_sk._numerics import full_precision
+
+__all__ = ["PenaltyLimit", "constant_loss"]
+
+# The largest penalty as a share of the gain over a constant output, for a limit of 1:
+# benchmarks.worth.stability shows what it does.
+_AT_LAST_LAYER = 1 / 5
+_AT_EARLIER_LAYERS = 1 / 50
+
+
+class PenaltyLimit:
+    """The limit of one training step.
+
+    Parameters
+    ----------
+    limit : float
+        Largest norm of the penalty's gradient as a share of the loss's gradient.
+    last : LayerRecord
+        The last layer, with the features that it received in this step.
+    earlier : bool
+        Whether another layer than the last is penalised.
+    tied : bool
+        Whether the last layer's weight is used elsewhere, so that a gradient in it passes through
+        the whole network. It is then left out of the comparison.
+
+    Attributes
+    ----------
+    share : Tensor of shape () or None
+        The share of the penalty that the limit has left, from 0 to 1; None before it is known.
+    """
+
+    def __init__(self, limit: float, last: LayerRecord, *, earlier: bool, tied: bool) -> None:
+        self.limit = limit
+        self._share_of_gain = _AT_EARLIER_LAYERS if earlier else _AT_LAST_LAYER
+        self.share: Tensor | None = None
+        self._features = last.check()[0]
+        weight: Any = last.layer.weight
+        variables = [(self._features, self._norms_of_shift_and_gain)]
+        variables += [] if tied else [(weight, _norm)]
+        self._variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
+        self._layer = layer_map(last.layer)
+
+    def scale(self, loss: Tensor, penalty: Tensor, constant: Tensor) -> Tensor:
+        """Scale a penalty down to the limit.
+
+        Parameters
+        ----------
+        loss : Tensor of shape ()
+            The loss of the batch, with its graph.
+        penalty : Tensor of shape ()
+            The penalty of the batch times its weight, with its graph.
+        constant : Tensor of shape ()
+            The loss of a constant output, from `constant_loss`.
+
+        Returns
+        -------
+        Tensor of shape ()
+            The penalty times `share`, which is a constant in the differentiation.
+        """
+        gain = (constant - loss.detach()).clamp(min=0)
+        of_values = self._share_of_gain * gain / penalty.detach().abs()
+        ratios = torch.cat([of_values.reshape(1), *self._compare_gradients(loss, penalty)])
+        # 0/0 is nan: where there is no penalty, there is nothing to limit
+        least = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
+        self.share = (self.limit * least).clamp(max=1).to(penalty.dtype)
+        return self.share * penalty
+
+    def _compare_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the ratios of the norms in each group of variables."""
+        if not (self._variables and penalty.requires_grad):
+            return []
+        tensors = [tensor for tensor, _ in self._variables]
+        of_loss = pull_back([loss], tensors, create_graph=False)
+        of_penalty = pull_back([penalty], tensors, create_graph=False)
+        return [
+            norms(torch.zeros_like(b) if a is None else a) / norms(b)
+            for a, b, (_, norms) in zip(of_loss, of_penalty, self._variables, strict=True)
+            if b is not None
+        ]
+
+    def _norms_of_shift_and_gain(self, gradient: Tensor) -> Tensor:
+        """Compute the norms in a shift and a gain of the features from a gradient in them."""
+        features, columns = (
+            full_precision(self._layer.channels(tensor))
+            for tensor in (self._features.detach(), gradient)
+        )
+        sums = torch.stack([columns.sum(dim=0), (columns * features).sum(dim=0)])
+        norms: Tensor = torch.linalg.vector_norm(sums, dim=1)
+        return norms
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(full_precision(gradient))
+    return norm.reshape(1)
+
+
+def constant_loss(
+    loss: Callable[[Tensor], Tensor], output: Tensor, sample_weight: Tensor | None = None
+) -> Tensor:
+    """Compute the loss of the mean output, the same for all samples and positions.
+
+    Parameters
+    ----------
+    loss : callable
+        From an output to the loss of the batch.
+    output : Tensor of shape (n, ...)
+        The network's output; channels or classes, if there are any, on axis 1.
+    sample_weight : Tensor of shape (n,), optional
+        Weight of each sample in the mean.
+
+    Returns
+    -------
+    Tensor of shape ()
+        Without graph; infinite for a single sample, whose output is the mean.
+    """
+    output = output.detach()
+    axes = [axis for axis in range(output.ndim) if axis != 1]
+    if output.numel() == (output.shape[1] if output.ndim > 1 else 1):
+        return output.new_full((), torch.inf)
+    mean = output.mean(dim=axes, keepdim=True)
+    if sample_weight is not None:
+        share = (sample_weight / sample_weight.mean()).reshape(-1, *[1] * (output.ndim - 1))
+        mean = (share * output).mean(dim=axes, keepdim=True)
+    with torch.no_grad():
+        return loss(mean.expand_as(output)).detach()
