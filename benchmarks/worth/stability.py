@@ -156,7 +156,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.n_train, arguments.epochs = 100, 2
+        arguments.n_train, arguments.epochs = 80, 2
         arguments.seeds, arguments.weights = [0], [0.1, 1000.0]
     return arguments
 

@@ -16,7 +16,7 @@ from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._measured_net import MeasuredNet
-from relflat_sk.training._outputs import movable, refuse_mapping
+from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
@@ -200,6 +200,14 @@ class PenalisedNet(MeasuredNet):
         if limit is None:
             return loss + term
         return loss + limit.scale(loss, term, constant_loss(loss_of, y_pred, weight))
+
+    def _takes_mapping(self, criterion: Loss, y_pred: Mapping[str, Any], y_true: Any) -> bool:
+        """Return whether the criterion takes the module's whole output; tried on one batch."""
+        if self._criterion_takes_mapping is None:
+            self._criterion_takes_mapping = criterion.row is None and takes_mapping(
+                criterion.criterion, y_pred, to_tensor(y_true, device=self.device)
+            )
+        return self._criterion_takes_mapping
 
     def _loss_of_mapping(
         self,

@@ -46,7 +46,15 @@ def test_an_interrupted_tuning_continues(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_of_large_weights():
-    text = run("benchmarks.worth.stability", "--quick", "--layers", "last")
-    *_, last = text.strip().split("\n\n")
-    assert len(last.splitlines()) == 2 + 1 + 2 * 3  # header, plain, weights times remedies
+def test_an_interrupted_study_of_weights_continues(tmp_path):
+    results = tmp_path / "results.jsonl"
+    options = ("--quick", "--problem", "wine", "--results", results)
+    text = run("benchmarks.worth.stability", *options, "--layers", "last")
+    *_, rows, summary = text.strip().split("\n\n")
+    assert len(rows.splitlines()) == 2 + 2 * 3  # header; optimizers times learning rates
+    assert "Worst cell: " in summary
+    saved = results.read_text().splitlines()
+    assert len(saved) == 2 * 3 * (1 + 2)  # without penalty, and with two weights
+    run("benchmarks.worth.stability", *options, "--layers", "last", "first")
+    assert results.read_text().splitlines()[: len(saved)] == saved
+    assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * 2
