@@ -63,7 +63,7 @@ def flatness_report(  # noqa: PLR0913
         measures of the whole network), `position` (of the layer in forward order, missing for
         measures of the whole network), `value`, `stderr` (0 for exact values, the residual's
         norm for eigenvalues), `method`, `n_samples` and `invariance`, the changes of weights
-        that change neither the network's function nor the measure.
+        that change neither the network's function nor the measure, if no weights are tied.
 
     Raises
     ------

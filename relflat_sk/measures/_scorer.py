@@ -319,8 +319,8 @@ class FlatnessScorer(BaseEstimator):
 
 
 def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:
-    """Return whether positions and names belong to one layer; False for several layers."""
-    if not all(is_integer(layer) or isinstance(layer, str) for layer in layers):
+    """Return whether positions and names belong to one layer, as far as the data can tell."""
+    if X is None or not all(is_integer(layer) or isinstance(layer, str) for layer in layers):
         return False
     network = to_network(estimator, X, None, DataOptions())
     order = layer_names(network)

@@ -909,6 +909,8 @@ def test_recorded_value_of_a_layer_with_another_name(layer, same):
     for name in same:
         score = FlatnessScorer(layer=name, data="train")(model, X, NAMES)
         assert score == -model.relative_flatness_
+    with pytest.raises(ValueError, match="Give the same layer and measure to both"):
+        FlatnessScorer(layer=same[0], data="train")(model, None)
 
 
 @pytest.mark.filterwarnings("ignore:the network of .* is perfectly flat:relflat_sk.FlatnessWarning")
