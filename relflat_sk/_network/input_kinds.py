@@ -69,7 +69,10 @@ def _check_tensor(X: Tensor) -> None:
 
 def _check_columns(X: pd.DataFrame) -> None:
     """Refuse columns that hold no numbers."""
-    bad = {name: reason for name, column in X.items() if (reason := _without_numbers(column))}
+    # most frames hold nothing but numbers, which their types tell; booleans are numeric, too
+    other = [i for i, kind in enumerate(X.dtypes) if not pd.api.types.is_numeric_dtype(kind)]
+    reasons = {X.columns[i]: _without_numbers(X.iloc[:, i]) for i in other}
+    bad = {name: reason for name, reason in reasons.items() if reason}
     if bad:
         named = ", ".join(f"{name!r} ({reason})" for name, reason in list(bad.items())[:_NAMED])
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
@@ -83,8 +86,6 @@ def _check_columns(X: pd.DataFrame) -> None:
 def _without_numbers(column: pd.Series) -> str:
     """Say of which type a column is if it holds no numbers; nothing otherwise."""
     kind = column.dtype
-    if pd.api.types.is_numeric_dtype(kind):  # booleans included
-        return ""
     if not (getattr(kind, "kind", "O") in "mM" or isinstance(kind, pd.PeriodDtype)):
         try:
             column.to_numpy(dtype=np.float64, na_value=np.nan)

@@ -180,7 +180,9 @@ class EstimatorNet(TaskNet):
         self, X: Any, y: Any, sample_weight: Any, reset: bool, classes: Any
     ) -> tuple[Any, Any, np.ndarray | None]:
         """Check data and weights, and learn from them; a fitted net survives bad data."""
-        reset = reset or not self._knows_labels()  # initialize() may have been called by hand
+        labelled = y is not None or not isinstance(X, Dataset)
+        # initialize() may have been called by hand, and labels may come after a Dataset
+        reset = reset or (labelled and not self._knows_labels())
         attributes = self.__dict__  # skorch's own __delattr__ would unregister components
         learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
         try:

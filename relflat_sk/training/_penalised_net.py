@@ -172,7 +172,7 @@ class PenalisedNet(MeasuredNet):
         recorded, state.recorded = state.recorded, False
         criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
-        if isinstance(y_pred, Mapping) and self._takes_mapping(criterion, y_pred, y_true):
+        if not isinstance(y_pred, Tensor) and self._takes_mapping(criterion, y_pred, y_true):
             return self._loss_of_mapping(y_pred, y_true, weight, recorded, X=X, training=training)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
@@ -201,8 +201,10 @@ class PenalisedNet(MeasuredNet):
             return loss + term
         return loss + limit.scale(loss, term, constant_loss(loss_of, y_pred, weight))
 
-    def _takes_mapping(self, criterion: Loss, y_pred: Mapping[str, Any], y_true: Any) -> bool:
-        """Return whether the criterion takes the module's whole output; tried on one batch."""
+    def _takes_mapping(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
+        """Return whether the criterion takes the whole output, a mapping; tried on one batch."""
+        if not isinstance(y_pred, Mapping):
+            return False
         if self._criterion_takes_mapping is None:
             self._criterion_takes_mapping = criterion.row is None and takes_mapping(
                 criterion.criterion, y_pred, to_tensor(y_true, device=self.device)

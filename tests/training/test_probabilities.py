@@ -171,6 +171,24 @@ def test_labels_of_arrays_replace_those_of_data_sets():
     assert_array_equal(net.classes_, [0, 1, 2])
 
 
+class Failing(Stream):
+    def __iter__(self):
+        raise OSError("the stream has ended")
+
+
+def test_a_failed_training_on_a_data_set_leaves_the_classes():
+    net = Classifier(**SIZES, **SETTINGS).fit(make_dataset())
+    with pytest.raises(OSError, match="ended"):
+        net.partial_fit(Failing())
+    assert_array_equal(net.classes_, [0, 1, 2])
+
+
+def test_labels_of_arrays_after_a_data_set():
+    net = Classifier(**SIZES, **SETTINGS).partial_fit(make_dataset())
+    assert_array_equal(net.partial_fit(X, NAMES).classes_, ["a", "b", "c"])
+    assert net.n_features_in_ == 3
+
+
 def test_outputs_of_several_axes_tell_no_classes():
     class Tokens(nn.Module):
         def __init__(self):
