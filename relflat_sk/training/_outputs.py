@@ -65,25 +65,32 @@ def takes_mapping(criterion: Any, output: Mapping[str, Any], target: Any) -> boo
     )
 
 
-def refuse_mapping(criterion: Any, what: str, remedy: str) -> NoReturn:
+# what needs a criterion of one tensor, and what to do if the criterion is to stay
+_NEEDS = {
+    "measure": ("measures need", "pass one with the argument criterion of the measure"),
+    "penalty": ("the flatness penalty needs", "train with flatness_weight=0"),
+    "sample_weight": ("sample_weight needs", "leave the weights out"),
+}
+
+
+def refuse_mapping(criterion: Any, by: str) -> NoReturn:
     """Refuse a criterion that takes a mapping, where one of a tensor is needed.
 
     Parameters
     ----------
     criterion : callable
         A criterion that takes the module's whole output.
-    what : str
+    by : {"measure", "penalty", "sample_weight"}
         What needs a criterion of a tensor.
-    remedy : str
-        What to do, if the criterion is to stay.
 
     Raises
     ------
     ValueError
         In any case.
     """
+    need, remedy = _NEEDS[by]
     raise ValueError(
-        f"{name_criterion(criterion)} takes the module's whole output, a mapping, but {what} a "
+        f"{name_criterion(criterion)} takes the module's whole output, a mapping, but {need} a "
         "criterion of one tensor. Use a criterion that takes the entry 'logits', which is passed "
         f"to it as a tensor, or {remedy}."
     )
@@ -103,8 +110,7 @@ def check_measurable(net: NeuralNet) -> None:
         If its training has shown that the criterion takes a mapping.
     """
     if getattr(net, "_criterion_takes_mapping", False):
-        remedy = "pass one with the argument criterion of the measure"
-        refuse_mapping(net.criterion_, "measures need", remedy)
+        refuse_mapping(net.criterion_, "measure")
 
 
 def movable(output: Any) -> Any:

@@ -223,11 +223,9 @@ class PenalisedNet(MeasuredNet):
     ) -> Tensor:
         """Compute the loss of a criterion that takes the module's whole mapping."""
         if weight is not None:
-            refuse_mapping(self.criterion_, "sample_weight needs", "leave the weights out")
+            refuse_mapping(self.criterion_, "sample_weight")
         if recorded:
-            refuse_mapping(
-                self.criterion_, "the flatness penalty needs", "train with flatness_weight=0"
-            )
+            refuse_mapping(self.criterion_, "penalty")
         loss: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
         if training and self._state().terms is None:
             self._state().terms = loss, None, None
