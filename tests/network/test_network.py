@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk import relative_flatness
+from relflat_sk import FlatnessWarning, relative_flatness
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
@@ -162,7 +162,8 @@ def test_diverged_weights_give_nan():
     found = evaluate("relative_flatness", net, X, y, criterion=CE)
     assert np.isnan(found.value)
     assert np.isnan(found.risk)
-    assert np.isnan(relative_flatness(net, X, y, criterion=CE, method="hutchinson"))
+    with pytest.warns(FlatnessWarning, match="is nan or infinite, because '0.weight' of the net"):
+        assert np.isnan(relative_flatness(net, X, y, criterion=CE, method="hutchinson"))
 
 
 def test_samples_of_a_divergence_are_summed_over_outputs():
