@@ -381,7 +381,6 @@ def test_early_stopping_watches_the_loss_without_penalty():
     same(net, make(max_epochs=stop.best_epoch_, **params).fit(X, NAMES))
 
 
-@pytest.mark.filterwarnings("ignore:.* ended much worse:relflat_sk.FlatnessWarning")
 def test_checkpoints_come_back(tmp_path):
     split = ValidSplit(3)
     best = Checkpoint(dirname=tmp_path, monitor="valid_loss_best", load_best=True)
