@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from skorch.history import History
 from skorch.utils import to_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +14,7 @@ from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
+from relflat_sk.training._fast_net import record_batch
 from relflat_sk.training._measured_net import MeasuredNet
 from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
 from relflat_sk.training._sample_weights import (
@@ -293,12 +293,12 @@ class PenalisedNet(MeasuredNet):
             (loss, term, limit), state.terms = state.terms, None
             penalty = 0.0 if term is None else term.item()
             share = 1.0 if limit is None or limit.share is None else limit.share.item()
-            _record(
-                self.history,
-                train_loss=loss.item(),
-                flatness_penalty=share * penalty,
-                flatness_clipped=float(share < 1),
-            )
+            values = {
+                "train_loss": loss.item(),
+                "flatness_penalty": share * penalty,
+                "flatness_clipped": float(share < 1),
+            }
+            record_batch(self.history, values)
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
         """Split off the validation data as skorch does, together with the sample weights.
@@ -332,15 +332,6 @@ class PenalisedNet(MeasuredNet):
             X = with_weights(self.get_dataset(X, y), state.sample_weight)
         state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
         return state.dataset, valid
-
-
-def _record(history: Any, **values: float) -> None:
-    """Record several values of a batch; in skorch's own history, find the batch only once."""
-    if type(history) is History:
-        history[-1]["batches"][-1].update(values)
-        return
-    for name, value in values.items():
-        history.record_batch(name, value)
 
 
 def _full_precision(output: Any) -> Any:

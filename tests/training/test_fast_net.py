@@ -8,6 +8,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
+from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
@@ -229,6 +230,124 @@ def test_gradient_scaler_works_with_fused_optimizers(optimizer):
         net = _Scaled(optimizer=optimizer, max_epochs=5, random_state=0, verbose=0, **choice)
         weights.append(nn.utils.parameters_to_vector(net.fit(X / N, Y).module_.parameters()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+# -- the loop ----------------------------------------------------------------------------
+
+
+class _SkorchLoop(RelativeFlatnessRegularizedClassifier):
+    """The same net with the loop as skorch has it."""
+
+    run_single_epoch = NeuralNet.run_single_epoch
+    _zero_grad_optimizer = NeuralNet._zero_grad_optimizer
+
+    def _listeners(self, method_name):
+        return [callback for _, callback in self.callbacks_]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
+@pytest.mark.parametrize("weights", [None, np.arange(N) + 1.0])
+def test_the_loop_is_that_of_skorch(weights, optimizer):
+    weighing = weights is not None
+    split = None if weighing else ValidSplit(4)
+    nets = [
+        kind(
+            max_epochs=3, batch_size=6, optimizer=optimizer, train_split=split, random_state=0
+        ).set_params(verbose=0)
+        for kind in (RelativeFlatnessRegularizedClassifier, _SkorchLoop)
+    ]
+    ours, skorchs = (net.fit(X / N, Y, sample_weight=weights) for net in nets)
+    torch.testing.assert_close(
+        ours.module_.state_dict(), skorchs.module_.state_dict(), rtol=0, atol=0
+    )
+    for own, other in zip(ours.history, skorchs.history, strict=True):
+        assert own.keys() == other.keys()
+        assert [list(b) for b in own["batches"]] == [list(b) for b in other["batches"]]
+        assert {**own, "dur": 0} == {**other, "dur": 0}
+
+
+class _Notified(Callback):
+    """Count the calls of one method."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_batch_end(self, net, training=False, **kwargs):
+        self.calls.append(training)
+
+
+class _Adds(Callback):
+    """Add another callback in the second epoch."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_epoch_begin(self, net, **kwargs):
+        if len(net.history) == 2:
+            net.callbacks_.append(("added", self.other))
+
+
+def test_callbacks_are_called_whatever_they_are():
+    own, added, replaced = _Notified(), _Notified(), Callback()
+    gradients = []
+    replaced.on_grad_computed = lambda net, **kwargs: gradients.append(net)
+    net = RelativeFlatnessRegularizedClassifier(
+        max_epochs=3, batch_size=5, callbacks=[own, replaced, _Adds(added)], verbose=0
+    )
+    net.set_params(train_split=ValidSplit(4)).fit(X, Y)
+    assert own.calls == [True, True, True, False] * 3  # 15 samples in training
+    assert added.calls == own.calls[:8]
+    assert len(gradients) == 9
+    assert "_listening" not in vars(pickle.loads(pickle.dumps(RelativeFlatnessRegularizedNet())))
+
+
+class _Counts(RelativeFlatnessRegularizedClassifier):
+    """Count the calls of the functions that skorch's users override."""
+
+    def _count(self, name, *args, **kwargs):
+        counts = self.__dict__.setdefault("_counts", {})
+        counts[name] = counts.get(name, 0) + 1
+        return getattr(super(), name)(*args, **kwargs)
+
+    def train_step(self, *args, **kwargs):
+        return self._count("train_step", *args, **kwargs)
+
+    def train_step_single(self, *args, **kwargs):
+        return self._count("train_step_single", *args, **kwargs)
+
+    def on_batch_end(self, *args, **kwargs):
+        return self._count("on_batch_end", *args, **kwargs)
+
+    def infer(self, *args, **kwargs):
+        return self._count("infer", *args, **kwargs)
+
+    def get_loss(self, *args, **kwargs):
+        return self._count("get_loss", *args, **kwargs)
+
+
+def test_functions_of_subclasses_are_called_once_a_step():
+    net = _Counts(max_epochs=3, batch_size=5, verbose=0)
+    net.partial_fit(X, Y)  # `fit` measures the flatness as well
+    names = ("train_step", "train_step_single", "on_batch_end", "get_loss", "infer")
+    assert [net._counts[name] for name in names] == [12] * 5
+
+
+def test_gradients_are_forgotten_as_the_optimizer_does():
+    calls = []
+
+    class Own(torch.optim.Adam):
+        def zero_grad(self, set_to_none=True):
+            calls.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    for optimizer in (torch.optim.SGD, Own):
+        net = RelativeFlatnessRegularizedClassifier(nn.Linear(2, 2), optimizer=optimizer)
+        net.initialize()
+        for set_to_none, expected in ((None, False), (False, True), (True, False)):
+            net.module_.weight.grad = torch.ones(2, 2)
+            net._zero_grad_optimizer(set_to_none)
+            assert (net.module_.weight.grad is not None) == expected
+    assert calls == [True, False, True]
 
 
 # -- relative_flatness_ ------------------------------------------------------------------
