@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"optimizer": torch.optim.Adam},
 }
 # what trains a network well, and a third and three times of it
-RATES = {"MLP": {"SGD": 0.02, "Adam": 0.01}, "SmallConvNet": {"SGD": 0.01, "Adam": 0.001}}
+RATES = {"MLP": {"SGD": 0.02, "Adam": 0.005}, "SmallConvNet": {"SGD": 0.01, "Adam": 0.001}}
 LAYERS = {"last": -1, "first": 0, "all": "all"}
 WEIGHTS = [0.01, 1.0, 100.0, 1000.0]
 

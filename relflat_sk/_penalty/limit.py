@@ -69,7 +69,7 @@ class PenaltyLimit:
         self._features = last.check()[0]
         weight: Any = last.layer.weight
         variables = [(self._features, self._norms_of_shift_and_gain)]
-        variables += [] if tied else [(weight, _norm)]
+        variables += [] if tied else [(weight, _norms)]
         self._variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
         self._layer = layer_map(last.layer)
 
@@ -105,26 +105,25 @@ class PenaltyLimit:
         tensors = [tensor for tensor, _ in self._variables]
         of_loss = pull_back([loss], tensors, create_graph=False)
         of_penalty = pull_back([penalty], tensors, create_graph=False)
-        return [
-            norms(torch.zeros_like(b) if a is None else a) / norms(b)
-            for a, b, (_, norms) in zip(of_loss, of_penalty, self._variables, strict=True)
-            if b is not None
-        ]
+        ratios = []
+        for a, b, (_, norms) in zip(of_loss, of_penalty, self._variables, strict=True):
+            if b is not None:
+                pair = torch.stack([torch.zeros_like(b) if a is None else a, b])
+                ratios.append(torch.div(*norms(full_precision(pair))))
+        return ratios
 
-    def _norms_of_shift_and_gain(self, gradient: Tensor) -> Tensor:
-        """Compute the norms in a shift and a gain of the features from a gradient in them."""
-        features, columns = (
-            full_precision(self._layer.channels(tensor))
-            for tensor in (self._features.detach(), gradient)
-        )
-        sums = torch.stack([columns.sum(dim=0), (columns * features).sum(dim=0)])
-        norms: Tensor = torch.linalg.vector_norm(sums, dim=1)
+    def _norms_of_shift_and_gain(self, pair: Tensor) -> Tensor:
+        """Compute the norms in a shift and a gain of the features from gradients in them."""
+        features = full_precision(self._layer.channels(self._features.detach()))
+        columns = self._layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
+        sums = torch.stack([columns.sum(dim=1), (columns * features).sum(dim=1)], dim=1)
+        norms: Tensor = torch.linalg.vector_norm(sums, dim=2)
         return norms
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(full_precision(gradient))
-    return norm.reshape(1)
+def _norms(pair: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(pair.flatten(1), dim=1, keepdim=True)
+    return norms
 
 
 def constant_loss(

@@ -71,9 +71,9 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         Class of the torch optimizer; any but LBFGS. Arguments are passed as ``optimizer__...``.
         Adam, AdamW and SGD get ``fused=True`` for weights in float32 or float64, unless you pass
         ``optimizer__fused=False`` or another choice of implementation, such as ``foreach``.
-    lr : float, default=0.01
+    lr : float, default=0.003
         Learning rate.
-    max_epochs : int, default=50
+    max_epochs : int, default=30
         Number of passes over the training data; callbacks such as `StopAtLoss` may stop before.
     batch_size : int, default=32
         Number of samples per training step; -1 for all samples.
@@ -162,8 +162,8 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         flatness_clip: float | None = 0.5,
         random_state: Any = None,
         optimizer: Any = torch.optim.Adam,
-        lr: float = 0.01,
-        max_epochs: int = 50,
+        lr: float = 0.003,
+        max_epochs: int = 30,
         batch_size: int = 32,
         iterator_train__shuffle: bool = True,
         train_split: Any = None,
@@ -218,9 +218,9 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         Makes `fit` reproducible.
     optimizer : type, default=torch.optim.Adam
         Class of the torch optimizer.
-    lr : float, default=0.01
+    lr : float, default=0.003
         Learning rate.
-    max_epochs : int, default=50
+    max_epochs : int, default=30
         Number of passes over the training data.
     batch_size : int, default=32
         Number of samples per training step; -1 for all samples.
@@ -301,9 +301,13 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in one output per column of y.
     criterion : type or nn.Module, default=torch.nn.MSELoss
         A regression loss.
+    lr : float, default=0.01
+        Learning rate. Numbers take larger steps and more epochs to fit than classes.
+    max_epochs : int, default=50
+        Number of passes over the training data.
     **arguments
         Any other parameter of `RelativeFlatnessRegularizedNet`, such as `flatness_weight`,
-        `flatness_layer`, `random_state`, `lr` and `max_epochs`.
+        `flatness_layer` and `random_state`.
 
     See Also
     --------
@@ -320,5 +324,13 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
 
     _fixed_task = "regression"
 
-    def __init__(self, module: Any = MLP, *, criterion: Any = nn.MSELoss, **arguments: Any) -> None:
-        super().__init__(module, criterion=criterion, **arguments)
+    def __init__(
+        self,
+        module: Any = MLP,
+        *,
+        criterion: Any = nn.MSELoss,
+        lr: float = 0.01,
+        max_epochs: int = 50,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(module, criterion=criterion, lr=lr, max_epochs=max_epochs, **arguments)
