@@ -58,3 +58,10 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
     run("benchmarks.worth.stability", *options, "--layers", "last", "first")
     assert results.read_text().splitlines()[: len(saved)] == saved
     assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * 2
+
+
+@pytest.mark.slow
+def test_defaults_are_compared_with_scikit_learn():
+    text = run("benchmarks.worth.defaults", "--quick")
+    *_, rows = text.strip().split("\n\n")
+    assert len(rows.splitlines()) == 2 + 2 * 3  # header; two data sets, three models

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone, is_classifier, is_regressor
-from sklearn.datasets import load_digits, load_iris
+from sklearn.datasets import load_digits, load_iris, make_friedman1
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import StandardScaler, scale
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, Checkpoint, EarlyStopping, EpochScoring
 from skorch.dataset import ValidSplit
@@ -1036,3 +1036,18 @@ def test_a_net_that_diverges_is_not_flat():
         warnings.simplefilter("ignore")
         net = make(optimizer=torch.optim.SGD, lr=1e8).fit(X, NAMES)
     assert not np.isfinite(net.relative_flatness_) or net.relative_flatness_ > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", [0.01, 1.0, 10.0])
+def test_the_default_penalty_does_not_cost_r2_in_any_unit(unit):
+    X, y = make_friedman1(400, noise=0.1, random_state=0)
+    X = scale(X).astype(np.float32)
+    scores = []
+    for weight in (0.1, 0.0):
+        net = RelativeFlatnessRegularizedRegressor(
+            flatness_weight=weight, verbose=0, random_state=0
+        )
+        scores.append(net.fit(X[:300], unit * y[:300]).score(X[300:], unit * y[300:]))
+    assert scores[0] > scores[1] - 0.01
+    assert scores[1] > 0.7
