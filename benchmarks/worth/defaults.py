@@ -99,7 +99,9 @@ def main() -> None:
     for name, load in sets.items():
         X, y = load()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # scikit-learn's defaults as they are
+            warnings.simplefilter(
+                "ignore", ConvergenceWarning
+            )  # scikit-learn's defaults as they are
             found = {
                 model: np.mean(
                     [judge(make_models(name, s)[model], X, y, folds) for s in range(seeds)], axis=0
