@@ -52,7 +52,7 @@ class Sized(Stream):
 
 def make(**params):
     sizes = {"module__n_features": 4, "module__n_outputs": 3}
-    settings = {"max_epochs": 3, "verbose": 0, "random_state": 0, **sizes}
+    settings = {"max_epochs": 3, "lr": 0.01, "verbose": 0, "random_state": 0, **sizes}
     return RelativeFlatnessRegularizedClassifier(**{**settings, **params})
 
 

@@ -208,7 +208,7 @@ def test_lbfgs_is_refused_with_a_penalty_only():
 def test_lowers_flatness_at_similar_loss_on_digits():
     inputs, labels = load_digits(return_X_y=True)
     inputs, labels = inputs[:300] / 16, labels[:300]
-    params = {"max_epochs": 40, "module__hidden_layer_sizes": (32,)}
+    params = {"max_epochs": 40, "lr": 0.01, "module__hidden_layer_sizes": (32,)}
     plain = make(flatness_weight=0, **params).fit(inputs, labels)
     flat = make(flatness_weight=0.1, **params).fit(inputs, labels)
     assert plain.history[-1, "train_loss"] < 0.02

@@ -27,7 +27,7 @@ X = RNG.normal(size=(N, 20)) * (RNG.uniform(size=(N, 20)) < 0.2)
 Y = X[:, :3].argmax(axis=1)
 FORMATS = ["csr_array", "csr_matrix", "csc_array", "csc_matrix", "coo_array", "dok_matrix"]
 SPARSE = scipy.sparse.csr_array(X)
-SETTINGS = {"max_epochs": 4, "verbose": 0, "random_state": 0}
+SETTINGS = {"max_epochs": 4, "lr": 0.01, "verbose": 0, "random_state": 0}
 TASKS = {
     "classes": (RelativeFlatnessRegularizedClassifier, np.array(["a", "b", "c"])[Y]),
     "binary": (RelativeFlatnessRegularizedBinaryClassifier, Y > 0),
