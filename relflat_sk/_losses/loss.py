@@ -313,7 +313,7 @@ def _has_tensors(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
-def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``.
 
     Parameters
@@ -324,8 +324,8 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) ->
         The network's output.
     target : Tensor of shape (n, ...)
         Targets as `loss.check_target` returns them.
-    weight : Tensor of shape (n,)
-        Weights of the samples.
+    weight : Tensor of shape (n,) or None
+        Weights of the samples; all 1 if None.
 
     Returns
     -------
@@ -333,7 +333,8 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor) ->
         The mean is weighted by the weights of this batch, as in scikit-learn. It is 0 if all
         of them are 0.
     """
-    losses, divisors = loss.terms(output, target, each=True)
+    losses, divisors = loss.terms(output, target, each=weight is not None)
+    weight = torch.ones_like(losses) if weight is None else weight
     total = (weight * losses).sum()  # a product of vectors loses digits under autocast
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total

@@ -1,28 +1,34 @@
-r"""Limit the penalty of a training step by what the network has learned.
+r"""Limit the penalty of a training step by the loss and by what the network has learned.
 
 A dead network is perfectly flat, so that the published objective ``loss + weight * penalty`` has
 it as an attractor: with a large weight, training ends there. Under a limit ``c``, a step minimises
+:math:`L + s P` with `s` a constant in the differentiation, for a penalty at the last layer
 
-.. math:: L + s P, \qquad s = \min\Big(1,\; c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|},\;
-    c\,r\, \frac{L_0 - L}{|P|}\Big)
+.. math:: s = \min\Big(1,\; \frac{c}{5} \frac{L_0 - L}{|P|},\;
+    c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|}\Big)
 
-with `s` a constant in the differentiation.
+and for penalties at earlier layers
 
-**Gradients.** Those of loss and penalty are compared in three groups ``v`` of variables that need
-no pass through the network: the last layer's weight, and a shift and a gain of each feature, as
-if there were a batch norm's weight and bias before the layer. The group with the least ratio
-decides. The shift and the gain matter because they sum over the batch. The gradients of the loss
-in the features of single samples point in many directions and cancel in the weights of the
-network below, while those of the penalty all shrink the features and add up.
+.. math:: s = \min\Big(1,\; \frac{c}{50} \frac{\min(L, L_0 - L)}{|P|}\Big).
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
 no penalty. So a penalty cannot stop training before it has begun, as it can at the first layer of
-a convolutional network, and a dead network is no attractor. The share :math:`r` of the gain is
-small for penalties at earlier layers: where the network has many positions, a flat first layer
-costs test accuracy long before it costs training loss.
+a convolutional network, and a dead network is no attractor. The share is small for earlier
+layers: where the network has many positions, a flat first layer costs test accuracy long before
+it costs training loss.
+
+**Gradients.** Training must still reach a loss near zero. At the last layer, the gradients of loss
+and penalty are compared in three groups ``v`` of variables that need no pass through the network:
+the layer's weight, and a shift and a gain of each feature, as if there were a batch norm's weight
+and bias before the layer. The group with the least ratio decides. The shift and the gain matter
+because they sum over the batch. The gradients of the loss in the features of single samples point
+in many directions and cancel in the weights of the network below, while those of the penalty all
+shrink the features and add up. At earlier layers, gradients would need another pass through the
+network, and the small share of the loss does as well.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -33,28 +39,21 @@ from relflat_sk._losses import pull_back
 from relflat_sk._network import LayerRecord, layer_map
 from relflat_sk._numerics import full_precision
 
-__all__ = ["PenaltyLimit", "constant_loss"]
+__all__ = ["EarlierLayerLimit", "LastLayerLimit", "PenaltyLimit", "constant_loss"]
 
-# The largest penalty as a share of the gain over a constant output, for a limit of 1:
-# benchmarks.worth.stability shows what it does.
+# The largest penalty, for a limit of 1, as a share of what the network has gained over a constant
+# output: benchmarks.worth.stability shows what it does.
 _AT_LAST_LAYER = 1 / 5
 _AT_EARLIER_LAYERS = 1 / 50
 
 
-class PenaltyLimit:
+class PenaltyLimit(ABC):
     """The limit of one training step.
 
     Parameters
     ----------
     limit : float
-        Largest norm of the penalty's gradient as a share of the loss's gradient.
-    last : LayerRecord
-        The last layer, with the features that it received in this step.
-    earlier : bool
-        Whether another layer than the last is penalised.
-    tied : bool
-        Whether the last layer's weight is used elsewhere, so that a gradient in it passes through
-        the whole network. It is then left out of the comparison.
+        The limit that the user has set.
 
     Attributes
     ----------
@@ -62,16 +61,9 @@ class PenaltyLimit:
         The share of the penalty that the limit has left, from 0 to 1; None before it is known.
     """
 
-    def __init__(self, limit: float, last: LayerRecord, *, earlier: bool, tied: bool) -> None:
+    def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._share_of_gain = _AT_EARLIER_LAYERS if earlier else _AT_LAST_LAYER
         self.share: Tensor | None = None
-        self._features = last.check()[0]
-        weight: Any = last.layer.weight
-        variables = [(self._features, self._norms_of_shift_and_gain)]
-        variables += [] if tied else [(weight, _norms)]
-        self._variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
-        self._layer = layer_map(last.layer)
 
     def scale(self, loss: Tensor, penalty: Tensor, constant: Tensor) -> Tensor:
         """Scale a penalty down to the limit.
@@ -91,12 +83,53 @@ class PenaltyLimit:
             The penalty times `share`, which is a constant in the differentiation.
         """
         gain = (constant - loss.detach()).clamp(min=0)
-        of_values = self._share_of_gain * gain / penalty.detach().abs()
-        ratios = torch.cat([of_values.reshape(1), *self._compare_gradients(loss, penalty)])
+        ratios = self._ratios(loss, penalty, gain)
         # 0/0 is nan: where there is no penalty, there is nothing to limit
         least = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
         self.share = (self.limit * least).clamp(max=1).to(penalty.dtype)
         return self.share * penalty
+
+    @abstractmethod
+    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+        """Compute the shares of the penalty that a limit of 1 would leave; the least counts."""
+
+
+class EarlierLayerLimit(PenaltyLimit):
+    """The limit of a penalty at any layers: a share of loss and gain."""
+
+    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+        loss = loss.detach()
+        # a loss that can be negative does not tell how much is left to learn
+        room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
+        return _AT_EARLIER_LAYERS * room / penalty.detach().abs()
+
+
+class LastLayerLimit(PenaltyLimit):
+    """The limit of a penalty at the last layer alone: a share of the gain, and of gradients.
+
+    Parameters
+    ----------
+    limit : float
+        Largest norm of the penalty's gradient as a share of the loss's gradient.
+    last : LayerRecord
+        The last layer, with the features that it received in this step.
+    tied : bool
+        Whether the layer's weight is used elsewhere, so that a gradient in it passes through the
+        whole network. It is then left out of the comparison.
+    """
+
+    def __init__(self, limit: float, last: LayerRecord, *, tied: bool) -> None:
+        super().__init__(limit)
+        self._features = last.check()[0]
+        weight: Any = last.layer.weight
+        variables = [(self._features, self._norms_of_shift_and_gain)]
+        variables += [] if tied else [(weight, _norms)]
+        self._variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
+        self._layer = layer_map(last.layer)
+
+    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+        of_values = _AT_LAST_LAYER * gain / penalty.detach().abs()
+        return torch.cat([of_values.reshape(1), *self._compare_gradients(loss, penalty)])
 
     def _compare_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
         """Compute the ratios of the norms in each group of variables."""
@@ -145,13 +178,13 @@ def constant_loss(
     Tensor of shape ()
         Without graph; infinite for a single sample, whose output is the mean.
     """
-    output = output.detach()
     axes = [axis for axis in range(output.ndim) if axis != 1]
     if output.numel() == (output.shape[1] if output.ndim > 1 else 1):
         return output.new_full((), torch.inf)
-    mean = output.mean(dim=axes, keepdim=True)
-    if sample_weight is not None:
-        share = (sample_weight / sample_weight.mean()).reshape(-1, *[1] * (output.ndim - 1))
-        mean = (share * output).mean(dim=axes, keepdim=True)
     with torch.no_grad():
-        return loss(mean.expand_as(output)).detach()
+        if sample_weight is None:
+            mean = output.mean(dim=axes, keepdim=True)
+        else:
+            share = (sample_weight / sample_weight.mean()).reshape(-1, *[1] * (output.ndim - 1))
+            mean = (share * output).mean(dim=axes, keepdim=True)
+        return loss(mean.expand_as(output))

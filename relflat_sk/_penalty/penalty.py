@@ -238,8 +238,7 @@ class RelativeFlatnessPenalty:
         limit = self.limit()
         if limit is None:
             return penalty
-        weight = output.new_ones(len(output)) if sample_weight is None else sample_weight
-        weight = weight.to(output)
+        weight = None if sample_weight is None else sample_weight.to(output)
 
         def loss_of(output: Tensor) -> Tensor:
             return weighted_loss(loss, output, target.values, weight)

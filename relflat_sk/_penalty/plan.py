@@ -17,7 +17,7 @@ from relflat_sk._network import (
     keep_graph,
     users_of_weight,
 )
-from relflat_sk._penalty.limit import PenaltyLimit
+from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit, PenaltyLimit
 
 __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
 
@@ -137,7 +137,7 @@ class Plan:
         Parameters
         ----------
         clip : float
-            Largest norm of the penalty's gradient as a share of the loss's gradient.
+            The limit that the user has set.
         last : LayerRecord
             The last layer in this step.
 
@@ -146,8 +146,9 @@ class Plan:
         PenaltyLimit
             The limit of this step.
         """
-        earlier = any(name != last.name for name in self.penalised)
-        return PenaltyLimit(clip, last, earlier=earlier, tied=self.tied)
+        if any(name != last.name for name in self.penalised):
+            return EarlierLayerLimit(clip)
+        return LastLayerLimit(clip, last, tied=self.tied)
 
     def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
         """Make a recorder of the layers of a training step.

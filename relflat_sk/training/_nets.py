@@ -60,10 +60,10 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step: the largest norm of its gradient at the last layer, as
-        a share of the loss's gradient there. The penalty is scaled down to it, so that a large
-        weight does not end in a dead network, which is perfectly flat. None: no limit, as
-        published. See Notes.
+        Limit of the penalty in each step. The penalty is scaled down to it, so that a large
+        weight does not end in a dead network, which is perfectly flat. At the last layer, it is
+        the largest norm of the penalty's gradient as a share of the loss's gradient; see Notes.
+        None: no limit, as published.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state.
@@ -128,12 +128,13 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
 
     Notes
     -----
-    The limit `flatness_clip` compares the gradients of penalty and loss in three groups of
-    variables: the last layer's weight, and a shift and a gain of the features that it receives.
-    The group with the largest share decides. The limit compares values, too: the penalty is at
-    most `flatness_clip` / 5 (`flatness_clip` / 50 if an earlier layer is penalised) of what the
-    network has gained in the batch over a constant output, its mean output. Nothing of this takes
-    a pass through the network, but the criterion is called once more, for the constant output.
+    The limit `flatness_clip` compares the penalty with what the network has gained in the batch
+    over a constant output, its mean output. At the last layer, the penalty is at most
+    `flatness_clip` / 5 of this gain, and its gradient is at most `flatness_clip` of the loss's
+    gradient. The gradients are compared in the layer's weight, and in a shift and a gain of the
+    features that it receives. If an earlier layer is penalised, the penalty is at most
+    `flatness_clip` / 50 of the gain and of the loss. Nothing of this takes a pass through the
+    network, but the criterion is called once more, for the constant output.
 
     References
     ----------

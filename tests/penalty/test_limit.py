@@ -65,7 +65,7 @@ def gain_over_constant(output, y):
     return (constant - CRITERION(output, y)).item()
 
 
-def train_a_little(net, X, y, steps=40):
+def train_a_little(net, X, y, steps):
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -73,25 +73,48 @@ def train_a_little(net, X, y, steps=40):
         optimizer.step()
 
 
-@pytest.mark.parametrize("layer", [-1, 0, 1, "all"])
 @pytest.mark.parametrize("weight", [1e-4, 0.3, HUGE])
 @pytest.mark.parametrize("clip", [0.5, 50.0])
-def test_the_share_is_the_least_of_gradients_and_values(layer, weight, clip):
+def test_the_last_layer_is_limited_by_gradients_and_gain(weight, clip):
     net, (X, y) = make_net(), make_batch()
-    train_a_little(net, X, y)
+    train_a_little(net, X, y, 40)
     values = []
     for limit in (None, clip):
+        penalty = RelativeFlatnessPenalty(weight=weight, clip=limit)
+        torch.manual_seed(3)  # the same probes
+        with penalty.capture(net):
+            output = net(X)
+        values.append(penalty(CRITERION, output, y))
+    free = RelativeFlatnessPenalty(weight=weight)
+    of_gradients = gradient_ratio(net, X, y, free)
+    of_values = gain_over_constant(output, y) / values[0].item() / 5
+    share = min(1.0, clip * of_gradients, clip * of_values)
+    assert values[1].item() == pytest.approx(share * values[0].item(), rel=1e-9)
+    assert share < 1 or weight < HUGE
+    parameters = list(net.parameters())
+    for unlimited, scaled in zip(*(gradients(v, parameters) for v in values), strict=True):
+        assert_close(scaled, share * unlimited)
+
+
+@pytest.mark.parametrize("layer", [0, 1, "all"])
+@pytest.mark.parametrize("weight", [1e-6, HUGE])
+@pytest.mark.parametrize("steps", [2, 100])
+def test_earlier_layers_are_limited_by_loss_and_gain(layer, weight, steps):
+    net, (X, y) = make_net(), make_batch()
+    train_a_little(net, X, y, steps)
+    values = []
+    for limit in (None, 0.5):
         penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=limit)
         torch.manual_seed(3)  # the same probes
         with penalty.capture(net):
             output = net(X)
         values.append(penalty(CRITERION, output, y))
-    free = RelativeFlatnessPenalty(layer, weight=weight)
-    of_gradients = gradient_ratio(net, X, y, free)
-    of_values = gain_over_constant(output, y) / values[0].item() / (5 if layer == -1 else 50)
-    share = min(1.0, clip * of_gradients, clip * of_values)
-    assert values[1].item() == pytest.approx(share * values[0].item(), rel=1e-9)
-    assert share < 1 or weight < HUGE
+    loss, gain = CRITERION(output, y).item(), gain_over_constant(output, y)
+    assert (loss < gain) == (steps == 100)  # both decide in one case
+    room = 0.5 * min(loss, gain) / 50
+    assert values[1].item() == pytest.approx(min(values[0].item(), room), rel=1e-9)
+    share = values[1].item() / values[0].item()
+    assert (share < 1) == (weight == HUGE)
     parameters = list(net.parameters())
     for unlimited, scaled in zip(*(gradients(v, parameters) for v in values), strict=True):
         assert_close(scaled, share * unlimited)
@@ -119,6 +142,32 @@ def test_a_single_sample_is_limited_by_gradients_alone():
         values.append(penalty(CRITERION, output, y[:1]).item())
     share = 0.5 * gradient_ratio(net, X[:1], y[:1], free)
     assert values[1] == pytest.approx(share * values[0], rel=1e-9)
+
+
+def test_a_single_sample_is_limited_by_its_loss_at_earlier_layers():
+    net, (X, y) = make_net(), make_batch()
+    penalty = RelativeFlatnessPenalty(0, weight=HUGE, clip=0.5)
+    with penalty.capture(net):
+        output = net(X[:1])
+    expected = 0.5 * CRITERION(output, y[:1]).item() / 50
+    assert penalty(CRITERION, output, y[:1]).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_negative_loss_is_limited_by_the_gain():
+    def criterion(output, target):
+        return (output - target).square().mean() - 10  # a mean, without per-sample losses
+
+    net, (X, _) = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double(), make_batch()
+    with torch.no_grad():
+        for layer in net:
+            layer.weight.copy_(0.9 * torch.eye(5))
+    penalty = RelativeFlatnessPenalty(0, weight=HUGE, clip=0.5)
+    with penalty.capture(net):
+        output = net(X)
+    constant = criterion(output.mean(dim=0).expand_as(output), X)
+    gain = (constant - criterion(output, X)).item()
+    assert gain > 0
+    assert penalty(criterion, output, X).item() == pytest.approx(0.5 * gain / 50, rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4), (6, 3, 4, 2)])
