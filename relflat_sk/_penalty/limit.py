@@ -95,7 +95,13 @@ class PenaltyLimit(ABC):
 
 
 class EarlierLayerLimit(PenaltyLimit):
-    """The limit of a penalty at any layers: a share of loss and gain."""
+    """The limit of a penalty at any layers: a share of loss and gain.
+
+    Parameters
+    ----------
+    limit : float
+        The limit that the user has set.
+    """
 
     def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
         loss = loss.detach()
