@@ -1,5 +1,6 @@
 """The data sets and networks on which accuracies are compared."""
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,14 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from benchmarks._harness.data import load_images
+from benchmarks._harness.data import add_data_argument, load_images
 from relflat_sk import MLP
 
-__all__ = ["TABLES", "Arrays", "Problem", "SmallConvNet", "load_problem"]
+__all__ = ["TABLES", "Arrays", "Problem", "SmallConvNet", "add_problem_arguments", "load_problem"]
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
-TABLES = {"digits": load_digits, "breast cancer": load_breast_cancer, "wine": load_wine}
+TABLES = {"wine": load_wine, "breast cancer": load_breast_cancer, "digits": load_digits}
 
 
 class SmallConvNet(nn.Sequential):
@@ -48,6 +49,19 @@ class Problem:
     train: Arrays
     test: Arrays
     network: dict[str, Any]
+
+
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--problem``, ``--data`` and ``--n-train``, from which `load_problem` takes a data set.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        The parser of the benchmark's command line.
+    """
+    parser.add_argument("--problem", choices=[*TABLES, "CIFAR-10"], default="digits")
+    add_data_argument(parser)
+    parser.add_argument("--n-train", type=int, help="training samples (default: see the problem)")
 
 
 def load_problem(

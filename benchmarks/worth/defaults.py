@@ -12,16 +12,14 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from sklearn.base import is_classifier
 from sklearn.datasets import (
-    load_breast_cancer,
     load_diabetes,
-    load_digits,
     load_iris,
-    load_wine,
     make_friedman1,
     make_friedman2,
     make_friedman3,
@@ -33,22 +31,18 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks._harness.problems import TABLES, Arrays
 from benchmarks._harness.timing import environment, table
 from relflat_sk import RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor
 
-Arrays = tuple[np.ndarray, np.ndarray]
-
 CLASSES: dict[str, Callable[[], Arrays]] = {
-    "iris": lambda: load_iris(return_X_y=True),
-    "wine": lambda: load_wine(return_X_y=True),
-    "breast cancer": lambda: load_breast_cancer(return_X_y=True),
-    "digits": lambda: load_digits(return_X_y=True),
+    name: partial(load, return_X_y=True) for name, load in {"iris": load_iris, **TABLES}.items()
 }
 NUMBERS: dict[str, Callable[[], Arrays]] = {
-    "diabetes": lambda: load_diabetes(return_X_y=True),
-    "friedman1": lambda: make_friedman1(600, noise=1.0, random_state=0),
-    "friedman2": lambda: make_friedman2(600, noise=20.0, random_state=0),
-    "friedman3": lambda: make_friedman3(600, noise=0.05, random_state=0),
+    "diabetes": partial(load_diabetes, return_X_y=True),
+    "friedman1": partial(make_friedman1, 600, noise=1.0, random_state=0),
+    "friedman2": partial(make_friedman2, 600, noise=20.0, random_state=0),
+    "friedman3": partial(make_friedman3, 600, noise=0.05, random_state=0),
 }
 SKLEARN, OURS = "scikit-learn's MLP", "ours"
 

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._harness.data import add_data_argument
-from benchmarks._harness.problems import TABLES, Problem, load_problem
+from benchmarks._harness.problems import Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
 
@@ -148,9 +147,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problem", choices=[*TABLES, "CIFAR-10"], default="digits")
-    add_data_argument(parser)
-    parser.add_argument("--n-train", type=int, help="training samples (default: see the problem)")
+    add_problem_arguments(parser)
     parser.add_argument("--epochs", type=int, default=30, help="of each training (default: 30)")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5), help="(default: 0 to 4)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))

@@ -25,8 +25,7 @@ from scipy import stats
 from sklearn.model_selection import train_test_split
 from skorch.callbacks import GradientNormClipping, LRScheduler
 
-from benchmarks._harness.data import add_data_argument
-from benchmarks._harness.problems import TABLES, Arrays, Problem, load_problem
+from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import (
     FlatnessWarning,
@@ -196,9 +195,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problem", choices=[*TABLES, "CIFAR-10"], default="digits")
-    add_data_argument(parser)
-    parser.add_argument("--n-train", type=int, help="training samples (default: see the problem)")
+    add_problem_arguments(parser)
     parser.add_argument("--trials", type=int, help="trials of each method (default: 25)")
     parser.add_argument("--seeds", type=int, help="trainings of the best setting (default: 5)")
     parser.add_argument("--epochs", type=int, help="epochs of each training (default: 60)")
