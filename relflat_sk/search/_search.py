@@ -2,20 +2,14 @@
 
 import copy
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
-from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._random import as_random_state
 from relflat_sk.minima import rank_minima
-from relflat_sk.search._best_estimator import BestEstimatorMixin
-from relflat_sk.search._remeasure import remeasure
-from relflat_sk.search._report import render
+from relflat_sk.search._fitted_search import FittedSearchMixin
 from relflat_sk.search._results import candidate_table, check_table, cv_results
 from relflat_sk.search._setup import (
     check_arguments,
@@ -38,7 +32,7 @@ from relflat_sk.search._trial import ARTIFACT, MinimaObjective
 __all__ = ["FlatMinimaSearch"]
 
 
-class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
+class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     """Train every candidate once, on all the data, and keep the flattest minimum.
 
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
@@ -78,6 +72,10 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
     n_jobs : int, optional
         Number of processes that train; None or 1 trains in the calling process. A `sampler` of
         your own is reseeded in each process, so that its draws cannot be reproduced.
+    n_threads : int or None, default=1
+        Number of CPU threads that train and measure each candidate; None for as many as torch
+        uses. With one number everywhere, `n_jobs` changes no result. To use several cores, train
+        small networks in more processes, and large ones with more threads.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. They allow `remeasure`
         without training, and to restore the best estimator of an earlier session.
@@ -167,6 +165,7 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
         study_name: str | None = None,
         pruner: Any = None,
         n_jobs: int | None = None,
+        n_threads: int | None = 1,
         artifact_store: Any = None,
         lr_scaling: str | None = None,
         refit: bool = True,
@@ -182,6 +181,7 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
         self.study_name = study_name
         self.pruner = pruner
         self.n_jobs = n_jobs
+        self.n_threads = n_threads
         self.artifact_store = artifact_store
         self.lr_scaling = lr_scaling
         self.refit = refit
@@ -261,6 +261,7 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
             artifact_store=self.artifact_store,
             lr_scaling=self.lr_scaling,
             random_state=self._seed,
+            n_threads=self.n_threads,
         )
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
@@ -285,62 +286,3 @@ class FlatMinimaSearch(BestEstimatorMixin, MetaEstimatorMixin, BaseEstimator):
             self.best_estimator_ = objective.restore(self.best_params_, best)
         else:  # an earlier session trained it
             self.best_estimator_ = objective.train(self.best_params_, best.params)
-
-    def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
-        """Measure the minima again from their saved weights, without training.
-
-        Parameters
-        ----------
-        measures : sequence of str
-            Names of measures, see `get_measure_names`. A minimum that has a measure already is
-            not measured again.
-        X : array-like of shape (n, n_features), optional
-            The training data that `fit` was given; needed only if the search was unpickled.
-        y : array-like of shape (n,) or (n, n_outputs), optional
-            The labels or values that `fit` was given.
-
-        Returns
-        -------
-        pandas.DataFrame
-            `minima_`, with a column for each measure, nan for candidates without weights. The
-            study stores the measures, too.
-
-        Raises
-        ------
-        ValueError
-            If no weights were saved (the search had no `artifact_store` when it trained), a
-            name is not a measure, or the data are not those that `fit` was given.
-        """
-        check_is_fitted(self, "minima_")
-        objective = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
-        if objective is None:
-            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
-        remeasure(self.study_, objective, measures)
-        self.minima_ = rank_minima(candidate_table(self.study_), by=objective.names[0])
-        return self.minima_
-
-    def report(self, path: Any) -> Path:
-        """Write a report on the search: one HTML page that any browser opens.
-
-        The page holds the table of minima, which a click sorts, plots, the correlation of every
-        measure with the generalization gap (if `fit` was given held-out data), the settings and
-        the versions of all libraries. It loads nothing from elsewhere. Needs matplotlib.
-
-        Parameters
-        ----------
-        path : str or path
-            The file to write, such as ``"minima.html"``.
-
-        Returns
-        -------
-        pathlib.Path
-            The file.
-        """
-        check_is_fitted(self, "minima_")
-        file = Path(path)
-        file.write_text(render(self), encoding="utf-8")
-        return file
-
-    def __getstate__(self) -> Any:
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_objective"}

@@ -9,11 +9,14 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import is_classifier
 
+from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness, check_name
+from relflat_sk.search._trial.directions import SIGNS, check_directions
 from relflat_sk.search._trial.fitting import fit, prepare
+from relflat_sk.search._trial.isolation import in_isolation
 from relflat_sk.search._trial.learning_rate import LR_SCALINGS, scale_lr
 from relflat_sk.search._trial.recording import (
     measure_once,
@@ -28,7 +31,6 @@ from relflat_sk.search._trial.weights import as_store, load_weights, restore, sa
 __all__ = ["MinimaObjective"]
 
 TRAIN_LOSS = "train_loss"
-_SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 class MinimaObjective:
@@ -73,8 +75,9 @@ class MinimaObjective:
         batch size. The scaled rates are recorded as ``param_scaled_...``.
     random_state : int, RandomState or None, default=None
         Seeds every `random_state` of the estimator that is None, and torch while a candidate
-        trains. Each combination of parameters has a seed of its own, which is the same whenever
-        the combination is trained.
+        trains. Each combination of parameters always has the same seed of its own.
+    n_threads : int or None, default=1
+        CPU threads that train and measure a candidate; None for torch's own number.
 
     Raises
     ------
@@ -94,6 +97,9 @@ class MinimaObjective:
     an exception. Exceptions during training are recorded and raised: pass ``catch=(Exception,)``
     to ``study.optimize`` if the study should go on. With Optuna 4, ``study.best_trial`` may be a
     network that did not converge; `rank_minima` ranks those last.
+
+    The jobs of ``study.optimize(objective, n_jobs=2)`` are threads and take turns, since they
+    share torch's random state. `FlatMinimaSearch` trains in processes.
 
     Examples
     --------
@@ -126,9 +132,11 @@ class MinimaObjective:
         artifact_store: Any = None,
         lr_scaling: str | None = None,
         random_state: Any = None,
+        n_threads: int | None = 1,
     ) -> None:
-        if direction not in _SIGNS:
-            raise ValueError(f"direction must be one of {list(_SIGNS)}, got {direction!r}.")
+        check_integer("n_threads", n_threads, minimum=1, optional=True)
+        if direction not in SIGNS:
+            raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
         if lr_scaling not in LR_SCALINGS:
             raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
         if isinstance(measures, str) or not measures:
@@ -150,6 +158,7 @@ class MinimaObjective:
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
         self.base_seed = None if random_state is None else draw_seed(random_state)
+        self.n_threads = n_threads
 
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         """Train and measure one candidate.
@@ -171,9 +180,10 @@ class MinimaObjective:
         ValueError
             If the study optimises in other directions.
         """
-        self._check_directions(trial)
+        check_directions(trial, self.direction, len(self.names))
         return self.run(trial)[0]
 
+    @in_isolation
     def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
         """Train and measure one candidate, and return the trained estimator as well.
 
@@ -205,7 +215,7 @@ class MinimaObjective:
             raise
         if not np.isfinite(found).all():
             trial.set_user_attr("failed", True)
-        values = tuple(_SIGNS[self.direction] * value for value in found)
+        values = tuple(SIGNS[self.direction] * value for value in found)
         return (values[0] if len(values) == 1 else values), estimator
 
     def _measure_trial(
@@ -225,6 +235,7 @@ class MinimaObjective:
         values[TRAIN_LOSS] = measured.train_loss
         return record_verdict(trial, estimator, measured, [values[name] for name in self.names])
 
+    @in_isolation
     def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
         """Train the estimator with one combination of parameters, on all the data.
 
@@ -247,6 +258,7 @@ class MinimaObjective:
         seed = self.seed(drawn)
         return fit(self._prepare(params, seed), data.X_fit, data.y_fit, seed, trial)
 
+    @in_isolation
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
         """Restore a trained candidate from its saved weights, without training.
 
@@ -271,6 +283,7 @@ class MinimaObjective:
         data, seed = self.data(params), self.seed(trial.params)
         return restore(self._prepare(params, seed), weights, data.X_fit, data.y_fit, seed)
 
+    @in_isolation
     def measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, drawn: Mapping[str, Any]
     ) -> dict[str, Flatness]:
@@ -335,16 +348,3 @@ class MinimaObjective:
         if self.lr_scaling is not None:
             own |= scale_lr(self.estimator, own)
         return prepare(self.estimator, own, seed)
-
-    def _check_directions(self, trial: Any) -> None:
-        """Refuse a study that optimises in other directions than this objective."""
-        study = getattr(trial, "study", None)
-        if study is None:  # a FixedTrial
-            return
-        directions = [direction.name.lower() for direction in study.directions]
-        if directions != [self.direction] * len(self.names):
-            raise ValueError(
-                f"the study's directions are {directions}, but this objective has "
-                f"{len(self.names)} measure(s), each to {self.direction}. Create the study "
-                f"with directions={[self.direction] * len(self.names)}."
-            )

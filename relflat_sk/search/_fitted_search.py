@@ -1,0 +1,87 @@
+"""Work with a fitted search: measure its minima again, report on them, predict with the best."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pandas as pd
+from sklearn.utils.validation import check_is_fitted
+
+from relflat_sk.minima import rank_minima
+from relflat_sk.search._best_estimator import BestEstimatorMixin
+from relflat_sk.search._remeasure import remeasure
+from relflat_sk.search._report import render
+from relflat_sk.search._results import candidate_table
+from relflat_sk.search._trial import MinimaObjective
+
+__all__ = ["FittedSearchMixin"]
+
+
+class FittedSearchMixin(BestEstimatorMixin):
+    """Methods of a fitted search."""
+
+    minima_: pd.DataFrame
+    study_: optuna.Study
+
+    def _make_objective(self, X: Any, y: Any) -> MinimaObjective:
+        raise NotImplementedError
+
+    def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
+        """Measure the minima again from their saved weights, without training.
+
+        Parameters
+        ----------
+        measures : sequence of str
+            Names of measures, see `get_measure_names`. A minimum that has a measure already is
+            not measured again.
+        X : array-like of shape (n, n_features), optional
+            The training data that `fit` was given; needed only if the search was unpickled.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            The labels or values that `fit` was given.
+
+        Returns
+        -------
+        pandas.DataFrame
+            `minima_`, with a column for each measure, nan for candidates without weights. The
+            study stores the measures, too.
+
+        Raises
+        ------
+        ValueError
+            If no weights were saved (the search had no `artifact_store` when it trained), a
+            name is not a measure, or the data are not those that `fit` was given.
+        """
+        check_is_fitted(self, "minima_")
+        objective = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
+        if objective is None:
+            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+        remeasure(self.study_, objective, measures)
+        self.minima_ = rank_minima(candidate_table(self.study_), by=objective.names[0])
+        return self.minima_
+
+    def report(self, path: Any) -> Path:
+        """Write a report on the search: one HTML page that any browser opens.
+
+        The page holds the table of minima, which a click sorts, plots, the correlation of every
+        measure with the generalization gap (if `fit` was given held-out data), the settings and
+        the versions of all libraries. It loads nothing from elsewhere. Needs matplotlib.
+
+        Parameters
+        ----------
+        path : str or path
+            The file to write, such as ``"minima.html"``.
+
+        Returns
+        -------
+        pathlib.Path
+            The file.
+        """
+        check_is_fitted(self, "minima_")
+        file = Path(path)
+        file.write_text(render(self), encoding="utf-8")
+        return file
+
+    def __getstate__(self) -> Any:
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_objective"}

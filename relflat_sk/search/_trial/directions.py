@@ -1,0 +1,36 @@
+"""The directions of a study, and the sign that an objective has in each."""
+
+from typing import Any
+
+__all__ = ["SIGNS", "check_directions"]
+
+SIGNS = {"minimize": 1.0, "maximize": -1.0}
+
+
+def check_directions(trial: Any, direction: str, n_measures: int) -> None:
+    """Refuse a study that optimises in other directions than an objective.
+
+    Parameters
+    ----------
+    trial : optuna.Trial or optuna.trial.FixedTrial
+        A trial of the study; a fixed trial has no study.
+    direction : {"minimize", "maximize"}
+        The direction of the objective.
+    n_measures : int
+        Number of measures of the objective.
+
+    Raises
+    ------
+    ValueError
+        If the study has other directions, or another number of them.
+    """
+    study = getattr(trial, "study", None)
+    if study is None:
+        return
+    directions = [one.name.lower() for one in study.directions]
+    if directions != [direction] * n_measures:
+        raise ValueError(
+            f"the study's directions are {directions}, but this objective has {n_measures} "
+            f"measure(s), each to {direction}. Create the study with "
+            f"directions={[direction] * n_measures}."
+        )

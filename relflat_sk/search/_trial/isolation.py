@@ -1,0 +1,70 @@
+"""Train one network at a time in a process, with a number of threads that is always the same.
+
+Torch has one random state for all threads of a process, and the number of threads that compute
+changes the order of floating-point sums. A network would therefore depend on what else is trained
+at the same time, and on where.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from threadpoolctl import threadpool_limits
+
+__all__ = ["in_isolation", "isolated"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def isolated(n_threads: int | None) -> Iterator[None]:
+    """Compute alone in this process, with a number of threads.
+
+    Parameters
+    ----------
+    n_threads : int or None
+        Number of threads of torch, BLAS and OpenMP; None for as many as they use already.
+
+    Yields
+    ------
+    None
+        Other threads of the process that enter such a context wait for the end of this one.
+    """
+    with _LOCK:
+        if n_threads is None:
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(n_threads)  # also for MKL inside torch, which has a limit of its own
+        try:
+            with threadpool_limits(limits=n_threads):
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def in_isolation(method: Method) -> Method:
+    """Decorate a method to run in isolation, with the number of threads of its object.
+
+    Parameters
+    ----------
+    method : callable
+        A method of an object with the attribute `n_threads`.
+
+    Returns
+    -------
+    callable
+        The method, which computes inside of `isolated`.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with isolated(self.n_threads):
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]

@@ -1,0 +1,159 @@
+"""Tests that a candidate's result does not depend on what else is trained, and on where."""
+
+import threading
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from optuna.pruners import NopPruner
+from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_info
+from torch import nn
+
+from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk.search._trial.isolation import isolated
+
+X, Y = load_digits(return_X_y=True)
+X, Y = (X[:300] / 16).astype(np.float32), Y[:300]
+
+
+class Dropped(nn.Module):
+    """A network whose weights, batches and dropout are random."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(n_features, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, n_outputs)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def make_net(module=Dropped, **parameters):
+    return RelativeFlatnessRegularizedClassifier(module, verbose=0, max_epochs=3, **parameters)
+
+
+def by_seed(study):
+    """All results of each candidate, but for the time that it took."""
+    return {
+        trial.params["random_state"]: {
+            name: value for name, value in trial.user_attrs.items() if name != "seconds"
+        }
+        for trial in study.trials
+    }
+
+
+@pytest.mark.parametrize("random_state", [None, 0])
+def test_jobs_of_a_study_give_the_same_table(random_state):
+    tables = []
+    for n_jobs in (1, 4):
+        space = {"random_state": list(range(8))}
+        objective = MinimaObjective(make_net(), X, Y, space, random_state=random_state)
+        study = optuna.create_study(pruner=NopPruner())
+        for seed in space["random_state"]:
+            study.enqueue_trial({"random_state": seed})
+        study.optimize(objective, n_trials=8, n_jobs=n_jobs)
+        tables.append(by_seed(study))
+    assert tables[0] == tables[1]
+
+
+def test_unseeded_parts_of_a_net_are_seeded_by_the_objective_in_every_thread():
+    net = make_net()  # its random_state is None
+    tables = []
+    for n_jobs in (1, 4):
+        objective = MinimaObjective(net, X, Y, {"lr": [0.001, 0.002, 0.003]}, random_state=0)
+        study = optuna.create_study(pruner=NopPruner())
+        for lr in (0.001, 0.002, 0.003):
+            study.enqueue_trial({"lr": lr})
+        study.optimize(objective, n_trials=3, n_jobs=n_jobs)
+        tables.append({trial.params["lr"]: trial.value for trial in study.trials})
+    assert tables[0] == tables[1]
+
+
+class Wide(nn.Module):
+    """A network large enough for torch to use several threads."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(n_features, 2000), nn.Tanh(), nn.Linear(2000, n_outputs)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_processes_give_the_same_bits():
+    def table(n_jobs):
+        search = FlatMinimaSearch(
+            make_net(Wide, batch_size=150), {"random_state": [0, 1]}, n_jobs=n_jobs, random_state=0
+        )
+        minima = search.fit(X, Y, X[:50], Y[:50]).minima_
+        predicted = search.best_estimator_.predict_proba(X)
+        return minima.drop(columns=["seconds", "trial"]).sort_values(
+            "param_random_state"
+        ), predicted
+
+    (alone, probabilities), (shared, same) = table(1), table(2)
+    assert alone.to_dict("records") == shared.to_dict("records")
+    np.testing.assert_array_equal(probabilities, same)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_number_of_threads_is_a_candidates_own():
+    seen = []
+
+    class Spy(Dropped):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            seen.extend(one["num_threads"] for one in threadpool_info())
+            return super().forward(x)
+
+    MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == 2
+    seen.clear()
+    objective = MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]}, n_threads=None)
+    objective(optuna.trial.FixedTrial({"lr": 0.01}))
+    assert 2 in seen
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_are_given_back_after_an_error():
+    with pytest.raises(RuntimeError, match="in training"), isolated(1):
+        raise RuntimeError("in training")
+    assert torch.get_num_threads() == 2
+
+
+def test_isolation_may_be_nested_and_excludes_other_threads():
+    order = []
+
+    def other():
+        with isolated(None):
+            order.append("other")
+
+    with isolated(1), isolated(1):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+
+
+@pytest.mark.parametrize("n_threads", [0, 1.5, "2"])
+def test_refuses_a_number_of_threads_that_is_none(n_threads):
+    search = FlatMinimaSearch(make_net(), {"lr": [0.01]}, n_threads=n_threads)
+    with pytest.raises(ValueError, match="n_threads must be a positive integer or None"):
+        search.fit(X, Y)
