@@ -1,5 +1,6 @@
 """Train the candidates of a search, in this process or in several worker processes."""
 
+import copy
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from relflat_sk.search._sharing.claims import (
     is_suspect,
 )
 from relflat_sk.search._sharing.study import log_level
+from relflat_sk.search._sharing.transfer import ByValue, packed
 from relflat_sk.search._trial import MinimaObjective
 
 __all__ = ["FlattestSoFar", "Sweep", "train_all", "train_in_processes"]
@@ -50,6 +52,13 @@ class Sweep:
         self.plan = plan
         self.quiet = quiet
         self.name = uuid.uuid4().hex
+
+    def __getstate__(self) -> dict[str, Any]:
+        objective = copy.copy(self.objective)
+        # the data are left to joblib, which maps large arrays into the memory of all workers
+        for name in ("estimator", "space"):
+            setattr(objective, name, ByValue(getattr(objective, name)))
+        return self.__dict__ | {"objective": objective}
 
     def n_left(self, study: optuna.Study) -> int:
         """Count the candidates left, while no process of this sweep trains.
@@ -169,13 +178,15 @@ class Sweep:
         -------
         list of (optuna.trial.FrozenTrial, estimator or None)
             The finished trial, if there was a candidate left. The estimator comes along only
-            if it is a minimum, since others need not be sent between processes.
+            if it is a minimum and can be pickled.
         """
         found: list[tuple[FrozenTrial, Any]] = []
         study.sampler.reseed_rng()  # otherwise every worker would draw the same values
         with log_level(self.quiet):
             self.train_one(study, lambda *result: found.append(result))
-        return [(trial, estimator if _is_minimum(trial) else None) for trial, estimator in found]
+        return [
+            (trial, packed(estimator) if _is_minimum(trial) else None) for trial, estimator in found
+        ]
 
 
 class FlattestSoFar:
@@ -199,8 +210,8 @@ class FlattestSoFar:
 
     @property
     def number(self) -> int:
-        """Number of the flattest minimum's trial; -1 if there is none yet."""
-        return self.best[1]
+        """Number of the flattest minimum's trial; -1 if its estimator is not at hand."""
+        return -1 if self.estimator is None else self.best[1]
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
         """Hold the estimator of a trial if it is the flattest minimum so far.

@@ -30,24 +30,20 @@ _PARTS = ("module", "criterion", "optimizer")
 
 @dataclass(frozen=True)
 class _Choices:
-    """A list of values; Optuna knows a value that it cannot store by a label."""
+    """A list of values, with the labels by which Optuna knows those that it cannot store.
+
+    The labels are made once: a class of a script has another `repr` in a worker process.
+    """
 
     values: Sequence[Any]
-
-    @property
-    def labels(self) -> list[Any]:
-        labels = [_label(value) for value in self.values]
-        if len(set(labels)) < len(labels):  # such as 1 and True, which are equal to Optuna
-            labels = [f"{index}: {_name(value)}" for index, value in enumerate(self.values)]
-        return labels
+    labels: list[Any]
 
     @property
     def distribution(self) -> CategoricalDistribution:
         return CategoricalDistribution(self.labels)
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        labels = self.labels
-        return self.values[labels.index(trial.suggest_categorical(name, labels))]
+        return self.values[self.labels.index(trial.suggest_categorical(name, self.labels))]
 
 
 @dataclass(frozen=True)
@@ -264,7 +260,8 @@ def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
         if not len(values):
             raise ValueError(f"space[{name!r}] has no choices.")
         plain = [value.item() if isinstance(value, np.generic) else value for value in values]
-        return _Choices(_without_repetition(plain))
+        choices = _without_repetition(plain)
+        return _Choices(choices, _labels(choices))
     if callable(values) and not isinstance(values, type):
         return _Computed(values)
     raise TypeError(
@@ -280,6 +277,14 @@ def _without_repetition(values: Sequence[Any]) -> list[Any]:
         for index, value in enumerate(values)
     ]
     return [value for index, value in enumerate(values) if keys.index(keys[index]) == index]
+
+
+def _labels(values: Sequence[Any]) -> list[Any]:
+    """Label each value; values that are equal to Optuna, such as 1 and True, by number."""
+    labels = [_label(value) for value in values]
+    if len(set(labels)) < len(labels):
+        labels = [f"{index}: {_name(value)}" for index, value in enumerate(values)]
+    return labels
 
 
 def _label(value: Any) -> Any:
