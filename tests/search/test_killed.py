@@ -20,6 +20,7 @@ from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
+from relflat_sk.search._sharing.processes import is_gone
 
 N_TRIALS = 200
 EVERY = 20  # finished trials between two kills
@@ -100,6 +101,56 @@ def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
         assert sorted(trial.params["C"] for trial in minima) == SPACES["grid"]["C"]
     table = make_search(make_storage(tmp_path), space).fit(*load_iris(return_X_y=True)).minima_
     assert len(table) == N_TRIALS
+
+
+ORPHANS = """
+import sys, time
+from pathlib import Path
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from relflat_sk import FlatMinimaSearch
+
+class Waits(LogisticRegression):
+    def fit(self, X, y):
+        while not Path(sys.argv[1], "go").exists():
+            time.sleep(0.1)
+        return super().fit(X, y)
+
+storage = f"sqlite:///{sys.argv[1]}/minima.db"
+space = {"C": [0.01, 0.1, 1.0, 10.0]}
+FlatMinimaSearch(
+    Waits(max_iter=1000), space, n_jobs=2, storage=storage, study_name="sweep", random_state=0
+).fit(*load_iris(return_X_y=True))
+"""
+
+
+def wait_until(condition):
+    """Wait until something is true, for a minute on a machine however slow."""
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(condition)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="workers notice the end of their parent on posix")
+def test_workers_end_with_the_main_process(tmp_path):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS, encoding="utf-8")
+    study = optuna.create_study(storage=sqlite(tmp_path), study_name="sweep")
+    main = subprocess.Popen([sys.executable, script, tmp_path])
+    wait_until(lambda: len(study.get_trials(states=(TrialState.RUNNING,))) == 2)
+    workers = [trial.user_attrs["process"] for trial in study.trials]
+    assert main.pid not in [process_id for _, process_id, _, _ in workers]
+    main.kill()
+    main.wait()
+    wait_until(lambda: all(map(is_gone, workers)))
+    (tmp_path / "go").touch()  # the candidates of the workers are free, and train at once
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    complete = study.get_trials(states=(TrialState.COMPLETE,))
+    assert sorted(trial.params["C"] for trial in complete) == [0.01, 0.1, 1.0, 10.0]
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """Identify the process and thread that train a trial, and tell whether they are gone."""
 
+import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_gone", "this_process"]
+from joblib.externals.loky.backend.process import LokyProcess
+
+__all__ = ["end_with_parent", "is_gone", "this_process"]
 
 
 def this_process() -> list[Any]:
@@ -42,6 +47,30 @@ def is_gone(process: Sequence[Any]) -> bool:
         others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
         return thread not in others
     return not _is_alive(process_id) or started != _start_time(process_id)
+
+
+@cache  # one thread is enough
+def end_with_parent(process_id: int) -> None:
+    """Let the calling process, if it is a worker of joblib's, end soon after its parent.
+
+    A process that is killed cannot end its workers. Without their parent, they would train their
+    candidates to the end, for nobody. (On Windows, they still do.)
+
+    Parameters
+    ----------
+    process_id : int
+        The parent, which may have ended already. Nothing happens if it is the calling process,
+        in which joblib runs nested jobs.
+    """
+    is_worker = isinstance(multiprocessing.current_process(), LokyProcess)
+    if is_worker and process_id != os.getpid():
+        threading.Thread(target=_watch_parent, args=(process_id,), daemon=True).start()
+
+
+def _watch_parent(process_id: int) -> None:
+    while os.getppid() == process_id:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _is_alive(process_id: int) -> bool:

@@ -1,6 +1,7 @@
 """Train the candidates of a search, in this process or in several worker processes."""
 
 import copy
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from relflat_sk.search._sharing.claims import (
     is_cut_short,
     is_suspect,
 )
+from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._sharing.transfer import ByValue, packed
 from relflat_sk.search._trial import MinimaObjective
@@ -52,6 +54,7 @@ class Sweep:
         self.plan = plan
         self.quiet = quiet
         self.name = uuid.uuid4().hex
+        self.process_id = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         objective = copy.copy(self.objective)
@@ -180,6 +183,7 @@ class Sweep:
             The finished trial, if there was a candidate left. The estimator comes along only
             if it is a minimum and can be pickled.
         """
+        end_with_parent(self.process_id)
         found: list[tuple[FrozenTrial, Any]] = []
         study.sampler.reseed_rng()  # otherwise every worker would draw the same values
         with log_level(self.quiet):
