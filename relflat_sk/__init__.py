@@ -1,5 +1,6 @@
 """Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
 
+from relflat_sk.ensemble import EnsembleTrainer
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
 from relflat_sk.measures import (
     FlatnessScorer,
@@ -64,6 +65,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "StopAtLoss",
     "StopAtGradientNorm",
     "RelativeFlatnessPenalty",
+    "EnsembleTrainer",
     # searching and ranking
     "MinimaObjective",
     "FlatMinimaSearch",

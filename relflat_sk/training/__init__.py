@@ -1,7 +1,12 @@
 """skorch nets that are trained to be flat, and callbacks for training to convergence."""
 
 from relflat_sk._penalty import RelativeFlatnessPenalty
+
+# for the packages above, not public
+from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
+from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedBinaryClassifier,

@@ -46,9 +46,30 @@ class ArrayLoader(DataLoader[Any]):
         self._shuffle = bool(arguments.get("shuffle"))
         self._devices = list({leaf.device for leaf in _leaves(self._parts)})
 
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """The inputs and targets that batches are cut from."""
+        return self._parts
+
+    @property
+    def n_rows(self) -> int:
+        """The number of samples in an epoch, those of a dropped last batch included."""
+        return len(self._rows)
+
     def __iter__(self) -> Any:
         _draw_seed()  # torch's loader draws a seed for workers, even if it has none
         return self._batches()
+
+    def draw_order(self) -> Tensor:
+        """Draw the rows of an epoch in their order, as iteration does.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            Row numbers in `parts`.
+        """
+        _draw_seed()
+        return self._order()
 
     def _batches(self) -> Iterator[list[Any]]:
         """Cut one batch after the other."""

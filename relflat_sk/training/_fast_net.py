@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from relflat_sk.training._array_loader import make_loader
+from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
 from relflat_sk.training._sklearn_net import SklearnNet
 
 __all__ = ["FastNet", "record_batch"]
@@ -64,6 +65,27 @@ class FastNet(SklearnNet):
             return make_loader(dataset, arguments)
         return iterator(dataset, **arguments)
 
+    def fit_loop(self, *args: Any, **kwargs: Any) -> "FastNet":
+        """Train for some epochs, as skorch does.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of `skorch.NeuralNet.fit_loop`.
+
+        Returns
+        -------
+        FastNet
+            The net itself.
+        """
+        try:
+            super().fit_loop(*args, **kwargs)
+        finally:
+            trainer = EPOCH_TRAINER.get()
+            if trainer is not None:
+                trainer.release(self)
+        return self
+
     def run_single_epoch(
         self, iterator: Any, training: bool, prefix: str, step_fn: Any, **fit_params: Any
     ) -> None:
@@ -83,6 +105,9 @@ class FastNet(SklearnNet):
             Passed on to `step_fn`.
         """
         if iterator is None:
+            return
+        trainer = EPOCH_TRAINER.get()
+        if training and trainer is not None and trainer.train_epoch(self, iterator, fit_params):
             return
         count = 0
         for count, batch in enumerate(iterator, 1):  # noqa: B007

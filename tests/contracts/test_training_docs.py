@@ -11,7 +11,7 @@ TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["penalty", "plain torch", "sam"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["penalty", "plain torch", "ensemble", "sam"])
 def test_block_runs(block, tmp_path, capsys):
     script = tmp_path / "block.py"
     script.write_text(block)

@@ -1,0 +1,254 @@
+r"""Losses, their gradients and curvatures, for many networks at once.
+
+In this module, arrays have the members on their first axis: outputs ``z`` are of shape
+(k, n, d), the features ``phi`` of the last layer (k, n, m), its weight ``W`` (k, d, m), and values
+(k,). The penalty is ``scale * sum_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of
+sample i's loss in its output; see `relflat_sk._penalty` for one network.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+__all__ = ["Criterion", "Slopes", "find_criterion"]
+
+
+@dataclass
+class Slopes:
+    """A value of each member, with its partial derivatives.
+
+    Parameters
+    ----------
+    value : Tensor of shape (k,)
+        The values.
+    z : Tensor of shape (k, n, ...)
+        Derivative in the outputs.
+    phi : Tensor of shape (k, n, m), optional
+        Derivative in the features of the last layer, beside that through the outputs.
+    weight : Tensor of shape (k, d, m), optional
+        Derivative in the weight of the last layer, beside that through the outputs.
+    """
+
+    value: Tensor
+    z: Tensor
+    phi: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class Criterion(ABC):
+    """A criterion with its gradient and curvature.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        The criterion of one network.
+    """
+
+    takes_columns = False  # whether targets are of shape (k, n, 1)
+
+    def __init__(self, criterion: Any) -> None:
+        self.criterion = criterion
+
+    @abstractmethod
+    def loss(self, z: Tensor, target: Tensor) -> Tensor:
+        """Compute the losses of the members.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, ...)
+            Outputs.
+        target : Tensor of shape (k, n, ...)
+            Targets.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            One loss for each member.
+        """
+
+    @abstractmethod
+    def slopes(self, z: Tensor, target: Tensor) -> Slopes:
+        """Compute the losses of the members, and their gradients in the outputs.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, ...)
+            Outputs.
+        target : Tensor of shape (k, n, ...)
+            Targets.
+
+        Returns
+        -------
+        Slopes
+            Losses and gradients.
+        """
+
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+        """Compute the penalties of the members, and their gradients.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, d)
+            Outputs.
+        phi : Tensor of shape (k, n, m)
+            Features of the last layer.
+        weight : Tensor of shape (k, d, m)
+            Weight of the last layer.
+        scale : Tensor of shape (k, 1, 1)
+            Factors of the penalties.
+
+        Returns
+        -------
+        Slopes
+            Penalties and gradients.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_curved(self) -> bool:
+        """Whether `curvature` is known."""
+        return type(self).curvature is not Criterion.curvature
+
+
+class _AnyCriterion(Criterion):
+    """A criterion that is differentiated by torch."""
+
+    def loss(self, z: Tensor, target: Tensor) -> Tensor:
+        values: Tensor = vmap(self.criterion)(z, target)
+        return values
+
+    def slopes(self, z: Tensor, target: Tensor) -> Slopes:
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            values = self.loss(leaf, target)
+            (gradient,) = torch.autograd.grad(values.sum(), leaf)
+        return Slopes(values.detach(), gradient)
+
+
+class _CrossEntropy(Criterion):
+    """The mean cross-entropy of class indices."""
+
+    takes_columns = True
+
+    def loss(self, z: Tensor, target: Tensor) -> Tensor:
+        return z.log_softmax(-1).gather(-1, target).mean(dim=(1, 2)).neg_()
+
+    def slopes(self, z: Tensor, target: Tensor) -> Slopes:
+        logarithms = z.log_softmax(-1)
+        values = logarithms.gather(-1, target).mean(dim=(1, 2)).neg_()
+        minus = z.new_full((1, 1, 1), -1.0).expand(target.shape)
+        gradient = logarithms.exp_().scatter_add_(-1, target, minus).div_(z.shape[1])
+        return Slopes(values, gradient)
+
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+        # as relflat_sk._losses.softmax does: sum_k Var(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2
+        p = z.softmax(-1)
+        rows = weight - weight[:, :1]
+        distances = torch.cdist(rows, rows).square_()
+        slope = p @ distances
+        forms = (slope * p).sum(-1, keepdim=True)  # twice the variances
+        norms = phi.square().sum(-1, keepdim=True)
+        value = (forms * norms).sum(dim=(1, 2)) * (0.5 * scale.view(-1))
+        weighted = p * (norms * scale)
+        pairs = p.transpose(1, 2) @ (weighted + weighted)
+        towards = pairs.sum(-1, keepdim=True) * rows - pairs @ rows
+        return Slopes(value, weighted * (slope - forms), phi * (forms * scale), towards)
+
+
+class _Outputs(Criterion):
+    """A criterion that is a mean over all outputs of all samples."""
+
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+        second, third = self.derivatives(z)
+        squares = weight.square().sum(-1)[:, None]
+        norms = phi.square().sum(-1, keepdim=True)
+        forms = (second * squares).sum(-1, keepdim=True)
+        value = (forms * norms).sum(dim=(1, 2)) * scale.view(-1)
+        totals = (norms * second).sum(1)[:, :, None]
+        return Slopes(
+            value,
+            third * squares * (norms * scale),
+            phi * (forms * (2 * scale)),
+            weight * (totals * (2 * scale)),
+        )
+
+    @abstractmethod
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the second and third derivative of each output's loss.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, d)
+            Outputs.
+
+        Returns
+        -------
+        second, third : Tensor of shape (k, n, d)
+            Derivatives.
+        """
+
+
+class _SquaredError(_Outputs):
+    """The mean squared error."""
+
+    def loss(self, z: Tensor, target: Tensor) -> Tensor:
+        return (z - target).square_().flatten(1).mean(1)
+
+    def slopes(self, z: Tensor, target: Tensor) -> Slopes:
+        error = z - target
+        return Slopes(error.square().flatten(1).mean(1), error.mul_(2 / error[0].numel()))
+
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(z, 2.0), torch.zeros_like(z)
+
+
+class _LogisticLoss(_Outputs):
+    """The mean logistic loss of labels 0 and 1."""
+
+    def loss(self, z: Tensor, target: Tensor) -> Tensor:
+        each = nn.functional.binary_cross_entropy_with_logits(z, target, reduction="none")
+        return each.flatten(1).mean(1)
+
+    def slopes(self, z: Tensor, target: Tensor) -> Slopes:
+        return Slopes(self.loss(z, target), (z.sigmoid() - target).div_(z[0].numel()))
+
+    def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        p = z.sigmoid()
+        second = p * (1 - p)
+        return second, second * (1 - 2 * p)
+
+
+def find_criterion(criterion: Any, output: Tensor, target: Tensor) -> Criterion:
+    """Find the gradient and the curvature of a criterion.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        The criterion of one network.
+    output : Tensor of shape (n, ...)
+        Outputs of one network.
+    target : Tensor of shape (n, ...)
+        Their targets, as the criterion takes them.
+
+    Returns
+    -------
+    Criterion
+        With a gradient by formula if there is one for outputs of this shape.
+    """
+    kind, mean = type(criterion), getattr(criterion, "reduction", "") == "mean"
+    weighted = getattr(criterion, "weight", None) is not None
+    if not mean or weighted or output.ndim != 2:
+        return _AnyCriterion(criterion)
+    if kind is nn.CrossEntropyLoss and target.shape == output.shape[:1]:
+        plain = not criterion.label_smoothing and bool((target != criterion.ignore_index).all())
+        return _CrossEntropy(criterion) if plain else _AnyCriterion(criterion)
+    if target.shape == output.shape:
+        if kind is nn.MSELoss:
+            return _SquaredError(criterion)
+        if kind is nn.BCEWithLogitsLoss and criterion.pos_weight is None:
+            return _LogisticLoss(criterion)
+    return _AnyCriterion(criterion)

@@ -1,0 +1,210 @@
+"""Run trainings in turns, so that the nets in them train their epochs together."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from relflat_sk.ensemble._group import Group
+from relflat_sk.ensemble._member import Member, NotStackable, make_member
+from relflat_sk.ensemble._routine import CURRENT, Routine
+from relflat_sk.ensemble._stack import release_states
+from relflat_sk.training import EPOCH_TRAINER, EpochTrainer
+
+__all__ = ["Fleet"]
+
+_LOG = logging.getLogger("relflat_sk")
+# epochs of each kind that a timed trial takes
+_TRIALS = 2
+
+
+class Fleet(EpochTrainer):
+    """Trainings that take turns: every net waits at each epoch, and all epochs are one.
+
+    Nets of one architecture are a group, which is trained as one stacked model. A net that
+    cannot be stacked trains by itself; the log says why, once for each reason.
+
+    Parameters
+    ----------
+    size : int
+        Number of trainings at a time. When one ends, the next one begins.
+    timed : bool, default=False
+        Whether the first epochs of each group are a trial: if nets are faster one by one, they
+        are trained one by one.
+    """
+
+    def __init__(self, size: int, *, timed: bool = False) -> None:
+        self.size = size
+        self.timed = timed
+        self._groups: dict[tuple[Any, ...], Group | None] = {}
+        self._trials: dict[tuple[Any, ...], _Trial] = {}
+        self._members: dict[int, Member | None] = {}
+        self._waiting: dict[Routine, Member] = {}
+        self._reasons: set[str] = set()
+
+    def run(self, train: Callable[[], bool]) -> None:
+        """Train until there is nothing left to train.
+
+        Parameters
+        ----------
+        train : callable
+            Fits one estimator, or returns False if there is nothing to fit at the moment. It is
+            asked again when another fit has ended.
+
+        Raises
+        ------
+        BaseException
+            What `train` raises, and KeyboardInterrupt on Ctrl-C. All trainings are ended.
+        """
+        routines: list[Routine] = []
+        try:
+            may_be_more = True
+            while may_be_more or routines:
+                while may_be_more and len(routines) < self.size:
+                    routine = Routine(lambda: self._call(train))
+                    routines.append(routine)
+                    if not routine.resume():
+                        routines.remove(routine)
+                        may_be_more = bool(routine.result)
+                self._train_epoch()
+                for routine in list(routines):
+                    if not routine.resume():
+                        routines.remove(routine)
+                        may_be_more = True
+        finally:
+            for routine in routines:
+                routine.cancel()
+
+    def _call(self, train: Callable[[], bool]) -> bool:
+        token = EPOCH_TRAINER.set(self)
+        try:
+            return train()
+        finally:
+            EPOCH_TRAINER.reset(token)
+
+    # -- called by nets, in their routines -----------------------------------------------------
+
+    def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
+        """Wait until the epoch of a net is trained.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        iterator : iterable
+            Its batches.
+        fit_params : dict
+            Further arguments of its network.
+
+        Returns
+        -------
+        bool
+            False if the net has to train the epoch itself.
+        """
+        routine = CURRENT.get()
+        assert routine is not None
+        routine.check()
+        if id(net) not in self._members:
+            self._members[id(net)] = self._find(net, iterator, fit_params)
+        member = self._members[id(net)]
+        if member is None:
+            return False
+        trial = self._trials.get(member.key)
+        if trial is not None and trial.wants_single(member):
+            token = EPOCH_TRAINER.set(None)
+            started = time.perf_counter()
+            try:
+                net.run_single_epoch(iterator, True, "train", net.train_step, **fit_params)
+            finally:
+                EPOCH_TRAINER.reset(token)
+            trial.single.append(time.perf_counter() - started)
+            if trial.is_slower:
+                routine.pause()  # others have their turn as well
+            return True
+        net._set_training(True)
+        member.draw()
+        self._waiting[routine] = member
+        routine.pause()
+        return True
+
+    def release(self, net: Any) -> None:
+        """Forget a net whose training has ended.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        """
+        member = self._members.pop(id(net), None)
+        if member is not None:
+            release_states(net.optimizer_)
+
+    def _find(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> Member | None:
+        """Find the group of a net; None, with the reason in the log, if there is none."""
+        try:
+            member = make_member(net, iterator, fit_params)
+            if member.key not in self._groups:
+                self._groups[member.key] = None
+                self._groups[member.key] = Group(member)
+                if self.timed:
+                    self._trials[member.key] = _Trial()
+        except NotStackable as reason:
+            self._say(f"trained one by one: {reason}")
+            return None
+        return None if self._groups[member.key] is None else member
+
+    def _say(self, text: str) -> None:
+        if text not in self._reasons:
+            self._reasons.add(text)
+            _LOG.log(logging.INFO if self.timed else logging.WARNING, text)
+
+    # -- called by the fleet itself ------------------------------------------------------------
+
+    def _train_epoch(self) -> None:
+        """Train the epochs of all nets that wait, group by group."""
+        waiting, self._waiting = self._waiting, {}
+        by_key: dict[tuple[Any, ...], list[Member]] = {}
+        for member in waiting.values():
+            by_key.setdefault(member.key, []).append(member)
+        for key, group in self._groups.items():
+            if group is not None and key not in by_key:
+                group.release()
+        for key, members in by_key.items():
+            group = self._groups[key]
+            assert group is not None
+            started = time.perf_counter()
+            group.train(members)
+            trial = self._trials.get(key)
+            if trial is not None and not trial.is_decided and len(members) > 1:
+                trial.stacked.append((time.perf_counter() - started) / len(members))
+                if trial.is_slower:
+                    self._say(
+                        "trained one by one: an epoch of the stacked model takes "
+                        f"{min(trial.stacked):.3g} s for each net, and one of a single net "
+                        f"{min(trial.single):.3g} s"
+                    )
+
+
+class _Trial:
+    """A comparison of the times of an epoch, which decides how a group is trained."""
+
+    def __init__(self) -> None:
+        self.single: list[float] = []
+        self.stacked: list[float] = []
+        self._first: Member | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether both kinds of epochs have been timed."""
+        return min(len(self.single), len(self.stacked)) >= _TRIALS
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the stacked model is known to be slower than single nets."""
+        return self.is_decided and min(self.single) < min(self.stacked)
+
+    def wants_single(self, member: Member) -> bool:
+        """Return whether a net is to train its next epoch by itself."""
+        if self._first is None:
+            self._first = member
+        return self.is_slower or (member is self._first and len(self.single) < _TRIALS)

@@ -1,0 +1,177 @@
+"""Nets of one architecture, trained epoch by epoch as one stacked model."""
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relflat_sk._network import cast_inputs
+from relflat_sk._random import fork_rng
+from relflat_sk.ensemble._chain import Chain, find_chain
+from relflat_sk.ensemble._criteria import find_criterion
+from relflat_sk.ensemble._data import Data
+from relflat_sk.ensemble._masks import Masks
+from relflat_sk.ensemble._member import Member, NotStackable
+from relflat_sk.ensemble._penalty import Penalty
+from relflat_sk.ensemble._probe import probe
+from relflat_sk.ensemble._stack import Stack
+from relflat_sk.ensemble._vmapped import Vmapped
+
+__all__ = ["Group"]
+
+_FUSED_ON = ("cpu", "cuda")
+
+
+class Group:
+    """Nets that can be stacked, and how.
+
+    Parameters
+    ----------
+    member : Member
+        One of the nets, before its first epoch. It stays as it is.
+
+    Raises
+    ------
+    NotStackable
+        If the network or its penalty cannot be stacked.
+    """
+
+    def __init__(self, member: Member) -> None:
+        net, loader = member.net, member.loader
+        inputs, targets = loader.parts
+        size = min(int(loader.batch_size or 1), loader.n_rows)
+        x, y = cast_inputs(inputs[:size], member.module), targets[:size]
+        module = copy.deepcopy(member.module).train()
+        with fork_rng(x.device):
+            found = probe(net, module, x, y)
+        self._criterion = find_criterion(net.criterion_, found.output, found.target)
+        self._output = found.output[:1]
+        self._penalty = None
+        if member.is_penalised:
+            if not self._criterion.is_curved:
+                raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
+            self._penalty = Penalty(self._criterion, found.divisor)
+        self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
+        self._masks = Masks(module, self._body, x)
+        self._stack: Stack | None = None
+        self._data: Data | None = None
+        self._try(member, x, found.target)
+
+    def _try(self, member: Member, x: Tensor, target: Tensor) -> None:
+        """Refuse a network or a criterion that cannot be stacked."""
+        weights = {n: p.detach()[None].clone() for n, p in member.module.named_parameters()}
+        buffers = {n: b[None].clone() for n, b in member.module.named_buffers()}
+        gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self._body.bind(weights, gradients, buffers)
+        self._masks.ones()
+        try:
+            with torch.no_grad(), fork_rng(x.device):
+                z, _, _ = self._body.forward(x[None])
+                slopes = self._criterion.slopes(z, self._in_shape(target[None]))
+                self._body.backward(slopes.z, None, None)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            text = str(error).strip().split("\n")[0]
+            raise NotStackable(f"torch.func cannot stack it: {text}") from error
+
+    def _in_shape(self, target: Tensor) -> Tensor:
+        """Give class indices the shape that the gradient by formula takes."""
+        one_each = target.ndim == 2 and self._output.ndim == 2
+        return target[:, :, None] if one_each and self._criterion.takes_columns else target
+
+    def train(self, members: Sequence[Member]) -> None:
+        """Train members for an epoch, and record their batches.
+
+        Parameters
+        ----------
+        members : sequence of Member
+            Members of this group that have drawn the order of their samples.
+        """
+        if self._stack is None or self._stack.members != list(members):
+            self._stack = self._data = None  # first, so that nothing is in memory twice
+            self._stack = Stack(members)
+            self._data = Data(members, self._output)
+        stack, data = self._stack, self._data
+        assert data is not None
+        stack.take_over()
+        self._body.bind(stack.weights, stack.gradients, stack.buffers)
+        data.start(members)
+        self._masks.start(members)
+        device = data.inputs.device
+        update = stack.make_update(device.type in _FUSED_ON)
+        factors, limits = self._penalty_settings(members, data.inputs)
+        recorded = []
+        with torch.no_grad():
+            for step, (x, target) in enumerate(data):
+                self._masks.set(step, x.shape[1])
+                recorded.append(self._step(x, self._in_shape(target), factors, limits))
+                update.step()
+        stack.hand_over()
+        _record(members, torch.stack(recorded), data.sizes)
+
+    def _step(
+        self, x: Tensor, target: Tensor, factors: Tensor | None, limits: Tensor | None
+    ) -> Tensor:
+        """Compute the gradients of a batch; return losses, penalties and shares of them."""
+        z, phi, weight = self._body.forward(x)
+        slopes = self._criterion.slopes(z, target)
+        if self._penalty is None or factors is None:
+            self._body.backward(slopes.z, None, None)
+            return slopes.value[None]
+        slopes, term, share = self._penalty.add(slopes, z, target, phi, weight, factors, limits)
+        self._body.backward(slopes.z, slopes.phi, slopes.weight)
+        return torch.stack([slopes.value, term, share])
+
+    def _penalty_settings(
+        self, members: Sequence[Member], like: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights and the limits of the penalties in this epoch."""
+        if self._penalty is None:
+            return None, None
+        factors = torch.tensor([m.net._penalty_weight() for m in members], dtype=torch.float64)
+        clips = [m.net.flatness_clip for m in members]
+        limits = None if clips[0] is None else torch.tensor(clips, dtype=torch.float64).to(like)
+        return factors.to(like), limits
+
+    def release(self) -> None:
+        """Forget the stack, because its members change or have ended."""
+        self._stack = self._data = None
+
+
+def _record(members: Sequence[Member], values: Tensor, sizes: Sequence[int]) -> None:
+    """Write the batches of an epoch to the histories, as the nets do."""
+    parts = values.permute(2, 1, 0).tolist()  # by member, quantity and step
+    with _without_collector():
+        _write(members, parts, sizes)
+
+
+def _write(members: Sequence[Member], parts: Any, sizes: Sequence[int]) -> None:
+    for member, (losses, *penalty) in zip(members, parts, strict=True):
+        terms, shares = penalty or ([0.0] * len(sizes), [1.0] * len(sizes))
+        history = member.net.history
+        batches = [
+            {
+                "train_loss": loss,
+                "train_batch_size": size,
+                "flatness_penalty": share * term,
+                "flatness_clipped": float(share < 1),
+            }
+            for loss, size, term, share in zip(losses, sizes, terms, shares, strict=True)
+        ]
+        list.__getitem__(history, -1)["batches"].extend(batches)
+        history.record("train_batch_count", len(sizes))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Make many objects at once without Python's search for circles after every few."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,242 @@
+"""A net in training that can be one of a stacked model, or the reason why it cannot."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from skorch.callbacks import EpochScoring, LRScheduler
+from torch import Tensor, nn
+
+from relflat_sk.ensemble._updates import OPTIMIZERS
+from relflat_sk.training import ArrayLoader, RelativeFlatnessRegularizedNet
+
+__all__ = ["Member", "NotStackable", "make_member"]
+
+# the methods that make a training step; a subclass that changes them trains in another way
+_STEP = (
+    "evaluation_step",
+    "get_loss",
+    "get_train_step_accumulator",
+    "infer",
+    "on_batch_begin",
+    "on_batch_end",
+    "run_single_epoch",
+    "train_step",
+    "train_step_single",
+)
+# what callbacks may do in every step
+_EVENTS = ("on_batch_begin", "on_batch_end", "on_grad_computed")
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+
+
+class NotStackable(Exception):
+    """A net cannot be one of a stacked model, for the reason in the message."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A net in training, with its data.
+
+    Parameters
+    ----------
+    net : RelativeFlatnessRegularizedNet
+        The net.
+    loader : ArrayLoader
+        Its training data.
+
+    Attributes
+    ----------
+    key : tuple
+        Equal for members that can be stacked.
+    order : Tensor of shape (n,)
+        Rows of the next epoch, in their order.
+    seed : int
+        Seed of the dropout masks of the next epoch.
+    """
+
+    net: Any
+    loader: ArrayLoader
+    key: tuple[Any, ...] = field(init=False)
+    order: Tensor = field(init=False)
+    seed: int = field(init=False, default=0)
+
+    @property
+    def module(self) -> nn.Module:
+        """The net's own network."""
+        module: nn.Module = self.net.module_
+        return module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The net's own optimizer."""
+        optimizer: torch.optim.Optimizer = self.net.optimizer_
+        return optimizer
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the optimizer now."""
+        settings: Mapping[str, Any] = self.optimizer.param_groups[0]
+        return settings
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether the net is trained with a penalty."""
+        return bool(self.net.flatness_weight > 0)
+
+    def draw(self) -> None:
+        """Draw what is random in the next epoch from torch's global random state."""
+        self.order = self.loader.draw_order()
+        if any(isinstance(part, nn.Dropout) and part.p for part in self.module.modules()):
+            self.seed = int(torch.randint(2**63 - 1, ()))
+
+
+def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
+    """Make a member of a net, at the beginning of an epoch.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        The net in training.
+    loader : iterable
+        Its batches.
+    fit_params : dict
+        Further arguments of its network.
+
+    Returns
+    -------
+    Member
+        The member, with the key of its group.
+
+    Raises
+    ------
+    NotStackable
+        If the net needs a training loop of its own.
+    """
+    _check_net(net, fit_params)
+    _check_callbacks(net)
+    _check_network(net)
+    member = Member(net, loader)
+    member.key = (
+        _data_key(loader),
+        _module_key(net.module_),
+        _module_key(net.criterion_),
+        _optimizer_key(net),
+        _penalty_key(net),
+    )
+    return member
+
+
+def _check_net(net: Any, fit_params: Mapping[str, Any]) -> None:
+    """Refuse nets with a training step of their own."""
+    if fit_params:
+        raise NotStackable(f"its network takes further arguments: {sorted(fit_params)}")
+    library = RelativeFlatnessRegularizedNet
+    changed = [name for name in _STEP if getattr(type(net), name) is not getattr(library, name)]
+    if changed:
+        raise NotStackable(f"{type(net).__name__} has its own {changed[0]}")
+    if (list(net._modules), list(net._criteria), list(net._optimizers)) != (
+        ["module"],
+        ["criterion"],
+        ["optimizer"],
+    ):
+        raise NotStackable("it has other parts than one module, criterion and optimizer")
+
+
+def _check_callbacks(net: Any) -> None:
+    """Refuse callbacks that are called in every step."""
+    for event in _EVENTS:
+        for callback in net._listeners(event):
+            harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
+                isinstance(callback, LRScheduler) and callback.step_every == "epoch"
+            )
+            if not harmless:
+                raise NotStackable(f"its callback {type(callback).__name__} is called in each step")
+
+
+def _check_network(net: Any) -> None:
+    """Refuse networks that are not plain modules."""
+    module = net.module_
+    if "_orig_mod" in getattr(module, "_modules", {}):
+        raise NotStackable("its network is compiled")
+    if any(getattr(part, name) for part in module.modules() for name in _HOOKS):
+        raise NotStackable("its network has hooks")
+    parameters = list(module.parameters())
+    kinds = {(p.dtype, p.device) for p in parameters}
+    if not parameters or len(kinds) > 1 or not parameters[0].is_floating_point():
+        raise NotStackable("its network has no parameters, or parameters of several types")
+    if not all(p.requires_grad for p in parameters):
+        raise NotStackable("some parameters of its network are frozen")
+    if len(parameters) < len(list(module.named_parameters(remove_duplicate=False))):
+        raise NotStackable("its network uses a parameter twice")
+    if isinstance(net.criterion_, nn.Module) and list(net.criterion_.parameters()):
+        raise NotStackable("its criterion has parameters")
+
+
+def _data_key(loader: Any) -> tuple[Any, ...]:
+    """Return what the data of members have in common."""
+    if not isinstance(loader, ArrayLoader):
+        raise NotStackable("its batches are not cut out of arrays")
+    inputs, targets = loader.parts
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if type(part) is not Tensor:
+            raise NotStackable(f"its {name} are not one array, or have sample weights")
+    size = min(int(loader.batch_size or 1), loader.n_rows)
+    shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
+    return loader.n_rows, size, bool(loader.drop_last), *shapes
+
+
+def _module_key(module: Any) -> tuple[Any, ...]:
+    """Return what makes two modules the same function of their parameters and inputs."""
+    if not isinstance(module, nn.Module):
+        return (id(module),)
+    parts = [
+        (name, type(part), part.extra_repr(), _attributes(part))
+        for name, part in module.named_modules()
+    ]
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.device)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    return tuple(parts), tuple(tensors)
+
+
+def _attributes(part: nn.Module) -> tuple[Any, ...]:
+    """Return a module's own attributes; objects count as different, unless they are the same."""
+    plain = (bool, int, float, str, type(None), tuple)
+    return tuple(
+        (name, value if isinstance(value, plain) else id(value))
+        for name, value in sorted(part.__dict__.items())
+        if not name.startswith("_") and name != "training"
+    )
+
+
+def _optimizer_key(net: Any) -> tuple[Any, ...]:
+    """Return what the optimizers of members have in common; the rest is each member's own."""
+    optimizer = net.optimizer_
+    if type(optimizer) not in OPTIMIZERS:
+        names = [kind.__name__ for kind in OPTIMIZERS]
+        raise NotStackable(f"its optimizer is {type(optimizer).__name__}, not one of {names}")
+    if len(optimizer.param_groups) > 1:
+        raise NotStackable("its optimizer has several groups of parameters")
+    settings = optimizer.param_groups[0]
+    for name in ("amsgrad", "maximize", "differentiable"):
+        if settings.get(name):
+            raise NotStackable(f"its optimizer has {name}=True")
+    if any(isinstance(value, Tensor) for value in settings.values()):
+        raise NotStackable("its optimizer has a setting that is a tensor")
+    return type(optimizer), OPTIMIZERS[type(optimizer)].names(settings)
+
+
+def _penalty_key(net: Any) -> tuple[Any, ...]:
+    """Return the settings of the penalty that members have in common, but for its weight."""
+    if not net.flatness_weight > 0:
+        return ()
+    layer = net.flatness_layer
+    layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
+    return layers, net.flatness_normalize, net.flatness_probes, net.flatness_clip is None

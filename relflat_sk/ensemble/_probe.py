@@ -1,0 +1,92 @@
+"""Run one network on one batch, to find out how its nets can be stacked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._losses import Loss
+from relflat_sk._network import (
+    Recorder,
+    find_layer,
+    find_link,
+    keep_graph,
+    primary_output,
+    record_order,
+)
+from relflat_sk.ensemble._member import NotStackable
+
+__all__ = ["Probe", "probe"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A network's outputs on a batch, and its last layer.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, ...)
+        Outputs.
+    target : Tensor of shape (n, ...)
+        Targets, as the criterion takes them.
+    last : str or None
+        Name of the last layer, if it is penalised.
+    divisor : float, default=1.0
+        What each sample adds to the divisor of the criterion's mean.
+    """
+
+    output: Tensor
+    target: Tensor
+    last: str | None
+    divisor: float = 1.0
+
+
+def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
+    """Run a network, and check that its penalty can be computed for many networks at once.
+
+    Parameters
+    ----------
+    net : RelativeFlatnessRegularizedNet
+        A net in training.
+    module : nn.Module
+        A copy of its network.
+    x : Tensor of shape (n, ...)
+        A batch.
+    y : Tensor of shape (n, ...)
+        Its labels.
+
+    Returns
+    -------
+    Probe
+        Outputs and last layer.
+
+    Raises
+    ------
+    NotStackable
+        If the penalty is computed for single nets only.
+    """
+    loss = Loss(net.criterion_)
+    if not net.flatness_weight > 0:
+        output = primary_output(module(x))
+        return Probe(output.detach(), loss.read_target(output, y).values, None)
+    if net.flatness_normalize:
+        raise NotStackable("flatness_normalize=True is computed for single nets only")
+    with record_order(module) as recorder:
+        module(x)
+    order = recorder.order
+    layers = order if net.flatness_layer == "all" else net._layers()
+    if {find_layer(module, layer, order) for layer in layers} != {order[-1]}:
+        raise NotStackable("the penalty at earlier layers is computed for single nets only")
+    last = module.get_submodule(order[-1])
+    with torch.enable_grad(), Recorder({order[-1]: last}, keep_graph) as recorder:
+        output = primary_output(module(x))
+    if find_link(output, recorder[order[-1]].node) != "identity":
+        raise NotStackable("with a penalty, its last layer must be its output")
+    if type(last) is not nn.Linear or output.ndim != 2:
+        raise NotStackable("with a penalty, its last layer must be a Linear, one row per sample")
+    target = loss.read_target(output, y)
+    each = loss.each_divisor(output, target.relevant)
+    if isinstance(each, Tensor):
+        raise NotStackable("with a penalty, its criterion must weigh all samples equally")
+    return Probe(output.detach(), target.values, order[-1], float(each))

@@ -1,0 +1,134 @@
+"""The weights, buffers and optimizer states of many networks, stacked along a first axis."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._updates import OPTIMIZERS, Update
+
+__all__ = ["Stack", "release_states"]
+
+
+class Stack:
+    """The stacked networks of the members that train together.
+
+    Each network has weights and buffers of its own as well. They get the values of the stack at
+    the end of each epoch, so that callbacks find a trained network. Values that a callback
+    changes are taken over at the beginning of the next epoch. The states of the optimizers are
+    views of the stack.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        At least one; all of one group.
+
+    Attributes
+    ----------
+    weights, gradients : dict of str to Tensor of shape (k, ...)
+        By the names of the parameters.
+    buffers : dict of str to Tensor of shape (k, ...)
+        By the names of the buffers.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = list(members)
+        self._kind = OPTIMIZERS[type(members[0].optimizer)]
+        with torch.no_grad():
+            self.weights = _stacked([m.module.named_parameters() for m in members])
+            self.buffers = _stacked([m.module.named_buffers() for m in members])
+            self.gradients = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+            self._stack_states()
+        own = [[*m.module.parameters(), *m.module.buffers()] for m in members]
+        self._own = [tensor for tensors in own for tensor in tensors]
+        stacked = [*self.weights.values(), *self.buffers.values()]
+        self._rows = [tensor[k] for k in range(len(members)) for tensor in stacked]
+        self._versions = [tensor._version for tensor in self._own]
+
+    def _stack_states(self) -> None:
+        """Stack the states of the optimizers, which become views."""
+        names = self._kind.names(self.members[0].settings)
+        parameters = [list(m.module.parameters()) for m in self.members]
+        states = [
+            [m.optimizer.state[p] for p in ps]
+            for m, ps in zip(self.members, parameters, strict=True)
+        ]
+        self._states: dict[str, list[Tensor]] = {
+            "step": [torch.stack([_steps_made(state[0], names) for state in states])]
+        }
+        for name in names:
+            self._states[name] = []
+            for i, weight in enumerate(self.weights.values()):
+                zeros = torch.zeros_like(weight[0])
+                rows = [state[i].get(name) for state in states]
+                stacked = torch.stack([zeros if row is None else row for row in rows])
+                self._states[name].append(stacked)
+                for k, state in enumerate(states):
+                    state[i][name] = stacked[k]
+        if "exp_avg" in names:
+            for k, state in enumerate(states):
+                for of_parameter in state:
+                    of_parameter["step"] = self._states["step"][0][k]
+
+    def take_over(self) -> None:
+        """Take over values that were changed outside since the last epoch."""
+        changed = [i for i, one in enumerate(self._own) if one._version != self._versions[i]]
+        if changed:
+            with torch.no_grad():
+                for i in changed:
+                    self._rows[i].copy_(self._own[i])
+
+    def hand_over(self) -> None:
+        """Give the values of the stack to the members' own networks."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, self._rows)
+        self._versions = [tensor._version for tensor in self._own]
+        for member in self.members:
+            optimizer: Any = member.optimizer
+            optimizer._opt_called = True  # else torch's schedulers warn of a missing step
+
+    def make_update(self, fused: bool) -> Update:
+        """Make the steps of an epoch, with the settings that the optimizers have now.
+
+        Parameters
+        ----------
+        fused : bool
+            Whether to use torch's fused kernels.
+
+        Returns
+        -------
+        Update
+            Changes weights and states of the stack.
+        """
+        settings = [member.settings for member in self.members]
+        weights, gradients = list(self.weights.values()), list(self.gradients.values())
+        return self._kind(weights, gradients, self._states, settings, fused)
+
+
+def _stacked(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Stack the tensors of several networks by their names."""
+    tensors = [dict(one) for one in named]
+    return {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
+
+
+def _steps_made(state: Mapping[str, Any], names: Sequence[str]) -> Tensor:
+    """Return how many steps an optimizer has made; of SGD, whether it has a momentum."""
+    if "momentum_buffer" in names:
+        return torch.tensor(float(state.get("momentum_buffer") is not None))
+    return torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
+
+
+def release_states(optimizer: Any) -> None:
+    """Copy the states of an optimizer out of the stack.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Its states may be views of larger tensors.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.clone()

@@ -1,0 +1,124 @@
+"""Fit several estimators at the same time."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sklearn.base import BaseEstimator, clone
+
+from relflat_sk.ensemble._fleet import Fleet
+from relflat_sk.ensemble._size import fleet_size
+
+__all__ = ["EnsembleTrainer"]
+
+
+class EnsembleTrainer(BaseEstimator):
+    """Fit many nets at the same time, as one stacked model.
+
+    Small networks spend most of their training on the overhead of each step. Nets of one
+    architecture take their steps together here, each with its own weights, seed, learning rate,
+    weight decay, momentum, data, and weight of the penalty. Each is trained as by its own `fit`,
+    up to rounding, and stops when its own callbacks stop it; the next one then takes its place.
+
+    Parameters
+    ----------
+    estimators : sequence of estimator
+        `RelativeFlatnessRegularizedNet` and its subclasses, also inside of pipelines. They are
+        cloned. What cannot be stacked is fitted one by one.
+    fleet : int, "auto" or None, default="auto"
+        Number of estimators at a time. "auto" fits as many as half of the free memory allows, 32
+        at most, and times a few epochs to find out whether nets of a group are faster one by one.
+        None fits one after the other.
+
+    Attributes
+    ----------
+    estimators_ : list of estimator
+        The fitted clones, in the order of `estimators`.
+
+    See Also
+    --------
+    FlatMinimaSearch : Trains its candidates in this way with ``fleet="auto"``.
+
+    Notes
+    -----
+    Nets are stacked if they have equal architectures, numbers of samples, batch sizes and
+    optimizers, one of SGD, Adam and AdamW. Not stacked are nets with sample weights, with
+    callbacks that are called in each step, with a penalty at earlier layers, with random
+    operations other than `torch.nn.Dropout`, and networks that `torch.func.vmap` refuses. The log
+    of the logger "relflat_sk" names the reason.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> from relflat_sk import RelativeFlatnessRegularizedClassifier
+    >>> X, y = load_iris(return_X_y=True)
+    >>> nets = [
+    ...     RelativeFlatnessRegularizedClassifier(lr=lr, verbose=0, random_state=seed)
+    ...     for lr in (0.003, 0.01) for seed in range(4)
+    ... ]
+    >>> trainer = EnsembleTrainer(nets, fleet=8).fit(X, y)
+    >>> min(net.score(X, y) for net in trainer.estimators_) > 0.9
+    True
+    """
+
+    def __init__(self, estimators: Sequence[Any], *, fleet: Any = "auto") -> None:
+        self.estimators = estimators
+        self.fleet = fleet
+
+    def fit(self, X: Any, y: Any = None) -> "EnsembleTrainer":
+        """Fit all estimators to the same data.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, ...)
+            Inputs.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            Labels or values.
+
+        Returns
+        -------
+        EnsembleTrainer
+            The trainer itself.
+
+        Raises
+        ------
+        ValueError
+            If `fleet` is not valid, or an estimator does not fit the data.
+        """
+        return self.fit_each((X, y) for _ in self.estimators)
+
+    def fit_each(self, data: Iterable[tuple[Any, Any]]) -> "EnsembleTrainer":
+        """Fit each estimator to data of its own.
+
+        Parameters
+        ----------
+        data : iterable of (X, y)
+            Inputs and labels for each estimator.
+
+        Returns
+        -------
+        EnsembleTrainer
+            The trainer itself.
+
+        Raises
+        ------
+        ValueError
+            If `fleet` is not valid, an estimator does not fit its data, or there are more or
+            fewer data than estimators.
+        """
+        fitted = [clone(estimator) for estimator in self.estimators]
+        jobs = zip(fitted, data, strict=True)
+        size = fleet_size(self.fleet)
+
+        def train() -> bool:
+            for estimator, (X, y) in jobs:
+                estimator.fit(X, y)
+                return True
+            return False
+
+        if size is None:
+            while train():
+                pass
+        else:
+            Fleet(size, timed=self.fleet == "auto").run(train)
+        self.estimators_ = fitted
+        return self

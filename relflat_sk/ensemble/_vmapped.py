@@ -1,0 +1,118 @@
+"""Forward and backward passes of many networks at once, by `torch.func`."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+__all__ = ["Vmapped"]
+
+Tensors = dict[str, Tensor]
+
+
+class _Masked(nn.Module):
+    """Dropout with a mask that is given."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class Vmapped:
+    """Any network that `torch.func.vmap` takes, many times.
+
+    Parameters
+    ----------
+    module : nn.Module
+        One of the networks; it is copied.
+    last : str or None
+        Name of the last layer, if its features are needed.
+    """
+
+    def __init__(self, module: nn.Module, last: str | None) -> None:
+        self._skeleton = copy.deepcopy(module).to("meta").train()
+        self.dropout: dict[str, Any] = {}
+        for name, part in list(self._skeleton.named_modules()):
+            if type(part) is nn.Dropout and part.p:
+                self.dropout[name] = masked = _Masked()
+                self._skeleton.set_submodule(name, masked)
+        self._last = last
+        self._found: list[Tensor] = []
+        if last is not None:
+            self._skeleton.get_submodule(last).register_forward_pre_hook(self._record)
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._found.append(args[0])
+
+    def bind(self, weights: Tensors, gradients: Tensors, buffers: Tensors) -> None:
+        """Use the weights of a stack, and write gradients to it.
+
+        Parameters
+        ----------
+        weights, gradients, buffers : dict of str to Tensor of shape (k, ...)
+            As in a stack.
+        """
+        self._weights, self._gradients, self._buffers = weights, gradients, buffers
+
+    def _call(self, weights: Tensors, buffers: Tensors, x: Tensor) -> tuple[Tensor, ...]:
+        self._found.clear()
+        output = functional_call(self._skeleton, (weights, buffers), (x,))
+        if not isinstance(output, Tensor):
+            raise TypeError(f"its network returns a {type(output).__name__}")
+        return output, *self._found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute outputs, with the features and the weight of the last layer if needed.
+
+        Parameters
+        ----------
+        x : Tensor of shape (k, n, ...)
+            Inputs.
+
+        Returns
+        -------
+        z : Tensor of shape (k, n, ...)
+            Outputs.
+        phi : Tensor of shape (k, n, m)
+            Features; the outputs if they are not needed.
+        weight : Tensor of shape (k, d, m)
+            The weight; the outputs if it is not needed.
+        """
+        with torch.enable_grad():
+            self._leaves = {n: w.detach().requires_grad_() for n, w in self._weights.items()}
+            masks = {f"{name}.mask": part.mask for name, part in self.dropout.items()}
+            self._outputs = vmap(self._call)(self._leaves, {**self._buffers, **masks}, x)
+        z, phi = (one.detach() for one in (self._outputs[0], self._outputs[-1]))
+        return z, phi, z if self._last is None else self._weights[f"{self._last}.weight"]
+
+    def backward(self, z: Tensor, phi: Tensor | None, weight: Tensor | None) -> None:
+        """Compute the gradients of the weights.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, ...)
+            Gradient in the outputs.
+        phi : Tensor of shape (k, n, m) or None
+            Gradient in the last features, beside that through the outputs.
+        weight : Tensor of shape (k, d, m) or None
+            Gradient in the last weight, beside that through the outputs.
+        """
+        outputs, outer = [self._outputs[0]], [z]
+        if phi is not None and self._outputs[-1].requires_grad:
+            outputs.append(self._outputs[-1])
+            outer.append(phi)
+        found = torch.autograd.grad(outputs, list(self._leaves.values()), outer, allow_unused=True)
+        for (name, to), gradient in zip(self._gradients.items(), found, strict=True):
+            if gradient is None:
+                to.zero_()
+            else:
+                to.copy_(gradient)
+            if weight is not None and name == f"{self._last}.weight":
+                to.add_(weight)

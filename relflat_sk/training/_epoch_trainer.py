@@ -1,0 +1,45 @@
+"""The place where something other than the net itself can train the net's epochs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["EPOCH_TRAINER", "EpochTrainer"]
+
+
+class EpochTrainer(ABC):
+    """Trains epochs of nets, for instance of many nets together."""
+
+    @abstractmethod
+    def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
+        """Train a net for an epoch, and record its batches.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        iterator : iterable
+            Its batches.
+        fit_params : dict
+            Further arguments of its network.
+
+        Returns
+        -------
+        bool
+            False if the net has to train the epoch itself.
+        """
+
+    @abstractmethod
+    def release(self, net: Any) -> None:
+        """Forget a net, whose training has ended.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        """
+
+
+# the trainer of the nets that are fitted in this thread; None if they train themselves
+EPOCH_TRAINER: ContextVar[EpochTrainer | None] = ContextVar("EPOCH_TRAINER", default=None)

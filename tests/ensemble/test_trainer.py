@@ -1,0 +1,397 @@
+"""Nets that are trained as one stacked model are those that are trained one by one."""
+
+import logging
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier
+from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
+from skorch.dataset import ValidSplit
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    EnsembleTrainer,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
+    StopAtGradientNorm,
+    StopAtLoss,
+)
+from tests.ensemble.compare import compare, curve, data
+
+# 13 epochs of 4 steps, whose last batch is smaller: more than 50 steps
+STEPS = {"batch_size": 16, "max_epochs": 13, "verbose": 0}
+SGD = {"optimizer": torch.optim.SGD}
+HEAVY = {"optimizer__momentum": 0.9, "optimizer__weight_decay": 0.01}
+OPTIMIZERS = {
+    "SGD": SGD,
+    "momentum": SGD | HEAVY | {"optimizer__dampening": 0.1},
+    "Nesterov": SGD | HEAVY | {"optimizer__nesterov": True},
+    "Adam": {"optimizer__weight_decay": 0.01},
+    "AdamW": {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 0.1},
+}
+
+
+def classifiers(n=5, **arguments):
+    """Nets with seeds and learning rates of their own."""
+    return [
+        RelativeFlatnessRegularizedClassifier(**{
+            "lr": 0.003 * (1 + seed),
+            "random_state": seed,
+            **STEPS,
+            **arguments,
+        })
+        for seed in range(n)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def stacked(caplog):
+    """Fail if nets are trained one by one, unless the test expects it."""
+    caplog.set_level(logging.INFO, logger="relflat_sk")
+    yield
+    found = [record.getMessage() for record in caplog.get_records("call")]
+    assert found == getattr(caplog, "expected", [])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("penalty", [{"flatness_weight": 0}, {}, {"flatness_clip": None}])
+def test_every_step_is_that_of_a_single_net(optimizer, penalty):
+    compare(classifiers(**OPTIMIZERS[optimizer], **penalty))
+
+
+def test_settings_of_an_optimizer_are_each_members_own():
+    settings = [
+        {"lr": 0.1, "optimizer__momentum": 0.5},
+        {"lr": 0.1, "optimizer__momentum": 0.9, "optimizer__weight_decay": 0.1},
+        {"lr": 0.2, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    ]
+    compare([classifiers(1, **SGD, **one)[0] for one in settings])
+    settings = [{"optimizer__betas": (0.8, 0.99)}, {"optimizer__eps": 1e-3}, {}]
+    compare([classifiers(1, **one)[0] for one in settings])
+
+
+def test_penalties_and_initialisations_are_each_members_own():
+    settings = [
+        {"flatness_weight": 100.0, "module__init": "xavier_uniform"},
+        {"flatness_weight": 0.01, "flatness_warmup": 5, "module__init": "kaiming_normal"},
+        {"flatness_weight": 1.0, "flatness_clip": 2.0},
+    ]
+    nets = compare([classifiers(1, **one)[0] for one in settings])
+    assert np.mean(curve(nets[0], "flatness_clipped")) > 0
+
+
+def test_data_are_each_members_own():
+    X, y = data()
+    each = [(X, y), (X, 2 - y), (X[::-1].copy(), y), (X[:20], y[:20]), (X[:20], y[-20:])]
+    compare(classifiers(5, max_epochs=4), each=each)
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.first, self.norm = nn.Linear(n_features, 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_batch_norm(optimizer, weight):
+    compare(classifiers(module=BatchNorm, flatness_weight=weight, **OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "logistic", "gelu", "leaky_relu", "identity"])
+def test_activations(activation):
+    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
+    compare(classifiers(3, **{f"module__{name}": value for name, value in architecture.items()}))
+
+
+class Silent(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        layers = nn.Linear(n_features, 4, bias=False), nn.SiLU(), nn.Identity()
+        super().__init__(nn.Sequential(*layers), nn.Linear(4, n_outputs))
+        self.double()
+
+
+def test_nested_sequences_and_layers_without_bias():
+    compare(classifiers(3, module=Silent))
+
+
+def test_linear_models():
+    compare(classifiers(3, module__hidden_layer_sizes=()))
+
+
+class Convolution(nn.Module):
+    def __init__(self, n_outputs):
+        super().__init__()
+        self.first, self.pool = nn.Conv2d(1, 3, 3), nn.MaxPool2d(2)
+        self.last = nn.Linear(12, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.pool(torch.relu(self.first(x))).flatten(1))
+
+
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_convolutions(weight):
+    X, y = data(n_features=36)
+    nets = classifiers(3, module=Convolution, flatness_weight=weight)
+    compare(nets, X=X.reshape(-1, 1, 6, 6), y=y)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_regression(n_outputs, weight):
+    X, _ = data()
+    y = X[:, :n_outputs] ** 2 if n_outputs > 1 else X[:, 0] ** 2
+    nets = [
+        RelativeFlatnessRegularizedRegressor(flatness_weight=weight, random_state=seed, **STEPS)
+        for seed in range(3)
+    ]
+    compare(nets, X=X, y=y)
+
+
+@pytest.mark.parametrize("weight", [0, 10.0])
+def test_binary_classification(weight):
+    X, y = data(n_classes=2)
+    nets = [
+        RelativeFlatnessRegularizedBinaryClassifier(
+            flatness_weight=weight, random_state=seed, **STEPS
+        )
+        for seed in range(3)
+    ]
+    compare(nets, X=X, y=y)
+
+
+class Squared(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return super().forward(output, target).square()
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        {"criterion__label_smoothing": 0.1},
+        {"criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)},
+        {"criterion__reduction": "sum", "lr": 1e-4},
+        {"criterion": Squared},
+    ],
+)
+def test_any_criterion_that_vmap_takes(criterion):
+    compare(classifiers(3, flatness_weight=0, **criterion))
+
+
+def test_members_leave_at_their_goals_and_others_take_their_places():
+    goals = [StopAtLoss(0.9), StopAtGradientNorm(0.5), StopAtLoss(0.5)] * 4
+    nets = classifiers(12, max_epochs=30)
+    nets = [net.set_params(callbacks=[goal]) for net, goal in zip(nets, goals, strict=True)]
+    trained = compare(nets, fleet=3)
+    lengths = {len(net.history) for net in trained}
+    assert len(lengths) > 3
+    assert any(net.converged_ for net in trained)
+
+
+def test_a_net_that_diverges_harms_no_other():
+    nets = classifiers(4, max_epochs=6, **SGD)
+    nets[1].set_params(lr=1e30)
+    with pytest.warns(match="has diverged"):
+        trained = EnsembleTrainer(nets, fleet=4).fit(*data()).estimators_
+    with pytest.warns(match="has diverged"):
+        singles = [net.fit(*data()) for net in nets]
+    for one, other in zip(singles, trained, strict=True):
+        np.testing.assert_allclose(curve(one), curve(other), atol=1e-8)
+
+
+def test_callbacks_of_epochs_work():
+    callbacks = [
+        EarlyStopping("train_loss", patience=1, threshold=0.05),
+        LRScheduler("StepLR", step_size=2, gamma=0.3),
+    ]
+    compare(classifiers(5, callbacks=callbacks, lr=0.05), fleet=3)
+
+
+def test_samples_can_be_held_out_and_batches_dropped_or_kept_in_order():
+    compare(classifiers(3, train_split=ValidSplit(5)))
+    compare(classifiers(3, iterator_train__drop_last=True))
+    compare(classifiers(3, iterator_train__shuffle=False))
+    compare(classifiers(3, batch_size=-1))
+
+
+def test_nets_of_several_groups_train_side_by_side():
+    settings = [
+        {"module__hidden_layer_sizes": (4,) if i % 2 else (5, 4), "batch_size": 16 + 16 * (i // 4)}
+        for i in range(8)
+    ]
+    compare([classifiers(1, random_state=i, **one)[0] for i, one in enumerate(settings)], fleet=8)
+
+
+def test_nets_inside_of_pipelines():
+    pipelines = [make_pipeline(StandardScaler(), net) for net in classifiers(3)]
+    X, y = data()
+    trained = EnsembleTrainer(pipelines, fleet=3).fit(X, y).estimators_
+    for pipeline, other in zip(pipelines, trained, strict=True):
+        np.testing.assert_allclose(curve(pipeline.fit(X, y)[-1]), curve(other[-1]), atol=1e-8)
+
+
+class Dropping(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(
+            nn.Linear(n_features, 40), nn.ReLU(), nn.Dropout(0.5), nn.Linear(40, n_outputs)
+        )
+        self.double()
+
+
+class Wrapped(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.inside = Dropping(n_features, n_outputs)
+
+    def forward(self, x):
+        return 1.0 * self.inside(x)
+
+
+@pytest.mark.parametrize("module", [Dropping, Wrapped])
+def test_dropout_has_a_stream_that_depends_on_the_seed_alone(module):
+    nets = classifiers(4, module=module, lr=0.003, flatness_weight=0)
+    X, y = data()
+    together = EnsembleTrainer(nets, fleet=4).fit(X, y).estimators_
+    alone = EnsembleTrainer(nets[2:3], fleet=1).fit(X, y).estimators_
+    np.testing.assert_allclose(curve(together[2]), curve(alone[0]), atol=1e-8)
+    assert abs(curve(together[2])[0] - curve(together[3])[0]) > 1e-3
+
+
+def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
+    class Ones(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(1, 2000), nn.Dropout(0.3), nn.Linear(2000, 1))
+            for layer in (self[0], self[2]):
+                nn.init.ones_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    net = RelativeFlatnessRegularizedRegressor(
+        Ones,
+        criterion=nn.L1Loss,
+        flatness_weight=0,
+        lr=0.0,
+        max_epochs=1,
+        batch_size=64,
+        verbose=0,
+        random_state=0,
+    )
+    X = np.ones((64, 1), dtype=np.float32)
+    (trained,) = EnsembleTrainer([net], fleet=1).fit(X, np.zeros(64)).estimators_
+    # outputs have the mean 2000 and the standard error sqrt(2000 * 3 / 7 / 64) = 3.7
+    assert abs(curve(trained)[0] - 2000) < 20
+
+
+def test_a_trained_net_holds_its_own_tensors_only():
+    trained = EnsembleTrainer(classifiers(20), fleet=20).fit(*data()).estimators_
+    alone = classifiers(1)[0].fit(*data())
+    assert len(pickle.dumps(trained[0])) < 1.1 * len(pickle.dumps(alone))
+    again = trained[0].partial_fit(*data())
+    assert len(again.history) == 2 * STEPS["max_epochs"]
+
+
+def test_seeds_and_torchs_random_state_stay_apart():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=2, verbose=0)
+    curves = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        trained = EnsembleTrainer([net] * 3, fleet=2).fit(*data()).estimators_
+        curves.append([curve(one) for one in trained])
+    assert curves[0] == curves[1]
+    assert curves[0][0] != curves[0][1]
+    before = torch.get_rng_state()
+    EnsembleTrainer([net.set_params(random_state=1)], fleet=None).fit(*data())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Noisy(MLP):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Counting(MLP):
+    def forward(self, x):
+        return super().forward(x if x.mean() > 0 else -x)
+
+
+class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+REASONS = {
+    "its callback GradientNormClipping is called in each step": {
+        "callbacks": [GradientNormClipping(1.0)]
+    },
+    "the penalty at earlier layers is computed for single nets only": {"flatness_layer": 0},
+    "flatness_normalize=True is computed for single nets only": {"flatness_normalize": True},
+    "the penalty of CrossEntropyLoss is not known": {"criterion__label_smoothing": 0.1},
+    "its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']": {
+        "optimizer": torch.optim.RMSprop
+    },
+    "its optimizer has amsgrad=True": {"optimizer__amsgrad": True},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(reason, caplog):
+    compare(classifiers(3, **REASONS[reason], max_epochs=2))
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(Noisy, "torch.func cannot stack it: vmap: called random"), (Counting, "torch.func cannot")],
+)
+def test_networks_that_vmap_refuses_are_trained_one_by_one(module, reason, caplog):
+    compare(classifiers(3, module=module, flatness_weight=0, max_epochs=2))
+    caplog.expected = [record.getMessage() for record in caplog.records]
+    assert len(caplog.expected) == 1
+    assert reason in caplog.expected[0]
+
+
+def test_training_steps_of_ones_own_are_kept(caplog):
+    nets = [SAM(random_state=seed, max_epochs=2, verbose=0) for seed in range(2)]
+    compare(nets)
+    caplog.expected = [record.getMessage() for record in caplog.records]
+    assert len(caplog.expected) == 1
+    assert "SAM has its own" in caplog.expected[0]
+
+
+def test_sample_weights_and_other_nets_are_trained_as_ever():
+    net = NeuralNetClassifier(nn.Linear(6, 3), max_epochs=1, verbose=0, train_split=None)
+    X, y = data()
+    trained = EnsembleTrainer([net], fleet=2).fit(X.astype(np.float32), y).estimators_
+    assert len(trained[0].history) == 1
+
+
+def test_errors_end_all_trainings():
+    nets = classifiers(3)
+    nets[2].set_params(flatness_layer="nowhere")
+    before = threading.active_count()
+    with pytest.raises(Exception, match="nowhere"):
+        EnsembleTrainer(nets, fleet=3).fit(*data())
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("fleet", [0, 1.5, "all"])
+def test_sizes_are_checked(fleet):
+    with pytest.raises(ValueError, match="fleet must be"):
+        EnsembleTrainer(classifiers(1), fleet=fleet).fit(*data())
+
+
+def test_data_must_be_as_many_as_estimators():
+    with pytest.raises(ValueError, match="shorter"):
+        EnsembleTrainer(classifiers(2), fleet=None).fit_each([data()])
