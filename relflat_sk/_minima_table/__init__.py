@@ -11,6 +11,13 @@ from relflat_sk._minima_table.columns import (
     measure_columns,
     numeric_column,
 )
+from relflat_sk._minima_table.depth import (
+    DEPTH_BAND,
+    check_depth_band,
+    depth_of,
+    find_depth_band,
+    mark_depth_band,
+)
 from relflat_sk._minima_table.hyperparameters import (
     find_axes,
     find_axis,
@@ -27,13 +34,18 @@ from relflat_sk._minima_table.trials import (
 )
 
 __all__ = [
+    "DEPTH_BAND",
     "NO_REASON",
     "STATES",
+    "check_depth_band",
+    "depth_of",
     "find_axes",
     "find_axis",
+    "find_depth_band",
     "is_complete",
     "is_converged",
     "is_score",
+    "mark_depth_band",
     "measure_columns",
     "minima_table",
     "number_levels",

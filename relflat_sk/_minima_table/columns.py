@@ -7,6 +7,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 __all__ = [
+    "DEPTH",
     "FIXED",
     "LOSSES",
     "PARAM_PREFIX",
@@ -22,8 +23,9 @@ __all__ = [
 PARAM_PREFIX = "param_"
 LOSSES = ("train_loss", "test_loss", "generalization_gap")
 SCORES = ("train_score", "test_score")
-STATUS = ("converged", "seconds", "state", "reason")
-FIXED = ("trial", *LOSSES, *SCORES, *STATUS, "rank")
+DEPTH = "depth"
+STATUS = ("converged", "ended_by", "seconds", "state", "reason")
+FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:], "rank")
 
 
 def measure_columns(table: pd.DataFrame) -> list[str]:
@@ -78,7 +80,8 @@ def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[
     if name in table.columns and _is_numeric(table[name]):
         return table[name].to_numpy(dtype=np.float64, na_value=np.nan)
     problem = "is not numeric" if name in table.columns else "is not a column of these minima"
-    others = [column for column in table.columns if column in (*LOSSES, *SCORES, "seconds")]
+    known = (*LOSSES, DEPTH, *SCORES, "seconds")
+    others = [column for column in table.columns if column in known]
     raise ValueError(
         f"{argument}={name!r} {problem}. Expected one of the measures {measure_columns(table)} "
         f"or of the other numeric columns {others}. To record another measure, add it to the "
@@ -105,21 +108,24 @@ def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def is_converged(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are minima.
+    """Return which rows are minima that can be compared.
 
     Parameters
     ----------
     table : pandas.DataFrame
-        A table of minima; without a column ``converged`` every row is a minimum.
+        A table of minima; without the columns ``converged`` and ``comparable`` every row is such
+        a minimum.
 
     Returns
     -------
     ndarray of bool of shape (n_minima,)
-        True for a minimum; a missing value of ``converged`` counts as False.
+        True for a minimum of comparable depth; a missing value counts as False.
     """
-    if "converged" not in table.columns:
-        return np.ones(len(table), dtype=bool)
-    return table["converged"].eq(True).fillna(False).to_numpy(dtype=bool)
+    good = np.ones(len(table), dtype=bool)
+    for name in ("converged", "comparable"):
+        if name in table.columns:
+            good &= table[name].eq(True).fillna(False).to_numpy(dtype=bool)
+    return good
 
 
 def is_score(name: str) -> bool:

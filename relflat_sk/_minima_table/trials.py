@@ -13,7 +13,7 @@ import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._checks import is_number
-from relflat_sk._minima_table.columns import FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
+from relflat_sk._minima_table.columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
 
 __all__ = ["NO_REASON", "STATES", "minima_table", "remeasured_key", "table_of_trials"]
 
@@ -113,9 +113,10 @@ def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any
     names = dict.fromkeys(name for row in rows for name in row)
     params = [name for name in names if name.startswith(PARAM_PREFIX)]
     measures = [name for name in names if name not in FIXED and name not in params]
-    columns = ["trial", *params, *measures, *LOSSES, *SCORES, *STATUS]
+    ranking, others = measures[:1], measures[1:]  # a trial records the measure that ranks first
+    columns = ["trial", *params, *ranking, *LOSSES, DEPTH, *SCORES, *others, *STATUS]
     table = pd.DataFrame(rows, columns=columns)
-    floats = [*measures, *LOSSES, *SCORES, "seconds"]
+    floats = [*measures, *LOSSES, DEPTH, *SCORES, "seconds"]
     types = {"trial": int, "converged": bool} | dict.fromkeys(floats, float)
     return table.astype(types)
 
@@ -131,4 +132,5 @@ def _row(trial: FrozenTrial) -> dict[str, Any]:
     row["converged"] = complete and row.get("converged", True)
     row["state"] = STATES[trial.state]
     row.setdefault("reason", NO_REASON[trial.state])
+    row.setdefault("ended_by", "")
     return row

@@ -8,6 +8,7 @@ from relflat_sk._network.batches import (
     check_weights,
     make_batches,
 )
+from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import check_thrice, find_link, has_fused_attention
 from relflat_sk._network.input_kinds import check_kind
@@ -61,6 +62,7 @@ __all__ = [
     "Recorder",
     "ReplacedForwards",
     "Tail",
+    "best_constant_loss",
     "borrowed",
     "cast_inputs",
     "check_kind",
@@ -91,6 +93,7 @@ __all__ = [
     "mean_loss",
     "outcome_of",
     "outcomes",
+    "output_shape",
     "primary_output",
     "record_order",
     "record_tail",

@@ -16,10 +16,13 @@ one per measure         float    value of the measure, such as ``relative_flatne
 ``generalization_gap``  float    ``test_loss - train_loss``
 ``train_score``         float    the estimator's own ``score`` on the training data
 ``test_score``          float    the estimator's own ``score`` on the held-out data
+``depth``               float    loss of the best constant prediction over ``train_loss``
 ``converged``           bool     whether training ended in a minimum
+``comparable``          bool     whether it is a minimum of the depth that is compared
+``ended_by``            str      ``"goal"``, ``"plateau"`` or ``"solver"``, for a minimum
 ``seconds``             float    duration of the training
 ``state``               str      ``"complete"``, ``"failed"`` or ``"pruned"``
-``reason``              str      why there is no (converged) minimum; otherwise empty
+``reason``              str      why there is no comparable minimum; otherwise empty
 ``rank``                int      1 is flattest; only in ranked tables
 ======================  =======  ===========================================================
 

@@ -4,24 +4,35 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from relflat_sk._minima_table import (
+    DEPTH_BAND,
+    check_depth_band,
     is_complete,
     is_converged,
     is_score,
+    mark_depth_band,
     minima_table,
     numeric_column,
 )
 
 __all__ = ["rank_minima"]
 
+Floats = NDArray[np.float64]
 
-def rank_minima(minima: Any, by: str = "relative_flatness") -> pd.DataFrame:
+
+def rank_minima(
+    minima: Any, by: str = "relative_flatness", *, depth_band: float | None = DEPTH_BAND
+) -> pd.DataFrame:
     """Rank minima, flattest first.
 
     Flatness says something at a minimum only: a network that learned nothing can be perfectly
-    flat. The minima therefore come first, then the candidates that did not converge, then the
-    candidates that failed or whose value is not finite.
+    flat. And it can be compared only between minima that are equally deep. The minima of the
+    depth that most of them have therefore come first, then the minima of other depths, then the
+    candidates that did not converge, then those that failed or whose value is not finite. Minima
+    of other depths, and candidates that did not converge, are in the order of their depths, the
+    deepest first.
 
     Parameters
     ----------
@@ -31,19 +42,26 @@ def rank_minima(minima: Any, by: str = "relative_flatness") -> pd.DataFrame:
     by : str, default="relative_flatness"
         The numeric column to rank by, smallest value first; of the two scores,
         ``"train_score"`` and ``"test_score"``, the largest comes first.
+    depth_band : float or None, default=3
+        The largest depth over the smallest of the minima that are compared. The depth is the
+        loss of the best constant prediction over the training loss. Of all such bands, the
+        ranking takes the one with the most minima that reached their goal (if none did, with
+        the most minima), and of several the deepest. None compares all minima. Without a column
+        ``depth`` all minima are compared, and a column ``comparable`` stays as it is.
 
     Returns
     -------
     pandas.DataFrame
         The same rows in rank order, with a new index and a last column ``rank`` from 1 to n.
-        Rows with equal values stay in their order.
+        Rows with equal values stay in their order. The column ``comparable`` marks the minima
+        that are compared, if there are depths, and ``reason`` says why others are not.
 
     Raises
     ------
     TypeError
         If `minima` is neither a table nor a study nor a fitted search.
     ValueError
-        If there is no column `by`, or it is not numeric.
+        If there is no column `by`, or it is not numeric, or `depth_band` is less than 1.
 
     See Also
     --------
@@ -67,14 +85,25 @@ def rank_minima(minima: Any, by: str = "relative_flatness") -> pd.DataFrame:
     1      0                3.0       True     2
     2      1                0.0      False     3
     """
-    table = minima_table(minima)
+    check_depth_band(depth_band)
+    table = mark_depth_band(minima_table(minima), depth_band)
     values = numeric_column(table, by, argument="by")
     if is_score(by):
         values = -values
     finite = np.isfinite(values) & is_complete(table)
-    group = np.where(finite, np.where(is_converged(table), 0, 1), 2)
+    of_any_depth = is_converged(table.drop(columns="comparable", errors="ignore"))
+    converged = np.where(is_converged(table), 0, np.where(of_any_depth, 1, 2))
+    group = np.where(finite, converged, 3)
     # lexsort: the last key is the most significant, and the sort is stable
-    order = np.lexsort((np.where(finite, values, 0.0), group))
+    within = np.where(finite & (group == 0), values, _shallowness(table, values))
+    order = np.lexsort((np.where(finite, within, 0.0), group))
     ranked = table.drop(columns="rank", errors="ignore").iloc[order].reset_index(drop=True)
     ranked["rank"] = np.arange(1, len(ranked) + 1)
     return ranked
+
+
+def _shallowness(table: pd.DataFrame, values: Floats) -> Floats:
+    """Return what ranks candidates that cannot be compared: minus the depth, if there are any."""
+    if "depth" not in table.columns or not np.isfinite(table["depth"]).any():
+        return values
+    return -numeric_column(table, "depth", argument="depth")

@@ -8,6 +8,7 @@ import optuna
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
+from relflat_sk._minima_table import mark_depth_band
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._remeasure import remeasure
@@ -23,9 +24,22 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     minima_: pd.DataFrame
     study_: optuna.Study
+    depth_band: float | None
 
     def _make_objective(self, X: Any, y: Any) -> MinimaObjective:
         raise NotImplementedError
+
+    def _table(self) -> pd.DataFrame:
+        """Return the unranked table of candidates, with the column `comparable`."""
+        return mark_depth_band(candidate_table(self.study_), self.depth_band)
+
+    def _objective_of(self, X: Any, y: Any) -> MinimaObjective:
+        """Return the objective of `fit`, made again from the data if the search was unpickled."""
+        check_is_fitted(self, "minima_")
+        found = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
+        if found is None:
+            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+        return found
 
     def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
         """Measure the minima again from their saved weights, without training.
@@ -52,12 +66,9 @@ class FittedSearchMixin(BestEstimatorMixin):
             If no weights were saved (the search had no `artifact_store` when it trained), a
             name is not a measure, or the data are not those that `fit` was given.
         """
-        check_is_fitted(self, "minima_")
-        objective = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
-        if objective is None:
-            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+        objective = self._objective_of(X, y)
         remeasure(self.study_, objective, measures)
-        self.minima_ = rank_minima(candidate_table(self.study_), by=objective.names[0])
+        self.minima_ = rank_minima(self._table(), by=objective.names[0], depth_band=None)
         return self.minima_
 
     def report(self, path: Any) -> Path:

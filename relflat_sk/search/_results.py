@@ -72,9 +72,31 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
     if not is_converged(table).any():
         warn(
             "no candidate converged: the ranking is of networks that had not finished training, "
-            "not of minima. Train longer (max_epochs), or to a goal within reach (StopAtLoss). "
+            f"not of minima, by their training loss ({_losses(table)}). Train longer "
+            "(max_epochs), or to a goal within reach (goal, StopAtLoss). "
             "Reasons:\n" + _list_reasons(table)
         )
+    elif "comparable" in table.columns:
+        _warn_of_other_depths(table)
+
+
+def _warn_of_other_depths(table: pd.DataFrame) -> None:
+    """Warn of minima that are deeper or shallower than those that are ranked together."""
+    good = is_complete(table) & table["converged"].to_numpy(dtype=bool)
+    left_out = table[good & ~table["comparable"]]
+    if len(left_out):
+        warn(
+            f"{len(left_out)} of {good.sum()} minima are left out of the ranking, because their "
+            f"training losses ({_losses(left_out)}) differ too much from those of the others "
+            f"({_losses(table[table['comparable']])}), and flatness depends on the loss. Train "
+            "all to the same loss (goal), or set depth_band=None to rank them together."
+        )
+
+
+def _losses(table: pd.DataFrame) -> str:
+    """Return the range of the training losses."""
+    low, high = f"{table['train_loss'].min():.3g}", f"{table['train_loss'].max():.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _list_reasons(table: pd.DataFrame) -> str:
@@ -111,8 +133,7 @@ def cv_results(
         One entry per candidate, as in `FlatMinimaSearch.cv_results_`.
     """
     minima = is_converged(table) & is_complete(table)
-    scored = minima if minima.any() else is_complete(table)
-    scores = np.where(scored, -table[by].to_numpy(dtype=float), np.nan)
+    scores = np.where(minima, -table[by].to_numpy(dtype=float), np.nan)
     params = [space.values(trials[number]) for number in table["trial"].tolist()]
     results: dict[str, Any] = {
         "mean_fit_time": table["seconds"].to_numpy(dtype=float),

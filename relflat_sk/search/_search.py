@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
+from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._fitted_search import FittedSearchMixin
-from relflat_sk.search._results import candidate_table, check_table, cv_results
+from relflat_sk.search._results import check_table, cv_results
 from relflat_sk.search._setup import (
     check_arguments,
     create_study,
@@ -44,7 +45,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     ----------
     estimator : estimator
         Any model that `relative_flatness` takes. Only minima can be ranked, so it should train
-        until convergence, for instance with the callback `StopAtLoss`.
+        long enough, see `goal`.
     space : dict of str to list, Optuna distribution or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data, see
@@ -82,6 +83,17 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     lr_scaling : "linear", optional
         Scales learning rates in proportion to the batch size, relative to the estimator's own
         batch size. The scaled rates are the columns ``param_scaled_...`` of `minima_`.
+    goal : "auto", float or None, default="auto"
+        What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own: a
+        training loss, or "auto", a twentieth of the loss of the best constant prediction. With
+        "auto" or None, a net that has not reached a goal is a minimum if its training has come
+        to a plateau: the mean training losses of the last two fifths of its epochs, of at least
+        10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
+        of scikit-learn are minima if their solver ended by its own tolerance, and are also held
+        to a loss.
+    depth_band : float or None, default=3
+        The largest depth over the smallest of the minima that are ranked together, see
+        `rank_minima`. None ranks all minima.
     refit : bool, default=True
         Whether to provide `best_estimator_`: the very network that was measured. If an earlier
         session trained it, it is restored from its weights if they were saved, and otherwise
@@ -96,7 +108,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     ----------
     minima_ : pandas.DataFrame
         One row per candidate, flattest minimum first: parameters, measures, `train_loss`,
-        `test_loss`, `generalization_gap`, scores, `converged`, `seconds`, `reason` and `rank`.
+        `test_loss`, `generalization_gap`, `depth`, scores, `converged`, `comparable`,
+        `ended_by`, `seconds`, `reason` and `rank`; see `relflat_sk.minima`.
         With several objectives, `pareto` says whether no other candidate is at least as good in
         all of them and better in one.
     best_estimator_ : estimator
@@ -141,14 +154,14 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     >>> from sklearn.datasets import load_iris
     >>> from sklearn.linear_model import LogisticRegression
     >>> X, y = load_iris(return_X_y=True)
-    >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.01, 1.0]})
+    >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]})
     >>> search.fit(X, y).best_params_
-    {'C': 0.01}
+    {'C': 0.5}
 
     The table holds all candidates, and the search predicts with the flattest:
 
     >>> search.minima_[["param_C", "converged", "rank"]].values.tolist()
-    [[0.01, True, 1], [1.0, True, 2]]
+    [[0.5, True, 1], [1.0, True, 2]]
     >>> search.predict(X[:3]).tolist()
     [0, 0, 0]
     """
@@ -168,6 +181,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         n_threads: int | None = 1,
         artifact_store: Any = None,
         lr_scaling: str | None = None,
+        goal: Any = "auto",
+        depth_band: float | None = DEPTH_BAND,
         refit: bool = True,
         random_state: Any = None,
         verbose: int = 0,
@@ -184,6 +199,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.n_threads = n_threads
         self.artifact_store = artifact_store
         self.lr_scaling = lr_scaling
+        self.goal = goal
+        self.depth_band = depth_band
         self.refit = refit
         self.random_state = random_state
         self.verbose = verbose
@@ -234,7 +251,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )
             sweep = Sweep(objective, plan, quiet)
-            flattest = FlattestSoFar(enabled=self.refit)
+            flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)
             if self.storage is None and jobs > 1:
@@ -260,16 +277,17 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             y_test=y_test,
             artifact_store=self.artifact_store,
             lr_scaling=self.lr_scaling,
+            goal=self.goal,
             random_state=self._seed,
             n_threads=self.n_threads,
         )
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        table = candidate_table(self.study_)
+        table = self._table()
         check_table(table, interrupted)
         by = objective.names[0]
-        self.minima_ = rank_minima(table, by=by)
+        self.minima_ = rank_minima(table, by=by, depth_band=None)
         trials = self.study_.get_trials(deepcopy=False)
         best = int(self.minima_["trial"].iloc[0])
         self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)
@@ -280,8 +298,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     def _refit(self, objective: MinimaObjective, flattest: FlattestSoFar) -> None:
         """Set `best_estimator_`, trained again only if there is no other way."""
         best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
-        if flattest.number == best.number:
-            self.best_estimator_ = flattest.estimator
+        held = flattest.estimator(best.number)
+        if held is not None:
+            self.best_estimator_ = held
         elif self.artifact_store is not None and ARTIFACT in best.user_attrs:
             self.best_estimator_ = objective.restore(self.best_params_, best)
         else:  # an earlier session trained it

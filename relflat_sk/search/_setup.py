@@ -10,6 +10,7 @@ from optuna.storages import InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from relflat_sk._checks import check_integer
+from relflat_sk._minima_table import check_depth_band
 from relflat_sk.search._sharing import Draws, Grid, Plan, open_storage
 from relflat_sk.search._trial import Space
 
@@ -32,6 +33,7 @@ def check_arguments(search: Any) -> None:
         If `n_trials` is not a positive integer, or processes cannot share the storage.
     """
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
+    check_depth_band(search.depth_band)
     for name, kind in (
         ("sampler", optuna.samplers.BaseSampler),
         ("pruner", optuna.pruners.BasePruner),

@@ -5,6 +5,7 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 # for the packages above, not public
 from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._depth import StopAtDepth as StopAtDepth
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
 from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._mlp import MLP

@@ -55,7 +55,8 @@ def states(study):
 def logistic(space=None, **parameters):
     """A search that takes milliseconds."""
     space = {"C": C} if space is None else space
-    return FlatMinimaSearch(LogisticRegression(max_iter=1000), space, random_state=0, **parameters)
+    parameters = {"depth_band": None, "random_state": 0, **parameters}  # C determines the depth
+    return FlatMinimaSearch(LogisticRegression(max_iter=1000), space, **parameters)
 
 
 # -- claims ------------------------------------------------------------------------------------
@@ -310,7 +311,9 @@ class Dies(LogisticRegression):
 @pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
 def test_of_a_killed_process_only_the_culprit_is_lost():
     space = {"C": [1.0, 0.01, 0.1, 0.2, 0.5]}
-    search = FlatMinimaSearch(Dies(max_iter=1000), space, n_jobs=2, random_state=0).fit(X, Y)
+    search = FlatMinimaSearch(
+        Dies(max_iter=1000), space, n_jobs=2, depth_band=None, random_state=0
+    ).fit(X, Y)
     reasons = search.minima_.set_index("param_C")["reason"]
     assert len(reasons) == 5
     assert "the process that trained was killed twice" in reasons[1.0]
@@ -398,7 +401,9 @@ def test_progress_counts_what_is_left_for_this_process(storage, capfd):
             return super().fit(X, y)
 
     space = {"C": C}
-    search = FlatMinimaSearch(Shared(max_iter=1000), space, random_state=0, verbose=1)
+    search = FlatMinimaSearch(
+        Shared(max_iter=1000), space, depth_band=None, random_state=0, verbose=1
+    )
     search.set_params(storage=storage, study_name="sweep").fit(X, Y)
     shown = capfd.readouterr().err
     assert "0/3" in shown

@@ -97,7 +97,11 @@ def two_threads():
 def test_processes_give_the_same_bits():
     def table(n_jobs):
         search = FlatMinimaSearch(
-            make_net(Wide, batch_size=150), {"random_state": [0, 1]}, n_jobs=n_jobs, random_state=0
+            make_net(Wide, batch_size=150),
+            {"random_state": [0, 1]},
+            goal=0.6,
+            n_jobs=n_jobs,
+            random_state=0,
         )
         minima = search.fit(X, Y, X[:50], Y[:50]).minima_
         predicted = search.best_estimator_.predict_proba(X)

@@ -49,6 +49,7 @@ def make_search(storage, space):
         n_trials=N_TRIALS,
         storage=storage,
         study_name="sweep",
+        depth_band=None,  # C determines the depth
         refit=False,
         random_state=0,
     )

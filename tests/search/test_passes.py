@@ -62,7 +62,7 @@ def make_net(kind=NeuralNet, **parameters):
 
 def run(net, **parameters):
     """Run a trial; return its attributes, the net and the samples that passed the module."""
-    parameters = {"measures": TRACES, "random_state": 0, **parameters}
+    parameters = {"measures": TRACES, "goal": None, "random_state": 0, **parameters}
     objective = MinimaObjective(net, X, Y, {"batch_size": [10]}, **parameters)
     trial = optuna.create_study(directions=["minimize"] * len(objective.names)).ask()
     fitted = objective.run(trial)[1]
@@ -95,7 +95,12 @@ def test_other_measures_take_one_pass_too(names):
 
 def test_remeasuring_takes_one_pass(tmp_path):
     search = FlatMinimaSearch(
-        make_net(), {"batch_size": [10]}, measure="l2_norm", artifact_store=tmp_path, random_state=0
+        make_net(),
+        {"batch_size": [10]},
+        measure="l2_norm",
+        goal=1.0,
+        artifact_store=tmp_path,
+        random_state=0,
     ).fit(X, Y)
     Counting.n_samples = 0
     table = search.remeasure(TRACES)

@@ -65,7 +65,8 @@ def search():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {"C": [0.01, 0.1, 1.0, 10.0], "tol": [1e-4]}
     model = Fails(max_iter=1000)
-    return FlatMinimaSearch(model, space, random_state=0).fit(X[::2], Y[::2], X[1::2], Y[1::2])
+    search = FlatMinimaSearch(model, space, depth_band=None, random_state=0)
+    return search.fit(X[::2], Y[::2], X[1::2], Y[1::2])
 
 
 def test_the_page_holds_everything(search, tmp_path):

@@ -128,7 +128,9 @@ def test_workers_train_what_a_function_defines(make):
     space = {f"{prefix}lr": [0.05, 0.1]}
     tables, predicted = [], []
     for n_jobs in (1, 2):
-        search = FlatMinimaSearch(estimator, space, n_jobs=n_jobs, random_state=0).fit(X, Y)
+        search = FlatMinimaSearch(estimator, space, n_jobs=n_jobs, goal=1.0, random_state=0).fit(
+            X, Y
+        )
         tables.append(search.minima_["relative_flatness"].tolist())
         predicted.append(search.predict_proba(X))
     assert tables[0] == tables[1]
@@ -139,7 +141,9 @@ def test_nets_of_a_function_are_choices_of_a_space():
     module, loss = local_parts()
     net = our_net(module, loss)
     space = {"relativeflatnessregularizedclassifier": [net, plain_net(module, loss)]}
-    search = FlatMinimaSearch(make_pipeline(net), space, n_jobs=2, random_state=0).fit(X, Y)
+    search = FlatMinimaSearch(make_pipeline(net), space, n_jobs=2, goal=1.0, random_state=0).fit(
+        X, Y
+    )
     assert search.minima_["state"].eq("complete").all()
 
 
@@ -154,7 +158,8 @@ def test_network_that_cannot_be_sent_is_trained_again():
     net = RelativeFlatnessRegularizedClassifier(max_epochs=10, verbose=0, callbacks=[HoldsLock])
     space = {"lr": [0.01, 0.02]}
     one, two = (
-        FlatMinimaSearch(net, space, n_jobs=n_jobs, random_state=0).fit(X, Y) for n_jobs in (1, 2)
+        FlatMinimaSearch(net, space, n_jobs=n_jobs, goal=1.0, random_state=0).fit(X, Y)
+        for n_jobs in (1, 2)
     )
     assert one.best_params_ == two.best_params_
     np.testing.assert_array_equal(one.predict_proba(X), two.predict_proba(X))

@@ -140,7 +140,7 @@ def test_data_must_be_arrays(X, y):
 def test_random_labels_in_a_search():
     space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
     model = LogisticRegression(max_iter=1000)
-    search = FlatMinimaSearch(model, space, random_state=0).fit(X, Y, X, Y)
+    search = FlatMinimaSearch(model, space, depth_band=None, random_state=0).fit(X, Y, X, Y)
     table = search.minima_.set_index("param_data__random_labels").sort_index()
     assert table["train_loss"].is_monotonic_increasing
     assert table["test_loss"].is_monotonic_increasing
@@ -155,7 +155,8 @@ def test_random_labels_in_a_search():
 
 def test_a_confusion_set_is_trained_on_but_not_measured():
     space = {"data__train_size": [60], "data__confusion_size": [0, 60]}
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space, random_state=0)
+    model = LogisticRegression(max_iter=1000)
+    search = FlatMinimaSearch(model, space, depth_band=None, random_state=0)
     table = search.fit(X, Y).minima_.set_index("param_data__confusion_size")
     data = vary_data(X, Y, train_size=60, confusion_size=60, stratify=True)
     fitted = LogisticRegression(max_iter=1000).fit(data.X_fit, data.y_fit)
@@ -171,7 +172,8 @@ def test_data_names_can_be_drawn_and_seeded():
         "data__random_state": [1, 2],
         "alpha": [0.1],
     }
-    search = FlatMinimaSearch(Ridge(), space, n_trials=3, random_state=0).fit(X[:, :3], X[:, 3])
+    search = FlatMinimaSearch(Ridge(), space, n_trials=3, depth_band=None, random_state=0)
+    search.fit(X[:, :3], X[:, 3])
     assert search.minima_["param_data__train_size"].between(30, 120).all()
     assert search.minima_["converged"].all()
 

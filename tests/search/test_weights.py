@@ -49,7 +49,7 @@ class Normalised(nn.Module):
 
 
 def net(**parameters):
-    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.05, "max_epochs": 10, "verbose": 0}
+    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.05, "max_epochs": 40, "verbose": 0}
     return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **{**defaults, **parameters})
 
 
@@ -149,6 +149,7 @@ def make_search(folder, storage="sqlite", estimator=None, **parameters):
         else {"batch_size": [16, 64]}
     )
     defaults = {"storage": storage, "study_name": "sweep", "random_state": 0}
+    defaults |= {"depth_band": None}  # C determines the depth
     defaults["artifact_store"] = str(folder / "minima")
     return FlatMinimaSearch(estimator, space, **{**defaults, **parameters})
 

@@ -1,13 +1,11 @@
 """The result of a measurement: a flatness value, and the totals of the pass over the data."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import constant_risk
-from relflat_sk._network import Network, sample_weight
+from relflat_sk._network import Network, best_constant_loss
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 
 __all__ = ["Flatness", "Found", "Summary"]
@@ -113,22 +111,8 @@ class Flatness:
         float
             In the unit of the loss; nan without labels.
         """
-        targets, weights = [], []
-        for batch in self.network.batches():
-            if batch.y is None:
-                return math.nan
-            n, device = len(batch.y), batch.y.device
-            shape = (n, *self.summary.output_shape)
-            output = torch.empty(shape, dtype=torch.float64, device=device)
-            targets.append(self.network.loss.check_target(output, batch.y))
-            weights.append(sample_weight(batch, n, device))
-        return constant_risk(
-            self.network.loss,
-            torch.cat(targets),
-            torch.cat(weights),
-            self.summary.output_shape,
-            self.summary.link,
-        )
+        shape, link = self.summary.output_shape, self.summary.link
+        return best_constant_loss(self.network, shape, link)
 
 
 Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure

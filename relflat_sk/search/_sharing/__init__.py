@@ -2,6 +2,7 @@
 
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import Plan, is_cut_short
+from relflat_sk.search._sharing.flattest import FlattestSoFar
 from relflat_sk.search._sharing.study import (
     check_data,
     check_resumable,
@@ -9,7 +10,7 @@ from relflat_sk.search._sharing.study import (
     log_level,
     open_storage,
 )
-from relflat_sk.search._sharing.workers import FlattestSoFar, Sweep, train_all
+from relflat_sk.search._sharing.workers import Sweep, train_all
 
 __all__ = [
     "CandidateSampler",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import optuna
 import torch
 from joblib import Parallel, delayed
@@ -24,12 +23,13 @@ from relflat_sk.search._sharing.claims import (
     is_cut_short,
     is_suspect,
 )
+from relflat_sk.search._sharing.flattest import is_minimum
 from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._sharing.transfer import ByValue, packed
 from relflat_sk.search._trial import MinimaObjective
 
-__all__ = ["FlattestSoFar", "Sweep", "train_all", "train_in_processes"]
+__all__ = ["Sweep", "train_all", "train_in_processes"]
 
 OnFinished = Callable[[FrozenTrial, Any], None]
 
@@ -189,48 +189,8 @@ class Sweep:
         with log_level(self.quiet):
             self.train_one(study, lambda *result: found.append(result))
         return [
-            (trial, packed(estimator) if _is_minimum(trial) else None) for trial, estimator in found
+            (trial, packed(estimator) if is_minimum(trial) else None) for trial, estimator in found
         ]
-
-
-class FlattestSoFar:
-    """The flattest minimum found so far, with its estimator.
-
-    Parameters
-    ----------
-    enabled : bool
-        Whether to hold an estimator at all.
-
-    Attributes
-    ----------
-    estimator : estimator or None
-        The estimator of the flattest minimum; None if there is none yet.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.best = (np.inf, -1)  # equally flat minima rank in the order of their trials
-        self.estimator: Any = None
-
-    @property
-    def number(self) -> int:
-        """Number of the flattest minimum's trial; -1 if its estimator is not at hand."""
-        return -1 if self.estimator is None else self.best[1]
-
-    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial if it is the flattest minimum so far.
-
-        Parameters
-        ----------
-        trial : optuna.trial.FrozenTrial
-            A finished trial.
-        estimator : estimator or None
-            The estimator that it trained.
-        """
-        if self.enabled and _is_minimum(trial):
-            value = trial.values[0]
-            if (value, trial.number) < self.best:
-                self.best, self.estimator = (value, trial.number), estimator
 
 
 def train_all(
@@ -319,7 +279,3 @@ def _blame(trial: FrozenTrial, trials: list[FrozenTrial]) -> dict[str, Any]:
         return {"killed": True}
     reason = "the process that trained was killed twice, perhaps for lack of memory"
     return {"killed": True, "reason": reason, "failed": True}
-
-
-def _is_minimum(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))

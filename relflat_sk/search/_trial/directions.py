@@ -2,9 +2,26 @@
 
 from typing import Any
 
-__all__ = ["SIGNS", "check_directions"]
+__all__ = ["SIGNS", "check_direction", "check_directions"]
 
 SIGNS = {"minimize": 1.0, "maximize": -1.0}
+
+
+def check_direction(direction: Any) -> None:
+    """Refuse a direction that there is not.
+
+    Parameters
+    ----------
+    direction : str
+        As a user gave it.
+
+    Raises
+    ------
+    ValueError
+        If it is neither "minimize" nor "maximize".
+    """
+    if direction not in SIGNS:
+        raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
 
 
 def check_directions(trial: Any, direction: str, n_measures: int) -> None:

@@ -14,11 +14,12 @@ from skorch.callbacks import Callback
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
+from relflat_sk.search._trial.goal import add_goal
 
 __all__ = ["fit", "prepare"]
 
 
-def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None) -> Any:
+def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any) -> Any:
     """Clone an estimator and set it up for one candidate.
 
     Parameters
@@ -29,6 +30,8 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None) -> Any:
         Values by parameter name; they are copied.
     seed : int or None
         The value of every `random_state` of the estimator that is None.
+    goal : "auto", float or None
+        What nets train to that have no goal of their own.
 
     Returns
     -------
@@ -38,6 +41,7 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None) -> Any:
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
     _train_on_all_data(estimator, params)
+    add_goal(estimator, goal)
     if seed is not None:
         unset = [
             name

@@ -13,12 +13,14 @@ from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
-from relflat_sk.measures import Flatness, check_name
-from relflat_sk.search._trial.directions import SIGNS, check_directions
+from relflat_sk.measures import Flatness
+from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.fitting import fit, prepare
+from relflat_sk.search._trial.goal import AUTO, check_goal
 from relflat_sk.search._trial.isolation import in_isolation
 from relflat_sk.search._trial.learning_rate import LR_SCALINGS, scale_lr
 from relflat_sk.search._trial.recording import (
+    check_names,
     measure_once,
     record_held_out,
     record_measures,
@@ -29,8 +31,6 @@ from relflat_sk.search._trial.training_data import TrainingData, split_params, v
 from relflat_sk.search._trial.weights import as_store, load_weights, restore, save_weights
 
 __all__ = ["MinimaObjective"]
-
-TRAIN_LOSS = "train_loss"
 
 
 class MinimaObjective:
@@ -73,6 +73,9 @@ class MinimaObjective:
     lr_scaling : "linear", optional
         Scales learning rates in proportion to the batch size, relative to the estimator's own
         batch size. The scaled rates are recorded as ``param_scaled_...``.
+    goal : "auto", float or None, default="auto"
+        What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own, see
+        `FlatMinimaSearch`.
     random_state : int, RandomState or None, default=None
         Seeds every `random_state` of the estimator that is None, and torch while a candidate
         trains. Each combination of parameters always has the same seed of its own.
@@ -131,16 +134,15 @@ class MinimaObjective:
         y_test: Any = None,
         artifact_store: Any = None,
         lr_scaling: str | None = None,
+        goal: Any = AUTO,
         random_state: Any = None,
         n_threads: int | None = 1,
     ) -> None:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
-        if direction not in SIGNS:
-            raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
+        check_direction(direction)
+        check_goal(goal, estimator)
         if lr_scaling not in LR_SCALINGS:
             raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
-        if isinstance(measures, str) or not measures:
-            raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
         if (X_test is None) != (y_test is None):
             raise ValueError("X_test and y_test go together: give both or neither.")
         self.estimator = estimator
@@ -148,15 +150,11 @@ class MinimaObjective:
         self.X_test, self.y_test = X_test, y_test
         self.space = Space(space)
         self.space.check(estimator)
-        self.names = tuple(measures)  # one objective each
-        self.measures = tuple(name for name in measures if name != TRAIN_LOSS)
-        for name in self.measures:
-            check_name(name)
-        if not self.measures:
-            raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
+        self.names, self.measures = check_names(measures)  # names: one objective each
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
+        self.goal = goal
         self.base_seed = None if random_state is None else draw_seed(random_state)
         self.n_threads = n_threads
 
@@ -232,8 +230,9 @@ class MinimaObjective:
         if self.artifact_store is not None:
             save_weights(self.artifact_store, trial, network.module)
         values = {name: found.value for name, found in measured.found.items()}
-        values[TRAIN_LOSS] = measured.train_loss
-        return record_verdict(trial, estimator, measured, [values[name] for name in self.names])
+        values["train_loss"] = measured.train_loss
+        objectives = [values[name] for name in self.names]
+        return record_verdict(trial, estimator, self.goal, measured, objectives)
 
     @in_isolation
     def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
@@ -347,4 +346,4 @@ class MinimaObjective:
         own = split_params(params)[0]
         if self.lr_scaling is not None:
             own |= scale_lr(self.estimator, own)
-        return prepare(self.estimator, own, seed)
+        return prepare(self.estimator, own, seed, self.goal)

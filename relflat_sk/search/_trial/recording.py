@@ -9,12 +9,23 @@ import optuna
 import torch
 from torch import nn
 
-from relflat_sk._models import DataOptions, final_estimator, to_network
+from relflat_sk._minima_table import depth_of
+from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
-from relflat_sk.measures import Flatness, measure_network
+from relflat_sk.measures import Flatness, check_name, measure_network
+from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.training_data import TrainingData
 
-__all__ = ["Measured", "measure_once", "record_held_out", "record_measures", "record_verdict"]
+__all__ = [
+    "Measured",
+    "check_names",
+    "measure_once",
+    "record_held_out",
+    "record_measures",
+    "record_verdict",
+]
+
+TRAIN_LOSS = "train_loss"
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,36 @@ class Measured:
 
     train_loss: float
     found: dict[str, Flatness]
+
+
+def check_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Check the names of a search's objectives, and separate the measures.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of measures, and perhaps ``"train_loss"``.
+
+    Returns
+    -------
+    names : tuple of str
+        All of them.
+    measures : tuple of str
+        Those of measures.
+
+    Raises
+    ------
+    ValueError
+        If they are no sequence, or one of them is no measure, or none is.
+    """
+    if isinstance(names, str) or not names:
+        raise ValueError(f"measures must be a sequence of names, got {names!r}.")
+    measures = tuple(name for name in names if name != TRAIN_LOSS)
+    for name in measures:
+        check_name(name)
+    if not measures:
+        raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
+    return tuple(names), measures
 
 
 def measure_once(network: Network, names: Sequence[str], seed: int | None) -> dict[str, Flatness]:
@@ -139,9 +180,9 @@ def record_held_out(
 
 
 def record_verdict(
-    trial: optuna.Trial, estimator: Any, measured: Measured, values: Sequence[float]
+    trial: optuna.Trial, estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
 ) -> list[float]:
-    """Record whether a candidate is a minimum, and why not.
+    """Record how deep a candidate is, whether it is a minimum, and why not.
 
     Parameters
     ----------
@@ -149,6 +190,8 @@ def record_verdict(
         Gets the user attributes.
     estimator : estimator
         The trained candidate.
+    goal : "auto", float or None
+        The goal of the search.
     measured : Measured
         Its measures.
     values : sequence of float
@@ -160,24 +203,22 @@ def record_verdict(
         The values; nan for a network that is no better than a constant prediction: it is
         perfectly flat, and useless.
     """
-    reason, checked = "", list(values)
-    if measured.train_loss >= next(iter(measured.found.values())).constant_risk():
-        reason = "the training loss is no better than a constant prediction's"
+    checked = list(values)
+    constant_loss = next(iter(measured.found.values())).constant_risk()
+    depth = depth_of(measured.train_loss, constant_loss)
+    if np.isfinite(depth):
+        trial.set_user_attr("depth", depth)
+    if measured.train_loss >= constant_loss:
+        ending = Ending("", "the training loss is no better than a constant prediction's")
         checked = [np.nan] * len(checked)
     elif not np.isfinite(values).all():
-        reason = "a measure is not finite"
-    elif not _has_converged(final_estimator(estimator)):
-        reason = "training stopped before its goal was reached"
+        ending = Ending("", "a measure is not finite")
+    else:
+        ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
+    reason = ending.reason
     trial.set_user_attr("converged", not reason)
+    trial.set_user_attr("ended_by", ending.by)
     trial.set_user_attr("reason", reason)
     if hasattr(trial, "set_constraint"):  # Optuna 5: samplers and best_trial respect it
         trial.set_constraint("converged", float(bool(reason)))
     return checked
-
-
-def _has_converged(estimator: Any) -> bool:
-    """Return whether training reached its goal, True if the estimator does not tell."""
-    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
-    if n_iter is not None and max_iter is not None:  # scikit-learn's solvers
-        return bool(np.max(n_iter) < max_iter)
-    return bool(getattr(estimator, "converged_", True))

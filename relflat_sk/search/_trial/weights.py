@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
 
-__all__ = ["ARTIFACT", "as_store", "load_weights", "restore", "save_weights"]
+__all__ = ["ARTIFACT", "as_store", "last_step", "load_weights", "restore", "save_weights"]
 
 ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
 
@@ -145,7 +145,7 @@ def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) 
         The same estimator, fitted. A net's history and scikit-learn's `n_iter_` are those of
         no training.
     """
-    inner = _last_step(estimator)
+    inner = last_step(estimator)
     without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
     with seeded(seed), without_training(inner, weights):
         estimator.fit(X, y)
@@ -160,14 +160,25 @@ def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) 
     return estimator
 
 
-def _last_step(estimator: Any) -> Any:
-    """Find the unfitted estimator that is going to hold the network."""
+def last_step(estimator: Any) -> Any:
+    """Find the unfitted estimator that is going to hold the network.
+
+    Parameters
+    ----------
+    estimator : estimator
+        A pipeline, an estimator around another one, or the estimator itself.
+
+    Returns
+    -------
+    estimator
+        The innermost one.
+    """
     if hasattr(estimator, "steps"):
-        return _last_step(estimator.steps[-1][1])
+        return last_step(estimator.steps[-1][1])
     for name in ("regressor", "estimator"):  # of estimators around one other
         inner = getattr(estimator, name, None)
         if hasattr(inner, "fit"):
-            return _last_step(inner)
+            return last_step(inner)
     return estimator
 
 

@@ -1,0 +1,94 @@
+"""Hold the estimators of the minima that may rank first, while a search goes on."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from optuna.trial import FrozenTrial, TrialState
+
+__all__ = ["FlattestSoFar", "is_minimum"]
+
+
+def is_minimum(trial: FrozenTrial) -> bool:
+    """Return whether a trial has found a minimum.
+
+    Parameters
+    ----------
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+
+    Returns
+    -------
+    bool
+        False for a candidate that failed, or whose training did not end in a minimum.
+    """
+    return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
+
+
+class _Held(NamedTuple):
+    """A minimum with its estimator; equally flat minima rank in the order of their trials."""
+
+    value: float
+    number: int
+    depth: float
+    estimator: Any
+
+
+class FlattestSoFar:
+    """The estimators of the minima that may rank first.
+
+    Only minima of about the same depth are compared, and which depth that is depends on all
+    candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
+    least as shallow lie within one band: every band that contains it contains one of them.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether to hold estimators at all.
+    depth_band : float or None
+        The largest depth over the smallest of minima that are compared; None compares all.
+    """
+
+    def __init__(self, enabled: bool, depth_band: float | None) -> None:
+        self.enabled = enabled
+        self.band = np.inf if depth_band is None else depth_band
+        self.held: list[_Held] = []
+
+    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
+        """Hold the estimator of a trial if it may rank first.
+
+        Parameters
+        ----------
+        trial : optuna.trial.FrozenTrial
+            A finished trial.
+        estimator : estimator or None
+            The estimator that it trained.
+        """
+        if self.enabled and is_minimum(trial):
+            depth = trial.user_attrs.get("depth", np.nan)
+            self.held.append(_Held(trial.values[0], trial.number, depth, estimator))
+            self.held = [one for one in self.held if not self._is_beaten(one)]
+
+    def estimator(self, number: int) -> Any:
+        """Return the estimator of a trial.
+
+        Parameters
+        ----------
+        number : int
+            Number of the trial.
+
+        Returns
+        -------
+        estimator or None
+            None if it is not held.
+        """
+        return next((one.estimator for one in self.held if one.number == number), None)
+
+    def _is_beaten(self, one: _Held) -> bool:
+        """Return whether flatter minima share every band with a minimum."""
+        flatter = [other for other in self.held if other[:2] < one[:2]]
+        if np.isnan(one.depth):  # it is in every band
+            return any(np.isnan(other.depth) for other in flatter)
+        deeper = min((o.depth for o in flatter if o.depth >= one.depth), default=np.inf)
+        shallower = max((o.depth for o in flatter if o.depth <= one.depth), default=0.0)
+        beside = any(np.isnan(other.depth) for other in flatter)
+        return beside or (bool(flatter) and np.isinf(self.band)) or deeper <= self.band * shallower

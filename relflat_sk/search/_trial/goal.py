@@ -1,0 +1,221 @@
+"""When a candidate is a minimum: it reached a goal, or its training has come to a plateau.
+
+Flatness says something at a minimum only, so a candidate is one if its training
+
+- reached its **goal**: the loss of `StopAtLoss`, the gradient norm of `StopAtGradientNorm`, or
+  the goal of the search;
+- was ended by the **solver** of a scikit-learn estimator, by its own tolerance;
+- has come to a **plateau**, if a net has no goal of its own: over the last fifth of its epochs,
+  the mean training loss differs from that of the fifth before by at most 1% of the drop from the
+  best constant prediction's loss. With fewer than `FEWEST_EPOCHS` epochs nothing can be said.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from skorch import NeuralNet
+
+from relflat_sk._checks import is_number
+from relflat_sk._models import final_estimator
+from relflat_sk.search._trial.weights import last_step
+from relflat_sk.training import StopAtDepth, StopAtGradientNorm, StopAtLoss
+
+__all__ = ["AUTO", "Ending", "add_goal", "check_goal", "find_ending"]
+
+AUTO = "auto"
+FEWEST_EPOCHS = 10
+WINDOW = 5  # the last fifth of the epochs
+STILL = 0.01  # of the drop of the loss
+ROUNDING = 1e-5  # of a loss, between two passes in float32
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the training of a candidate ended.
+
+    Parameters
+    ----------
+    by : str
+        "goal", "solver" or "plateau"; "" if the candidate is no minimum.
+    reason : str
+        Why it is no minimum; "" for a minimum.
+    """
+
+    by: str
+    reason: str = ""
+
+
+def check_goal(goal: Any, estimator: Any) -> None:
+    """Refuse a goal that is not valid, or that the estimator has already.
+
+    Parameters
+    ----------
+    goal : "auto", float or None
+        The goal of a search.
+    estimator : estimator
+        The estimator of the search.
+
+    Raises
+    ------
+    ValueError
+        If the goal is neither, or a net has a goal of its own and the search has a loss.
+    """
+    if goal is None or goal == AUTO:
+        return
+    if not is_number(goal) or not 0 < goal < np.inf:
+        raise ValueError(
+            f"goal must be {AUTO!r}, a training loss greater than 0 or None, got {goal!r}."
+        )
+    net = last_step(estimator)
+    if isinstance(net, NeuralNet) and own_goals(net):
+        raise ValueError(
+            f"goal={goal!r}, but the net has a goal of its own: {own_goals(net)}. Remove these "
+            f"callbacks, or leave goal at {AUTO!r}, which keeps them."
+        )
+
+
+def own_goals(net: NeuralNet) -> list[Any]:
+    """List the callbacks of a net that stop its training at a goal.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        A net.
+
+    Returns
+    -------
+    list
+        Its `StopAtLoss` and `StopAtGradientNorm` callbacks, without those of `add_goal`.
+    """
+    callbacks = [] if net.callbacks in (None, "disable") else net.callbacks
+    parts = [part[1] if isinstance(part, tuple) else part for part in callbacks]
+    kinds = (StopAtLoss, StopAtGradientNorm)
+    return [
+        part
+        for part in parts
+        if isinstance(part, kinds) or (isinstance(part, type) and issubclass(part, kinds))
+    ]
+
+
+def add_goal(estimator: Any, goal: Any) -> None:
+    """Let the net of an estimator stop at the goal of the search, unless it has its own.
+
+    Parameters
+    ----------
+    estimator : estimator
+        Unfitted, set up for a candidate; its net is changed in place.
+    goal : "auto", float or None
+        The goal of the search.
+
+    Raises
+    ------
+    ValueError
+        If the candidate has a goal of its own, and the search has a loss.
+    """
+    check_goal(goal, estimator)
+    net = last_step(estimator)
+    if goal is None or not isinstance(net, NeuralNet) or net.callbacks == "disable":
+        return
+    if not own_goals(net):
+        callback = StopAtDepth() if goal == AUTO else StopAtLoss(goal)
+        net.set_params(callbacks=[*(net.callbacks or []), (_name(net), callback)])
+
+
+def _name(net: NeuralNet) -> str:
+    """Return a name for the callback that no other callback of the net has."""
+    taken = [part[0] for part in net.callbacks or [] if isinstance(part, tuple)]
+    return next(name for name in ("goal", "goal_of_search") if name not in taken)
+
+
+def find_ending(estimator: Any, goal: Any, train_loss: float, constant_loss: float) -> Ending:
+    """Find out how the training of a candidate ended.
+
+    Parameters
+    ----------
+    estimator : estimator
+        The trained candidate.
+    goal : "auto", float or None
+        The goal of the search.
+    train_loss : float
+        Mean loss on the training data.
+    constant_loss : float
+        Mean loss of the best constant prediction.
+
+    Returns
+    -------
+    Ending
+        Whether it ended at a minimum, and if not, why.
+    """
+    final = final_estimator(estimator)
+    if isinstance(final, NeuralNet):
+        return _ending_of_net(final, constant_loss)
+    if is_number(goal) and train_loss > goal * (1 + ROUNDING):
+        return Ending("", f"the training loss did not reach the goal of {goal:g}")
+    if not _solver_has_ended(final):
+        return Ending(
+            "", f"the solver stopped at max_iter={final.max_iter}, before its tolerance was reached"
+        )
+    return Ending("goal" if is_number(goal) else "solver")
+
+
+def _solver_has_ended(estimator: Any) -> bool:
+    """Return whether a solver of scikit-learn ended by its own tolerance."""
+    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
+    return n_iter is None or max_iter is None or bool(np.max(n_iter) < max_iter)
+
+
+def _ending_of_net(net: NeuralNet, constant_loss: float) -> Ending:
+    """Find out how the training of a net ended."""
+    if getattr(net, "converged_", False):
+        return Ending("goal")
+    callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
+    auto = next((one for one in callbacks if isinstance(one, StopAtDepth)), None)
+    n_epochs = len(net.history)
+    after = f"after {n_epochs} epoch{'' if n_epochs == 1 else 's'}"
+    if auto is None and hasattr(net, "converged_"):
+        return Ending("", f"training stopped before its goal was reached, {after}")
+    if _is_at_plateau(epoch_losses(net), constant_loss):
+        return Ending("plateau")
+    goal = f"a training loss of {auto.loss:.3g} or " if auto is not None and auto.is_known else ""
+    return Ending("", f"training stopped before {goal}a plateau was reached, {after}")
+
+
+def _is_at_plateau(losses: Floats, constant_loss: float) -> bool:
+    """Return whether the losses of the epochs have come to a plateau, see the module."""
+    if len(losses) < FEWEST_EPOCHS:
+        return False
+    n_window = len(losses) // WINDOW
+    before, after = losses[-2 * n_window : -n_window].mean(), losses[-n_window:].mean()
+    start = constant_loss if np.isfinite(constant_loss) else losses[0]
+    return bool(abs(before - after) <= STILL * (start - after))
+
+
+def epoch_losses(net: NeuralNet) -> Floats:
+    """Return the training loss of each epoch, as a net has recorded it.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        A trained net.
+
+    Returns
+    -------
+    ndarray of shape (n_epochs,)
+        Losses; epochs without a record are left out.
+    """
+    found = [
+        epoch["train_loss"] if "train_loss" in epoch else _mean_of_batches(epoch)
+        for epoch in net.history
+    ]
+    losses = np.array(found, dtype=np.float64)
+    return losses[~np.isnan(losses)]
+
+
+def _mean_of_batches(epoch: Any) -> float:
+    """Return the mean training loss of an epoch's batches, of a net with callbacks="disable"."""
+    losses = [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
+    return float(np.mean(losses)) if losses else np.nan

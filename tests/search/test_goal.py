@@ -1,0 +1,366 @@
+"""Tests of what counts as a minimum: goals, plateaus, and depths that can be compared."""
+
+import math
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from optuna.trial import FixedTrial, create_trial
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch import NeuralNet
+from skorch.callbacks import EpochScoring
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    FlatnessWarning,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtGradientNorm,
+    StopAtLoss,
+    correlate,
+    rank_minima,
+)
+from relflat_sk._minima_table import depth_of, find_depth_band
+from relflat_sk.search._sharing import FlattestSoFar
+from relflat_sk.search._trial.goal import _is_at_plateau
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+SPACE = {"batch_size": [16, 64], "lr": [0.001, 0.01]}
+
+
+def net(estimator=RelativeFlatnessRegularizedClassifier, **parameters):
+    defaults = {"module__hidden_layer_sizes": (8,), "flatness_weight": 0, "verbose": 0}
+    return estimator(**{**defaults, **parameters})
+
+
+def record(estimator, X=X, y=Y, space=None, **parameters):
+    """Train one candidate; return what its trial records, and the candidate."""
+    space = {"lr": [0.01]} if space is None else space
+    objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
+    trial = optuna.create_study().ask()
+    fitted = objective.run(trial)[1]
+    return trial.user_attrs, fitted
+
+
+# -- what people do first ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [load_wine, load_iris, load_digits])
+def test_half_trained_nets_are_no_minima(load):
+    """One epoch each: the search says so, and puts the deepest first, not the flattest."""
+    X, y = load(return_X_y=True)
+    search = FlatMinimaSearch(net(max_epochs=1), SPACE, random_state=0)
+    goal = f"{_entropy(y) / 20:.3g}"
+    match = rf"no candidate converged[\s\S]*before a training loss of {goal} or a plateau"
+    with pytest.warns(FlatnessWarning, match=match):
+        search.fit(scale(X).astype(np.float32), y)
+    assert not search.minima_["converged"].any()
+    complete = search.minima_[search.minima_["state"] == "complete"]
+    assert complete["depth"].is_monotonic_decreasing
+    assert np.isnan(search.best_score_)
+
+
+@pytest.mark.parametrize("load", [load_wine, load_iris, load_digits])
+def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth(load):
+    X, y = load(return_X_y=True)
+    space = {"batch_size": [16, 64], "lr": [0.01, 0.02]}
+    search = FlatMinimaSearch(net(max_epochs=200), space, random_state=0)
+    minima = search.fit(scale(X).astype(np.float32), y).minima_
+    assert minima["comparable"].all()
+    assert (minima["ended_by"] == "goal").all()
+    assert_allclose(minima["depth"], _entropy(y) / minima["train_loss"], rtol=1e-6)
+    assert minima["depth"].between(20, 60).all()
+    assert (minima["train_score"] > 0.95).all()
+    assert minima["relative_flatness"].is_monotonic_increasing
+
+
+def _entropy(y):
+    shares = np.bincount(y) / len(y)
+    return float(-(shares * np.log(shares)).sum())
+
+
+# -- goals -------------------------------------------------------------------------------------
+
+
+def test_the_automatic_goal_of_a_regressor_is_a_share_of_the_variance():
+    regressor = net(RelativeFlatnessRegularizedRegressor, max_epochs=300, lr=0.01)
+    attrs, fitted = record(regressor, y=3 * TARGET)
+    assert attrs["ended_by"] == "goal"
+    assert len(fitted.history) < 300
+    assert attrs["train_loss"] <= (3 * TARGET).var() / 20
+    assert_allclose(attrs["depth"], (3 * TARGET).var() / attrs["train_loss"], rtol=1e-4)
+
+
+def test_the_automatic_goal_is_on_the_scale_of_the_transformed_target():
+    regressor = net(RelativeFlatnessRegularizedRegressor, max_epochs=300)
+    wrapped = TransformedTargetRegressor(regressor, transformer=StandardScaler())
+    attrs, _ = record(wrapped, y=1000 * TARGET, space={"regressor__lr": [0.01]})
+    assert attrs["ended_by"] == "goal"
+    assert attrs["train_loss"] <= 1 / 20
+
+
+def test_a_goal_of_ones_own_stays():
+    for callback in (StopAtLoss(0.6), ("stop", StopAtLoss(0.6)), StopAtGradientNorm(0.1)):
+        estimator = net(max_epochs=100, callbacks=[callback])
+        attrs, fitted = record(estimator)
+        assert (attrs["ended_by"], attrs["reason"]) == ("goal", "")
+        assert fitted.callbacks == [callback] or len(fitted.callbacks) == 1
+        assert attrs["depth"] < 20
+
+
+def test_a_goal_of_ones_own_that_is_not_reached_is_no_plateau():
+    """At a learning rate of almost zero nothing moves, which is no minimum."""
+    attrs, _ = record(net(max_epochs=20, callbacks=[StopAtLoss]), space={"lr": [0.01]})
+    assert attrs["reason"] == "training stopped before its goal was reached, after 20 epochs"
+    assert (attrs["converged"], attrs["ended_by"]) == (False, "")
+
+
+def test_a_loss_as_goal():
+    attrs, fitted = record(net(max_epochs=100), goal=0.5)
+    assert attrs["ended_by"] == "goal"
+    assert 0.2 < attrs["train_loss"] <= 0.5
+    assert isinstance(dict(fitted.callbacks)["goal"], StopAtLoss)
+
+
+def test_a_loss_as_goal_holds_for_scikit_learn_too():
+    space = {"C": [0.001, 1.0]}
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space, goal=0.3).fit(X, Y)
+    minima = search.minima_.set_index("param_C")
+    assert minima["ended_by"].to_dict() == {1.0: "goal", 0.001: ""}
+    assert minima["reason"][0.001] == "the training loss did not reach the goal of 0.3"
+
+
+def test_solvers_tell_whether_they_ended():
+    assert record(Ridge(), y=TARGET, space={"alpha": [1.0]})[0]["ended_by"] == "solver"
+    with pytest.warns(UserWarning, match="Maximum iterations"):
+        attrs, _ = record(MLPClassifier(max_iter=20), space={"alpha": [0.1]})
+    reason = "the solver stopped at max_iter=20, before its tolerance was reached"
+    assert (attrs["ended_by"], attrs["reason"]) == ("", reason)
+
+
+@pytest.mark.parametrize("goal", [0, -1.0, "deep", math.inf, True])
+def test_goals_that_are_none(goal):
+    with pytest.raises(ValueError, match=r"goal must be 'auto', a training loss greater than 0"):
+        FlatMinimaSearch(net(), SPACE, goal=goal).fit(X, Y)
+
+
+def test_two_goals_are_refused_before_training():
+    pipeline = make_pipeline(StandardScaler(), net(callbacks=[StopAtLoss(0.2)]))
+    space = {"relativeflatnessregularizedclassifier__lr": [0.01]}
+    match = r"goal=0.1, but the net has a goal of its own: \[StopAtLoss\(0.2\)\]"
+    with pytest.raises(ValueError, match=match):
+        FlatMinimaSearch(pipeline, space, goal=0.1).fit(X, Y)
+
+
+def test_callbacks_in_the_space_and_nested_names():
+    pipeline = Pipeline([("scale", StandardScaler()), ("net", net(max_epochs=100, lr=0.02))])
+    goals = [[("stop", StopAtLoss(0.8))], None]
+    search = FlatMinimaSearch(pipeline, {"net__callbacks": goals}, depth_band=None, random_state=0)
+    search.set_params(estimator__net__callbacks=[EpochScoring("accuracy", name="acc")])
+    minima = search.fit(X, Y).minima_
+    assert minima["ended_by"].tolist() == ["goal", "goal"]
+    assert sorted(minima["depth"] > 20) == [False, True]
+    best = search.best_estimator_["net"]
+    assert {name for name, _ in best.callbacks_} & {"stop", "goal"}
+
+
+def test_a_net_with_a_callback_named_goal():
+    scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
+    attrs, fitted = record(net(max_epochs=100, callbacks=[scoring]))
+    assert attrs["ended_by"] == "goal"
+    assert "acc" in fitted.history[-1]
+
+
+def test_nets_without_callbacks_are_judged_by_their_batches():
+    attrs, fitted = record(net(max_epochs=60, callbacks="disable"), space={"lr": [0.05]})
+    assert "train_loss" not in fitted.history[-1]
+    assert attrs["ended_by"] == "plateau"
+
+
+def test_a_loss_without_a_positive_constant_has_no_automatic_goal():
+    """The best constant density has a negative loss: all epochs are trained."""
+
+    def density(output, y):
+        return 0.5 * ((output[:, 0] - y) ** 2).mean() - 5
+
+    estimator = NeuralNet(
+        MLP,
+        lambda: density,
+        module__n_features=4,
+        module__n_outputs=1,
+        max_epochs=60,
+        lr=0.1,
+        verbose=0,
+    )
+    attrs, fitted = record(estimator, y=TARGET, space={"lr": [0.1]})
+    assert len(fitted.history) == 60
+    assert "depth" not in attrs
+    assert attrs["ended_by"] == "plateau"
+
+
+# -- plateaus ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        (np.full(9, 0.1), False),  # too few epochs to tell
+        (np.full(10, 0.1), True),
+        (np.linspace(1.0, 0.5, 50), False),  # still falling
+        (np.linspace(0.1, 0.5, 50), False),  # rising
+        (1 / np.arange(1, 101), True),  # of what was gained, the last fifth is next to nothing
+        (0.99 - 1e-3 * np.arange(50) / 50, False),  # hardly begun: of little, much is new
+        (np.r_[np.linspace(1.0, 0.3, 30), np.full(20, 0.3)], True),
+    ],
+)
+def test_plateaus(losses, expected):
+    assert _is_at_plateau(np.asarray(losses), constant_loss=1.0) is expected
+
+
+def test_without_a_constant_the_first_epoch_counts():
+    assert _is_at_plateau(np.r_[1.0, np.full(19, 0.3)], constant_loss=math.nan)
+
+
+def test_no_goal_trains_all_epochs_to_a_plateau():
+    attrs, fitted = record(net(max_epochs=60), goal=None, space={"lr": [0.05]})
+    assert len(fitted.history) == 60
+    assert attrs["ended_by"] == "plateau"
+    assert record(net(max_epochs=15), goal=None)[0]["reason"] == (
+        "training stopped before a plateau was reached, after 15 epochs"
+    )
+
+
+# -- depths ------------------------------------------------------------------------------------
+
+
+def minima_of(depths, **columns):
+    n = len(depths)
+    table = {"trial": range(n), "relative_flatness": np.arange(n, 0.0, -1), "depth": depths}
+    return pd.DataFrame({**table, "converged": True, "reason": "", **columns})
+
+
+def test_depths():
+    assert depth_of(0.5, 1.5) == 3
+    assert depth_of(1e-30, 1.0) == depth_of(0.0, 1.0) == 1e6
+    for losses in [(-1.0, 2.0), (1.0, -2.0), (math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)]:
+        assert math.isnan(depth_of(*losses))
+
+
+def test_most_minima_decide_and_of_equally_many_the_deepest():
+    assert find_depth_band(minima_of([2.0, 20, 21, 30, 500]), 3) == (10, 30)
+    assert find_depth_band(minima_of([2.0, 20, 500]), 3)[1] == 500
+    # those that reached their goal decide
+    ended_by = ["plateau"] * 3 + ["goal"] * 2
+    assert find_depth_band(minima_of([2.0, 2, 2, 20, 25], ended_by=ended_by), 3)[1] == 25
+    assert find_depth_band(minima_of([20.0, 25], converged=False), 3) is None
+    assert find_depth_band(minima_of([math.nan, math.nan]), 3) is None
+
+
+def test_minima_of_other_depths_rank_behind():
+    table = minima_of([500.0, 25, 2, math.nan, 20, 30], converged=[True] * 5 + [False])
+    ranked = rank_minima(table)
+    assert ranked["depth"].fillna(-1).tolist() == [20, -1, 25, 500, 2, 30]
+    assert ranked["comparable"].tolist() == [True] * 3 + [False] * 3
+    assert ranked["reason"][3] == (
+        "its depth of 500 cannot be compared: most minima have 8.33 to 25"
+    )
+    assert ranked["reason"][:3].tolist() == [""] * 3
+    # ranked again, nothing changes
+    pd.testing.assert_frame_equal(rank_minima(ranked), ranked)
+    every = rank_minima(table, depth_band=None)
+    assert every["comparable"].tolist() == [True] * 5 + [False]
+    assert every["relative_flatness"][:5].is_monotonic_increasing
+    assert rank_minima(table, depth_band=100)["comparable"].sum() == 4
+
+
+def test_what_is_not_comparable_is_not_correlated():
+    rng = np.random.default_rng(0)
+    table = minima_of([20.0] * 8 + [500.0] * 4, generalization_gap=rng.random(12))
+    found = correlate(rank_minima(table), n_bootstrap=10)
+    assert (found["n"] == 8).all()
+
+
+@pytest.mark.parametrize("band", [0.5, "wide", math.nan])
+def test_bad_bands(band):
+    with pytest.raises(ValueError, match=r"depth_band must be a number of at least 1"):
+        rank_minima(minima_of([1.0]), depth_band=band)
+    with pytest.raises(ValueError, match=r"depth_band must be a number of at least 1"):
+        FlatMinimaSearch(net(), SPACE, depth_band=band).fit(X, Y)
+
+
+def test_the_search_warns_of_other_depths_and_leaves_them_out():
+    goals = [[StopAtLoss(loss)] for loss in (0.9, 0.1, 0.09)]
+    estimator = net(max_epochs=200, lr=0.01)
+    search = FlatMinimaSearch(estimator, {"callbacks": goals}, random_state=0)
+    match = r"1 of 3 minima are left out of the ranking, because their training losses \(0\.8"
+    with pytest.warns(FlatnessWarning, match=match):
+        search.fit(X, Y)
+    last = search.minima_.iloc[2]
+    assert (last["converged"], last["comparable"]) == (True, False)
+    assert last["reason"].startswith("its depth of 1.2")
+    assert np.isnan(search.cv_results_["mean_test_score"]).sum() == 1
+    # the estimator is the one that was measured, whichever was found first
+    loss = search.minima_["train_loss"][0]
+    output = search.best_estimator_.forward(X)
+    assert_allclose(float(nn.CrossEntropyLoss()(output, torch.as_tensor(Y))), loss, rtol=1e-5)
+
+
+def test_studies_from_before_there_were_depths():
+    study = optuna.create_study()
+    for value in (3.0, 2.0):
+        attrs = {"relative_flatness": value, "converged": True}
+        study.add_trial(create_trial(value=value, user_attrs=attrs))
+    assert rank_minima(study)["relative_flatness"].tolist() == [2.0, 3.0]
+
+
+def test_the_depth_is_relative_to_the_candidates_own_labels():
+    """Labels that are all shuffled are as deep a minimum at the same loss."""
+    model = LogisticRegression(max_iter=1000)
+    objective = MinimaObjective(model, X[:100], Y[:100], {"data__train_size": [100, 60]})
+    trial = FixedTrial({"data__train_size": 60})
+    objective(trial)
+    assert_allclose(trial.user_attrs["depth"], np.log(2) / trial.user_attrs["train_loss"])
+
+
+# -- the estimators that are held --------------------------------------------------------------
+
+
+def test_the_held_estimators_hold_the_best_of_every_band():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n = 12
+        depths, values = np.exp(rng.uniform(0, 5, n)), rng.integers(0, 6, n).astype(float)
+        depths[rng.random(n) < 0.1] = np.nan
+        flattest = FlattestSoFar(True, 3.0)
+        for i in range(n):
+            attrs = {"converged": True} | ({} if np.isnan(depths[i]) else {"depth": depths[i]})
+            trial = create_trial(value=values[i], user_attrs=attrs)
+            trial.number = i
+            flattest.offer(trial, i)
+        for high in depths[~np.isnan(depths)]:
+            inside = np.isnan(depths) | ((depths >= high / 3) & (depths <= high))
+            best = min((values[i], i) for i in np.flatnonzero(inside))[1]
+            assert flattest.estimator(best) == best
+    assert len(flattest.held) < n
+
+
+def test_without_a_band_one_estimator_is_held():
+    flattest = FlattestSoFar(True, None)
+    for number, depth in enumerate([20.0, 5.0, 500.0]):
+        trial = create_trial(value=3.0 - number, user_attrs={"converged": True, "depth": depth})
+        trial.number = number
+        flattest.offer(trial, number)
+    assert [one.number for one in flattest.held] == [2]
