@@ -131,51 +131,54 @@ class _SoftmaxTotal(torch.autograd.Function):
     There are no negative terms, so the result is exact to rounding relative to the largest
     distance, and arrays have d columns in place of F's k. A training step computes this with
     the caches full of other data, so that its cost is the number of operations, and above all
-    of different kinds of operations.
+    of different kinds of operations. Classes are on axis 0, because torch is slow along a short
+    last axis.
     """
 
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
     ) -> Tensor:
-        p = z.softmax(dim=1)
+        p = z.T.softmax(dim=0)
         gaps = None
         if factor.shape[0] * factor.numel() > _FEW:
             distances = _squared_distances(factor)
         else:
             gaps = factor.unsqueeze(1) - factor
             distances = (gaps * gaps).sum(dim=2)
-        slope = p @ distances
-        forms = (slope * p).sum(dim=1, keepdim=True)  # twice the variances
-        norms = (features * features).sum(dim=1, keepdim=True)
+        slope = distances @ p
+        forms = (slope * p).sum(dim=0)  # twice the variances
+        each = each.reshape(-1) if isinstance(each, Tensor) else each
+        norms = (features * features).sum(dim=1) * each
         ctx.save_for_backward(z, features, factor, gaps, p, slope, forms, norms)
         ctx.each = each
-        total: Tensor = (forms * norms * (0.5 * each)).sum()
-        return total
+        return 0.5 * forms.dot(norms)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
             return _differentiable_backward(ctx, outer)
         _, features, factor, gaps, p, slope, forms, norms = ctx.saved_tensors
-        each = outer * ctx.each
-        weighted = p * (norms * each)
-        pairs = p.T @ (weighted + weighted)
+        weighted = p * (norms * outer)
+        pairs = p @ (weighted + weighted).T
         if gaps is None:
             towards = _summed_gaps(pairs, factor)
         else:
             towards = (pairs.unsqueeze(2) * gaps).sum(dim=1)
-        return weighted * (slope - forms), features * (forms * each), towards, None
+        of_features = features * (forms * (ctx.each * outer)).unsqueeze(1)
+        return (weighted * (slope - forms)).T, of_features, towards, None
 
 
 def _differentiable_backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradient of `_SoftmaxTotal` with a graph of its own."""
-    z, features, factor = ctx.saved_tensors[:3]
-    total = total_by_forms(_Softmax(z, None), factor, features, ctx.each)
-    needed = ctx.needs_input_grad
-    inputs = [x for x, used in zip((z, features, factor, None), needed, strict=True) if used]
-    found = iter(torch.autograd.grad(total, inputs, outer, create_graph=True))
-    return tuple(next(found) if used else None for used in needed)
+    # each as if the others were constants: logits may depend on features and factor
+    z, features, factor = inputs = [x.view_as(x) for x in ctx.saved_tensors[:3]]
+    each = ctx.each
+    each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
+    total = total_by_forms(_Softmax(z, None), factor, features, each)
+    needed = [x for x, used in zip(inputs, ctx.needs_input_grad, strict=False) if used]
+    found = iter(torch.autograd.grad(total, needed, outer, create_graph=True))
+    return tuple(next(found) if used else None for used in ctx.needs_input_grad)
 
 
 def _squared_distances(rows: Tensor) -> Tensor:

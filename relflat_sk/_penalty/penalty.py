@@ -6,7 +6,7 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -57,8 +57,8 @@ class RelativeFlatnessPenalty:
     weight : float, default=1.0
         Factor of the penalty.
     clip : float or None, default=None
-        Limit of ``weight * penalty`` in each step, as `flatness_clip` of
-        `RelativeFlatnessRegularizedNet`; 0.5 is a good value. The penalty is scaled down to it.
+        Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`;
+        0.5 is a good value. The penalty is scaled down to it.
         None: no limit, as published. Without a limit, a large weight can end in a dead network,
         which is perfectly flat. With it, the weight hardly matters once it is large enough.
 
@@ -235,15 +235,15 @@ class RelativeFlatnessPenalty:
         output = loss.classes_second(output, y)
         target = loss.read_target(output, y)
         penalty = self.of_batch(loss, output, target, sample_weight, self.weight)
-        limit = self.limit()
-        if limit is None:
-            return penalty
         weight = None if sample_weight is None else sample_weight.to(output)
 
         def loss_of(output: Tensor) -> Tensor:
             return weighted_loss(loss, output, target.values, weight)
 
-        return limit.scale(loss_of(output), penalty, constant_loss(loss_of, output, weight))
+        def losses() -> tuple[Tensor, Tensor]:
+            return loss_of(output), constant_loss(loss_of, output, weight)
+
+        return self.limited(penalty, losses)[0]
 
     def of_batch(
         self,
@@ -308,13 +308,28 @@ class RelativeFlatnessPenalty:
             scale=scale,
         )
 
-    def limit(self) -> PenaltyLimit | None:
-        """Return the limit of the batch of the last call of `of_batch`, and forget it.
+    def limited(
+        self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scale the penalty of the last call of `of_batch` down to the limit.
+
+        Parameters
+        ----------
+        penalty : Tensor of shape ()
+            From `of_batch`.
+        losses : callable
+            Computes the loss of the batch, with its graph, and that of a constant output, see
+            `constant_loss`. Called only if there is a limit.
 
         Returns
         -------
-        PenaltyLimit or None
-            None without `clip`.
+        penalty : Tensor of shape ()
+            With its graph.
+        share : Tensor of shape () or None
+            What it was multiplied by, a constant in the differentiation; None without a limit.
         """
         limit, self._limit = self._limit, None
-        return limit
+        if limit is None:
+            return penalty, None
+        share = limit.share(penalty, *losses())
+        return share * penalty, share

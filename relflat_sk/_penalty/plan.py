@@ -40,6 +40,8 @@ class Plan:
         Names of the penalised layers.
     in_attention : bool
         Whether attention must run step by step.
+    earlier : bool
+        Whether a layer before the last one is penalised.
     norms : list of nn.Module
         Normalisation layers that must allow three derivatives.
     twice : list of str or None
@@ -55,6 +57,7 @@ class Plan:
     layers: dict[str, nn.Module]
     penalised: list[str]
     in_attention: bool
+    earlier: bool
     norms: list[nn.Module]
     twice: list[str] | None
     tied: bool
@@ -95,7 +98,6 @@ class Plan:
         layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
         owners = [named[name.rpartition(".")[0]] for name in layers]
         inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
-        # a penalty at the last layer differentiates no other part of the network again
         earlier = any(name != order[-1] for name in penalised)
         children = [dict(part._modules) for part in parts]
         return cls(
@@ -105,6 +107,8 @@ class Plan:
             layers,
             penalised,
             inside,
+            earlier,
+            # a penalty at the last layer differentiates no other part of the network again
             norms=norms if earlier else [],
             twice=penalised if earlier else None,
             tied=any(users_of_weight(name, named) for name in last),
@@ -146,7 +150,7 @@ class Plan:
         PenaltyLimit
             The limit of this step.
         """
-        if any(name != last.name for name in self.penalised):
+        if self.earlier:
             return EarlierLayerLimit(clip)
         return LastLayerLimit(clip, last, tied=self.tied)
 

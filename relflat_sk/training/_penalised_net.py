@@ -13,7 +13,7 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
 from relflat_sk._numerics import full_precision
-from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
+from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._fast_net import record_batch
 from relflat_sk.training._measured_net import MeasuredNet
 from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
@@ -190,16 +190,16 @@ class PenalisedNet(MeasuredNet):
         loss = loss_of(y_pred)
         if not training:
             return loss
-        term = limit = None
-        if recorded:
-            term, limit = self._penalty_term(state.penalty, criterion, y_pred, target, weight)
+        term = share = limited = None
+        if recorded and state.penalty is not None and _any_counts(weight):
+            penalty = state.penalty
+            term = penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
+            limited, share = penalty.limited(
+                term, lambda: (loss, constant_loss(loss_of, y_pred, weight))
+            )
         if state.terms is None:  # the first pass of a step is at the weights it starts from
-            state.terms = loss, term, limit
-        if term is None:
-            return loss
-        if limit is None:
-            return loss + term
-        return loss + limit.scale(loss, term, constant_loss(loss_of, y_pred, weight))
+            state.terms = loss, term, share
+        return loss if limited is None else loss + limited
 
     def _takes_mapping(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
         """Return whether the criterion takes the whole output, a mapping; tried on one batch."""
@@ -230,20 +230,6 @@ class PenalisedNet(MeasuredNet):
         if training and self._state().terms is None:
             self._state().terms = loss, None, None
         return loss
-
-    def _penalty_term(
-        self,
-        penalty: RelativeFlatnessPenalty | None,
-        criterion: Loss,
-        y_pred: Tensor,
-        target: Target,
-        weight: Tensor | None,
-    ) -> tuple[Tensor | None, PenaltyLimit | None]:
-        """Compute the penalty of the recorded batch; None if all its samples have weight 0."""
-        if penalty is None or (weight is not None and not bool((weight > 0).any())):
-            return None, None
-        term = penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
-        return term, penalty.limit()
 
     def _read_target(self, criterion: Loss, y_pred: Tensor, y_true: Any) -> Target:
         """Bring the labels of a batch to the output's device, and check them."""
@@ -290,13 +276,12 @@ class PenalisedNet(MeasuredNet):
         super().on_batch_end(net, batch=batch, training=training, **step)
         state = self._state()
         if training and state.terms is not None:
-            (loss, term, limit), state.terms = state.terms, None
-            penalty = 0.0 if term is None else term.item()
-            share = 1.0 if limit is None or limit.share is None else limit.share.item()
+            (loss, term, share), state.terms = state.terms, None
+            left = 1.0 if share is None else share.item()
             values = {
                 "train_loss": loss.item(),
-                "flatness_penalty": share * penalty,
-                "flatness_clipped": float(share < 1),
+                "flatness_penalty": 0.0 if term is None else left * term.item(),
+                "flatness_clipped": float(left < 1),
             }
             record_batch(self.history, values)
 
@@ -332,6 +317,11 @@ class PenalisedNet(MeasuredNet):
             X = with_weights(self.get_dataset(X, y), state.sample_weight)
         state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
         return state.dataset, valid
+
+
+def _any_counts(weight: Tensor | None) -> bool:
+    """Return whether any sample of a batch has a weight."""
+    return weight is None or bool((weight > 0).any())
 
 
 def _full_precision(output: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Size, Tensor, nn
 
-from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty
+from relflat_sk._penalty import RelativeFlatnessPenalty
 
 __all__ = ["TrainingState"]
 
@@ -33,8 +33,8 @@ class TrainingState:
         Shape of the output for one sample; None if the labels determine it.
     recorded : bool, default=False
         Whether the penalty has recorded the forward pass of the current step.
-    terms : (Tensor, Tensor or None, PenaltyLimit or None), optional
-        Loss and penalty of the current step, and the limit of the penalty.
+    terms : (Tensor, Tensor or None, Tensor or None), optional
+        Loss and penalty of the current step, and the share of the penalty that its limit left.
     """
 
     sample_weight: np.ndarray | None = None
@@ -45,4 +45,4 @@ class TrainingState:
     output_shape: Size | None = None
     # of the current step
     recorded: bool = False
-    terms: tuple[Tensor, Tensor | None, PenaltyLimit | None] | None = None
+    terms: tuple[Tensor, Tensor | None, Tensor | None] | None = None

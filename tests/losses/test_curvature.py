@@ -105,6 +105,22 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
     assert torch.autograd.gradgradcheck(total, inputs, fast_mode=d > 3)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_logits_may_depend_on_the_features_and_the_factor(weighted):
+    torch.manual_seed(0)
+    features, F = (torch.randn(*shape).double().requires_grad_() for shape in [(4, 5), (3, 5)])
+    weights = torch.rand(4).double() if weighted else None
+
+    def total(features, F):
+        return softmax_curvature(features @ F.T).total(F, features, weights, 0.7)
+
+    assert torch.autograd.gradcheck(total, [features, F])
+    assert torch.autograd.gradgradcheck(total, [features, F])
+    once = torch.autograd.grad(total(features, F), [features, F])
+    again = torch.autograd.grad(total(features, F), [features, F], create_graph=True)
+    assert_close(again, once)
+
+
 @pytest.mark.parametrize("d", [10, 100])
 def test_totals_ignore_the_common_part_of_the_rows_of_the_weight(d):
     torch.manual_seed(0)
