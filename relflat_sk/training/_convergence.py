@@ -1,5 +1,6 @@
 """Callbacks that stop training at convergence, for any skorch net."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss
-from relflat_sk._network import borrowed, mean_loss, primary_output
+from relflat_sk._network import borrowed, primary_output
+from relflat_sk.training._loss_check import Proof, is_above, is_far, mean_loss_with_proof
 from relflat_sk.training._sample_weights import split_target, training_network
 
 __all__ = ["StopAtGradientNorm", "StopAtLoss"]
@@ -48,8 +51,13 @@ class _StopWhenReached(Callback):
         ------
         KeyboardInterrupt
             If the goal is reached. skorch catches it and ends the training.
+        ValueError
+            If the data are a stream that can be read only once.
         """
-        if len(net.history) % self.every == 0 and self._reached(net, dataset_train):
+        if len(net.history) % self.every:
+            return
+        _refuse_used_up(self, net, dataset_train)
+        if self._reached(net, dataset_train):
             net.converged_ = True
             if net.verbose:
                 print(f"Stopping: {self._goal()} reached after {len(net.history)} epochs.")
@@ -62,34 +70,62 @@ class _StopWhenReached(Callback):
         raise NotImplementedError
 
 
+def _refuse_used_up(callback: Callback, net: NeuralNet, dataset: Any) -> None:
+    """Refuse a stream that the epoch has used up, so that nothing is left to measure."""
+    if not isinstance(dataset, IterableDataset):
+        return
+    for _ in net.get_iterator(dataset, training=False):
+        return
+    raise ValueError(
+        f"{callback!r} measures all training data after an epoch, but the stream "
+        f"{type(dataset).__name__} can be read only once. Let its __iter__ return a new iterator "
+        "each time. To stop by the running loss of a stream, write a callback that reads "
+        'net.history[-1, "train_loss"].'
+    )
+
+
 class StopAtLoss(_StopWhenReached):
     """Stop training once the loss on the training data is small enough.
 
-    Minima can be compared only if they are equally deep. This callback measures the loss at
-    the end of an epoch: in evaluation mode, on all training data, without penalty. The
-    `train_loss` in skorch's history is another number. It is a mean over an epoch during which
-    the weights move, it is in training mode, and it counts small batches like large ones.
+    Minima can be compared only if they are equally deep. The loss is that at the end of an
+    epoch: in evaluation mode, on all training data, without penalty. The `train_loss` in
+    skorch's history is another number. It is a mean over an epoch during which the weights move,
+    it is in training mode, and it counts small batches like large ones.
 
     Parameters
     ----------
     loss : float, default=0.01
         Mean training loss to reach.
     every : int, default=1
-        Number of epochs between measurements. Each takes a forward pass over the training data.
+        Number of epochs between checks.
 
     Attributes
     ----------
     loss_ : float
-        The training loss of the last measurement.
+        The training loss of the last measurement on all data: that of the trained network if the
+        goal was reached. nan before the first one.
 
     Raises
     ------
     ValueError
-        At the start of training, if `loss` or `every` is not positive.
+        At the start of training, if `loss` or `every` is not positive. In training, if the data
+        are a stream that can be read only once.
 
     See Also
     --------
     StopAtGradientNorm : Stop training at a stationary point.
+
+    Notes
+    -----
+    A check takes a forward pass over the training data only near the goal:
+
+    - An epoch whose running training loss is more than 10 times the goal is not checked. This
+      holds for networks that act in training as in evaluation, and not for those with dropout or
+      batch norm. The loss could in theory fall that much within an epoch; training would then
+      stop at the next epoch that is checked.
+    - Otherwise, the samples with the largest losses are run first. If the sum of their losses
+      shows that the goal is not reached, the others need not be run. This changes no result. It
+      is done for criteria without negative losses.
 
     Examples
     --------
@@ -103,6 +139,8 @@ class StopAtLoss(_StopWhenReached):
     True
     """
 
+    _proof_: Proof | None = None
+
     def __init__(self, loss: float = 0.01, every: int = 1) -> None:
         self.loss = loss
         self.every = every
@@ -110,10 +148,23 @@ class StopAtLoss(_StopWhenReached):
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters."""
         check_number("loss", self.loss)
+        self.loss_, self._proof_ = math.nan, None
         super().on_train_begin(net, **kwargs)
 
+    def on_train_end(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Forget the samples that prove that the goal is not reached."""
+        self._proof_ = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_proof_": None}  # it holds training data
+
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        self.loss_ = mean_loss(training_network(net, dataset))
+        if is_far(net, self.loss):
+            return False
+        network = training_network(net, dataset)
+        if is_above(network, self.loss, self._proof_):
+            return False
+        self.loss_, self._proof_ = mean_loss_with_proof(network, self.loss)
         return self.loss_ <= self.loss
 
     def _goal(self) -> str:
