@@ -11,6 +11,7 @@ from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._fitted_search import FittedSearchMixin
+from relflat_sk.search._remeasure import measure_what_is_new
 from relflat_sk.search._results import check_table, cv_results
 from relflat_sk.search._setup import (
     check_arguments,
@@ -228,8 +229,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            If an argument is not valid, the study to resume is of other data or another space,
-            or no candidate could be trained; lists the reasons.
+            If an argument is not valid, the study to resume was made with something else, or no
+            candidate could be trained; lists the differences or reasons.
         TypeError
             If estimator, space, sampler, pruner or artifact store are of the wrong kind.
         KeyboardInterrupt
@@ -242,15 +243,17 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self._seed = seeds[1]
         objective = self._make_objective(X, y, X_test, y_test)
         check_arguments(self)
-        plan = plan_candidates(self, objective.space)
+        plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
         with log_level(quiet), tempfile.TemporaryDirectory() as folder:
             study = create_study(self, folder)
-            check_resumable(study, objective, n_objectives(self))
+            own_sampler = self.sampler is not None
+            check_resumable(study, objective, n_objectives(self), own_sampler=own_sampler)
+            measure_what_is_new(study, objective)
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )
-            sweep = Sweep(objective, plan, quiet)
+            sweep = Sweep(objective, plan_candidates(self, objective.space), quiet)
             flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)

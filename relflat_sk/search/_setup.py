@@ -110,8 +110,8 @@ def plan_candidates(search: Any, space: Space) -> Plan:
             "finite grid to train. Say how many candidates to train."
         )
     if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
-        return Grid(grid or [])
-    return Draws(int(search.n_trials))
+        return Grid(grid or [], space.distributions())
+    return Draws(int(search.n_trials), space.distributions())
 
 
 def create_study(search: Any, folder: str) -> optuna.Study:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 from optuna.samplers import GridSampler
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -22,9 +23,11 @@ from relflat_sk.search._optuna_internals import (
     OneTrialStudy,
     add_trial,
     fail_trial,
+    is_journal,
     read_trial,
     reread,
     trial_id_of,
+    widen_choices,
 )
 
 STORAGES = {
@@ -127,6 +130,27 @@ def test_a_study_can_be_read_again(study):
     study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
     study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
     assert all(fresh == cached + 1 for cached, fresh in counts)
+
+
+def test_choices_can_be_added(study):
+    """Optuna itself refuses further choices."""
+
+    def objective(trial, choices=("a", "b", "c")):
+        return len(trial.suggest_categorical("x", choices))
+
+    study.optimize(lambda trial: objective(trial, ("a", "b")), n_trials=2)
+    with pytest.raises(ValueError, match="does not support dynamic value space"):
+        study.optimize(objective, n_trials=1)
+    wider = {"x": CategoricalDistribution(("a", "b", "c"))}
+    widen_choices(study, wider)
+    before = [trial.params for trial in study.get_trials()][:2]
+    template = create_trial(state=TrialState.RUNNING, params={"x": "c"}, distributions=wider)
+    OneTrialStudy(study, add_trial(study, template)[0]).optimize(objective, n_trials=1)
+    if not is_journal(study):
+        study.optimize(objective, n_trials=1)
+    fresh = reread(study)
+    assert [trial.params for trial in fresh.get_trials()][:2] == before
+    assert fresh.get_trials()[3].params == {"x": "c"}
 
 
 def private_names_used(path):

@@ -563,10 +563,10 @@ FlatMinimaSearch(
 @pytest.mark.parametrize(
     ("search", "data", "match"),
     [
-        (logistic({"C": [0.1, 0.2]}), (X, Y), "Optuna cannot change that within a study"),
+        (logistic({"C": [0.1, 0.2]}), (X, Y), r"not removed\. Put \[0\.01, 1\.0\] back"),
         (logistic({"tol": [0.1]}), (X, Y), r"was made over \['C'\]"),
-        (logistic(measure="hessian_trace"), (X, Y), r"has no \['hessian_trace'\]"),
-        (logistic(), (X_TEST, Y_TEST), "was made with other data"),
+        (logistic(measure="hessian_trace"), (X, Y), r"search, measure: \['relative_flatness'\]"),
+        (logistic(), (X_TEST, Y_TEST), r"data, X: \(75, 4\) \d+ then, \(75, 4\) \d+ now"),
         (logistic(), (X, NAMES[Y].astype(object)), "In cross-validation leave study_name out"),
     ],
 )
@@ -624,12 +624,12 @@ def test_ctrl_c_before_anything_is_done(tmp_path):
 def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
     path = tmp_path / "trained"
     parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
-    make_search(**parameters, refit=False).fit(X, Y)
-    net = make_net(callbacks=[PressCtrlC(path, at=1)])
+    net = make_net(callbacks=[PressCtrlC(path, at=5)])
+    make_search(net, **parameters, refit=False).fit(X, Y)
     search = make_search(net, **parameters)
     with pytest.raises(KeyboardInterrupt):
         search.fit(X, Y)
-    assert path.exists()
+    assert path.stat().st_size == 5
     assert not hasattr(search, "best_estimator_")
     assert len(search.minima_) == 4
 
@@ -732,10 +732,17 @@ def test_an_estimator_without_a_network():
 
 
 def test_failed_candidates_are_not_trained_again(tmp_path):
+    works = tmp_path / "works"
+
+    class FailsAtFirst(Fails):
+        def fit(self, X, y):
+            return (LogisticRegression if works.exists() else Fails).fit(self, X, y)
+
     parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
     space = {"C": [0.1, 1.0]}
-    make_search(Fails(max_iter=1000), space, **parameters).fit(X, Y)
-    search = make_search(LogisticRegression(max_iter=1000), space, **parameters).fit(X, Y)
+    make_search(FailsAtFirst(max_iter=1000), space, **parameters).fit(X, Y)
+    works.touch()
+    search = make_search(FailsAtFirst(max_iter=1000), space, **parameters).fit(X, Y)
     assert search.minima_["reason"].tolist() == ["", "RuntimeError: out of luck"]
 
 
@@ -819,6 +826,33 @@ def test_bad_arguments_are_refused_before_training(parameters, error, match, mon
     search = logistic().set_params(**parameters)
     with pytest.raises(error, match=match):
         search.fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ((X, Y[:9]), "got 75 samples in X and 9 labels in y"),
+        ((X[:0], Y[:0]), "X holds no samples"),
+        ((X, Y, X[:9], Y[:8]), "got 9 samples in X_test and 8 labels in y_test"),
+        ((X, Y, X[:9].tolist(), Y[:8].tolist()), "got 9 samples in X_test and 8 labels"),
+        ((X, Y, X[:9, :2], Y[:9]), r"X_test must have the shape of X .* \(75, 4\) .* \(9, 2\)"),
+        ((X, Y, X[:9], Y[:9, None]), r"y_test must have the shape of y .* \(9, 1\)"),
+        ((X[Y < 2], Y[Y < 2], X, Y), r"y_test holds classes that are not in y: \[2\]"),
+        ((X, Y, X, NAMES[Y]), r"not in y: \['setosa', 'versicolor', 'virginica'\]"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_before_training(data, match, monkeypatch):
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    with pytest.raises(ValueError, match=match):
+        logistic().fit(*data)
+
+
+def test_a_slip_does_not_bind_a_study(tmp_path):
+    """The corrected call goes on as if nothing had happened."""
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    with pytest.raises(ValueError, match="samples in X_test"):
+        logistic(**parameters).fit(X, Y, X_TEST, Y_TEST[:-1])
+    assert logistic(**parameters).fit(X, Y, X_TEST, Y_TEST).minima_["test_loss"].notna().all()
 
 
 def test_test_data_without_labels():

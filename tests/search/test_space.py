@@ -17,6 +17,7 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import EarlyStopping
 
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
+from relflat_sk.search._trial.continuation import check_space
 from relflat_sk.search._trial.space import Space
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -231,17 +232,25 @@ def test_what_is_no_estimator_is_refused(estimator):
 
 def test_the_same_space_goes_on_with_its_study():
     space = Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 3), "b": lambda trial: 3})
-    space.check_study(study_of(space))
-    # Optuna lets ranges grow
-    Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 4}).check_study(
-        study_of(space)
-    )
+    check_space(space, study_of(space))
+    # ranges and choices may grow
+    wider = {"lr": [0.3, 0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 3}
+    check_space(Space(wider), study_of(space))
+
+
+def test_another_function_does_not_go_on_with_a_study():
+    """The study would show a value that its minima do not have."""
+    space = Space({"b": lambda trial: 3 + trial.suggest_int("x", 0, 1)})
+    study = study_of(space)
+    check_space(Space({"b": lambda trial: trial.suggest_int("x", 0, 1) + 3}), study)
+    with pytest.raises(ValueError, match="another function for 'b': it gave trial 0 the value"):
+        check_space(Space({"b": lambda trial: 5 + trial.suggest_int("x", 0, 1)}), study)
 
 
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        ({"lr": [0.1, 0.2, 0.3]}, "was made with .* for 'lr', this space has"),
+        ({"lr": [0.1, 0.3]}, r"choices can be added, but not removed\. Put \[0.2\] back"),
         ({"lr": FloatDistribution(0.1, 0.2)}, "Optuna cannot change that within a study"),
         ({"lr": [0.1, 0.2], "n": [1]}, r"made over \['lr'\], this space is over \['lr', 'n'\]"),
         ({"n": [1]}, "give this search a study_name of its own"),
@@ -249,9 +258,15 @@ def test_the_same_space_goes_on_with_its_study():
 )
 def test_another_space_does_not_go_on_with_a_study(other, match):
     with pytest.raises(ValueError, match=match):
-        Space(other).check_study(study_of(Space({"lr": [0.1, 0.2]})))
+        check_space(Space(other), study_of(Space({"lr": [0.1, 0.2]})))
+
+
+def test_another_scale_does_not_go_on_with_a_study():
+    study = study_of(Space({"lr": FloatDistribution(0.1, 0.2)}))
+    with pytest.raises(ValueError, match=r"cannot change that .*\. Draw this parameter as the"):
+        check_space(Space({"lr": FloatDistribution(0.1, 0.2, log=True)}), study)
 
 
 def test_fewer_parameters_than_the_study_has():
     with pytest.raises(ValueError, match="was made over"):
-        Space({"lr": [0.1]}).check_study(study_of(Space({"lr": [0.1], "n": [1]})))
+        check_space(Space({"lr": [0.1]}), study_of(Space({"lr": [0.1], "n": [1]})))

@@ -4,7 +4,6 @@ from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import Plan, is_cut_short
 from relflat_sk.search._sharing.flattest import FlattestSoFar
 from relflat_sk.search._sharing.study import (
-    check_data,
     check_resumable,
     in_memory,
     log_level,
@@ -19,7 +18,6 @@ __all__ = [
     "Grid",
     "Plan",
     "Sweep",
-    "check_data",
     "check_resumable",
     "in_memory",
     "is_cut_short",

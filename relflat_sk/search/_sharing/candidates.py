@@ -1,7 +1,7 @@
 """Plan what a search trains: all combinations of its choices, or a number of draws."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,15 @@ class Grid(Plan):
     ----------
     points : list of dict
         The combinations, by parameter name, as Optuna stores the values.
+    choices : dict of str to optuna.distributions.BaseDistribution, optional
+        What the values are chosen from.
     """
 
-    def __init__(self, points: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, points: list[dict[str, Any]], choices: Mapping[str, BaseDistribution] | None = None
+    ) -> None:
         self.points = points
+        self.choices = choices or {}
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
         """Count the combinations that no trial holds."""
@@ -52,10 +57,15 @@ class Draws(Plan):
     ----------
     n_trials : int
         Number of draws, those of earlier sessions included.
+    choices : dict of str to optuna.distributions.BaseDistribution, optional
+        What the values are chosen from.
     """
 
-    def __init__(self, n_trials: int) -> None:
+    def __init__(
+        self, n_trials: int, choices: Mapping[str, BaseDistribution] | None = None
+    ) -> None:
         self.n_trials = n_trials
+        self.choices = choices or {}
 
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
         """Count the draws that no trial holds."""

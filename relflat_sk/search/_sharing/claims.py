@@ -27,10 +27,11 @@ attribute    meaning
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from relflat_sk.search._optuna_internals import (
@@ -58,7 +59,16 @@ NUMBER = "candidate"
 
 
 class Plan(ABC):
-    """The candidates that a search is to train."""
+    """The candidates that a search is to train.
+
+    Attributes
+    ----------
+    choices : dict of str to optuna.distributions.BaseDistribution
+        What the values of the candidates are chosen from. A trial whose values are in here has
+        them from the beginning, see `_optuna_internals.widen_choices`.
+    """
+
+    choices: Mapping[str, BaseDistribution]
 
     @abstractmethod
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
@@ -121,8 +131,12 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
         candidate = plan.next_candidate(study, trials)
         if candidate is None:
             return None
+        point = candidate.get(FIXED_VALUES, {})
+        chosen = {name: plan.choices[name] for name in point if name in plan.choices}
         template = create_trial(
             state=TrialState.RUNNING,
+            params={name: point[name] for name in chosen},
+            distributions=chosen,
             user_attrs={"process": this_process(), "sweep": sweep},
             system_attrs=candidate,
         )

@@ -1,21 +1,21 @@
 """Open a study and its storage, check that a search may resume it, copy it into memory."""
 
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from relflat_sk._minima_table import remeasured_key
-from relflat_sk.search._trial import MinimaObjective
+from relflat_sk.search._optuna_internals import is_journal, widen_choices
+from relflat_sk.search._sharing.claims import give_up_abandoned
+from relflat_sk.search._trial import MinimaObjective, check_made_with, check_space, new_choices
 
-__all__ = ["check_data", "check_resumable", "in_memory", "log_level", "open_storage"]
+__all__ = ["check_resumable", "in_memory", "log_level", "open_storage"]
 
 PATIENCE = (0.1, 0.3, 1.0)  # seconds between attempts
 _SQLITE_TIMEOUT = 60  # seconds to wait for a lock; SQLite's own 5 are few for a slow disk
@@ -60,7 +60,13 @@ def _open(storage: Any) -> BaseStorage:
     return optuna.storages.get_storage(storage)
 
 
-def check_resumable(study: optuna.Study, objective: MinimaObjective, n_objectives: int = 1) -> None:
+def check_resumable(
+    study: optuna.Study,
+    objective: MinimaObjective,
+    n_objectives: int = 1,
+    *,
+    own_sampler: bool = False,
+) -> None:
     """Refuse to resume a study whose minima cannot be compared with those of this search.
 
     Parameters
@@ -71,12 +77,14 @@ def check_resumable(study: optuna.Study, objective: MinimaObjective, n_objective
         Space, measures and data of this search.
     n_objectives : int, default=1
         Number of objectives of this search.
+    own_sampler : bool, default=False
+        Whether a sampler of the user draws, and not a `CandidateSampler`.
 
     Raises
     ------
     ValueError
-        If the study has other directions, another space, other data, or a trial that lacks
-        one of the measures.
+        If the study has other directions, another space, or a trial without the first measure,
+        or if its minima were made by another estimator, on other data or with other settings.
     """
     name = study.study_name
     if study.directions != [StudyDirection.MINIMIZE] * n_objectives:
@@ -85,52 +93,29 @@ def check_resumable(study: optuna.Study, objective: MinimaObjective, n_objective
             f"{[direction.name.lower() for direction in study.directions]}, this search needs "
             f"{['minimize'] * n_objectives}. Give this search a study_name of its own."
         )
-    objective.space.check_study(study)
+    give_up_abandoned(study)
+    check_space(objective.space, study)
+    check_made_with(study, objective)
+    wider = new_choices(objective.space, study)
+    drawn = own_sampler or objective.space.grid() is None
+    if wider and drawn and is_journal(study):
+        raise ValueError(
+            f"study {name!r} has fewer choices for {sorted(wider)} than this space, and is in a "
+            "journal, to which choices can be added only if the space has nothing but choices and "
+            "no sampler is given. Give this search a study_name of its own."
+        )
+    widen_choices(study, wider)
+    attributes = study.user_attrs
+    needed = {one for one in objective.names[:n_objectives] if one in objective.measures}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        found = trial.user_attrs | study.user_attrs.get(remeasured_key(trial), {})
-        lacking = [measure for measure in objective.measures if measure not in found]
+        found = trial.user_attrs | attributes.get(remeasured_key(trial), {})
+        lacking = sorted(needed - found.keys())
         if lacking:
             raise ValueError(
                 f"trial {trial.number} of study {name!r} has no {lacking}. Give this search a "
                 "study_name of its own. If weights were saved (artifact_store), you can instead "
                 f"call remeasure({lacking}) on a search with the measures of that study."
             )
-    check_data(study, objective)
-
-
-def check_data(study: optuna.Study, objective: MinimaObjective) -> None:
-    """Refuse data other than those that a study was made with, and note them in a new study.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    objective : MinimaObjective
-        Holds the data.
-
-    Raises
-    ------
-    ValueError
-        If the data differ in shape or content.
-    """
-    name = study.study_name
-    digest = [_digest(objective.X), _digest(objective.y)]
-    if study.user_attrs.get("data", digest) != digest:
-        raise ValueError(
-            f"study {name!r} was made with other data; give this search a study_name of its own. "
-            "In cross-validation leave study_name out: every fold is a search of its own."
-        )
-    study.set_user_attr("data", digest)
-
-
-def _digest(data: Any) -> str | None:
-    """Return a short text that changes with the data; None if the data are not an array."""
-    array = np.asarray(data) if hasattr(data, "__array__") or isinstance(data, list) else None
-    if array is None or not array.ndim:
-        return None
-    if array.dtype == object:
-        array = array.astype(str)
-    return f"{array.shape} {zlib.crc32(np.ascontiguousarray(array).tobytes())}"
 
 
 def in_memory(study: optuna.Study) -> optuna.Study:

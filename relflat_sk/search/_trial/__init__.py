@@ -1,7 +1,18 @@
 """One trial of a search: a candidate is trained on all the data, measured and recorded."""
 
+from relflat_sk.search._trial.continuation import check_space, new_choices
 from relflat_sk.search._trial.objective import MinimaObjective
+from relflat_sk.search._trial.provenance import check_made_with
+from relflat_sk.search._trial.recording import measure_held_out
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.weights import ARTIFACT
 
-__all__ = ["ARTIFACT", "MinimaObjective", "Space"]
+__all__ = [
+    "ARTIFACT",
+    "MinimaObjective",
+    "Space",
+    "check_made_with",
+    "check_space",
+    "measure_held_out",
+    "new_choices",
+]

@@ -5,10 +5,27 @@ from typing import Any
 
 from relflat_sk._checks import is_number
 
-__all__ = ["LR_SCALINGS", "scale_lr"]
+__all__ = ["check_lr_scaling", "scale_lr"]
 
 LR_SCALINGS = (None, "linear")
 RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
+
+
+def check_lr_scaling(lr_scaling: Any) -> None:
+    """Refuse a rule of scaling that there is not.
+
+    Parameters
+    ----------
+    lr_scaling : "linear" or None
+        The rule.
+
+    Raises
+    ------
+    ValueError
+        If it is another one.
+    """
+    if lr_scaling not in LR_SCALINGS:
+        raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
 
 
 def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:

@@ -14,11 +14,13 @@ from relflat_sk._minima_table import NO_REASON
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
+from relflat_sk.search._trial.arguments import check_data
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.goal import AUTO, check_goal
 from relflat_sk.search._trial.isolation import in_isolation
-from relflat_sk.search._trial.learning_rate import LR_SCALINGS, scale_lr
+from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
+from relflat_sk.search._trial.provenance import check_study_of
 from relflat_sk.search._trial.recording import (
     check_names,
     measure_once,
@@ -141,15 +143,12 @@ class MinimaObjective:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         check_direction(direction)
         check_goal(goal, estimator)
-        if lr_scaling not in LR_SCALINGS:
-            raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
-        if (X_test is None) != (y_test is None):
-            raise ValueError("X_test and y_test go together: give both or neither.")
+        check_lr_scaling(lr_scaling)
         self.estimator = estimator
-        self.X, self.y = X, y
-        self.X_test, self.y_test = X_test, y_test
+        self.X, self.y, self.X_test, self.y_test = X, y, X_test, y_test
         self.space = Space(space)
         self.space.check(estimator)
+        check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)  # names: one objective each
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
@@ -157,6 +156,7 @@ class MinimaObjective:
         self.goal = goal
         self.base_seed = None if random_state is None else draw_seed(random_state)
         self.n_threads = n_threads
+        self.checked: set[str] = set()  # names of studies
 
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         """Train and measure one candidate.
@@ -176,9 +176,10 @@ class MinimaObjective:
         Raises
         ------
         ValueError
-            If the study optimises in other directions.
+            If the study has other directions, or its minima were made with something else.
         """
         check_directions(trial, self.direction, len(self.names))
+        check_study_of(trial, self)
         return self.run(trial)[0]
 
     @in_isolation

@@ -19,6 +19,7 @@ from relflat_sk.search._trial.training_data import TrainingData
 __all__ = [
     "Measured",
     "check_names",
+    "measure_held_out",
     "measure_once",
     "record_held_out",
     "record_measures",
@@ -26,6 +27,13 @@ __all__ = [
 ]
 
 TRAIN_LOSS = "train_loss"
+
+
+class _Attributes(dict[str, Any]):
+    """User attributes, recorded as in a trial, but in a dict."""
+
+    def set_user_attr(self, name: str, value: Any) -> None:
+        self[name] = value
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def _has_finite_weights(module: nn.Module) -> bool:
 
 
 def record_held_out(
-    trial: optuna.Trial,
+    trial: optuna.Trial | _Attributes,
     estimator: Any,
     train_loss: float,
     data: TrainingData,
@@ -177,6 +185,34 @@ def record_held_out(
     for name, X, y in (("train", data.X, data.y), ("test", X_test, y_test)):
         if y is not None and hasattr(estimator, "score"):
             trial.set_user_attr(f"{name}_score", float(estimator.score(X, y)))
+
+
+def measure_held_out(
+    estimator: Any, train_loss: float, data: TrainingData, X_test: Any, y_test: Any
+) -> dict[str, float]:
+    """Measure what `record_held_out` records, for a minimum of an earlier session.
+
+    Parameters
+    ----------
+    estimator : estimator
+        The trained candidate.
+    train_loss : float
+        Mean loss on the training data.
+    data : TrainingData
+        The training data.
+    X_test : array-like of shape (n_test, ...)
+        Held-out data.
+    y_test : array-like of shape (n_test, ...)
+        Their labels or values.
+
+    Returns
+    -------
+    dict of str to float
+        The columns of the table of minima.
+    """
+    found = _Attributes()
+    record_held_out(found, estimator, train_loss, data, X_test, y_test)
+    return found
 
 
 def record_verdict(

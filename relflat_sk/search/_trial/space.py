@@ -1,76 +1,33 @@
 """Draw the parameters that a search varies: choices, distributions, functions of a trial."""
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeGuard
+from typing import Any
 
-import numpy as np
 import optuna
 from optuna.distributions import (
     BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
 )
-from optuna.trial import FixedTrial, FrozenTrial, TrialState
+from optuna.trial import FixedTrial, FrozenTrial
 from skorch import NeuralNet
 
+from relflat_sk.search._trial.description import describe
+from relflat_sk.search._trial.entries import (
+    PLAIN,
+    Choices,
+    Computed,
+    Drawn,
+    is_choice,
+    read_entry,
+)
 from relflat_sk.search._trial.training_data import DATA_NAMES, is_data_name
 
 __all__ = ["Space"]
 
-_PLAIN = (type(None), bool, int, float, str)
 # parts of a skorch net: parameters such as module__n_features are arguments of their constructors
 _PARTS = ("module", "criterion", "optimizer")
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """A list of values, with the labels by which Optuna knows those that it cannot store.
-
-    The labels are made once: a class of a script has another `repr` in a worker process.
-    """
-
-    values: Sequence[Any]
-    labels: list[Any]
-
-    @property
-    def distribution(self) -> CategoricalDistribution:
-        return CategoricalDistribution(self.labels)
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        return self.values[self.labels.index(trial.suggest_categorical(name, self.labels))]
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """A range of numbers, from which the sampler draws."""
-
-    distribution: FloatDistribution | IntDistribution
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        own = self.distribution
-        if isinstance(own, IntDistribution):
-            return trial.suggest_int(name, own.low, own.high, step=own.step, log=own.log)
-        return trial.suggest_float(name, own.low, own.high, step=own.step, log=own.log)
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """A function of the trial; its result is recorded unless the trial has drawn it itself."""
-
-    function: Callable[[optuna.Trial], Any]
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        value = self.function(trial)
-        if name not in trial.params:
-            plain = value.item() if isinstance(value, np.generic) else value
-            trial.set_user_attr(f"param_{name}", _label(plain))
-        return value
 
 
 class Space:
@@ -115,7 +72,7 @@ class Space:
             raise ValueError(
                 "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
             )
-        self.entries = {str(name): _entry(name, values) for name, values in space.items()}
+        self.entries = {str(name): read_entry(name, values) for name, values in space.items()}
 
     def check(self, estimator: Any) -> None:
         """Refuse names that are not parameters of an estimator, before anything is trained.
@@ -157,41 +114,26 @@ class Space:
         return {
             name: entry.distribution
             for name, entry in self.entries.items()
-            if not isinstance(entry, _Computed)
+            if not isinstance(entry, Computed)
         }
 
-    def check_study(self, study: optuna.Study) -> None:
-        """Refuse to resume a study of another space.
+    def describe_choices(self) -> dict[str, str]:
+        """Describe the values that Optuna cannot store, and the functions.
 
-        Parameters
-        ----------
-        study : optuna.Study
-            The study to resume.
-
-        Raises
-        ------
-        ValueError
-            If the study's trials have other parameters, or drew them from other choices.
+        Returns
+        -------
+        dict of str to str
+            Descriptions of choices by parameter and label, and of functions by parameter.
         """
-        drawn = self.distributions()
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            extra = set(trial.params) - set(drawn) if len(drawn) == len(self.entries) else set()
-            if extra or set(drawn) - set(trial.params):
-                raise ValueError(
-                    f"study {study.study_name!r} was made over {sorted(trial.params)}, this space "
-                    f"is over {sorted(self.entries)}; give this search a study_name of its own."
-                )
-            for name, distribution in drawn.items():
-                before = trial.distributions[name]
-                categorical = isinstance(distribution, CategoricalDistribution)
-                if not isinstance(distribution, type(before)) or (
-                    categorical and before != distribution
-                ):
-                    raise ValueError(
-                        f"study {study.study_name!r} was made with {before} for {name!r}, this "
-                        f"space has {distribution}. Optuna cannot change that within a study; "
-                        "give this search a study_name of its own."
-                    )
+        found = {}
+        for name, entry in self.entries.items():
+            if isinstance(entry, Choices):
+                for label, value in zip(entry.labels, entry.values, strict=True):
+                    if not isinstance(value, PLAIN):
+                        found[f"{name}={label}"] = describe(value)
+            elif isinstance(entry, Computed):
+                found[name] = describe(entry.function)
+        return found
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Draw one value for each parameter.
@@ -238,64 +180,10 @@ class Space:
             Labels by parameter name, as Optuna stores them, without the parameters that
             functions compute from them. None if there are no choices, or also distributions.
         """
-        columns = {n: entry.labels for n, entry in self.entries.items() if _is_choice(entry)}
-        if not columns or any(isinstance(entry, _Drawn) for entry in self.entries.values()):
+        columns = {n: entry.labels for n, entry in self.entries.items() if is_choice(entry)}
+        if not columns or any(isinstance(entry, Drawn) for entry in self.entries.values()):
             return None
         return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
-
-
-def _is_choice(entry: Any) -> TypeGuard[_Choices]:
-    return isinstance(entry, _Choices)
-
-
-def _entry(name: str, values: Any) -> _Choices | _Drawn | _Computed:
-    """Read one entry of a space."""
-    if isinstance(values, CategoricalDistribution):
-        values = list(values.choices)
-    if isinstance(values, FloatDistribution | IntDistribution):
-        return _Drawn(values)
-    if hasattr(values, "tolist"):  # arrays, series, tensors
-        values = values.tolist()
-    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        if not len(values):
-            raise ValueError(f"space[{name!r}] has no choices.")
-        plain = [value.item() if isinstance(value, np.generic) else value for value in values]
-        choices = _without_repetition(plain)
-        return _Choices(choices, _labels(choices))
-    if callable(values) and not isinstance(values, type):
-        return _Computed(values)
-    raise TypeError(
-        f"space[{name!r}] must be a list of choices, an optuna distribution or a function of a "
-        f"trial, got {values!r}. A single value goes into a list: [{_name(values)}]."
-    )
-
-
-def _without_repetition(values: Sequence[Any]) -> list[Any]:
-    """Drop plain values that are listed again; two objects are always two choices."""
-    keys = [
-        (type(value), value) if isinstance(value, _PLAIN) else (index,)
-        for index, value in enumerate(values)
-    ]
-    return [value for index, value in enumerate(values) if keys.index(keys[index]) == index]
-
-
-def _labels(values: Sequence[Any]) -> list[Any]:
-    """Label each value; values that are equal to Optuna, such as 1 and True, by number."""
-    labels = [_label(value) for value in values]
-    if len(set(labels)) < len(labels):
-        labels = [f"{index}: {_name(value)}" for index, value in enumerate(values)]
-    return labels
-
-
-def _label(value: Any) -> Any:
-    """Return a value if Optuna can store it, or else a text that every process agrees on."""
-    is_nan = isinstance(value, float) and value != value  # noqa: PLR0124
-    return value if isinstance(value, _PLAIN) and not is_nan else _name(value)
-
-
-def _name(value: Any) -> str:
-    name = getattr(value, "__name__", None) or repr(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address differs in every process
 
 
 def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "") -> str:

@@ -1,0 +1,87 @@
+"""Check that the data of an objective fit together, before anything is trained."""
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["check_data"]
+
+
+def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
+    """Refuse data that do not fit together: samples and labels, training and held-out data.
+
+    Parameters
+    ----------
+    X : array-like of shape (n, ...)
+        Training data.
+    y : array-like of shape (n, ...)
+        Their labels or values.
+    X_test : array-like of shape (n_test, ...) or None
+        Held-out data.
+    y_test : array-like of shape (n_test, ...) or None
+        Their labels or values.
+    classifier : bool
+        Whether y holds classes.
+
+    Raises
+    ------
+    ValueError
+        If lengths, shapes or classes differ where they must not.
+    """
+    if (X_test is None) != (y_test is None):
+        raise ValueError("X_test and y_test go together: give both or neither.")
+    for data, labels, names in ((X, y, ("X", "y")), (X_test, y_test, ("X_test", "y_test"))):
+        _check_lengths(data, labels, names)
+    if X_test is None:
+        return
+    for name, train, test in (("X", X, X_test), ("y", y, y_test)):
+        one, other = _shape(train), _shape(test)
+        if one is not None and other is not None and one[1:] != other[1:]:
+            raise ValueError(
+                f"{name}_test must have the shape of {name} but for the number of samples, got "
+                f"{name} of shape {one} and {name}_test of shape {other}."
+            )
+    if classifier:
+        _check_classes(y, y_test)
+
+
+def _check_lengths(data: Any, labels: Any, names: tuple[str, str]) -> None:
+    """Refuse samples and labels of unequal number, or none at all."""
+    n, n_labels = _length(data), _length(labels)
+    if n == 0:
+        raise ValueError(f"{names[0]} holds no samples.")
+    if n is not None and n_labels is not None and n != n_labels:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have as many samples as labels, got {n} samples in "
+            f"{names[0]} and {n_labels} labels in {names[1]}."
+        )
+
+
+def _check_classes(y: Any, y_test: Any) -> None:
+    """Refuse classes that are held out but not trained on."""
+    if _shape(y) is None or _shape(y_test) is None:
+        return
+    known, held_out = (set(np.ravel(np.asarray(one)).tolist()) for one in (y, y_test))
+    unknown = held_out - known
+    if unknown:
+        raise ValueError(
+            f"y_test holds classes that are not in y: {sorted(unknown, key=str)[:10]}. The loss "
+            "on them is not defined. Leave these samples out of X_test and y_test, or add "
+            "samples of these classes to X and y."
+        )
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array, data frame, tensor or sparse matrix; None for all others."""
+    shape = getattr(data, "shape", None)
+    if shape is None and isinstance(data, list) and data and not hasattr(data[0], "__len__"):
+        shape = (len(data),)
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of samples, None if it is not known without reading the data."""
+    shape = _shape(data)
+    if shape:
+        return shape[0]
+    return len(data) if isinstance(data, list) else None

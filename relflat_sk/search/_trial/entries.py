@@ -1,0 +1,239 @@
+"""The entries of a space: lists of choices, ranges of numbers, functions of a trial."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+__all__ = ["PLAIN", "Choices", "Computed", "Drawn", "as_stored", "is_choice", "read_entry"]
+
+PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A list of values, with the labels by which Optuna knows those that it cannot store.
+
+    The labels are made once: a class of a script has another `repr` in a worker process.
+
+    Parameters
+    ----------
+    values : sequence
+        The values, as the estimator takes them.
+    labels : list
+        Their labels.
+    """
+
+    values: Sequence[Any]
+    labels: list[Any]
+
+    @property
+    def distribution(self) -> CategoricalDistribution:
+        """The distribution that Optuna draws from."""
+        return CategoricalDistribution(self.labels)
+
+    def in_order_of(self, labels: Sequence[Any]) -> "Choices":
+        """Return the same choices in another order.
+
+        Parameters
+        ----------
+        labels : sequence
+            The labels of the choices that come first; labels of other choices are ignored.
+
+        Returns
+        -------
+        Choices
+            The choices.
+        """
+        known = [self.labels.index(label) for label in labels if label in self.labels]
+        order = [*known, *(index for index in range(len(self.labels)) if index not in known)]
+        return Choices([self.values[i] for i in order], [self.labels[i] for i in order])
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """Draw a value.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+            The trial that draws.
+        name : str
+            The parameter.
+
+        Returns
+        -------
+        object
+            The value, as the estimator takes it.
+        """
+        return self.values[self.labels.index(trial.suggest_categorical(name, self.labels))]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A range of numbers, from which the sampler draws.
+
+    Parameters
+    ----------
+    distribution : FloatDistribution or IntDistribution
+        The range.
+    """
+
+    distribution: FloatDistribution | IntDistribution
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """Draw a value.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+            The trial that draws.
+        name : str
+            The parameter.
+
+        Returns
+        -------
+        object
+            The value, as the estimator takes it.
+        """
+        own = self.distribution
+        if isinstance(own, IntDistribution):
+            return trial.suggest_int(name, own.low, own.high, step=own.step, log=own.log)
+        return trial.suggest_float(name, own.low, own.high, step=own.step, log=own.log)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A function of the trial; its result is recorded unless the trial has drawn it itself.
+
+    Parameters
+    ----------
+    function : callable
+        From a trial to the value.
+    """
+
+    function: Callable[[optuna.Trial], Any]
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """Draw a value.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+            The trial that draws.
+        name : str
+            The parameter.
+
+        Returns
+        -------
+        object
+            The value, as the estimator takes it.
+        """
+        value = self.function(trial)
+        if name not in trial.params:
+            trial.set_user_attr(f"param_{name}", as_stored(value))
+        return value
+
+
+def is_choice(entry: Any) -> TypeGuard[Choices]:
+    """Return whether an entry of a space is a list of choices.
+
+    Parameters
+    ----------
+    entry : Choices, Drawn or Computed
+        The entry.
+
+    Returns
+    -------
+    bool
+        False for ranges and functions.
+    """
+    return isinstance(entry, Choices)
+
+
+def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
+    """Read one entry of a space.
+
+    Parameters
+    ----------
+    name : str
+        The parameter.
+    values : list, Optuna distribution or callable
+        The entry as the user gave it.
+
+    Returns
+    -------
+    Choices, Drawn or Computed
+        The entry.
+
+    Raises
+    ------
+    TypeError
+        If it is none of these.
+    ValueError
+        If there are no choices.
+    """
+    if isinstance(values, CategoricalDistribution):
+        values = list(values.choices)
+    if isinstance(values, FloatDistribution | IntDistribution):
+        return Drawn(values)
+    if hasattr(values, "tolist"):  # arrays, series, tensors
+        values = values.tolist()
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        if not len(values):
+            raise ValueError(f"space[{name!r}] has no choices.")
+        plain = [value.item() if isinstance(value, np.generic) else value for value in values]
+        choices = _without_repetition(plain)
+        return Choices(choices, _labels(choices))
+    if callable(values) and not isinstance(values, type):
+        return Computed(values)
+    raise TypeError(
+        f"space[{name!r}] must be a list of choices, an optuna distribution or a function of a "
+        f"trial, got {values!r}. A single value goes into a list: [{_name(values)}]."
+    )
+
+
+def _without_repetition(values: Sequence[Any]) -> list[Any]:
+    """Drop plain values that are listed again; two objects are always two choices."""
+    keys = [
+        (type(value), value) if isinstance(value, PLAIN) else (index,)
+        for index, value in enumerate(values)
+    ]
+    return [value for index, value in enumerate(values) if keys.index(keys[index]) == index]
+
+
+def _labels(values: Sequence[Any]) -> list[Any]:
+    """Label each value; values that are equal to Optuna, such as 1 and True, by number."""
+    labels = [_label(value) for value in values]
+    if len(set(labels)) < len(labels):
+        labels = [f"{index}: {_name(value)}" for index, value in enumerate(values)]
+    return labels
+
+
+def as_stored(value: Any) -> Any:
+    """Return the result of a function as a study stores it.
+
+    Parameters
+    ----------
+    value : object
+        The result.
+
+    Returns
+    -------
+    None, bool, int, float or str
+        The value, or its name if it is none of these.
+    """
+    return _label(value.item() if isinstance(value, np.generic) else value)
+
+
+def _label(value: Any) -> Any:
+    """Return a value if Optuna can store it, or else a text that every process agrees on."""
+    is_nan = isinstance(value, float) and value != value  # noqa: PLR0124
+    return value if isinstance(value, PLAIN) and not is_nan else _name(value)
+
+
+def _name(value: Any) -> str:
+    name = getattr(value, "__name__", None) or repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address differs in every process

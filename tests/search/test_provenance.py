@@ -1,0 +1,374 @@
+"""Tests of resumed studies: what changes results is refused, what does not goes on."""
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from optuna.distributions import FloatDistribution
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.storages import InMemoryStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch.callbacks import EpochTimer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessWarning,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    measure,
+)
+from relflat_sk.search._trial.provenance import MADE_WITH, check_made_with
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
+
+
+class Linear(nn.Module):
+    def __init__(self, n_features=4, n_outputs=3, hidden_layer_sizes=()):
+        super().__init__()
+        self.layer = nn.Linear(n_features, n_outputs)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def make_net(**parameters):
+    defaults = {
+        "flatness_weight": 0,
+        "module__hidden_layer_sizes": (4,),
+        "max_epochs": 2,
+        "lr": 0.05,
+        "callbacks": [StopAtLoss(0.5)],
+        "verbose": 0,
+    }
+    return RelativeFlatnessRegularizedClassifier(**{**defaults, **parameters})
+
+
+def make_pipe(**parameters):
+    pipe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    return pipe.set_params(**parameters)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    return {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+
+
+def logistic(space=None, estimator=None, **parameters):
+    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
+    space = {"C": [0.1, 1.0]} if space is None else space
+    return FlatMinimaSearch(
+        estimator, space, **{"random_state": 0, "depth_band": None, **parameters}
+    )
+
+
+def of_nets(estimator, space=None, **parameters):
+    space = {"batch_size": [16, 32]} if space is None else space
+    return FlatMinimaSearch(estimator, space, random_state=0, refit=False, **parameters)
+
+
+# -- refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"module": Linear}, r"estimator, module: the default then, Linear \(source \w+\) now"),
+        (
+            {"module__hidden_layer_sizes": (8,)},
+            r"module__hidden_layer_sizes: \[4\] then, \[8\] now",
+        ),
+        ({"callbacks": [StopAtLoss(0.1)]}, r"callbacks: .*StopAtLoss\(loss=0.5\)\] then, .*0\.1"),
+        ({"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
+        ({"flatness_weight": 0.1}, "flatness_weight: 0 then, the default now"),
+        ({"random_state": 3}, "random_state: the default then, 3 now"),
+    ],
+)
+def test_another_net_is_refused(stored, changed, match):
+    of_nets(make_net(), **stored).fit(X, Y)
+    with pytest.raises(ValueError, match=match) as caught:
+        of_nets(make_net(**changed), **stored).fit(X, Y)
+    assert "study 'sweep' was made with something else" in str(caught.value)
+    assert "Give this call a study_name of its own" in str(caught.value)
+    (line,) = [line for line in str(caught.value).split("\n") if " then, " in line]
+    assert line.startswith("  estimator, ")
+
+
+def test_the_module_that_was_edited_is_refused(stored, monkeypatch):
+    with pytest.warns(FlatnessWarning, match="no candidate converged"):
+        of_nets(make_net(module=Linear, max_epochs=1), **stored).fit(X, Y)
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+    monkeypatch.setattr(Linear, "forward", forward)
+    with pytest.raises(ValueError, match=r"module: Linear \(source \w+\) then, Linear \(source"):
+        of_nets(make_net(module=Linear, max_epochs=1), **stored).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "match"),
+    [
+        (make_pipe(standardscaler__with_mean=False), "estimator, standardscaler__with_mean: the"),
+        (make_pipe(logisticregression__tol=0.1), "estimator, logisticregression__tol: the"),
+        (make_pipe(standardscaler="passthrough"), "estimator, standardscaler: sklearn.Standard"),
+        (
+            make_pipeline(LogisticRegression(max_iter=1000)),
+            r"steps: \['standardscaler', 'logisticregression'\] then, \['logisticregression'\] now",
+        ),
+    ],
+)
+def test_another_step_of_a_pipeline_is_refused(stored, estimator, match):
+    space = {"logisticregression__C": [0.1, 1.0]}
+    logistic(space, make_pipe(), **stored).fit(X, Y)
+    logistic(space, make_pipe(logisticregression__C=7.0), **stored).fit(X, Y)  # is in the space
+    with pytest.raises(ValueError, match=match):
+        logistic(space, estimator, **stored).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("search", "data", "match"),
+    [
+        (logistic(), (X + 1, Y), r"data, X: \(75, 4\) \d+ then, \(75, 4\) \d+ now"),
+        (logistic(), (X, Y[::-1]), r"data, y: \(75,\) \d+ then"),
+        (logistic(), (X, Y, X_TEST[:9], Y_TEST[:9]), r"held-out data, X_test: \(75, 4\) \d+ then"),
+        (logistic(random_state=1), (X, Y), r"search, random_state: \d+ then, \d+ now"),
+        (logistic(random_state=None), (X, Y), r"search, random_state: \d+ then, the default now"),
+        (logistic(goal=0.9), (X, Y), "search, goal: the default then, 0.9 now"),
+        (logistic(measure="l2_norm"), (X, Y), r"measure: \['relative_flatness'\] then, \['l2_norm"),
+    ],
+)
+def test_other_data_seeds_and_measures_are_refused(stored, search, data, match):
+    logistic(**stored).fit(X, Y, X_TEST, Y_TEST)
+    with pytest.raises(ValueError, match=match):
+        search.set_params(**stored).fit(*data)
+
+
+def test_scaled_learning_rates_are_those_of_the_same_batch_size(stored):
+    space = {"batch_size": [8, 16]}
+    of_nets(make_net(max_epochs=9), space, lr_scaling="linear", **stored).fit(X, Y)
+    with pytest.raises(ValueError, match="batch_size: the default then, 64 now"):
+        of_nets(make_net(max_epochs=9, batch_size=64), space, lr_scaling="linear", **stored).fit(
+            X, Y
+        )
+    with pytest.raises(ValueError, match="lr_scaling: 'linear' then, the default now"):
+        of_nets(make_net(max_epochs=9), space, **stored).fit(X, Y)
+
+
+def test_choices_of_the_same_name_with_other_parameters_are_refused(stored):
+    """Optuna knows an object by a label only."""
+
+    class Stop(StopAtLoss):
+        def __repr__(self):
+            return "stop"
+
+    def search(goal, **parameters):
+        return of_nets(make_net(max_epochs=20), {"callbacks": [[Stop(goal)], None]}, **parameters)
+
+    search(0.6, **stored).fit(X, Y)
+    with pytest.raises(ValueError, match=r"choices, callbacks=\[stop\]: \[Stop.*0\.6\)\] then"):
+        search(0.7, **stored).fit(X, Y)
+
+
+def test_a_study_for_remeasuring_is_of_the_same_estimator(stored, tmp_path):
+    search = logistic(artifact_store=tmp_path / "minima", **stored).fit(X, Y)
+    search.set_params(estimator__fit_intercept=False)
+    with pytest.raises(ValueError, match="fit_intercept: the default then, False now"):
+        search.remeasure(["l2_norm"], X, Y)
+
+
+# -- goes on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: logistic(verbose=1),
+        lambda: logistic(sampler=RandomSampler(seed=0), n_trials=4),
+        lambda: logistic(pruner=optuna.pruners.MedianPruner()),
+        lambda: logistic({"C": [1.0, 0.1]}),
+        lambda: logistic(estimator=LogisticRegression(max_iter=1000, C=5.0)),
+    ],
+    ids=["verbose", "sampler", "pruner", "order", "in the space"],
+)
+def test_what_does_not_change_results_goes_on(stored, make):
+    first = logistic(**stored).fit(X, Y).study_.trials
+    again = make().set_params(**stored).fit(X, Y)
+    assert again.study_.trials[:2] == first
+
+
+def test_callbacks_that_only_log_do_not_matter(stored):
+    of_nets(make_net(max_epochs=20), **stored).fit(X, Y)
+    noisy = make_net(max_epochs=20, callbacks=[StopAtLoss(0.5), EpochTimer()], verbose=1)
+    assert len(of_nets(noisy, **stored).fit(X, Y).study_.trials) == 2
+
+
+STORAGES = {
+    "memory": lambda folder: InMemoryStorage(),
+    "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
+    "journal": lambda folder: JournalStorage(JournalFileBackend(str(folder / "minima.log"))),
+}
+
+
+@pytest.mark.parametrize("n_trials", [False, True], ids=["grid", "tpe"])
+@pytest.mark.parametrize("kind", STORAGES)
+def test_choices_can_be_added(tmp_path, kind, n_trials):
+    parameters = {"storage": STORAGES[kind](tmp_path), "study_name": "sweep"}
+    first = logistic(n_trials=2 if n_trials else None, **parameters).fit(X, Y).study_.trials
+    wider = {"C": [5.0, 0.1, 0.01, 1.0]}
+    wide = logistic(wider, n_trials=4 if n_trials else None, **parameters).fit(X, Y)
+    assert [trial.params for trial in wide.study_.trials[:2]] == [one.params for one in first]
+    alone = logistic(wider).fit(X, Y)
+    columns = ["param_C", "relative_flatness", "train_loss", "rank"]
+    assert wide.minima_[columns].equals(alone.minima_[columns])
+    with pytest.raises(ValueError, match=r"choices can be added, but not removed\. Put \["):
+        logistic(**parameters).fit(X, Y)
+
+
+def test_choices_can_be_added_between_draws_of_ones_own_sampler(stored):
+    space = {"C": [0.1, 1.0], "tol": FloatDistribution(1e-5, 1e-4)}
+    parameters = {"sampler": TPESampler(seed=0), **stored}
+    logistic(space, n_trials=2, **parameters).fit(X, Y)
+    space["C"] = [0.5]
+    with pytest.raises(ValueError, match="but not removed"):
+        logistic(space, n_trials=4, **parameters).fit(X, Y)
+    space["C"] = [0.1, 1.0, 0.5]
+    assert len(logistic(space, n_trials=8, **parameters).fit(X, Y).minima_) == 8
+
+
+def test_a_journal_takes_no_further_choices_for_draws(tmp_path):
+    parameters = {"storage": STORAGES["journal"](tmp_path), "study_name": "sweep"}
+    space = {"C": [0.1, 1.0], "tol": FloatDistribution(1e-5, 1e-4)}
+    logistic(space, n_trials=2, **parameters).fit(X, Y)
+    space["C"] = [0.1, 1.0, 5.0]
+    with pytest.raises(ValueError, match=r"fewer choices for \['C'\] .* is in a journal"):
+        logistic(space, n_trials=3, **parameters).fit(X, Y)
+
+
+# -- measured later ----------------------------------------------------------------------------
+
+
+def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
+    parameters = {"artifact_store": tmp_path / "minima", **stored}
+    logistic(**parameters).fit(X, Y)
+    both = ["relative_flatness", "l2_norm"]
+    later = logistic(measure=both, **parameters).fit(X, Y, X_TEST, Y_TEST)
+    assert len(later.study_.trials) == 2
+    whole = logistic(measure=both).fit(X, Y, X_TEST, Y_TEST).minima_
+    for name in ("l2_norm", "test_loss", "generalization_gap", "test_score", "train_score"):
+        np.testing.assert_allclose(later.minima_[name], whole[name], rtol=1e-6)
+    assert later.best_score_ == -whole["relative_flatness"][0]
+    # what they are is known from now on
+    with pytest.raises(ValueError, match="held-out data, X_test: "):
+        logistic(**parameters).fit(X, Y, X_TEST[::-1], Y_TEST)
+    # and a session without them goes on
+    assert logistic(**parameters).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
+
+
+def test_without_weights_nan_is_explained(stored):
+    logistic(**stored).fit(X, Y)
+    search = logistic({"C": [0.1, 1.0, 5.0]}, measure=["relative_flatness", "l2_norm"], **stored)
+    with pytest.warns(FlatnessWarning, match=r"l2_norm, test_loss of trials \[0, 1\] stay nan"):
+        search.fit(X, Y, X_TEST, Y_TEST)
+    table = search.minima_.set_index("trial").sort_index()
+    assert table["test_loss"].isna().tolist() == [True, True, False]
+    assert table["l2_norm"].isna().tolist() == [True, True, False]
+    assert table["relative_flatness"].notna().all()
+
+
+# -- records -----------------------------------------------------------------------------------
+
+
+def test_a_study_of_an_earlier_version_is_taken_over(stored):
+    """It has no record, but perhaps a digest of its data."""
+    search = logistic(**stored).fit(X, Y)
+    record = search.study_.user_attrs[MADE_WITH]
+    search.study_.set_user_attr("data", [record["data"]["X"], record["data"]["y"]])
+    search.study_.set_user_attr(MADE_WITH, {})
+    with (
+        pytest.warns(FlatnessWarning, match="does not say how they were made: it is of an earlier"),
+        pytest.raises(ValueError, match="data, X: "),
+    ):
+        logistic(**stored).fit(X_TEST, Y_TEST)
+    with pytest.warns(FlatnessWarning, match="The search takes them to be made by this estimator"):
+        again = logistic(**stored).fit(X, Y)
+    assert len(again.study_.trials) == 2
+    assert again.study_.user_attrs[MADE_WITH] == record
+    logistic(**stored).fit(X, Y)  # without a warning
+
+
+@pytest.mark.filterwarnings("ignore:test_loss of trials")
+def test_a_study_of_a_later_version_goes_on(stored):
+    """A later version may record more."""
+    search = logistic(**stored).fit(X, Y)
+    record = search.study_.user_attrs[MADE_WITH]
+    search.study_.set_user_attr(MADE_WITH, record | {"compiler": {"name": "new"}})
+    again = logistic(**stored).fit(X, Y, X_TEST, Y_TEST).study_
+    assert len(again.trials) == 2
+    assert again.user_attrs[MADE_WITH]["compiler"] == {"name": "new"}
+
+
+def test_a_study_without_minima_can_be_of_anything(stored):
+    """A slip, such as a wrong X, binds nobody before there is a minimum."""
+    study = optuna.create_study(**stored)
+    study.set_user_attr(MADE_WITH, {"data": {"X": "something else"}})
+    study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))  # cut short
+    search = logistic(**stored).fit(X, Y)
+    assert search.study_.user_attrs[MADE_WITH]["data"]["X"] != "something else"
+
+
+def test_data_without_a_checksum_are_known_by_their_length():
+    def search(n):
+        data = TensorDataset(torch.from_numpy(X[:n]), torch.from_numpy(Y[:n]))
+        net = make_net(module=Linear, module__n_features=4, module__n_outputs=3, classes=[0, 1, 2])
+        return MinimaObjective(net, data, Y[:n], {"lr": [0.1]})
+
+    study = optuna.create_study()
+    check_made_with(study, search(75))
+    assert study.user_attrs[MADE_WITH]["data"]["X"] == "TensorDataset of length 75"
+
+
+# -- the objective in a study of one's own -----------------------------------------------------
+
+
+def test_the_objective_refuses_a_study_of_something_else(stored):
+    def objective(**parameters):
+        return MinimaObjective(LogisticRegression(max_iter=1000, **parameters), X, Y, {"C": [0.1]})
+
+    study = optuna.create_study(**stored)
+    first = objective()
+    study.optimize(first, n_trials=2)
+    assert study.user_attrs[MADE_WITH]["search"] == {"measure": "['relative_flatness']"}
+    again = optuna.load_study(**stored)
+    again.optimize(objective(), n_trials=1)
+    with pytest.raises(ValueError, match="tol: the default then, 0.1 now"):
+        again.optimize(objective(tol=0.1), n_trials=1)
+    assert [trial.state.name for trial in again.trials] == ["COMPLETE"] * 3 + ["FAIL"]
+    assert "failed" not in again.trials[-1].user_attrs
+
+
+def test_the_objective_takes_over_a_study_of_ones_own():
+    study = optuna.create_study()
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": [0.1]})
+    with pytest.warns(FlatnessWarning, match="or of another program"):
+        study.optimize(objective, n_trials=2)
+
+
+def test_measures_of_kept_weights_are_those_of_the_network(stored, tmp_path):
+    parameters = {"artifact_store": tmp_path / "minima", **stored}
+    logistic(**parameters).fit(X, Y)
+    later = logistic(measure=["relative_flatness", "hessian_trace"], **parameters).fit(X, Y)
+    best = later.best_estimator_
+    found = later.minima_["hessian_trace"][0]
+    np.testing.assert_allclose(found, measure("hessian_trace", best, X, Y), rtol=1e-5)
