@@ -134,13 +134,11 @@ class _Terms:
     def closed_form(self, record: LayerRecord, features: Tensor, curvature: ClosedForm) -> _Term:
         """Make the term of one layer with a closed form."""
         features, weight = full_precision(features), _weight(record)
+        weights = self._weights_of(features)
         if self.normalize:
-            spread = _spread(features)
+            spread = _spread(features, weights)
             weight = weight * spread
             features = features * inverse_spread(spread)
-        weights = self.weights
-        if weights is not None:  # of samples, and so of each of their tokens
-            weights = weights.repeat_interleave(len(features) // len(weights))
         return _ExactTerm(curvature, weight, features, weights)
 
     def gradients(
@@ -168,8 +166,17 @@ class _Terms:
 
     def _changes(self, record: LayerRecord) -> RandomChanges:
         layer, features = layer_map(record.layer), full_precision(record.check()[0])
-        spread = _spread(layer.channels(features)) if self.normalize else None
+        spread = None
+        if self.normalize:
+            rows = layer.channels(features)
+            spread = _spread(rows, self._weights_of(rows))
         return RandomChanges(layer, features, full_precision(layer.matrix), spread)
+
+    def _weights_of(self, rows: Tensor) -> Tensor | None:
+        """Return the weights of rows of features: those of the samples, for each position."""
+        if self.weights is None:
+            return None
+        return self.weights.repeat_interleave(len(rows) // len(self.weights))
 
 
 @dataclass(slots=True)
@@ -278,9 +285,16 @@ def _sum(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.stack(list(parts)).sum() if parts else full_precision(like).new_zeros(())
 
 
-def _spread(rows: Tensor) -> Tensor:
+def _spread(rows: Tensor, weights: Tensor | None) -> Tensor:
     """Compute standard deviations of features in the batch, 0 for what never varies: (c,)."""
-    variance = rows.var(dim=0, correction=0)
+    if weights is None:
+        variance = rows.var(dim=0, correction=0)
+    else:
+        shares = weights / weights.sum()
+        mean = shares @ rows
+        variance = shares @ (rows - mean).square()
+        # samples of weight 0 do not count
+        rows = torch.where(weights[:, None] > 0, rows, mean)
     low, high = rows.detach().aminmax(dim=0)
     moves = varies(low, high, torch.finfo(rows.dtype).eps)
     return safe_root(variance) * moves

@@ -1,12 +1,15 @@
 """Feature robustness: how much the loss rises when the features of a layer are moved."""
 
+import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from relflat_sk._models import DataOptions
-from relflat_sk._network import Layer, borrowed
+from relflat_sk._network import Layer, borrowed, find_non_finite
 from relflat_sk._random import RandomState, make_generator
+from relflat_sk._warnings import warn
 from relflat_sk.theory._feature_moves import check_delta, find_site, move_features
 from relflat_sk.theory._schemes import make_scheme
 
@@ -86,6 +89,11 @@ def feature_robustness(  # noqa: PLR0913
     TypeError
         If there is no network in the model.
 
+    Warns
+    -----
+    FlatnessWarning
+        If the robustness is not finite.
+
     Notes
     -----
     Feature robustness is :math:`\mathcal{E}_F(f, S, A) = \frac1n \sum_i \ell(\psi((I + A)
@@ -136,4 +144,19 @@ def feature_robustness(  # noqa: PLR0913
             total = total + (moved.rises @ moved.weights).cpu()
             divisor += float(moved.divisors @ moved.weights)
     draws = total / divisor
-    return float(draws.mean()), scheme.stderr(draws)
+    robustness = float(draws.mean())
+    if not math.isfinite(robustness):
+        _warn_of_non_finite(site.network.module)
+    return robustness, scheme.stderr(draws)
+
+
+def _warn_of_non_finite(module: nn.Module) -> None:
+    """Say why the robustness is not finite."""
+    parameter = find_non_finite(module)
+    cause = "a loss is too large"
+    if parameter is not None:
+        cause = f"{parameter!r} of the network contains nan or infinite numbers"
+    warn(
+        f"the feature robustness is nan or infinite, because {cause}. Has training diverged? Train "
+        "again, with a lower learning rate for example."
+    )

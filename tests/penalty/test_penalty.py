@@ -129,6 +129,31 @@ def test_normalized_is_theorem_4(case):
     assert value.item() == pytest.approx(truth / (2 * layer.in_features), rel=EXACT)
 
 
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_weights_are_repetitions_for_the_normalized_penalty(layer):
+    net, criterion, X, y = make("cross-entropy")
+    times = torch.arange(len(y)) % 3  # some samples do not count
+    X[times == 0] += 5
+    penalty = RelativeFlatnessPenalty(layer, normalize=True)
+    repeated = X.repeat_interleave(times, dim=0), y.repeat_interleave(times)
+
+    def mean(X, y, weights, n):
+        values = []
+        for seed in range(n):
+            torch.manual_seed(seed)
+            with penalty.capture(net):
+                output = net(X)
+            values.append(penalty(criterion, output, y, weights).item())
+        return np.mean(values), np.std(values) / n**0.5
+
+    n = 1 if layer == -1 else 600
+    weighted, error = mean(X, y, times.double(), n)
+    expected, other_error = mean(*repeated, None, n)
+    assert weighted == pytest.approx(expected, rel=EXACT, abs=4 * (error + other_error))
+    unweighted = mean(X, y, None, n)[0]
+    assert abs(unweighted - expected) > 8 * (error + other_error) + EXACT  # the weights matter
+
+
 def test_normalized_ignores_rounding_noise_on_a_constant_feature():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), nn.Linear(3, 4))

@@ -1,5 +1,7 @@
 """Feature robustness against its definition, and Theorem 5 at a minimum and away from one."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
+    FlatnessWarning,
     LayerNotFoundError,
     feature_robustness,
     measure,
@@ -418,6 +421,26 @@ def test_small_deltas_are_resolved_at_the_last_layer_of_a_float32_network():
 
 
 # models
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [(torch.nan, "'0.bias' of the network contains nan"), (1e30, "a loss is too large")],
+)
+def test_a_network_that_diverged_warns(value, cause):
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    nn.init.constant_(net[0].bias, value)
+    with pytest.warns(FlatnessWarning, match=cause):
+        robustness, _ = feature_robustness(
+            net,
+            torch.ones(4, 2),
+            torch.ones(4, 1),
+            0.1,
+            layer=0,
+            criterion=nn.MSELoss(),
+            random_state=0,
+        )
+    assert not math.isfinite(robustness)
 
 
 def test_estimators_pipelines_and_string_labels():

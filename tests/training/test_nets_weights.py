@@ -347,8 +347,7 @@ def test_callbacks_see_plain_batches():
 
 
 def test_callbacks_of_convergence_weigh_samples():
-    stop = StopAtLoss(1e-9)
-    net = make(callbacks=[stop]).fit(X, NAMES, sample_weight=WEIGHTS)
+    net = make(callbacks=[StopAtLoss(10.0)]).fit(X, NAMES, sample_weight=WEIGHTS)
     log_p = np.log(net.predict_proba(X))[np.arange(30), INDEX]
     loss = -np.average(log_p, weights=WEIGHTS)
     assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-9)

@@ -100,7 +100,7 @@ def test_cross_validation_and_searches():
     search = GridSearchCV(make(), {"lr": [0.01, 0.03]}, cv=3).fit(SPARSE, Y)
     assert search.best_score_ > 0.5
     searches = [
-        FlatMinimaSearch(make(), {"lr": [0.01, 0.03]}, random_state=0).fit(data, Y)
+        FlatMinimaSearch(make(max_epochs=100), {"lr": [0.01, 0.03]}, random_state=0).fit(data, Y)
         for data in (X, SPARSE)
     ]
     assert_allclose(*(search.minima_["relative_flatness"] for search in searches))
