@@ -11,10 +11,11 @@ from sklearn.utils.validation import check_is_fitted
 from relflat_sk._minima_table import mark_depth_band
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
+from relflat_sk.search._provide import find_trial, provide_same
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render
 from relflat_sk.search._results import candidate_table
-from relflat_sk.search._trial import MinimaObjective
+from relflat_sk.search._trial import MinimaObjective, check_made_with
 
 __all__ = ["FittedSearchMixin"]
 
@@ -40,6 +41,49 @@ class FittedSearchMixin(BestEstimatorMixin):
         if found is None:
             raise ValueError("X and y are needed: a search that was pickled left its data behind.")
         return found
+
+    def get_estimator(self, number: int, X: Any = None, y: Any = None) -> Any:
+        """Return the estimator of any minimum, fitted.
+
+        Parameters
+        ----------
+        number : int
+            Number of its trial, from the column ``trial`` of `minima_`.
+        X : array-like of shape (n, n_features), optional
+            The training data that `fit` was given; needed only if the search was unpickled.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            The labels or values that `fit` was given.
+
+        Returns
+        -------
+        estimator
+            With the predictions that it had. It is restored from its weights if they were saved
+            (`artifact_store`). Otherwise it is trained again, with the same seed if the search
+            has a `random_state`.
+
+        Raises
+        ------
+        ValueError
+            If no such trial was trained to its end, or training again leads to another training
+            loss, as without a `random_state`.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> from relflat_sk import FlatMinimaSearch
+        >>> X, y = load_iris(return_X_y=True)
+        >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]})
+        >>> search.fit(X, y).get_estimator(1)
+        LogisticRegression(max_iter=1000)
+        """
+        objective = self._objective_of(X, y)
+        trial = find_trial(self.study_, number)
+        best = int(self.minima_["trial"].iloc[0])
+        if trial.number == best and hasattr(self, "best_estimator_"):
+            return self.best_estimator_
+        check_made_with(self.study_, objective)
+        return provide_same(objective, trial)
 
     def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
         """Measure the minima again from their saved weights, without training.

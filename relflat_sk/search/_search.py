@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._fitted_search import FittedSearchMixin
+from relflat_sk.search._provide import provide
 from relflat_sk.search._remeasure import measure_what_is_new
 from relflat_sk.search._results import check_table, cv_results
 from relflat_sk.search._setup import (
@@ -29,7 +31,7 @@ from relflat_sk.search._sharing import (
     log_level,
     train_all,
 )
-from relflat_sk.search._trial import ARTIFACT, MinimaObjective
+from relflat_sk.search._trial import MinimaObjective
 
 __all__ = ["FlatMinimaSearch"]
 
@@ -103,7 +105,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains, so that plain skorch nets can be reproduced too.
     verbose : int, default=0
-        1 shows a progress bar, 2 Optuna's log as well.
+        1 shows a progress bar with the flattest minimum so far, and how many candidates reached
+        their goal, came to a plateau, did not converge and failed; 2 shows Optuna's log as well.
 
     Attributes
     ----------
@@ -119,6 +122,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Its parameters.
     best_score_ : float
         Minus its measure: greater is flatter, as scikit-learn's scores are.
+    refit_time_ : float
+        Seconds that it took to provide `best_estimator_`, almost 0 if it was trained in `fit`.
     best_index_ : int
         Its index in `cv_results_`.
     cv_results_ : dict
@@ -236,7 +241,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         KeyboardInterrupt
             On Ctrl-C before any candidate is finished.
         """
-        self.__dict__.pop("best_estimator_", None)
+        for name in ("best_estimator_", "refit_time_"):
+            self.__dict__.pop(name, None)
         seeds: Any = (None, None)
         if self.random_state is not None:
             seeds = as_random_state(self.random_state).randint(2**31 - 1, size=2)
@@ -263,7 +269,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self._objective = objective
         self._rank(objective, interrupted)
         if self.refit:
+            started = time.perf_counter()
             self._refit(objective, flattest)
+            self.refit_time_ = time.perf_counter() - started
         return self
 
     def _make_objective(
@@ -304,7 +312,5 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         held = flattest.estimator(best.number)
         if held is not None:
             self.best_estimator_ = held
-        elif self.artifact_store is not None and ARTIFACT in best.user_attrs:
-            self.best_estimator_ = objective.restore(self.best_params_, best)
         else:  # an earlier session trained it
-            self.best_estimator_ = objective.train(self.best_params_, best.params)
+            self.best_estimator_ = provide(objective, best)

@@ -25,6 +25,7 @@ from relflat_sk.search._sharing.claims import (
 )
 from relflat_sk.search._sharing.flattest import is_minimum
 from relflat_sk.search._sharing.processes import end_with_parent
+from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._sharing.transfer import ByValue, packed
 from relflat_sk.search._trial import MinimaObjective
@@ -216,11 +217,14 @@ def train_all(
     bool
         Whether Ctrl-C ended the training.
     """
+    so_far = Progress(study.get_trials(deepcopy=False) if progress else ())
     with tqdm(total=sweep.n_open(study), desc="minima", unit="net", disable=not progress) as bar:
 
         def count(trial: FrozenTrial, estimator: Any) -> None:
             # other searches may train candidates of the same study, or give them up
             bar.total = bar.n + 1 + sweep.n_open(study)
+            so_far.add(trial)
+            bar.set_postfix_str(str(so_far), refresh=False)
             bar.update()
             on_finished(trial, estimator)
 

@@ -237,4 +237,5 @@ def _set_coefficients(estimator: Any, tensors: list[Tensor]) -> None:
     weight, bias = arrays
     estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
     if np.size(estimator.intercept_) == bias.size:
-        estimator.intercept_ = bias.reshape(np.shape(estimator.intercept_))[()]
+        old = np.asarray(estimator.intercept_)
+        estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

@@ -1,0 +1,100 @@
+"""Provide the estimator of a trial: from its saved weights, or trained again."""
+
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from relflat_sk.search._trial import ARTIFACT, MinimaObjective
+
+__all__ = ["find_trial", "provide", "provide_same"]
+
+ROUNDING = 1e-5  # of the training loss, on another machine
+
+
+def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
+    """Find a finished trial by its number.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+    number : int
+        Number of the trial, as in the column ``trial`` of the table.
+
+    Returns
+    -------
+    optuna.trial.FrozenTrial
+        The trial.
+
+    Raises
+    ------
+    ValueError
+        If no such trial was trained to its end.
+    """
+    trials = study.get_trials(deepcopy=False)
+    found = next((trial for trial in trials if trial.number == number), None)
+    if found is None or found.state != TrialState.COMPLETE:
+        state = "there is no such trial" if found is None else found.user_attrs.get("reason", "")
+        raise ValueError(
+            f"trial {number!r} has no estimator ({state or 'it is not finished'}). Take a number "
+            "from the column 'trial' of minima_, of a row whose state is 'complete'."
+        )
+    return found
+
+
+def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
+    """Provide the estimator of a trial.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+        Trained the candidates.
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+
+    Returns
+    -------
+    estimator
+        Restored from the weights if they were saved, and otherwise trained again.
+    """
+    params = objective.space.values(trial)
+    if objective.artifact_store is not None and ARTIFACT in trial.user_attrs:
+        return objective.restore(params, trial)
+    return objective.train(params, trial.params)
+
+
+def provide_same(objective: MinimaObjective, trial: FrozenTrial) -> Any:
+    """Provide the estimator of a trial, and check that it is the one that was measured.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+        Trained the candidates.
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+
+    Returns
+    -------
+    estimator
+        As from `provide`, with the same training loss.
+
+    Raises
+    ------
+    ValueError
+        If its training loss is another one.
+    """
+    estimator = provide(objective, trial)
+    data = objective.data(objective.space.values(trial))
+    name = objective.measures[0]
+    found = objective.measure([name], estimator, data, trial.params)[name].risk
+    before = trial.user_attrs["train_loss"]
+    if not np.isclose(found, before, rtol=ROUNDING, atol=0):
+        raise ValueError(
+            f"the minimum of trial {trial.number} cannot be had again: its training loss was "
+            f"{before:.8g}, and is {found:.8g} after training again. Give the search a "
+            "random_state, with which training can be repeated, or an artifact_store, which keeps "
+            "the weights, before it trains."
+        )
+    return estimator

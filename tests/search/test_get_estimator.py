@@ -1,0 +1,155 @@
+"""Tests of `FlatMinimaSearch.get_estimator`, `refit_time_` and the progress of a search."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from optuna.trial import TrialState, create_trial
+from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk.search._sharing.progress import Progress
+from relflat_sk.search._trial import MinimaObjective
+
+X, Y = load_iris(return_X_y=True)
+X = X.astype(np.float32)
+
+
+def net(**parameters):
+    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.02, "max_epochs": 60, "verbose": 0}
+    callbacks = [StopAtLoss(0.6)]
+    return RelativeFlatnessRegularizedClassifier(
+        **{**defaults, "callbacks": callbacks} | parameters
+    )
+
+
+def make_search(estimator, space, **parameters):
+    return FlatMinimaSearch(estimator, space, **{"random_state": 0, **parameters})
+
+
+ESTIMATORS = {
+    "net": (net(), {"batch_size": [16, 32, 64]}),
+    "pipeline": (
+        make_pipeline(StandardScaler(), net()),
+        {"relativeflatnessregularizedclassifier__batch_size": [16, 32, 64]},
+    ),
+    "mlp": (MLPClassifier((6,), max_iter=3000, tol=1e-3), {"batch_size": [16, 32, 64]}),
+    "regression": (LogisticRegression(max_iter=1000), {"C": [0.8, 1.0, 1.2]}),
+}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["weights", "trained again"])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
+    estimator, space = ESTIMATORS[kind]
+    found = {}
+    run = MinimaObjective.run
+
+    def remember(self, trial):
+        values, trained = run(self, trial)
+        found[trial.number] = trained.predict_proba(X)
+        return values, trained
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MinimaObjective, "run", remember)
+        store = tmp_path if kept else None
+        search = make_search(estimator, space, artifact_store=store).fit(X, Y)
+    if kept:
+        monkeypatch.setattr(MinimaObjective, "train", None)
+    assert len(found) == 3
+    for number, expected in found.items():
+        given = search.get_estimator(number)
+        np.testing.assert_array_equal(given.predict_proba(X), expected)
+    assert search.get_estimator(search.minima_["trial"][0]) is search.best_estimator_
+    assert type(search.get_estimator(1)) is type(estimator)
+
+
+def test_a_pickled_search_needs_its_data():
+    search = make_search(*ESTIMATORS["net"]).fit(X, Y)
+    number = int(search.minima_["trial"][2])
+    expected = search.get_estimator(number).predict_proba(X)
+    copied = pickle.loads(pickle.dumps(search))
+    with pytest.raises(ValueError, match="X and y are needed"):
+        copied.get_estimator(number)
+    np.testing.assert_array_equal(copied.get_estimator(number, X, Y).predict_proba(X), expected)
+    with pytest.raises(ValueError, match="made with something else"):
+        copied.get_estimator(number, X[::2], Y[::2])
+
+
+def test_without_a_seed_another_network_is_refused():
+    """Trained again without a seed, a network is another one."""
+    search = make_search(*ESTIMATORS["net"], random_state=None).fit(X, Y)
+    number = int(search.minima_["trial"][1])
+    with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
+        search.get_estimator(number)
+
+
+class Fails(LogisticRegression):
+    def fit(self, X, y):
+        if self.C == 9.0:
+            raise RuntimeError("broken")
+        return super().fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("number", "match"),
+    [
+        (1, r"trial 1 has no estimator \(RuntimeError: broken\)"),
+        (7, r"trial 7 has no estimator \(there is no such trial\)"),
+        ("best", r"trial 'best' has no estimator"),
+    ],
+)
+def test_trials_without_an_estimator(number, match):
+    search = make_search(Fails(max_iter=1000), {"C": [1.0, 9.0]}).fit(X, Y)
+    with pytest.raises(ValueError, match=match):
+        search.get_estimator(number)
+
+
+def test_before_fit():
+    with pytest.raises(NotFittedError):
+        make_search(*ESTIMATORS["net"]).get_estimator(0)
+
+
+def test_the_time_to_refit(tmp_path):
+    parameters = {"storage": f"sqlite:///{tmp_path}/study.db", "study_name": "one"}
+    first = make_search(*ESTIMATORS["net"], **parameters).fit(X, Y)
+    again = make_search(*ESTIMATORS["net"], **parameters).fit(X, Y)
+    assert 0 <= first.refit_time_ < 0.1 * again.refit_time_
+    assert not hasattr(copy.copy(first).set_params(refit=False).fit(X, Y), "refit_time_")
+
+
+# -- progress ----------------------------------------------------------------------------------
+
+
+def trial(number, value=None, state=TrialState.COMPLETE, **attrs):
+    found = create_trial(value=value, state=state, user_attrs=attrs)
+    found.number = number
+    return found
+
+
+def test_progress_shows_the_best_goals_and_failures():
+    progress = Progress([
+        trial(0, state=TrialState.FAIL),  # interrupted: nobody knows
+        trial(1, state=TrialState.FAIL, failed=True),
+        trial(2, 3.0, converged=True, ended_by="goal"),
+    ])
+    progress.add(trial(3, 2.0, converged=True, ended_by="plateau"))
+    progress.add(trial(4, 1.0, converged=False, ended_by=""))
+    progress.add(trial(5, 2.0, converged=True, ended_by="solver"))
+    assert str(progress) == (
+        "flattest 2 (trial 3), goal reached 2, plateau 1, not converged 1, failed 1"
+    )
+    assert str(Progress([])).startswith("no minimum yet")
+
+
+def test_the_bar_of_a_search_shows_progress(capfd):
+    make_search(Fails(max_iter=1000), {"C": [1.0, 9.0, 1.1]}, verbose=1).fit(X, Y)
+    shown = capfd.readouterr().err
+    assert "goal reached 2, plateau 0, not converged 0, failed 1" in shown
+    assert "flattest" in shown
