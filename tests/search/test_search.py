@@ -157,7 +157,7 @@ def run_objective(objective, n_trials, sampler=None, **study_parameters):
 
 
 def test_objective_records_what_was_trained_on_all_of_the_data():
-    net = plain_net(train_split=ValidSplit(5), max_epochs=30, callbacks=[StopAtLoss(0.5)])
+    net = plain_net(max_epochs=30, callbacks=[StopAtLoss(0.5)])
     objective = MinimaObjective(
         net, X, Y, {"lr": [0.5]}, X_test=X_TEST, y_test=Y_TEST, measures=["relative_flatness"]
     )

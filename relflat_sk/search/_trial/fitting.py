@@ -15,6 +15,11 @@ from skorch.callbacks import Callback
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
 from relflat_sk.search._trial.goal import add_goal
+from relflat_sk.search._trial.held_out import (
+    drop_default_splits,
+    explain_missing_validation,
+    split_recorded,
+)
 
 __all__ = ["fit", "prepare"]
 
@@ -36,7 +41,7 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: A
     Returns
     -------
     estimator
-        An unfitted estimator that holds no data out.
+        An unfitted estimator. Its nets hold no data out that nobody asked for.
     """
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
@@ -76,8 +81,18 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
     """
     started = time.perf_counter()
     try:
-        with _interruptible(), seeded(seed), _pruned(estimator, trial):
+        with (
+            _interruptible(),
+            seeded(seed),
+            _pruned(estimator, trial),
+            split_recorded(estimator, X),
+        ):
             estimator.fit(X, y)
+    except KeyError as error:
+        explained = explain_missing_validation(error)
+        if explained is error:
+            raise
+        raise explained from error
     finally:
         if trial is not None:
             trial.set_user_attr("seconds", time.perf_counter() - started)
@@ -85,9 +100,8 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
 
 
 def _train_on_all_data(estimator: Any, params: Mapping[str, Any]) -> None:
-    """Switch off skorch's validation splits and scikit-learn's early stopping."""
-    for net in _nets(estimator):
-        net.set_params(train_split=None)
+    """Switch off the splits of skorch that nobody asked for, and scikit-learn's early stopping."""
+    drop_default_splits(_nets(estimator))
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "early_stopping" and value is True and name not in params:
             estimator.set_params(**{name: False})

@@ -18,19 +18,14 @@ from relflat_sk.search._trial.arguments import check_data
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.goal import AUTO, check_goal
+from relflat_sk.search._trial.held_out import split_recorded, trained_rows
 from relflat_sk.search._trial.isolation import in_isolation
 from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
 from relflat_sk.search._trial.provenance import check_study_of
-from relflat_sk.search._trial.recording import (
-    check_names,
-    measure_once,
-    record_held_out,
-    record_measures,
-    record_verdict,
-)
+from relflat_sk.search._trial.recording import check_names, measure_once, record_trial
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
-from relflat_sk.search._trial.weights import as_store, load_weights, restore, save_weights
+from relflat_sk.search._trial.weights import as_store, load_weights, restore
 
 __all__ = ["MinimaObjective"]
 
@@ -39,10 +34,9 @@ class MinimaObjective:
     """Train one candidate per trial, and measure its minimum: for `optuna.Study.optimize`.
 
     Each trial clones the estimator, sets the parameters that the trial draws and trains on all
-    of X. Nothing is held out: the `train_split` of skorch nets and the `early_stopping` of
-    scikit-learn's MLPs are switched off. The trial's ``user_attrs`` then hold what the table of
-    minima shows: every measure, `train_loss`, `test_loss`, `generalization_gap`, scores,
-    `converged`, `seconds` and `reason`; see `rank_minima`.
+    of X, but for what a `train_split` of yours holds out. The trial's ``user_attrs`` then hold
+    what the table of minima shows: every measure, `train_loss`, `test_loss`,
+    `generalization_gap`, scores, `converged`, `seconds` and `reason`; see `rank_minima`.
 
     Parameters
     ----------
@@ -102,6 +96,11 @@ class MinimaObjective:
     an exception. Exceptions during training are recorded and raised: pass ``catch=(Exception,)``
     to ``study.optimize`` if the study should go on. With Optuna 4, ``study.best_trial`` may be a
     network that did not converge; `rank_minima` ranks those last.
+
+    A `train_split` that you chose stays, and so does skorch's default if a callback monitors
+    validation (`EarlyStopping`). Losses, scores and measures are then of the samples that are
+    trained on. Otherwise, skorch's default and the `early_stopping` of scikit-learn's MLPs are
+    switched off.
 
     The jobs of ``study.optimize(objective, n_jobs=2)`` are threads and take turns, since they
     share torch's random state. `FlatMinimaSearch` trains in processes.
@@ -204,7 +203,7 @@ class MinimaObjective:
                 for name, lr in scale_lr(self.estimator, params).items():
                     trial.set_user_attr(f"param_scaled_{name}", lr)
             estimator = self.train(params, trial.params, trial)
-            found = self._measure_trial(trial, estimator, self.data(params))
+            found = record_trial(trial, estimator, self.data(params), self)
         except optuna.TrialPruned:
             trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
             raise
@@ -216,24 +215,6 @@ class MinimaObjective:
             trial.set_user_attr("failed", True)
         values = tuple(SIGNS[self.direction] * value for value in found)
         return (values[0] if len(values) == 1 else values), estimator
-
-    def _measure_trial(
-        self, trial: optuna.Trial, estimator: Any, data: TrainingData
-    ) -> list[float]:
-        """Measure a trained candidate, record it, save its weights; return the objectives."""
-        seed = self.seed(trial.params)
-        with seeded(seed):  # data loaders draw from torch's random state
-            network = to_network(estimator, data.X, data.y, DataOptions())
-            measured = record_measures(trial, network, self.measures, seed)
-            if not measured.found:
-                return [np.nan] * len(self.names)
-            record_held_out(trial, estimator, measured.train_loss, data, self.X_test, self.y_test)
-        if self.artifact_store is not None:
-            save_weights(self.artifact_store, trial, network.module)
-        values = {name: found.value for name, found in measured.found.items()}
-        values["train_loss"] = measured.train_loss
-        objectives = [values[name] for name in self.names]
-        return record_verdict(trial, estimator, self.goal, measured, objectives)
 
     @in_isolation
     def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
@@ -281,7 +262,9 @@ class MinimaObjective:
         """
         weights = load_weights(self.artifact_store, trial)
         data, seed = self.data(params), self.seed(trial.params)
-        return restore(self._prepare(params, seed), weights, data.X_fit, data.y_fit, seed)
+        estimator = self._prepare(params, seed)
+        with split_recorded(estimator, data.X_fit):
+            return restore(estimator, weights, data.X_fit, data.y_fit, seed)
 
     @in_isolation
     def measure(
@@ -305,7 +288,7 @@ class MinimaObjective:
         dict of str to Flatness
             The results, by name of the measure.
         """
-        seed = self.seed(drawn)
+        seed, data = self.seed(drawn), data.only(trained_rows(estimator))
         with seeded(seed):
             network = to_network(estimator, data.X, data.y, DataOptions())
             return measure_once(network, names, seed)

@@ -12,19 +12,14 @@ from torch import nn
 from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
+from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness, check_name, measure_network
 from relflat_sk.search._trial.goal import Ending, find_ending
+from relflat_sk.search._trial.held_out import trained_rows
 from relflat_sk.search._trial.training_data import TrainingData
+from relflat_sk.search._trial.weights import save_weights
 
-__all__ = [
-    "Measured",
-    "check_names",
-    "measure_held_out",
-    "measure_once",
-    "record_held_out",
-    "record_measures",
-    "record_verdict",
-]
+__all__ = ["check_names", "measure_held_out", "measure_once", "record_trial"]
 
 TRAIN_LOSS = "train_loss"
 
@@ -149,6 +144,43 @@ def record_measures(
     return Measured(train_loss, found)
 
 
+def record_trial(
+    trial: optuna.Trial, estimator: Any, data: TrainingData, objective: Any
+) -> list[float]:
+    """Measure a trained candidate, record it, and save its weights.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        Gets the user attributes.
+    estimator : estimator
+        The trained candidate.
+    data : TrainingData
+        Its training data.
+    objective : MinimaObjective
+        Says what to measure and to save.
+
+    Returns
+    -------
+    list of float
+        The values of the study's objectives; nan for a candidate that failed.
+    """
+    seed, data = objective.seed(trial.params), data.only(trained_rows(estimator))
+    with seeded(seed):  # data loaders draw from torch's random state
+        network = to_network(estimator, data.X, data.y, DataOptions())
+        measured = record_measures(trial, network, objective.measures, seed)
+        if not measured.found:
+            return [np.nan] * len(objective.names)
+        held_out = objective.X_test, objective.y_test
+        record_held_out(trial, estimator, measured.train_loss, data, *held_out)
+    if objective.artifact_store is not None:
+        save_weights(objective.artifact_store, trial, network.module)
+    values = {name: found.value for name, found in measured.found.items()}
+    values["train_loss"] = measured.train_loss
+    objectives = [values[name] for name in objective.names]
+    return record_verdict(trial, estimator, objective.goal, measured, objectives)
+
+
 def _has_finite_weights(module: nn.Module) -> bool:
     return all(bool(torch.isfinite(weight).all()) for weight in module.parameters())
 
@@ -211,6 +243,7 @@ def measure_held_out(
         The columns of the table of minima.
     """
     found = _Attributes()
+    data = data.only(trained_rows(estimator))
     record_held_out(found, estimator, train_loss, data, X_test, y_test)
     return found
 

@@ -24,13 +24,16 @@ References
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import issparse
 from sklearn.model_selection import train_test_split
 from sklearn.utils import _safe_indexing
+from skorch.dataset import get_len
+from torch.utils.data import Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
 from relflat_sk._random import as_random_state
@@ -63,6 +66,24 @@ class TrainingData:
     y_fit: Any
     X: Any
     y: Any
+
+    def only(self, rows: NDArray[np.intp] | None) -> "TrainingData":
+        """Leave out samples that a net has held out.
+
+        Parameters
+        ----------
+        rows : ndarray of shape (n_trained,) or None
+            The rows of `X_fit` that the net was trained on; None for all.
+
+        Returns
+        -------
+        TrainingData
+            The same data to train on, and fewer to measure on.
+        """
+        if rows is None:
+            return self
+        measured = rows[rows < get_len(self.X)]  # the confusion set is behind them
+        return replace(self, X=_take(self.X, measured), y=_take(self.y, measured))
 
 
 def is_data_name(name: str) -> bool:
@@ -207,6 +228,15 @@ def _shuffle(rows: NDArray[np.intp], share: float, rng: np.random.RandomState) -
 
 
 def _take(data: Any, rows: NDArray[np.intp]) -> Any:
+    """Return some samples of data of any kind."""
+    if data is None:
+        return None
+    if isinstance(data, Dataset):
+        return Subset(data, rows.tolist())
+    if isinstance(data, Mapping) and not issparse(data):  # a dok_matrix is a Mapping
+        return {name: _take(values, rows) for name, values in data.items()}
+    if isinstance(data, tuple):
+        return tuple(_take(values, rows) for values in data)
     if hasattr(data, "iloc") or isinstance(data, list):
         return _safe_indexing(data, rows)
     return data[rows]  # arrays, sparse matrices, tensors
