@@ -49,7 +49,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     estimator : estimator
         Any model that `relative_flatness` takes. Only minima can be ranked, so it should train
         long enough, see `goal`.
-    space : dict of str to list, Optuna distribution or callable
+    space : dict of str to list, distribution of Optuna or scipy, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data, see
         `MinimaObjective`.
@@ -83,9 +83,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. They allow `remeasure`
         without training, and to restore the best estimator of an earlier session.
-    lr_scaling : "linear", optional
-        Scales learning rates in proportion to the batch size, relative to the estimator's own
-        batch size. The scaled rates are the columns ``param_scaled_...`` of `minima_`.
+    lr_scaling : {"linear", "sqrt"}, optional
+        Scales learning rates in proportion to the batch size or to its square root, relative to
+        the estimator's own batch size. The columns ``param_scaled_...`` have the scaled rates.
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own: a
         training loss, or "auto", a twentieth of the loss of the best constant prediction. With

@@ -221,9 +221,16 @@ def net(**parameters):
     ],
 )
 def test_the_learning_rate_is_in_proportion_to_the_batch(estimator, params, expected):
-    found = scale_lr(estimator, params)
+    found = scale_lr(estimator, params, "linear")
     assert found.keys() == expected.keys()
     assert_allclose(list(found.values()), list(expected.values()))
+    assert scale_lr(estimator, params, None) == {}
+    ratio = next((v for k, v in params.items() if k.endswith("batch_size")), None)
+    for name, rate in scale_lr(estimator, params, "sqrt").items():
+        own = estimator.get_params()
+        size = own[f"{name.rpartition('__')[0]}__batch_size" if "__" in name else "batch_size"]
+        given = params.get(name, own[name])
+        assert_allclose(rate, given * (ratio / size) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -231,12 +238,13 @@ def test_the_learning_rate_is_in_proportion_to_the_batch(estimator, params, expe
     [
         (MLPClassifier(), {"batch_size": 32}),
         (net(), {"batch_size": "all"}),
+        (net(), {"batch_size": -1}),
         (make_pipeline(StandardScaler()), {"batch_size": 32}),
     ],
 )
 def test_what_cannot_be_scaled(estimator, params):
-    with pytest.raises(ValueError, match="lr_scaling='linear' needs numbers for 'batch_size'"):
-        scale_lr(estimator, params)
+    with pytest.raises(ValueError, match="lr_scaling='sqrt' needs numbers for 'batch_size'"):
+        scale_lr(estimator, params, "sqrt")
 
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
@@ -250,5 +258,5 @@ def test_scaling_in_a_search():
 
 
 def test_bad_scaling():
-    with pytest.raises(ValueError, match=r"lr_scaling must be one of \[None, 'linear'\]"):
-        MinimaObjective(net(), X, Y, {"lr": [0.1]}, lr_scaling="sqrt")
+    with pytest.raises(ValueError, match=r"must be None or one of \['linear', 'sqrt'\], got 'log'"):
+        MinimaObjective(net(), X, Y, {"lr": [0.1]}, lr_scaling="log")

@@ -9,7 +9,22 @@ import numpy as np
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-__all__ = ["PLAIN", "Choices", "Computed", "Drawn", "as_stored", "is_choice", "read_entry"]
+from relflat_sk.search._trial.scipy_distributions import (
+    Quantiles,
+    is_scipy_distribution,
+    range_of,
+)
+
+__all__ = [
+    "PLAIN",
+    "Choices",
+    "Computed",
+    "Drawn",
+    "as_stored",
+    "is_choice",
+    "is_range",
+    "read_entry",
+]
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
 
@@ -153,6 +168,23 @@ def is_choice(entry: Any) -> TypeGuard[Choices]:
     return isinstance(entry, Choices)
 
 
+def is_range(entry: Any) -> bool:
+    """Return whether an entry of a space draws from more values than a grid can have.
+
+    Parameters
+    ----------
+    entry : Choices, Drawn or Computed
+        The entry.
+
+    Returns
+    -------
+    bool
+        Whether it is a range of numbers, or a distribution that is drawn by its quantiles.
+    """
+    by_quantile = isinstance(entry, Computed) and isinstance(entry.function, Quantiles)
+    return by_quantile or isinstance(entry, Drawn)
+
+
 def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
     """Read one entry of a space.
 
@@ -160,7 +192,7 @@ def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
     ----------
     name : str
         The parameter.
-    values : list, Optuna distribution or callable
+    values : list, distribution of Optuna or scipy, or callable
         The entry as the user gave it.
 
     Returns
@@ -179,6 +211,9 @@ def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
         values = list(values.choices)
     if isinstance(values, FloatDistribution | IntDistribution):
         return Drawn(values)
+    if is_scipy_distribution(values):
+        same = range_of(values)
+        return Computed(Quantiles(name, values)) if same is None else Drawn(same)
     if hasattr(values, "tolist"):  # arrays, series, tensors
         values = values.tolist()
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
@@ -190,8 +225,8 @@ def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
     if callable(values) and not isinstance(values, type):
         return Computed(values)
     raise TypeError(
-        f"space[{name!r}] must be a list of choices, an optuna distribution or a function of a "
-        f"trial, got {values!r}. A single value goes into a list: [{_name(values)}]."
+        f"space[{name!r}] must be a list of choices, a distribution of optuna or scipy, or a "
+        f"function of a trial, got {values!r}. A single value goes into a list: [{_name(values)}]."
     )
 
 

@@ -1,13 +1,14 @@
-"""Scale learning rates in proportion to the batch size: the linear scaling rule."""
+"""Scale learning rates with the batch size: by the linear rule, or by the square-root rule."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from relflat_sk._checks import is_number
 
 __all__ = ["check_lr_scaling", "scale_lr"]
 
-LR_SCALINGS = (None, "linear")
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
@@ -16,7 +17,7 @@ def check_lr_scaling(lr_scaling: Any) -> None:
 
     Parameters
     ----------
-    lr_scaling : "linear" or None
+    lr_scaling : {"linear", "sqrt"} or None
         The rule.
 
     Raises
@@ -24,11 +25,11 @@ def check_lr_scaling(lr_scaling: Any) -> None:
     ValueError
         If it is another one.
     """
-    if lr_scaling not in LR_SCALINGS:
-        raise ValueError(f"lr_scaling must be one of {list(LR_SCALINGS)}, got {lr_scaling!r}.")
+    if lr_scaling is not None and lr_scaling not in RULES:
+        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
 
 
-def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
+def scale_lr(estimator: Any, params: Mapping[str, Any], lr_scaling: str | None) -> dict[str, float]:
     """Scale learning rates with the batch size, relative to the estimator's own batch size.
 
     Parameters
@@ -37,6 +38,8 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
         The learning rates are given for its `batch_size`.
     params : dict
         The parameters of a candidate.
+    lr_scaling : {"linear", "sqrt"} or None
+        Whether rates are proportional to the batch size, to its square root, or stay as they are.
 
     Returns
     -------
@@ -46,19 +49,25 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
     Raises
     ------
     ValueError
-        If a batch size is not a number, or the estimator has no learning rate next to it.
+        If a batch size is not a positive number, or the estimator has no learning rate next to it.
 
     References
     ----------
-    Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1.
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1, for the linear rule.
+    Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+    section 5, for the square root.
 
     Examples
     --------
     >>> from sklearn.neural_network import MLPClassifier
     >>> net = MLPClassifier(batch_size=32, learning_rate_init=0.1)
-    >>> scale_lr(net, {"batch_size": 64})
+    >>> scale_lr(net, {"batch_size": 128}, "linear")
+    {'learning_rate_init': 0.4}
+    >>> scale_lr(net, {"batch_size": 128}, "sqrt")
     {'learning_rate_init': 0.2}
     """
+    if lr_scaling is None:
+        return {}
     own = estimator.get_params()
     found = {}
     for name, size in params.items():
@@ -67,11 +76,15 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
             continue
         rate = next((prefix + one for one in RATES if prefix + one in own), None)
         before = own.get(name)
-        if rate is None or not is_number(size) or not is_number(before):
+        if rate is None or not _is_size(size) or not _is_size(before):
             raise ValueError(
-                f"lr_scaling='linear' needs numbers for {name!r} and a learning rate beside it "
-                f"({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} in "
-                "the estimator. Give both as numbers, or leave lr_scaling out."
+                f"lr_scaling={lr_scaling!r} needs numbers for {name!r} and a learning rate beside "
+                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} "
+                "in the estimator. Give both as numbers, or leave lr_scaling out."
             )
-        found[rate] = float(params.get(rate, own[rate]) * size / before)
+        found[rate] = float(params.get(rate, own[rate]) * RULES[lr_scaling](size / before))
     return found
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and value > 0  # -1 stands for all samples

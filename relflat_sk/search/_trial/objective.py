@@ -46,7 +46,7 @@ class MinimaObjective:
         Training data.
     y : array-like of shape (n,) or (n, n_outputs)
         Labels or values.
-    space : dict of str to list, Optuna distribution or callable
+    space : dict of str to list, distribution of Optuna or scipy, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data:
         ``data__train_size`` (number of samples, or their share), ``data__random_labels`` (share
@@ -66,9 +66,9 @@ class MinimaObjective:
         Where the weights of every minimum are saved; a path is a folder. Each file is a
         `state_dict` that ``torch.load(..., weights_only=True)`` reads. The user attribute
         `artifact_id` of a trial identifies its file.
-    lr_scaling : "linear", optional
-        Scales learning rates in proportion to the batch size, relative to the estimator's own
-        batch size. The scaled rates are recorded as ``param_scaled_...``.
+    lr_scaling : {"linear", "sqrt"}, optional
+        Scales learning rates in proportion to the batch size or to its square root, relative to
+        the estimator's own batch size. The scaled rates are recorded as ``param_scaled_...``.
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own, see
         `FlatMinimaSearch`.
@@ -199,9 +199,8 @@ class MinimaObjective:
         """
         try:
             params = self.space.suggest(trial)
-            if self.lr_scaling is not None:
-                for name, lr in scale_lr(self.estimator, params).items():
-                    trial.set_user_attr(f"param_scaled_{name}", lr)
+            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
+                trial.set_user_attr(f"param_scaled_{name}", lr)
             estimator = self.train(params, trial.params, trial)
             found = record_trial(trial, estimator, self.data(params), self)
         except optuna.TrialPruned:
@@ -328,6 +327,5 @@ class MinimaObjective:
 
     def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
         own = split_params(params)[0]
-        if self.lr_scaling is not None:
-            own |= scale_lr(self.estimator, own)
+        own |= scale_lr(self.estimator, own, self.lr_scaling)
         return prepare(self.estimator, own, seed, self.goal)

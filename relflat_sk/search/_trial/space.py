@@ -18,8 +18,8 @@ from relflat_sk.search._trial.entries import (
     PLAIN,
     Choices,
     Computed,
-    Drawn,
     is_choice,
+    is_range,
     read_entry,
 )
 from relflat_sk.search._trial.training_data import DATA_NAMES, is_data_name
@@ -40,7 +40,7 @@ class Space:
 
     Parameters
     ----------
-    space : dict of str to sequence, Optuna distribution or callable
+    space : dict of str to sequence, distribution of Optuna or scipy, or callable
         The values to try, by parameter name, nested with double underscores.
 
     Attributes
@@ -65,8 +65,8 @@ class Space:
     def __init__(self, space: Mapping[str, Any]) -> None:
         if not isinstance(space, Mapping):
             raise TypeError(
-                "space must be a dict from parameter names to lists of choices, optuna "
-                f"distributions or functions of a trial, got {type(space).__name__}."
+                "space must be a dict from parameter names to lists of choices, distributions "
+                f"of optuna or scipy, or functions of a trial, got {type(space).__name__}."
             )
         if not space:
             raise ValueError(
@@ -181,7 +181,7 @@ class Space:
             functions compute from them. None if there are no choices, or also distributions.
         """
         columns = {n: entry.labels for n, entry in self.entries.items() if is_choice(entry)}
-        if not columns or any(isinstance(entry, Drawn) for entry in self.entries.values()):
+        if not columns or any(map(is_range, self.entries.values())):
             return None
         return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
 
