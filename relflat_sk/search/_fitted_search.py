@@ -85,7 +85,9 @@ class FittedSearchMixin(BestEstimatorMixin):
         check_made_with(self.study_, objective)
         return provide_same(objective, trial)
 
-    def remeasure(self, measures: Sequence[str], X: Any = None, y: Any = None) -> pd.DataFrame:
+    def remeasure(
+        self, measures: Sequence[str], X: Any = None, y: Any = None, *, retrain: bool = False
+    ) -> pd.DataFrame:
         """Measure the minima again from their saved weights, without training.
 
         Parameters
@@ -97,21 +99,24 @@ class FittedSearchMixin(BestEstimatorMixin):
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,) or (n, n_outputs), optional
             The labels or values that `fit` was given.
+        retrain : bool, default=False
+            Whether to train minima again, with the same seed, whose weights were not saved or
+            whose files are damaged; damaged files are replaced. Needs `random_state`.
 
         Returns
         -------
         pandas.DataFrame
-            `minima_`, with a column for each measure, nan for candidates without weights. The
-            study stores the measures, too.
+            `minima_`, with a column for each measure, nan for candidates without weights or with
+            damaged ones, which a warning names. The study stores the measures, too.
 
         Raises
         ------
         ValueError
             If no weights were saved (the search had no `artifact_store` when it trained), a
-            name is not a measure, or the data are not those that `fit` was given.
+            name is not a measure, or estimator or data are not those of the study.
         """
         objective = self._objective_of(X, y)
-        remeasure(self.study_, objective, measures)
+        remeasure(self.study_, objective, measures, retrain=retrain)
         self.minima_ = rank_minima(self._table(), by=objective.names[0], depth_band=None)
         return self.minima_
 

@@ -6,7 +6,8 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk.search._trial import ARTIFACT, MinimaObjective
+from relflat_sk._warnings import warn
+from relflat_sk.search._trial import ARTIFACT, DamagedWeightsError, MinimaObjective
 
 __all__ = ["find_trial", "provide", "provide_same"]
 
@@ -58,10 +59,18 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     -------
     estimator
         Restored from the weights if they were saved, and otherwise trained again.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the weights are damaged, so that the candidate is trained again.
     """
     params = objective.space.values(trial)
     if objective.artifact_store is not None and ARTIFACT in trial.user_attrs:
-        return objective.restore(params, trial)
+        try:
+            return objective.restore(params, trial)
+        except DamagedWeightsError as error:
+            warn(f"{error} The candidate is trained again.")
     return objective.train(params, trial.params)
 
 

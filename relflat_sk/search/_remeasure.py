@@ -4,16 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._minima_table import remeasured_key
+from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.measures import check_name
 from relflat_sk.search._trial import (
     ARTIFACT,
+    DamagedWeightsError,
     MinimaObjective,
     check_made_with,
     measure_held_out,
+    replace_weights,
 )
 
 __all__ = ["measure_what_is_new", "remeasure"]
@@ -21,7 +24,9 @@ __all__ = ["measure_what_is_new", "remeasure"]
 _TEST_LOSS = "test_loss"
 
 
-def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[str]) -> None:
+def remeasure(
+    study: optuna.Study, objective: MinimaObjective, names: Sequence[str], *, retrain: bool
+) -> None:
     """Measure the finished trials of a study again, and store the measures in the study.
 
     Parameters
@@ -34,24 +39,37 @@ def remeasure(study: optuna.Study, objective: MinimaObjective, names: Sequence[s
     names : sequence of str
         Names of measures, see `get_measure_names`. A trial that has a measure already is not
         measured again; the other measures of a trial share one pass over the data.
+    retrain : bool
+        Whether to train minima again whose weights are missing or damaged.
 
     Raises
     ------
     ValueError
         If a name is not a measure, the study was made with other data, or no weights were saved.
+
+    Warns
+    -----
+    FlatnessWarning
+        If weights are damaged.
     """
     if isinstance(names, str) or not names:
         raise ValueError(f"measures must be a sequence of names, got {names!r}.")
     for name in names:
         check_name(name)
+    if retrain and objective.base_seed is None:
+        raise ValueError(
+            "retrain=True needs a search with random_state: without a seed, training again gives "
+            "another network."
+        )
     check_made_with(study, objective)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if objective.artifact_store is None or not any(ARTIFACT in t.user_attrs for t in trials):
+    saved = objective.artifact_store is not None and any(ARTIFACT in t.user_attrs for t in trials)
+    if not saved and not retrain:
         raise ValueError(
             "no weights of these minima were saved, so they cannot be measured again. Give the "
-            "search an artifact_store, such as a folder, before it trains."
+            "search an artifact_store, such as a folder, before it trains, or set retrain=True."
         )
-    _complete(study, objective, names, held_out=False)
+    _complete(study, objective, names, held_out=False, retrain=retrain)
 
 
 def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None:
@@ -70,7 +88,7 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
     Warns
     -----
     FlatnessWarning
-        If minima have no saved weights.
+        If minima have no saved weights, or damaged ones.
     """
     lacking = _complete(study, objective, objective.measures, held_out=True)
     if lacking:
@@ -83,10 +101,15 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
 
 
 def _complete(
-    study: optuna.Study, objective: MinimaObjective, names: Sequence[str], *, held_out: bool
+    study: optuna.Study,
+    objective: MinimaObjective,
+    names: Sequence[str],
+    *,
+    held_out: bool,
+    retrain: bool = False,
 ) -> dict[int, list[str]]:
     """Measure what finished trials lack; return what is lacking where there are no weights."""
-    lacking = {}
+    lacking, damaged = {}, []
     attributes = study.user_attrs
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
@@ -95,19 +118,53 @@ def _complete(
         new_data = held_out and objective.X_test is not None and _TEST_LOSS not in found
         if not missing and not new_data:
             continue
-        if objective.artifact_store is None or ARTIFACT not in trial.user_attrs:
+        has_weights = objective.artifact_store is not None and ARTIFACT in trial.user_attrs
+        if not has_weights and not retrain:
             lacking[trial.number] = [*missing, *[_TEST_LOSS] * new_data]
             continue
-        params = objective.space.values(trial)
-        estimator = objective.restore(params, trial)
-        data = objective.data(params)
-        values: dict[str, float] = {}
-        if missing:
-            measured = objective.measure(missing, estimator, data, trial.params)
-            values |= {name: float(one.value) for name, one in measured.items()}
+        try:
+            estimator = _bring_back(objective, trial, retrain, has_weights)
+        except DamagedWeightsError as error:
+            damaged.append(str(error))
+            continue
+        values = _measure(objective, estimator, trial, missing)
         if new_data:
-            values |= measure_held_out(
-                estimator, found["train_loss"], data, objective.X_test, objective.y_test
-            )
+            data = objective.data(objective.space.values(trial))
+            held_out_data = objective.X_test, objective.y_test
+            values |= measure_held_out(estimator, found["train_loss"], data, *held_out_data)
         study.set_user_attr(remeasured_key(trial), before | values)
+    if damaged:
+        warn(
+            "\n".join(damaged) + "\nThe other minima are measured. To train the candidates of "
+            "damaged files again: remeasure(..., retrain=True)."
+        )
     return lacking
+
+
+def _bring_back(
+    objective: MinimaObjective, trial: FrozenTrial, retrain: bool, has_weights: bool
+) -> Any:
+    """Restore a minimum from its weights, or train it again and mend its file."""
+    params = objective.space.values(trial)
+    try:
+        if has_weights:
+            return objective.restore(params, trial)
+    except DamagedWeightsError:
+        if not retrain:
+            raise
+    estimator = objective.train(params, trial.params)
+    data = objective.data(params)
+    module = to_network(estimator, data.X, data.y, DataOptions()).module
+    replace_weights(objective.artifact_store, trial, module)
+    return estimator
+
+
+def _measure(
+    objective: MinimaObjective, estimator: Any, trial: FrozenTrial, names: Sequence[str]
+) -> dict[str, float]:
+    """Compute measures of a minimum; none if there are no names."""
+    if not names:
+        return {}
+    data = objective.data(objective.space.values(trial))
+    measured = objective.measure(names, estimator, data, trial.params)
+    return {name: float(one.value) for name, one in measured.items()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from math import isnan
 from numbers import Real
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -183,6 +184,8 @@ def _settings(search: Any) -> dict[str, str]:
 
 def _without_password(storage: Any) -> Any:
     """Return the URL of a storage with its password hidden, or the storage's class."""
+    if isinstance(storage, Path):
+        return str(storage)
     if not isinstance(storage, str):
         return storage if storage is None else type(storage).__name__
     # imported here: a tenth of the time that `import relflat_sk` would take

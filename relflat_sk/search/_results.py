@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial
 
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
-from relflat_sk.search._sharing import is_cut_short
+from relflat_sk.search._sharing import is_cut_short, is_superseded
 from relflat_sk.search._trial import Space
 
 __all__ = ["candidate_table", "check_table", "cv_results"]
@@ -33,6 +33,7 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
     """
     trials = study.get_trials(deepcopy=False)
     ended = [trial for trial in trials if trial.state in STATES and not is_cut_short(trial)]
+    ended = [trial for trial in ended if not is_superseded(trial, trials)]
     table = table_of_trials(ended, study.user_attrs)
     if len(study.directions) > 1:
         front = [trial.number for trial in study.best_trials]

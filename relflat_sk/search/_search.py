@@ -25,13 +25,15 @@ from relflat_sk.search._setup import (
 from relflat_sk.search._sharing import (
     CandidateSampler,
     FlattestSoFar,
+    StorageGuard,
     Sweep,
     check_resumable,
+    failed_trials,
     in_memory,
     log_level,
     train_all,
 )
-from relflat_sk.search._trial import MinimaObjective
+from relflat_sk.search._trial import MinimaObjective, check_store
 
 __all__ = ["FlatMinimaSearch"]
 
@@ -65,12 +67,13 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Draws the candidates; the search uses a copy. If None, the whole grid is trained if the
         space consists of choices and `n_trials` allows it. Otherwise a `TPESampler` draws, and
         repeats no combination of choices.
-    storage : str or optuna storage, optional
-        Where the study is stored, such as ``"sqlite:///minima.db"``; in memory if None.
+    storage : str, path or optuna storage, optional
+        Where the study is stored, such as ``"sqlite:///minima.db"`` or ``Path("minima.db")``; in
+        memory if None.
     study_name : str, optional
-        Name of the study in the storage. If a study of this name exists, it is resumed:
-        candidates that are finished or have failed are not trained again, those that were
-        interrupted or killed are. If None, every call of `fit` creates a study.
+        Name of the study in the storage, which must be given. If a study of this name exists,
+        it is resumed: candidates that are finished or have failed are not trained again, those
+        that were interrupted or killed are. If None, every call of `fit` creates a study.
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch.
     n_jobs : int, optional
@@ -101,6 +104,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Whether to provide `best_estimator_`: the very network that was measured. If an earlier
         session trained it, it is restored from its weights if they were saved, and otherwise
         trained again, with the same result if `random_state` is given.
+    retry_failed : bool, default=False
+        Whether candidates that failed in an earlier session, or were killed twice, are trained
+        again. A candidate that fails again replaces its earlier failure in the tables.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains, so that plain skorch nets can be reproduced too.
@@ -190,6 +196,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         goal: Any = "auto",
         depth_band: float | None = DEPTH_BAND,
         refit: bool = True,
+        retry_failed: bool = False,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -208,6 +215,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.goal = goal
         self.depth_band = depth_band
         self.refit = refit
+        self.retry_failed = retry_failed
         self.random_state = random_state
         self.verbose = verbose
 
@@ -238,6 +246,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             candidate could be trained; lists the differences or reasons.
         TypeError
             If estimator, space, sampler, pruner or artifact store are of the wrong kind.
+        RuntimeError
+            If storage, artifact store or held-out data fail while candidates train. Finished
+            candidates are kept, and no failure is recorded.
         KeyboardInterrupt
             On Ctrl-C before any candidate is finished.
         """
@@ -251,15 +262,20 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         check_arguments(self)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
-        with log_level(quiet), tempfile.TemporaryDirectory() as folder:
-            study = create_study(self, folder)
+        check_store(objective.artifact_store)
+        temporary = tempfile.TemporaryDirectory()
+        with log_level(quiet), temporary as folder, StorageGuard(self) as guard:
+            study = guard.study = create_study(self, folder)
             own_sampler = self.sampler is not None
             check_resumable(study, objective, n_objectives(self), own_sampler=own_sampler)
             measure_what_is_new(study, objective)
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )
-            sweep = Sweep(objective, plan_candidates(self, objective.space), quiet)
+            plan = plan_candidates(self, objective.space)
+            if self.retry_failed:
+                plan.released = failed_trials(study.get_trials(deepcopy=False))
+            sweep = Sweep(objective, plan, quiet)
             flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)

@@ -30,7 +30,8 @@ def check_arguments(search: Any) -> None:
     TypeError
         If the sampler or the pruner is not one of Optuna's.
     ValueError
-        If `n_trials` is not a positive integer, or processes cannot share the storage.
+        If `n_trials` is not a positive integer, `study_name` has no storage, or processes cannot
+        share the storage.
     """
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
     check_depth_band(search.depth_band)
@@ -41,6 +42,12 @@ def check_arguments(search: Any) -> None:
         value = getattr(search, name)
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be an optuna {name} or None, got {value!r}.")
+    if search.study_name is not None and search.storage is None:
+        raise ValueError(
+            f"study_name={search.study_name!r} needs a storage: without one the study is in memory "
+            "and ends with the program. Give storage='sqlite:///minima.db', for example, or leave "
+            "study_name out."
+        )
     if n_processes(search.n_jobs) > 1 and isinstance(search.storage, InMemoryStorage):
         raise ValueError(
             f"n_jobs={search.n_jobs} processes cannot share a storage in memory: leave storage "

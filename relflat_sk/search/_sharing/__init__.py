@@ -1,8 +1,9 @@
 """Share a study between processes: plan candidates, claim them, train them in workers."""
 
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
-from relflat_sk.search._sharing.claims import Plan, is_cut_short
+from relflat_sk.search._sharing.claims import Plan, failed_trials, is_cut_short, is_superseded
 from relflat_sk.search._sharing.flattest import FlattestSoFar
+from relflat_sk.search._sharing.storage_guard import StorageGuard
 from relflat_sk.search._sharing.study import (
     check_resumable,
     in_memory,
@@ -17,10 +18,13 @@ __all__ = [
     "FlattestSoFar",
     "Grid",
     "Plan",
+    "StorageGuard",
     "Sweep",
     "check_resumable",
+    "failed_trials",
     "in_memory",
     "is_cut_short",
+    "is_superseded",
     "log_level",
     "open_storage",
     "train_all",

@@ -11,7 +11,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from relflat_sk.search._optuna_internals import FIXED_VALUES, reread
-from relflat_sk.search._sharing.claims import NUMBER, Plan, counted, is_suspect
+from relflat_sk.search._sharing.claims import NUMBER, Plan, is_suspect
 from relflat_sk.search._trial import Space
 
 __all__ = ["CandidateSampler", "Draws", "Grid"]
@@ -46,7 +46,7 @@ class Grid(Plan):
         return _suspects_last(candidates, trials)
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
-        taken = _points(trials)
+        taken = _points(self.counted(trials))
         return [point for point in self.points if point not in taken]
 
 
@@ -81,21 +81,21 @@ class Draws(Plan):
         candidates = [{NUMBER: number} for number in self._missing(trials)]
         found = _suspects_last(candidates, trials)
         if found is not None and isinstance(study.sampler, CandidateSampler):
-            found |= study.sampler.point(study, found[NUMBER], _points(trials))
+            found |= study.sampler.point(study, found[NUMBER], _points(self.counted(trials)))
         return found
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[int]:
-        numbers = [trial.system_attrs.get(NUMBER) for trial in counted(trials)]
+        numbers = [trial.system_attrs.get(NUMBER) for trial in self.counted(trials)]
         # trials without a number are of a grid, or were made by something other than a search
         n_trials = self.n_trials - numbers.count(None)
         return [number for number in range(n_trials) if number not in numbers]
 
 
 def _points(trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
-    """List the values that trials have drawn, or are going to have."""
+    """List the values that trials have drawn, or are going to draw."""
     return [
         values
-        for trial in counted(trials)
+        for trial in trials
         for values in (trial.params, trial.system_attrs.get(FIXED_VALUES, {}))
         if values
     ]

@@ -48,9 +48,11 @@ __all__ = [
     "Plan",
     "claim",
     "counted",
+    "failed_trials",
     "give_up",
     "give_up_abandoned",
     "is_cut_short",
+    "is_superseded",
     "is_suspect",
 ]
 
@@ -66,9 +68,27 @@ class Plan(ABC):
     choices : dict of str to optuna.distributions.BaseDistribution
         What the values of the candidates are chosen from. A trial whose values are in here has
         them from the beginning, see `_optuna_internals.widen_choices`.
+    released : frozenset of int
+        Numbers of failed trials whose candidates are to be trained again.
     """
 
     choices: Mapping[str, BaseDistribution]
+    released: frozenset[int] = frozenset()
+
+    def counted(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+        """List the trials that hold a candidate of this plan.
+
+        Parameters
+        ----------
+        trials : iterable of optuna.trial.FrozenTrial
+            Trials of a study.
+
+        Returns
+        -------
+        list of optuna.trial.FrozenTrial
+            The finished, failed and running ones, without those that are released.
+        """
+        return [trial for trial in counted(trials) if trial.number not in self.released]
 
     @abstractmethod
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
@@ -145,7 +165,7 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
             return None
         trial_id, number = add_trial(study, template)
         earlier = study.get_trials(deepcopy=False)[:number]
-        if not any(_same_candidate(template, other) for other in counted(earlier)) and not (
+        if not any(_same_candidate(template, other) for other in plan.counted(earlier)) and not (
             alone and _sweep_is_busy(template, earlier)
         ):
             return OneTrialStudy(study, trial_id)
@@ -183,7 +203,50 @@ def is_cut_short(trial: FrozenTrial) -> bool:
     bool
         False for trials whose training or measuring failed: they have the attribute ``failed``.
     """
-    return trial.state == TrialState.FAIL and "failed" not in trial.user_attrs
+    return trial.state == TrialState.FAIL and not _has_failed(trial)
+
+
+def _has_failed(trial: FrozenTrial) -> bool:
+    return "failed" in trial.user_attrs
+
+
+def failed_trials(trials: Iterable[FrozenTrial]) -> frozenset[int]:
+    """Return the numbers of the trials whose training or measuring failed.
+
+    Parameters
+    ----------
+    trials : iterable of optuna.trial.FrozenTrial
+        The trials of a study.
+
+    Returns
+    -------
+    frozenset of int
+        The numbers.
+    """
+    return frozenset(
+        trial.number for trial in trials if trial.state == TrialState.FAIL and _has_failed(trial)
+    )
+
+
+def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
+    """Return whether a failed trial has a successor, which was told to train it again.
+
+    Parameters
+    ----------
+    trial : optuna.trial.FrozenTrial
+        A trial.
+    trials : sequence of optuna.trial.FrozenTrial
+        All trials of the study, by number.
+
+    Returns
+    -------
+    bool
+        Whether a later trial of the same candidate has ended, too.
+    """
+    if trial.state != TrialState.FAIL:
+        return False
+    later = (other for other in counted(trials[trial.number + 1 :]) if other.state.is_finished())
+    return any(_same_candidate(other, trial) for other in later)
 
 
 def is_suspect(template: FrozenTrial, trials: Iterable[FrozenTrial]) -> bool:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -29,13 +30,19 @@ def open_storage(storage: Any) -> BaseStorage:
 
     Parameters
     ----------
-    storage : str, optuna storage or None
-        The URL of a database, or a storage, which is returned; in memory if None.
+    storage : str, path, optuna storage or None
+        The URL of a database, the path of an SQLite file, or a storage, which is returned; in
+        memory if None.
 
     Returns
     -------
     optuna.storages.BaseStorage
         The open storage.
+
+    Raises
+    ------
+    TypeError
+        If `storage` is none of these.
 
     Examples
     --------
@@ -54,6 +61,13 @@ def open_storage(storage: Any) -> BaseStorage:
 
 
 def _open(storage: Any) -> BaseStorage:
+    if storage is not None and not isinstance(storage, str | Path | BaseStorage):
+        raise TypeError(
+            "storage must be the URL of a database, such as 'sqlite:///minima.db', the Path of an "
+            f"SQLite file, an optuna storage or None, got {storage!r}."
+        )
+    if isinstance(storage, Path):
+        storage = f"sqlite:///{storage}"
     if isinstance(storage, str) and storage.startswith("sqlite"):
         arguments = {"connect_args": {"timeout": _SQLITE_TIMEOUT}}
         storage = RDBStorage(storage, engine_kwargs=arguments)

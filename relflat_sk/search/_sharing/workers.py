@@ -4,6 +4,7 @@ import copy
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._sharing.transfer import ByValue, packed
-from relflat_sk.search._trial import MinimaObjective
+from relflat_sk.search._trial import CallError, MinimaObjective
 
 __all__ = ["Sweep", "train_all", "train_in_processes"]
 
@@ -55,6 +56,7 @@ class Sweep:
         self.plan = plan
         self.quiet = quiet
         self.name = uuid.uuid4().hex
+        self.call_error: CallError | None = None
         self.process_id = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,8 +132,12 @@ class Sweep:
 
     def __call__(self, trial: optuna.Trial) -> Sequence[float]:
         """Train and measure a candidate; the objective of `Study.optimize`."""
-        self.estimator = None
-        found, self.estimator = self.objective.run(trial)
+        self.estimator, self.call_error = None, None
+        try:
+            found, self.estimator = self.objective.run(trial)
+        except CallError as error:
+            self.call_error = error
+            raise
         values = found if isinstance(found, tuple) else (found,)
         # with one direction, the first measure alone, so that any sampler and pruner works
         return values[: len(trial.study.directions)]
@@ -150,6 +156,11 @@ class Sweep:
         -------
         bool
             Whether there may be another candidate.
+
+        Raises
+        ------
+        CallError
+            If training or measuring failed for a reason that is not the candidate's.
         """
         claimed = claim(study, self.plan, self.name)
         if claimed is None:
@@ -166,6 +177,8 @@ class Sweep:
             # up. The candidate is trained again, and this result is dropped.
             if not is_cut_short(read_trial(study, claimed.trial_id)):
                 raise
+        if self.call_error is not None:
+            raise self.call_error
         if self.estimator is None:
             torch.cuda.empty_cache()  # the next candidate may fit, if this one ran out of memory
         return not claimed.stopped
@@ -237,6 +250,10 @@ def train_all(
         except KeyboardInterrupt:
             give_up(study, sweep.owns)  # the trials that were running
             return True
+        except Exception:
+            with suppress(Exception):  # the storage may be what failed
+                give_up(study, sweep.owns)
+            raise
     return False
 
 

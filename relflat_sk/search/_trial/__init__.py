@@ -1,18 +1,30 @@
 """One trial of a search: a candidate is trained on all the data, measured and recorded."""
 
 from relflat_sk.search._trial.continuation import check_space, new_choices
+from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 from relflat_sk.search._trial.objective import MinimaObjective
 from relflat_sk.search._trial.provenance import check_made_with
 from relflat_sk.search._trial.recording import measure_held_out
 from relflat_sk.search._trial.space import Space
-from relflat_sk.search._trial.weights import ARTIFACT
+from relflat_sk.search._trial.weight_files import (
+    ARTIFACT,
+    DamagedWeightsError,
+    check_store,
+    replace_weights,
+)
 
 __all__ = [
     "ARTIFACT",
+    "CallError",
+    "DamagedWeightsError",
     "MinimaObjective",
     "Space",
     "check_made_with",
     "check_space",
+    "check_store",
+    "explain",
+    "is_of_storage",
     "measure_held_out",
     "new_choices",
+    "replace_weights",
 ]

@@ -264,7 +264,9 @@ def digest(data: Any) -> str | None:
         found = {str(key): digest(one) for key, one in sorted(data.items())}
         return None if None in found.values() else str(found)
     if isinstance(data, torch.Tensor):
-        data = data.detach().cpu().numpy()
+        data = data.detach().cpu()
+        # numpy has no bfloat16
+        data = (data if data.dtype != torch.bfloat16 else data.view(torch.int16)).numpy()
     if not hasattr(data, "__array__") and not isinstance(data, list):
         return None
     try:

@@ -16,6 +16,7 @@ from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
 from relflat_sk.search._trial.arguments import check_data
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
+from relflat_sk.search._trial.failures import record_failure
 from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.goal import AUTO, check_goal
 from relflat_sk.search._trial.held_out import split_recorded, trained_rows
@@ -25,7 +26,8 @@ from relflat_sk.search._trial.provenance import check_study_of
 from relflat_sk.search._trial.recording import check_names, measure_once, record_trial
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
-from relflat_sk.search._trial.weights import as_store, load_weights, restore
+from relflat_sk.search._trial.weight_files import as_store, load_weights
+from relflat_sk.search._trial.weights import restore
 
 __all__ = ["MinimaObjective"]
 
@@ -207,8 +209,7 @@ class MinimaObjective:
             trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
             raise
         except Exception as error:
-            trial.set_user_attr("reason", f"{type(error).__name__}: {error}")
-            trial.set_user_attr("failed", True)
+            record_failure(trial, error)
             raise
         if not np.isfinite(found).all():
             trial.set_user_attr("failed", True)

@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
 from relflat_sk.search._trial.description import changed_params, describe, digest, same
+from relflat_sk.search._trial.weight_files import check_store
 
 __all__ = ["MADE_WITH", "check_made_with", "check_study_of"]
 
@@ -84,7 +85,7 @@ def check_made_with(study: optuna.Study, objective: Any, own: int = -1) -> None:
 
 
 def check_study_of(trial: Any, objective: Any) -> None:
-    """Check the study of a trial as `check_made_with` does, once for each study.
+    """Check the study of a trial as `check_made_with` does, and the store, once for each study.
 
     Parameters
     ----------
@@ -96,6 +97,7 @@ def check_study_of(trial: Any, objective: Any) -> None:
     study = getattr(trial, "study", None)
     if study is not None and study.study_name not in objective.checked:
         check_made_with(study, objective, own=trial.number)
+        check_store(objective.artifact_store)
         objective.checked.add(study.study_name)
 
 

@@ -14,10 +14,11 @@ from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness, check_name, measure_network
+from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
 from relflat_sk.search._trial.training_data import TrainingData
-from relflat_sk.search._trial.weights import save_weights
+from relflat_sk.search._trial.weight_files import save_weights
 
 __all__ = ["check_names", "measure_held_out", "measure_once", "record_trial"]
 
@@ -173,8 +174,7 @@ def record_trial(
             return [np.nan] * len(objective.names)
         held_out = objective.X_test, objective.y_test
         record_held_out(trial, estimator, measured.train_loss, data, *held_out)
-    if objective.artifact_store is not None:
-        save_weights(objective.artifact_store, trial, network.module)
+    save_weights(objective.artifact_store, trial, network.module)
     values = {name: found.value for name, found in measured.found.items()}
     values["train_loss"] = measured.train_loss
     objectives = [values[name] for name in objective.names]
@@ -210,13 +210,18 @@ def record_held_out(
     y_test : array-like of shape (n_test, ...) or None
         Their labels or values.
     """
-    if X_test is not None:
+    scored = hasattr(estimator, "score")
+    if scored and data.y is not None:
+        trial.set_user_attr("train_score", float(estimator.score(data.X, data.y)))
+    if X_test is None:
+        return
+    with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
         test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
-        trial.set_user_attr("test_loss", test_loss)
-        trial.set_user_attr("generalization_gap", test_loss - train_loss)
-    for name, X, y in (("train", data.X, data.y), ("test", X_test, y_test)):
-        if y is not None and hasattr(estimator, "score"):
-            trial.set_user_attr(f"{name}_score", float(estimator.score(X, y)))
+        test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
+    trial.set_user_attr("test_loss", test_loss)
+    trial.set_user_attr("generalization_gap", test_loss - train_loss)
+    if scored:
+        trial.set_user_attr("test_score", test_score)
 
 
 def measure_held_out(

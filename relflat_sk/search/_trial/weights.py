@@ -1,123 +1,22 @@
-"""Save the weights of minima, and restore estimators from them without training.
+"""Restore estimators from the weights of their networks, without training."""
 
-A file holds the `state_dict` of the network that is measured. For an estimator of scikit-learn,
-this is the module that `relflat_sk._models.sklearn_estimators.to_torch` makes of it.
-``torch.load(..., weights_only=True)`` reads the file without running code.
-"""
-
-import io
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
-import torch
-from optuna.artifacts import FileSystemArtifactStore, upload_artifact
-from optuna.artifacts.exceptions import ArtifactNotFound
-from optuna.trial import FrozenTrial
 from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
 from skorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
 
-__all__ = ["ARTIFACT", "as_store", "last_step", "load_weights", "restore", "save_weights"]
-
-ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
+__all__ = ["last_step", "restore"]
 
 Weights = Mapping[str, Tensor]
-
-
-def as_store(store: Any) -> Any:
-    """Make an artifact store of a folder; return a store as it is.
-
-    Parameters
-    ----------
-    store : str, path, optuna artifact store or None
-        As a user gave it. A folder is created if there is none.
-
-    Returns
-    -------
-    optuna artifact store or None
-        None if `store` is None.
-
-    Raises
-    ------
-    TypeError
-        If `store` is none of these.
-    """
-    if isinstance(store, str | Path):
-        Path(store).mkdir(parents=True, exist_ok=True)
-        return FileSystemArtifactStore(store)
-    if store is None or (hasattr(store, "open_reader") and hasattr(store, "write")):
-        return store
-    raise TypeError(
-        "artifact_store must be a folder, an optuna artifact store or None, got "
-        f"{store!r}. For files in a folder: artifact_store='minima'."
-    )
-
-
-def save_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
-    """Save the weights of a network to a store, and the name of their file to its trial.
-
-    Parameters
-    ----------
-    store : optuna artifact store
-        Gets the file.
-    trial : optuna.Trial
-        Gets the user attribute `ARTIFACT`.
-    module : nn.Module
-        The network.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"minimum_{trial.number}.pt"
-        torch.save(module.state_dict(), path)
-        artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
-    trial.set_user_attr(ARTIFACT, artifact)
-
-
-def load_weights(store: Any, trial: FrozenTrial) -> Weights:
-    """Load the weights of a finished trial.
-
-    Parameters
-    ----------
-    store : optuna artifact store or None
-        Where the weights were saved.
-    trial : optuna.trial.FrozenTrial
-        The trial.
-
-    Returns
-    -------
-    dict of str to Tensor
-        The network's `state_dict`, on the CPU.
-
-    Raises
-    ------
-    ValueError
-        If no weights were saved, or they are not in this store.
-    """
-    artifact = trial.user_attrs.get(ARTIFACT)
-    if store is None or artifact is None:
-        raise ValueError(
-            f"no weights of trial {trial.number} were saved. Give the search an artifact_store, "
-            "such as a folder, before it trains: FlatMinimaSearch(..., artifact_store='minima')."
-        )
-    try:
-        with store.open_reader(artifact) as file:
-            content = io.BytesIO(file.read())
-    except ArtifactNotFound:
-        raise ValueError(
-            f"the weights of trial {trial.number}, artifact {artifact!r}, are not in {store!r}. "
-            "Give the artifact_store that the search was run with."
-        ) from None
-    weights: Weights = torch.load(content, weights_only=True, map_location="cpu")
-    return weights
 
 
 def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) -> Any:

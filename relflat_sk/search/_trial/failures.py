@@ -1,0 +1,136 @@
+"""Tell failures of a candidate from failures of the call that trains it.
+
+A candidate that cannot be trained fails again when it is trained again, so its failure is a
+result. A full disk or a wrong test set is not: the next call may have mended it.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+import torch
+from optuna.exceptions import UpdateFinishedTrialError
+
+__all__ = ["CallError", "blame_call", "explain", "is_of_storage", "record_failure"]
+
+_ADVICE = {  # by words in the error
+    ("disk is full", "no space left", "file too large", "disk quota"): "Free space on its disk.",
+    ("readonly", "read-only", "permission denied", "permitted"): (
+        "Give a place that this process may write to."
+    ),
+    ("locked",): "Another program holds the lock: end it, or wait until it is done.",
+    ("unable to open", "no such table", "no such file", "moved", "out of step"): (
+        "The file was deleted, moved or replaced: put it back, or give another storage."
+    ),
+    ("refused", "could not connect", "could not translate", "timeout"): (
+        "Check that the server runs and can be reached."
+    ),
+}
+
+
+class CallError(RuntimeError):
+    """Training or measuring failed for a reason that is not the candidate's."""
+
+
+def record_failure(trial: optuna.Trial, error: Exception) -> None:
+    """Record in a trial why its candidate failed.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        The trial.
+    error : Exception
+        The reason.
+
+    Raises
+    ------
+    CallError
+        If the candidate is not to blame. Nothing is recorded, so that it is trained again.
+    """
+    if isinstance(error, CallError):
+        raise error
+    if is_of_storage(error):
+        raise CallError(f"the storage failed: {explain(error)}") from error
+    trial.set_user_attr("reason", f"{type(error).__name__}: {error}")
+    trial.set_user_attr("failed", True)
+
+
+@contextmanager
+def blame_call(what: str, advice: str) -> Iterator[None]:
+    """Turn failures into errors of the call.
+
+    Parameters
+    ----------
+    what : str
+        What failed.
+    advice : str
+        What to do about it.
+
+    Yields
+    ------
+    None
+        Errors inside of the context, except a lack of memory, become a `CallError`.
+
+    Raises
+    ------
+    CallError
+        If anything fails.
+    """
+    try:
+        yield
+    except (CallError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_of_storage(error):
+            raise
+        raise CallError(
+            f"{what}: {type(error).__name__}: {error}. {advice} The candidate is not recorded, "
+            "and those that were finished before are kept: call fit again with the same storage "
+            "and study_name."
+        ) from error
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Return whether the storage of a study raised an error.
+
+    Parameters
+    ----------
+    error : BaseException
+        Any error that was raised.
+
+    Returns
+    -------
+    bool
+        False also if another process has finished the trial meanwhile, which is no failure.
+    """
+    if isinstance(error, UpdateFinishedTrialError):
+        return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(
+        frame.f_globals.get("__name__", "").startswith("optuna.storages") for frame, _ in frames
+    )
+
+
+def explain(error: BaseException) -> str:
+    """Return the root of an error and what to do about it.
+
+    Parameters
+    ----------
+    error : BaseException
+        The error of a storage or of a file.
+
+    Returns
+    -------
+    str
+        Two sentences; one if no advice is known.
+    """
+    root: Any = error
+    while root.__cause__ is not None or root.__context__ is not None:
+        root = root.__cause__ or root.__context__
+    lines = str(root).splitlines() or [repr(root)]
+    text = f"{type(root).__name__}: {lines[0]}"
+    known = (text + str(error)).lower()
+    advice = [one for words, one in _ADVICE.items() if any(word in known for word in words)]
+    return " ".join([text.rstrip(".") + ".", *advice[:1]])
