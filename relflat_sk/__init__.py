@@ -18,11 +18,13 @@ from relflat_sk.minima import (
 from relflat_sk.plots import (
     FlatnessGapDisplay,
     FlatnessHistoryDisplay,
+    HyperparameterDisplay,
     LabelNoiseDisplay,
     LayerFlatnessDisplay,
     MeasurePanelsDisplay,
     MinimaRankingDisplay,
     SharpnessKLDisplay,
+    TrainingCurvesDisplay,
 )
 from relflat_sk.search import FlatMinimaSearch, MinimaObjective, flattest_within
 from relflat_sk.theory import (
@@ -89,6 +91,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "LayerFlatnessDisplay",
     "FlatnessHistoryDisplay",
     "SharpnessKLDisplay",
+    "TrainingCurvesDisplay",
+    "HyperparameterDisplay",
     # errors and warnings
     "FlatnessWarning",
     "LayerNotFoundError",

@@ -24,20 +24,25 @@ from relflat_sk._minima_table.hyperparameters import (
     number_levels,
     parameter_columns,
     plain_name,
+    shorten_parameters,
 )
 from relflat_sk._minima_table.trials import (
+    CURVES,
     NO_REASON,
     STATES,
+    curves_of,
     minima_table,
     remeasured_key,
     table_of_trials,
 )
 
 __all__ = [
+    "CURVES",
     "DEPTH_BAND",
     "NO_REASON",
     "STATES",
     "check_depth_band",
+    "curves_of",
     "depth_of",
     "find_axes",
     "find_axis",
@@ -53,5 +58,6 @@ __all__ = [
     "parameter_columns",
     "plain_name",
     "remeasured_key",
+    "shorten_parameters",
     "table_of_trials",
 ]

@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 
 from relflat_sk._minima_table.columns import PARAM_PREFIX
 
-__all__ = ["find_axes", "find_axis", "number_levels", "parameter_columns", "plain_name"]
+__all__ = [
+    "find_axes",
+    "find_axis",
+    "number_levels",
+    "parameter_columns",
+    "plain_name",
+    "shorten_parameters",
+]
+
+_SCALED = "scaled_"  # before the name of a learning rate that the search has scaled
 
 
 def plain_name(column: str) -> str:
@@ -44,6 +53,37 @@ def parameter_columns(table: pd.DataFrame) -> list[str]:
     return [str(column) for column in table.columns if str(column).startswith(PARAM_PREFIX)]
 
 
+def shorten_parameters(table: pd.DataFrame, prefix: str) -> pd.DataFrame:
+    """Remove what stands before the names of a pipeline's last step from the columns of a table.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        A table of minima.
+    prefix : str
+        Such as ``"net__"``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A table with shorter names, except for those that would then be equal to others.
+
+    Examples
+    --------
+    >>> table = pd.DataFrame(columns=["param_net__lr", "param_scale__copy", "param_net__copy"])
+    >>> shorten_parameters(table, "net__").columns.tolist()
+    ['param_lr', 'param_scale__copy', 'param_copy']
+    """
+    long = [name for name in parameter_columns(table) if prefix and prefix in name]
+    short = {
+        name: PARAM_PREFIX + _SCALED * (_SCALED in name) + name.split(prefix, 1)[1]
+        for name in long
+        if name.startswith((PARAM_PREFIX + prefix, PARAM_PREFIX + _SCALED + prefix))
+    }
+    taken = [short.get(name, name) for name in table.columns]
+    return table.rename(columns={n: s for n, s in short.items() if taken.count(s) == 1})
+
+
 def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
     """Return the column of one hyper-parameter.
 
@@ -54,7 +94,8 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
     name : str
         The parameter or its column, such as ``"batch_size"`` or ``"param_batch_size"``. For a
         parameter of a pipeline step, such as ``"param_net__batch_size"``, the last part of the
-        name is enough if no other parameter ends in it.
+        name is enough if no other parameter ends in it; where the table has the last part only,
+        the whole name works, too.
     argument : str
         Name of the caller's argument, for the error message.
 
@@ -72,7 +113,7 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
         if column in table.columns:
             return column
     params = [plain_name(column) for column in parameter_columns(table)]
-    nested = [param for param in params if param.endswith(f"__{name}")]
+    nested = [one for one in params if one.endswith(f"__{name}") or name.endswith(f"__{one}")]
     if len(nested) == 1:
         return f"{PARAM_PREFIX}{nested[0]}"
     raise ValueError(

@@ -15,7 +15,9 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._checks import is_number
 from relflat_sk._minima_table.columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
 
-__all__ = ["NO_REASON", "STATES", "minima_table", "remeasured_key", "table_of_trials"]
+__all__ = ["CURVES", "NO_REASON", "STATES", "minima_table", "remeasured_key", "table_of_trials"]
+
+CURVES = "curves"  # user attribute of a trial: losses and flatness of its epochs, by column
 
 # the states of finished trials, and their names in the column `state`
 STATES = {
@@ -91,6 +93,35 @@ def remeasured_key(trial: FrozenTrial) -> str:
         The key in ``study.user_attrs``; its value is a dict from measure to value.
     """
     return f"measures of trial {trial.number}"
+
+
+def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
+    """Return how loss and flatness went along the training of each trial.
+
+    Parameters
+    ----------
+    source : optuna.Study or fitted FlatMinimaSearch
+        The trials.
+
+    Returns
+    -------
+    dict of int to dict of str to list
+        By the number of the trial: its epochs and the columns that were recorded, None for values
+        that are not finite.
+
+    Raises
+    ------
+    TypeError
+        If `source` is neither.
+    """
+    study = source if isinstance(source, optuna.Study) else getattr(source, "study_", None)
+    if not isinstance(study, optuna.Study):
+        raise TypeError(
+            "curves are in an optuna.Study or a fitted FlatMinimaSearch, got "
+            f"{type(source).__name__}. A table has no curves: pass the search itself."
+        )
+    trials = study.get_trials(deepcopy=False)
+    return {t.number: t.user_attrs[CURVES] for t in trials if CURVES in t.user_attrs}
 
 
 def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:

@@ -6,20 +6,27 @@ returns the display. The attributes ``ax_`` and ``figure_`` give access to the d
 is imported when something is drawn; ``pip install "relflat_sk[plot]"`` installs it.
 """
 
+# for the packages above, not public
+from relflat_sk.plots._colors import color_column as color_column
+from relflat_sk.plots._curves import TrainingCurvesDisplay
 from relflat_sk.plots._gap import FlatnessGapDisplay
 from relflat_sk.plots._history import FlatnessHistoryDisplay
+from relflat_sk.plots._hyperparameter import HyperparameterDisplay
 from relflat_sk.plots._label_noise import LabelNoiseDisplay
 from relflat_sk.plots._layers import LayerFlatnessDisplay
 from relflat_sk.plots._measures import MeasurePanelsDisplay
+from relflat_sk.plots._panels import require_matplotlib as require_matplotlib
 from relflat_sk.plots._ranking import MinimaRankingDisplay
 from relflat_sk.plots._sharpness_kl import SharpnessKLDisplay
 
 __all__ = [
     "FlatnessGapDisplay",
     "FlatnessHistoryDisplay",
+    "HyperparameterDisplay",
     "LabelNoiseDisplay",
     "LayerFlatnessDisplay",
     "MeasurePanelsDisplay",
     "MinimaRankingDisplay",
     "SharpnessKLDisplay",
+    "TrainingCurvesDisplay",
 ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Colors", "color_column"]
 
+ONE_COLOR = "#0072B2"
 MAX_LEVELS = 12  # a numeric column with more values gets a continuous color scale
 
 
@@ -101,6 +102,21 @@ class Colors:
             return {}
         codes = self.codes[rows]
         return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
+
+    def of_row(self, row: int) -> Any:
+        """Return the color of one minimum.
+
+        Parameters
+        ----------
+        row : int
+            Its row in the table.
+
+        Returns
+        -------
+        color
+            As matplotlib takes it.
+        """
+        return ONE_COLOR if self.column is None else self.cmap(self.norm(self.codes[row]))
 
     def draw_bar(self, axes: "list[Axes]", n_rows: int = 1) -> None:
         """Draw the color bar beside some axes, unless there is only one color.

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.exceptions import NotFittedError
 from skorch import NeuralNet
-from skorch.callbacks import EpochScoring
 
 from relflat_sk._models import final_estimator
-from relflat_sk.measures import FlatnessScorer
+from relflat_sk.measures import flatness_columns
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import divide, figure_of, make_axes
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["FlatnessHistoryDisplay"]
 
 LOSSES = ("train_loss", "valid_loss")
-PENALTY = "flatness_penalty"
 # with more epochs the markers are small dots, so that a value between two gaps still shows
 MAX_MARKED = 40
 
@@ -128,15 +126,12 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             raise NotFittedError(
                 f"This {type(net).__name__} has no epoch in its history: call fit first."
             )
-        scored = _scored_by_flatness(net)
-        names = _columns(history, scored) if columns is None else _check(history, columns)
+        signs = flatness_columns(net)
+        names = _columns(history, list(signs)) if columns is None else _check(history, columns)
         display = cls(
             epochs=_values(history, "epoch"),
             losses={name: _values(history, name) for name in LOSSES if _is_recorded(history, name)},
-            flatness={
-                name: -_values(history, name) if name in scored else _values(history, name)
-                for name in names
-            },
+            flatness={name: signs.get(name, 1.0) * _values(history, name) for name in names},
         )
         return display.plot(ax=ax, **kwargs)
 
@@ -179,19 +174,8 @@ def _is_recorded(history: list[dict[str, Any]], name: str) -> bool:
     return any(name in row for row in history)
 
 
-def _scored_by_flatness(net: NeuralNet) -> set[str]:
-    """Return the columns that a `FlatnessScorer` recorded, which hold minus the flatness."""
-    callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
-    return {
-        callback.name_
-        for callback in callbacks
-        if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer)
-    }
-
-
-def _columns(history: list[dict[str, Any]], scored: set[str]) -> list[str]:
-    """Return the columns of flatness, in the order of the history."""
-    names = [name for name in history[-1] if name == PENALTY or name in scored]
+def _columns(history: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """Return the columns of flatness, after checking that there are any."""
     if not names:
         raise ValueError(
             "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "

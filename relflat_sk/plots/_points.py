@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from relflat_sk._minima_table import is_complete, is_converged
 from relflat_sk.plots._colors import Colors
@@ -35,6 +36,8 @@ class Points:
         The minima with finite coordinates, drawn as dots.
     unconverged : ndarray of bool of shape (n,)
         The other complete trials with finite coordinates, drawn as crosses.
+    label : str
+        Why these are no minima that can be compared, with numbers.
     n_not_drawn : int
         Number of all other rows.
     """
@@ -44,6 +47,10 @@ class Points:
         finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
         self.converged = finite & is_converged(minima)
         self.unconverged = finite & ~self.converged
+        n_others = int((finite & _is_of_another_depth(minima)).sum())
+        n_open = int(self.unconverged.sum()) - n_others
+        parts = [("not converged", n_open), ("at another depth", n_others)]
+        self.label = ", ".join(f"{name} ({n})" for name, n in parts if n)
         self.n_not_drawn = int((~finite).sum())
 
     def require_minima(self) -> None:
@@ -83,7 +90,7 @@ class Points:
             Passed on to `matplotlib.axes.Axes.scatter` for the minima.
         """
         self.draw_minima(ax, colors, **kwargs)
-        self.draw_crosses(ax, f"not converged ({self.unconverged.sum()})")
+        self.draw_crosses(ax, self.label)
         if self.n_not_drawn:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 
@@ -119,6 +126,13 @@ class Points:
             x = np.clip(self.x[self.unconverged], *ax.get_xlim())
             y = np.clip(self.y[self.unconverged], *ax.get_ylim())
             ax.scatter(x, y, **CROSS, clip_on=False, label=label)
+
+
+def _is_of_another_depth(minima: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows are minima of a depth that is not compared."""
+    if "comparable" not in minima.columns:
+        return np.zeros(len(minima), dtype=bool)
+    return is_converged(minima.drop(columns="comparable")) & ~is_converged(minima)
 
 
 def _limits(values: Floats, scale: str) -> tuple[float, float]:

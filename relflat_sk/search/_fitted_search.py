@@ -8,14 +8,14 @@ import optuna
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
-from relflat_sk._minima_table import mark_depth_band
+from relflat_sk._minima_table import mark_depth_band, shorten_parameters
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._provide import find_trial, provide_same
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render
 from relflat_sk.search._results import candidate_table
-from relflat_sk.search._trial import MinimaObjective, check_made_with
+from relflat_sk.search._trial import MinimaObjective, check_made_with, last_prefix
 
 __all__ = ["FittedSearchMixin"]
 
@@ -24,6 +24,7 @@ class FittedSearchMixin(BestEstimatorMixin):
     """Methods of a fitted search."""
 
     minima_: pd.DataFrame
+    estimator: Any
     study_: optuna.Study
     depth_band: float | None
 
@@ -31,8 +32,9 @@ class FittedSearchMixin(BestEstimatorMixin):
         raise NotImplementedError
 
     def _table(self) -> pd.DataFrame:
-        """Return the unranked table of candidates, with the column `comparable`."""
-        return mark_depth_band(candidate_table(self.study_), self.depth_band)
+        """Return the unranked table of candidates, with `comparable` and short parameter names."""
+        table = shorten_parameters(candidate_table(self.study_), last_prefix(self.estimator))
+        return mark_depth_band(table, self.depth_band)
 
     def _objective_of(self, X: Any, y: Any) -> MinimaObjective:
         """Return the objective of `fit`, made again from the data if the search was unpickled."""
@@ -123,23 +125,31 @@ class FittedSearchMixin(BestEstimatorMixin):
     def report(self, path: Any) -> Path:
         """Write a report on the search: one HTML page that any browser opens.
 
-        The page holds the table of minima, which a click sorts, plots, the correlation of every
-        measure with the generalization gap (if `fit` was given held-out data), the settings and
-        the versions of all libraries. It loads nothing from elsewhere. Needs matplotlib.
+        The page holds the goal, the depth of the minima, why candidates were left out, the table
+        of minima, which a click sorts, plots, the correlation of every measure with the
+        generalization gap (if `fit` was given held-out data), the settings, all parameters of
+        the estimator and the versions of all libraries. It loads nothing from elsewhere.
 
         Parameters
         ----------
         path : str or path
-            The file to write, such as ``"minima.html"``.
+            The file to write, such as ``"minima.html"``. Its folder is created if there is none.
 
         Returns
         -------
         pathlib.Path
             The file.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
         """
         check_is_fitted(self, "minima_")
+        page = render(self)
         file = Path(path)
-        file.write_text(render(self), encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
         return file
 
     def __getstate__(self) -> Any:

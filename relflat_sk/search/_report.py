@@ -5,8 +5,8 @@ import datetime
 import html
 import io
 import platform
-import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata, resources
 from math import isnan
 from numbers import Real
@@ -16,9 +16,29 @@ from typing import Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import is_complete, is_converged
+from relflat_sk._minima_table import (
+    curves_of,
+    is_complete,
+    is_converged,
+    parameter_columns,
+    plain_name,
+)
 from relflat_sk.minima import FEWEST_MINIMA, correlate
-from relflat_sk.plots import FlatnessGapDisplay, MinimaRankingDisplay
+from relflat_sk.plots import (
+    FlatnessGapDisplay,
+    HyperparameterDisplay,
+    MinimaRankingDisplay,
+    TrainingCurvesDisplay,
+    color_column,
+    require_matplotlib,
+)
+from relflat_sk.search._report_text import (
+    describe_depth,
+    describe_goal,
+    left_out,
+    parameters_of,
+    text_of,
+)
 
 __all__ = ["render"]
 
@@ -38,6 +58,7 @@ def render(search: Any) -> str:
     str
         The page.
     """
+    require_matplotlib()
     minima = search.minima_
     kind = type(search.estimator).__name__
     by = search.measure if isinstance(search.measure, str) else search.measure[0]
@@ -46,24 +67,37 @@ def render(search: Any) -> str:
         title=html.escape(f"Minima of {kind}, ranked by {by}"),
         summary=_summary(search),
         minima=_minima(minima),
-        plots=_plots(minima, by),
+        plots=_plots(search, by),
         correlations=_correlations(minima),
         settings=_pairs(_settings(search)),
+        estimator=_pairs(parameters_of(search.estimator)),
         versions=_pairs(_versions()),
     )
 
 
 def _summary(search: Any) -> str:
-    """Summarize the search in one paragraph."""
+    """Say what was found, what was trained to, and which candidates were left out."""
     minima = search.minima_
-    n_minima = int((is_converged(minima) & is_complete(minima)).sum())
+    n_ranked = int((is_converged(minima) & is_complete(minima)).sum())
     seconds = minima["seconds"].sum()
-    best = ", ".join(f"{name} = {_text(value)}" for name, value in search.best_params_.items())
-    return (
-        f"<p>{len(minima)} candidates were each trained once on all the data, in {seconds:.4g} s "
-        f"altogether; {n_minima} of them are minima. Trial {minima['trial'].iloc[0]} ranks "
-        f"first, with {html.escape(best)}.</p>"
+    first = f"trial {minima['trial'].iloc[0]}, with " + ", ".join(
+        f"{plain_name(name)} = {text_of(minima[name].iloc[0])}"
+        for name in parameter_columns(minima)
     )
+    found = (
+        f"{n_ranked} of them are minima that are ranked. The flattest is {first}."
+        if n_ranked
+        else f"None of them is a minimum. The deepest is {first}."
+    )
+    parts = [
+        f"{len(minima)} candidates were each trained once on all the data, in {seconds:.4g} s "
+        f"altogether; {found}",
+        describe_goal(search),
+        describe_depth(minima),
+    ]
+    items = "".join(f"<li>{html.escape(reason)}</li>" for reason in left_out(minima))
+    reasons = f"<p>Left out of the ranking:</p><ul>{items}</ul>" if items else ""
+    return "".join(f"<p>{html.escape(part)}</p>" for part in parts if part) + reasons
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -99,7 +133,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, Real) and not isinstance(value, bool):
         shown = f"{value:d}" if isinstance(value, int) else f"{float(value):.4g}"
         return f'<td class="number" data-value="{float(value)!r}">{shown}</td>'
-    text = html.escape(_text(value))
+    text = html.escape(text_of(value))
     return f'<td class="{_width(text)}" data-value="{text}">{text}</td>'
 
 
@@ -116,11 +150,6 @@ def _pairs(values: Mapping[str, str]) -> str:
         for name, value in values.items()
     )
     return f"<table><tbody>{rows}</tbody></table>"
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _correlations(minima: pd.DataFrame) -> str:
@@ -142,30 +171,31 @@ def _has_gap(minima: pd.DataFrame) -> bool:
 # -- plots -------------------------------------------------------------------------------------
 
 
-def _plots(minima: pd.DataFrame, by: str) -> str:
-    """Render the ranking and, if there is held-out data, the gap against flatness."""
-    drawn = [_image("Minima by rank", lambda ax: _draw_ranking(minima, by, ax))]
+def _plots(search: Any, by: str) -> str:
+    """Render the plots for which there is something to draw."""
+    minima = search.minima_
+    drawn: dict[str, Callable[..., Any]] = {}
+    if is_converged(minima).any():
+        ranking = MinimaRankingDisplay.from_minima
+        drawn["Minima by rank"] = partial(ranking, minima, by, random_state=0)
+        if color_column(minima, "auto") is not None:
+            against = HyperparameterDisplay.from_minima
+            drawn["Flatness against a hyper-parameter"] = partial(against, minima, measure=by)
     if _has_gap(minima):
-        drawn.append(
-            _image("Generalization gap against flatness", lambda ax: _draw_gap(minima, by, ax))
-        )
-    return f'<h2>Plots</h2><div class="plots">{"".join(drawn)}</div>'
+        gap = FlatnessGapDisplay.from_minima
+        drawn["Generalization gap against flatness"] = partial(gap, minima, by, random_state=0)
+    if curves_of(search):
+        drawn["Training losses"] = partial(TrainingCurvesDisplay.from_search, search)
+    images = "".join(_image(name, draw) for name, draw in drawn.items())
+    return f'<h2>Plots</h2><div class="plots">{images}</div>' if images else ""
 
 
-def _draw_ranking(minima: pd.DataFrame, by: str, ax: Any) -> None:
-    MinimaRankingDisplay.from_minima(minima, by, random_state=0, ax=ax)
-
-
-def _draw_gap(minima: pd.DataFrame, by: str, ax: Any) -> None:
-    FlatnessGapDisplay.from_minima(minima, by, random_state=0, ax=ax)
-
-
-def _image(name: str, draw: Callable[[Any], None]) -> str:
+def _image(name: str, draw: Callable[..., Any]) -> str:
     """Draw into new axes, and render the figure as an image within the page."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an optional dependency)
 
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
-    draw(figure.subplots())
+    draw(ax=figure.subplots())
     file = io.BytesIO()
     figure.savefig(file, format="svg")
     data = base64.b64encode(file.getvalue()).decode("ascii")
@@ -177,8 +207,9 @@ def _image(name: str, draw: Callable[[Any], None]) -> str:
 
 def _settings(search: Any) -> dict[str, str]:
     params = search.get_params(deep=False)
+    del params["estimator"]  # has a table of its own
     params["storage"] = _without_password(params["storage"])
-    shown = {name: _text(value) for name, value in params.items()}
+    shown = {name: text_of(value) for name, value in params.items()}
     return {**shown, "study": search.study_.study_name}
 
 

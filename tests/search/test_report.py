@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 from sklearn.datasets import load_iris
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import scale
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler, scale
 
-from relflat_sk import FlatMinimaSearch
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk._minima_table import find_axis
 from relflat_sk.search._report import render
+from relflat_sk.search._report_text import describe_goal
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -74,7 +78,7 @@ def test_the_page_holds_everything(search, tmp_path):
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
-    minima, correlations, settings, versions = page.tables
+    minima, correlations, settings, estimator, versions = page.tables
     header, *rows = minima
     assert header[:2] == ["rank", "trial"]
     assert set(header) == set(search.minima_.columns)
@@ -85,9 +89,101 @@ def test_the_page_holds_everything(search, tmp_path):
     assert {"relative_flatness", "train_loss"} == {row[0] for row in correlations[1:]}
     assert ["refit", "True"] in settings
     assert "torch" in [name for name, _ in versions]
-    assert page.tags.count("img") == 2
+    assert ["class_weight", "None"] in estimator
+    assert ["max_iter", "1000"] in estimator
+    assert not {"steps", "estimator"} & {name for name, _ in settings}
+    assert page.tags.count("img") == 3
     assert "trained once on all the data" in text
-    assert "3 of them are minima" in text
+    assert "3 of them are minima that are ranked. The flattest is trial 0, with C = 0.01" in text
+
+
+def test_the_first_columns_are_what_matters():
+    """Other measures come after the ranked one, losses and scores."""
+    names = ["relative_flatness", "hessian_trace", "l2_norm"]
+    model = LogisticRegression(max_iter=1000)
+    search = FlatMinimaSearch(model, {"C": [0.5, 1.0]}, measure=names).fit(X, Y, X[:9], Y[:9])
+    header = Page(render(search)).tables[0][0]
+    assert header == [
+        *("rank", "trial", "param_C", "relative_flatness"),
+        *("train_loss", "test_loss", "generalization_gap", "depth", "train_score", "test_score"),
+        *("hessian_trace", "l2_norm"),
+        *("converged", "comparable", "ended_by", "seconds", "state", "reason"),
+    ]
+
+
+def net_search(goal="auto", **parameters):
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0, module__hidden_layer_sizes=(6,), verbose=0, max_epochs=100, **parameters
+    )
+    pipeline = Pipeline([("scale", StandardScaler()), ("net", net)])
+    space = {"net__lr": [0.02, 5e-4], "net__batch_size": [16, 32], "scale__copy": [True]}
+    return FlatMinimaSearch(pipeline, space, goal=goal, random_state=0, lr_scaling="linear")
+
+
+def test_goal_depth_and_what_was_left_out():
+    search = net_search().fit(X, Y)
+    text = render(search)
+    assert "Goal: a twentieth of the loss of the best constant prediction" in text
+    minima = search.minima_
+    depths = minima["depth"][:2]
+    low, high = depths.min(), depths.max()
+    assert f"have depths from {low:.3g} to {high:.3g}, which are training losses from" in text
+    trials = sorted(minima["trial"][2:])
+    reason = "training stopped before a training loss of 0.0549 or a plateau was reached"
+    left_out = f"<li>2 x {reason}, after 100 epochs (trials {trials[0]}, {trials[1]})</li>"
+    assert left_out in text
+    # three plots are of minima and parameters, one of trainings
+    assert Page(text).tags.count("img") == 3
+    settings = dict(Page(text).tables[-2])
+    assert settings["batch_size"] == "32"
+    assert settings["module__hidden_layer_sizes"] == "(6,)"
+    assert settings["criterion"] == "torch.nn.modules.loss.CrossEntropyLoss"
+
+
+def test_names_of_parameters_lose_the_prefix_of_a_pipeline():
+    search = net_search(goal=0.9).fit(X, Y)
+    params = [name for name in search.minima_ if name.startswith("param_")]
+    expected = ["param_scaled_lr", "param_lr", "param_batch_size", "param_scale__copy"]
+    assert sorted(params) == sorted(expected)
+    assert find_axis(search.minima_, "net__lr", argument="axes") == "param_lr"
+    assert "param_net__lr" in search.cv_results_
+    assert '<button type="button">param_lr</button>' in render(search)
+    assert "a training loss of 0.9" in render(search)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "goal", "expected"),
+    [
+        (LogisticRegression(), "auto", "the solver ends by its own tolerance."),
+        (LogisticRegression(), 0.5, "by its own tolerance, at a training loss of 0.5."),
+        (RelativeFlatnessRegularizedClassifier(), None, "Goal: a plateau of the training loss."),
+        (
+            RelativeFlatnessRegularizedClassifier(callbacks=[("a", StopAtLoss(0.3)), StopAtLoss]),
+            "auto",
+            "Goal: StopAtLoss(0.3), relflat_sk.training._convergence.StopAtLoss, as the estimator",
+        ),
+    ],
+)
+def test_goals_in_words(estimator, goal, expected):
+    assert expected in describe_goal(FlatMinimaSearch(estimator, {}, goal=goal))
+
+
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+def test_a_report_without_any_minimum():
+    search = net_search()
+    search.set_params(estimator__net__max_epochs=2).fit(X, Y)
+    text = render(search)
+    assert "None of them is a minimum. The deepest is trial" in text
+    assert Page(text).tags.count("img") == 1
+
+
+def test_the_folder_is_created_and_matplotlib_is_named(search, tmp_path, monkeypatch):
+    path = search.report(tmp_path / "a" / "new" / "minima.html")
+    assert path.exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
+        search.report(tmp_path / "other" / "minima.html")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_page_loads_nothing(search):
@@ -118,10 +214,10 @@ def test_passwords_are_not_shown(search, monkeypatch):
 
 
 def test_without_held_out_data():
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0]}).fit(X, Y)
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]}).fit(X, Y)
     page = Page(render(search))
-    assert len(page.tables) == 3
-    assert page.tags.count("img") == 1
+    assert len(page.tables) == 4
+    assert page.tags.count("img") == 2
 
 
 def test_before_fit():

@@ -20,10 +20,8 @@ class Progress:
 
     Examples
     --------
-    >>> from optuna.trial import create_trial
-    >>> attrs = {"converged": True, "ended_by": "goal"}
-    >>> print(Progress([create_trial(value=2.5, user_attrs=attrs)]))
-    flattest 2.5 (trial 0), goal reached 1, plateau 0, not converged 0, failed 0
+    >>> print(Progress([]))
+    no minimum yet, goal reached 0, plateau 0, not converged 0, failed 0
     """
 
     def __init__(self, trials: Iterable[FrozenTrial]) -> None:

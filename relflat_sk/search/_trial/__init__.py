@@ -2,6 +2,7 @@
 
 from relflat_sk.search._trial.continuation import check_space, new_choices
 from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
+from relflat_sk.search._trial.goal import own_goals
 from relflat_sk.search._trial.objective import MinimaObjective
 from relflat_sk.search._trial.provenance import check_made_with
 from relflat_sk.search._trial.recording import measure_held_out
@@ -12,6 +13,7 @@ from relflat_sk.search._trial.weight_files import (
     check_store,
     replace_weights,
 )
+from relflat_sk.search._trial.weights import last_prefix, last_step
 
 __all__ = [
     "ARTIFACT",
@@ -24,7 +26,10 @@ __all__ = [
     "check_store",
     "explain",
     "is_of_storage",
+    "last_prefix",
+    "last_step",
     "measure_held_out",
     "new_choices",
+    "own_goals",
     "replace_weights",
 ]

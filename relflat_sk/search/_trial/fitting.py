@@ -14,6 +14,7 @@ from skorch.callbacks import Callback
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
+from relflat_sk.search._trial.curves import record_curves
 from relflat_sk.search._trial.goal import add_goal
 from relflat_sk.search._trial.held_out import (
     drop_default_splits,
@@ -71,8 +72,8 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
     seed : int or None
         Seed of torch's random state.
     trial : optuna.Trial, optional
-        Gets the seconds that training took, and the training loss of each epoch for the study's
-        pruner.
+        Gets the seconds that training took, the curves of loss and flatness, and the training
+        loss of each epoch for the study's pruner.
 
     Returns
     -------
@@ -96,6 +97,8 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
     finally:
         if trial is not None:
             trial.set_user_attr("seconds", time.perf_counter() - started)
+    if trial is not None:
+        record_curves(trial, estimator)
     return estimator
 
 

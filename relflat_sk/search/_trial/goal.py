@@ -22,7 +22,7 @@ from relflat_sk._models import final_estimator
 from relflat_sk.search._trial.weights import last_step
 from relflat_sk.training import StopAtDepth, StopAtGradientNorm, StopAtLoss
 
-__all__ = ["AUTO", "Ending", "add_goal", "check_goal", "find_ending"]
+__all__ = ["AUTO", "Ending", "add_goal", "check_goal", "find_ending", "own_goals"]
 
 AUTO = "auto"
 FEWEST_EPOCHS = 10

@@ -14,7 +14,9 @@ from torch import Tensor
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
 
-__all__ = ["last_step", "restore"]
+__all__ = ["last_prefix", "last_step", "restore"]
+
+_AROUND = ("regressor", "estimator")  # parameters of estimators around one other
 
 Weights = Mapping[str, Tensor]
 
@@ -74,11 +76,33 @@ def last_step(estimator: Any) -> Any:
     """
     if hasattr(estimator, "steps"):
         return last_step(estimator.steps[-1][1])
-    for name in ("regressor", "estimator"):  # of estimators around one other
+    for name in _AROUND:
         inner = getattr(estimator, name, None)
         if hasattr(inner, "fit"):
             return last_step(inner)
     return estimator
+
+
+def last_prefix(estimator: Any) -> str:
+    """Return what stands before the parameters of the estimator that holds the network.
+
+    Parameters
+    ----------
+    estimator : estimator
+        A pipeline, an estimator around another one, or the estimator itself.
+
+    Returns
+    -------
+    str
+        Such as ``"net__"`` for a pipeline whose last step has the name net; "" for none.
+    """
+    if hasattr(estimator, "steps"):
+        name, inner = estimator.steps[-1]
+    else:
+        names = (one for one in _AROUND if hasattr(getattr(estimator, one, None), "fit"))
+        name = next(names, "")
+        inner = getattr(estimator, name, None) if name else None
+    return f"{name}__{last_prefix(inner)}" if name else ""
 
 
 class _Load(Callback):

@@ -1,0 +1,35 @@
+"""The columns of a net's history that record its flatness along training."""
+
+from skorch import NeuralNet
+from skorch.callbacks import EpochScoring
+
+from relflat_sk.measures._scorer import FlatnessScorer
+
+__all__ = ["PENALTY", "flatness_columns"]
+
+PENALTY = "flatness_penalty"
+
+
+def flatness_columns(net: NeuralNet) -> dict[str, float]:
+    """Return the columns of flatness in a net's history, with the sign that makes small flat.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        A trained net.
+
+    Returns
+    -------
+    dict of str to float
+        In the order of the history: 1 for the column of the penalty, -1 for the columns of a
+        `FlatnessScorer`, which records minus the flatness.
+    """
+    scored = {
+        callback.name_
+        for _, callback in getattr(net, "callbacks_", [])
+        if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer)
+    }
+    names = dict.fromkeys(name for epoch in net.history for name in epoch)
+    return {
+        name: -1.0 if name in scored else 1.0 for name in names if name == PENALTY or name in scored
+    }
