@@ -57,11 +57,14 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
         If no candidate was finished, and Ctrl-C is the reason.
     ValueError
         If no candidate was finished otherwise; lists the reasons.
+    TypeError
+        The same, if a TypeError is the reason of every candidate: the data are of a wrong type.
     """
     if not table["state"].eq("complete").any():
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")
-        raise ValueError(
+        of_type = table["reason"].astype(str).str.startswith("TypeError:").all()
+        raise (TypeError if of_type else ValueError)(
             f"none of {len(table)} candidates could be trained and measured:\n"
             + _list_reasons(table)
         )

@@ -26,12 +26,17 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
     Raises
     ------
     ValueError
-        If lengths, shapes or classes differ where they must not.
+        If lengths, shapes or classes differ where they must not, or there is one sample.
     """
     if (X_test is None) != (y_test is None):
         raise ValueError("X_test and y_test go together: give both or neither.")
     for data, labels, names in ((X, y, ("X", "y")), (X_test, y_test, ("X_test", "y_test"))):
         _check_lengths(data, labels, names)
+    if _length(X) == 1:
+        raise ValueError(
+            "X holds 1 sample, which a constant prediction fits, so that no network is better than "
+            "that. Pass more samples."
+        )
     if X_test is None:
         return
     for name, train, test in (("X", X, X_test), ("y", y, y_test)):

@@ -1,0 +1,29 @@
+"""A search passes scikit-learn's own checks of estimators."""
+
+import optuna
+import pytest
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
+
+from relflat_sk import FlatMinimaSearch
+
+SEARCHES = {
+    "classifier": FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0]}),
+    "regressor": FlatMinimaSearch(Ridge(), {"alpha": [0.1, 1.0]}),
+}
+
+
+def checks():
+    for name, search in SEARCHES.items():
+        for one, check in estimator_checks_generator(search):
+            yield pytest.param(one, check, id=f"{name}-{check.func.__name__}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("search", "check"), list(checks()))
+def test_check_of_scikit_learn(search, check):
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        check(search)
+    except SkipTest as reason:
+        pytest.skip(str(reason))
