@@ -1,5 +1,9 @@
 """Training of many nets at the same time, as one stacked model."""
 
+# for the packages above, not public
+from relflat_sk.ensemble._fleet import Fleet as Fleet
+from relflat_sk.ensemble._routine import seconds_used as seconds_used
+from relflat_sk.ensemble._size import fleet_size as fleet_size
 from relflat_sk.ensemble._trainer import EnsembleTrainer
 
 __all__ = ["EnsembleTrainer"]

@@ -3,8 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
+import torch
+
+from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._group import Group
 from relflat_sk.ensemble._member import Member, NotStackable, make_member
 from relflat_sk.ensemble._routine import CURRENT, Routine
@@ -57,23 +61,30 @@ class Fleet(EpochTrainer):
             What `train` raises, and KeyboardInterrupt on Ctrl-C. All trainings are ended.
         """
         routines: list[Routine] = []
+        with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
+            seeds = count(int(torch.randint(2**62, ())))
+        drew = False
         try:
             may_be_more = True
             while may_be_more or routines:
                 while may_be_more and len(routines) < self.size:
-                    routine = Routine(lambda: self._call(train))
+                    routine = Routine(lambda: self._call(train), next(seeds))
                     routines.append(routine)
                     if not routine.resume():
                         routines.remove(routine)
                         may_be_more = bool(routine.result)
+                        drew |= routine.drew
                 self._train_epoch()
                 for routine in list(routines):
                     if not routine.resume():
                         routines.remove(routine)
                         may_be_more = True
+                        drew |= routine.drew
         finally:
             for routine in routines:
                 routine.cancel()
+            if drew:
+                torch.randint(2, ())
 
     def _call(self, train: Callable[[], bool]) -> bool:
         token = EPOCH_TRAINER.set(self)
@@ -163,20 +174,23 @@ class Fleet(EpochTrainer):
     def _train_epoch(self) -> None:
         """Train the epochs of all nets that wait, group by group."""
         waiting, self._waiting = self._waiting, {}
-        by_key: dict[tuple[Any, ...], list[Member]] = {}
-        for member in waiting.values():
-            by_key.setdefault(member.key, []).append(member)
+        by_key: dict[tuple[Any, ...], list[Routine]] = {}
+        for routine, member in waiting.items():
+            by_key.setdefault(member.key, []).append(routine)
         for key, group in self._groups.items():
             if group is not None and key not in by_key:
                 group.release()
-        for key, members in by_key.items():
+        for key, routines in by_key.items():
             group = self._groups[key]
             assert group is not None
             started = time.perf_counter()
-            group.train(members)
+            group.train([waiting[routine] for routine in routines])
+            share = (time.perf_counter() - started) / len(routines)
+            for routine in routines:
+                routine.seconds += share
             trial = self._trials.get(key)
-            if trial is not None and not trial.is_decided and len(members) > 1:
-                trial.stacked.append((time.perf_counter() - started) / len(members))
+            if trial is not None and not trial.is_decided and len(routines) > 1:
+                trial.stacked.append(share)
                 if trial.is_slower:
                     self._say(
                         "trained one by one: an epoch of the stacked model takes "

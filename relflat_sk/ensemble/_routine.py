@@ -7,15 +7,14 @@ draws if it is trained alone.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-__all__ = ["CURRENT", "Cancelled", "Routine"]
-
-_LARGEST = 2**63 - 1
+__all__ = ["CURRENT", "Cancelled", "Routine", "seconds_used"]
 
 
 class Cancelled(BaseException):
@@ -25,12 +24,12 @@ class Cancelled(BaseException):
 class Routine:
     """A function that runs while its caller waits, and pauses where it asks for it.
 
-    It starts from a random state of its own, which follows from torch's global one.
-
     Parameters
     ----------
     function : callable
         Takes no arguments.
+    seed : int
+        The seed of its own random state.
 
     Attributes
     ----------
@@ -38,23 +37,28 @@ class Routine:
         What the function has returned.
     is_done : bool
         Whether the function has ended.
+    seconds : float
+        The seconds that it used before it was resumed last. The caller adds its share of work
+        that is done for several functions together.
+    resumed : float
+        The time at which it was resumed last.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], seed: int) -> None:
         self._function = function
-        self._go, self._back = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+        # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
+        self._condition, self._turn = threading.Condition(), False
         self._states: list[torch.Tensor] | None = None
-        self._seed = int(torch.randint(_LARGEST, ()))
+        self._seed = seed
         self._error: BaseException | None = None
-        self._runs, self._cancelled = False, False
+        self._cancelled = False
+        self.seconds = self.resumed = 0.0
         self.result: Any = None
         self.is_done = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        self._go.acquire()
+        self._await(True)
         CURRENT.set(self)
         try:
             self.check()
@@ -63,7 +67,17 @@ class Routine:
             self._error = error
         finally:
             self.is_done = True
-            self._back.release()
+            self._give(False)
+
+    def _await(self, turn: bool) -> None:
+        with self._condition:
+            while self._turn is not turn:
+                self._condition.wait()
+
+    def _give(self, turn: bool) -> None:
+        with self._condition:
+            self._turn = turn
+            self._condition.notify_all()
 
     def resume(self) -> bool:
         """Run the function until it pauses or ends.
@@ -81,11 +95,11 @@ class Routine:
         outside = _get_states()
         if self._states is None:
             torch.manual_seed(self._seed)
+            self._first_state = torch.get_rng_state()
             self._thread.start()
         else:
             _set_states(self._states)
         try:
-            self._runs = True
             self._switch()
         except BaseException:  # Ctrl-C while the function runs
             self.cancel()
@@ -99,10 +113,16 @@ class Routine:
                 raise self._error
         return not self.is_done
 
+    @property
+    def drew(self) -> bool:
+        """Whether the function has moved its random state on, rather than used seeds only."""
+        return self._states is not None and not torch.equal(self._states[0], self._first_state)
+
     def _switch(self) -> None:
-        self._go.release()
-        self._back.acquire()
-        self._runs = False
+        self.resumed = time.perf_counter()
+        self._give(True)
+        self._await(False)
+        self.seconds += time.perf_counter() - self.resumed
 
     def pause(self) -> None:
         """Let the caller go on; to be called inside the function.
@@ -113,8 +133,8 @@ class Routine:
             If the function is to end.
         """
         self.check()
-        self._back.release()
-        self._go.acquire()
+        self._give(False)
+        self._await(True)
         self.check()
 
     def check(self) -> None:
@@ -131,17 +151,27 @@ class Routine:
     def cancel(self) -> None:
         """End the function at its next pause, and wait for its end."""
         self._cancelled = True
-        if self._states is None and not self._runs:  # it has not begun
-            self.is_done = True
-        if self._runs:
-            self._back.acquire()
-            self._runs = False
+        if self._thread.ident is None:  # it has not begun
+            return
+        self._await(False)
         while not self.is_done:
             self._switch()
 
 
 # the routine whose function runs in this thread
 CURRENT: ContextVar[Routine | None] = ContextVar("CURRENT", default=None)
+
+
+def seconds_used() -> float:
+    """Return the time of a clock that runs while this routine does.
+
+    Returns
+    -------
+    float
+        In seconds. Outside of routines, the clock always runs.
+    """
+    routine, now = CURRENT.get(), time.perf_counter()
+    return now if routine is None else routine.seconds + now - routine.resumed
 
 
 def _get_states() -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ __all__ = [
     "add_trial",
     "fail_trial",
     "is_journal",
+    "is_shared_by_threads",
     "read_trial",
     "reread",
     "trial_id_of",
@@ -152,6 +153,25 @@ def trial_id_of(trial: FrozenTrial) -> int:
         The id, which is unique among all studies in the storage.
     """
     return trial._trial_id
+
+
+def is_shared_by_threads(study: optuna.Study) -> bool:
+    """Return whether all threads of this process see the same study.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        Any study.
+
+    Returns
+    -------
+    bool
+        False for an SQLite database in memory, of which every thread has its own.
+    """
+    storage: Any = study._storage
+    url = getattr(getattr(storage, "_backend", storage), "url", "")
+    in_memory = url.startswith("sqlite") and (":memory:" in url or url.rstrip("/").endswith(":"))
+    return not in_memory
 
 
 def reread(study: optuna.Study) -> optuna.Study:

@@ -83,6 +83,12 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Number of CPU threads that train and measure each candidate; None for as many as torch
         uses. With one number everywhere, `n_jobs` changes no result. To use several cores, train
         small networks in more processes, and large ones with more threads.
+    fleet : int, "auto" or None, default=None
+        Number of nets that each process trains at a time, as one stacked model: small networks
+        train several times as fast, to the same results up to rounding; see `EnsembleTrainer`.
+        Those of other architectures, batch sizes or numbers of samples are trained beside them,
+        and what cannot be stacked one by one. "auto" finds the number by itself. None trains one
+        after the other. A sampler that learns from results knows fewer of them.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. They allow `remeasure`
         without training, and to restore the best estimator of an earlier session.
@@ -191,6 +197,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         pruner: Any = None,
         n_jobs: int | None = None,
         n_threads: int | None = 1,
+        fleet: int | str | None = None,
         artifact_store: Any = None,
         lr_scaling: str | None = None,
         goal: Any = "auto",
@@ -210,6 +217,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.pruner = pruner
         self.n_jobs = n_jobs
         self.n_threads = n_threads
+        self.fleet = fleet
         self.artifact_store = artifact_store
         self.lr_scaling = lr_scaling
         self.goal = goal
@@ -275,7 +283,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             plan = plan_candidates(self, objective.space)
             if self.retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
-            sweep = Sweep(objective, plan, quiet)
+            sweep = Sweep(objective, plan, quiet, self.fleet)
             flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)

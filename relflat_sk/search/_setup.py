@@ -11,6 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import check_depth_band
+from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._sharing import Draws, Grid, Plan, open_storage
 from relflat_sk.search._trial import Space
 
@@ -30,11 +31,12 @@ def check_arguments(search: Any) -> None:
     TypeError
         If the sampler or the pruner is not one of Optuna's.
     ValueError
-        If `n_trials` is not a positive integer, `study_name` has no storage, or processes cannot
-        share the storage.
+        If `n_trials` or `fleet` is not a positive integer, `study_name` has no storage, or
+        processes cannot share the storage.
     """
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
     check_depth_band(search.depth_band)
+    fleet_size(search.fleet)
     for name, kind in (
         ("sampler", optuna.samplers.BaseSampler),
         ("pruner", optuna.pruners.BasePruner),

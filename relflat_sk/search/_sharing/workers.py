@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import optuna
@@ -15,6 +16,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
+from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._optuna_internals import TELL_ERRORS, read_trial
 from relflat_sk.search._sharing.claims import (
     Plan,
@@ -25,6 +27,7 @@ from relflat_sk.search._sharing.claims import (
     is_suspect,
 )
 from relflat_sk.search._sharing.flattest import is_minimum
+from relflat_sk.search._sharing.fleet import train_together
 from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._sharing.study import log_level
@@ -49,14 +52,22 @@ class Sweep:
         The candidates to train.
     quiet : bool
         Whether to silence Optuna's log, in worker processes too.
+    fleet : int, "auto" or None, default=None
+        Number of candidates that a process trains at a time.
     """
 
-    def __init__(self, objective: MinimaObjective, plan: Plan, quiet: bool) -> None:
+    def __init__(
+        self,
+        objective: MinimaObjective,
+        plan: Plan,
+        quiet: bool,
+        fleet: int | str | None = None,
+    ) -> None:
+        self.fleet = fleet
         self.objective = objective
         self.plan = plan
         self.quiet = quiet
         self.name = uuid.uuid4().hex
-        self.call_error: CallError | None = None
         self.process_id = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,18 +141,6 @@ class Sweep:
         """
         return bool(trial.user_attrs.get("sweep") == self.name)
 
-    def __call__(self, trial: optuna.Trial) -> Sequence[float]:
-        """Train and measure a candidate; the objective of `Study.optimize`."""
-        self.estimator, self.call_error = None, None
-        try:
-            found, self.estimator = self.objective.run(trial)
-        except CallError as error:
-            self.call_error = error
-            raise
-        values = found if isinstance(found, tuple) else (found,)
-        # with one direction, the first measure alone, so that any sampler and pruner works
-        return values[: len(trial.study.directions)]
-
     def train_one(self, study: optuna.Study, on_finished: OnFinished) -> bool:
         """Claim a candidate and train it in this process.
 
@@ -165,46 +164,91 @@ class Sweep:
         claimed = claim(study, self.plan, self.name)
         if claimed is None:
             return False
+        run = _Run(self.objective)
         try:
             claimed.optimize(
-                self,
+                run,
                 n_trials=1,
                 catch=(Exception,),
-                callbacks=[lambda _, trial: on_finished(trial, self.estimator)],
+                callbacks=[lambda _, trial: on_finished(trial, run.estimator)],
             )
         except TELL_ERRORS:
             # Another process took this one for dead (its machine slept, say) and gave the trial
             # up. The candidate is trained again, and this result is dropped.
             if not is_cut_short(read_trial(study, claimed.trial_id)):
                 raise
-        if self.call_error is not None:
-            raise self.call_error
-        if self.estimator is None:
+        if run.call_error is not None:
+            raise run.call_error
+        if run.estimator is None:
             torch.cuda.empty_cache()  # the next candidate may fit, if this one ran out of memory
         return not claimed.stopped
 
-    def train_one_in_worker(self, study: optuna.Study) -> list[tuple[FrozenTrial, Any]]:
-        """Claim a candidate and train it in a worker process.
+    def train_left(
+        self, study: optuna.Study, on_finished: OnFinished, at_most: int | None = None
+    ) -> None:
+        """Train the candidates left in this process.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study.
+        on_finished : callable
+            As in `train_one`.
+        at_most : int, optional
+            Number of candidates; all if None.
+        """
+        numbers = count() if at_most is None else iter(range(at_most))
+
+        def train() -> bool:
+            return next(numbers, None) is not None and self.train_one(study, on_finished)
+
+        objective = self.objective
+        train_together(train, study, objective.estimator, self.fleet, objective.n_threads)
+
+    def train_some_in_worker(self, study: optuna.Study, n: int) -> list[tuple[FrozenTrial, Any]]:
+        """Claim candidates and train them in a worker process.
 
         Parameters
         ----------
         study : optuna.Study
             The worker's copy of the study.
+        n : int
+            Number of candidates.
 
         Returns
         -------
         list of (optuna.trial.FrozenTrial, estimator or None)
-            The finished trial, if there was a candidate left. The estimator comes along only
-            if it is a minimum and can be pickled.
+            The finished trials, if there were candidates left. The estimators come along only
+            if they are minima and can be pickled.
         """
         end_with_parent(self.process_id)
         found: list[tuple[FrozenTrial, Any]] = []
         study.sampler.reseed_rng()  # otherwise every worker would draw the same values
         with log_level(self.quiet):
-            self.train_one(study, lambda *result: found.append(result))
+            self.train_left(study, lambda *result: found.append(result), n)
         return [
             (trial, packed(estimator) if is_minimum(trial) else None) for trial, estimator in found
         ]
+
+
+class _Run:
+    """The objective of `Study.optimize` for one trial, which holds the trained estimator."""
+
+    def __init__(self, objective: MinimaObjective) -> None:
+        self.objective = objective
+        self.estimator: Any = None
+        self.call_error: CallError | None = None
+
+    def __call__(self, trial: optuna.Trial) -> Sequence[float]:
+        """Train and measure a candidate."""
+        try:
+            found, self.estimator = self.objective.run(trial)
+        except CallError as error:
+            self.call_error = error
+            raise
+        values = found if isinstance(found, tuple) else (found,)
+        # with one direction, the first measure alone, so that any sampler and pruner works
+        return values[: len(trial.study.directions)]
 
 
 def train_all(
@@ -233,7 +277,7 @@ def train_all(
     so_far = Progress(study.get_trials(deepcopy=False) if progress else ())
     with tqdm(total=sweep.n_open(study), desc="minima", unit="net", disable=not progress) as bar:
 
-        def count(trial: FrozenTrial, estimator: Any) -> None:
+        def show(trial: FrozenTrial, estimator: Any) -> None:
             # other searches may train candidates of the same study, or give them up
             bar.total = bar.n + 1 + sweep.n_open(study)
             so_far.add(trial)
@@ -243,10 +287,9 @@ def train_all(
 
         try:
             if n_jobs > 1:
-                train_in_processes(study, sweep, n_jobs, count)
+                train_in_processes(study, sweep, n_jobs, show)
             else:
-                while sweep.train_one(study, count):
-                    pass
+                sweep.train_left(study, show)
         except KeyboardInterrupt:
             give_up(study, sweep.owns)  # the trials that were running
             return True
@@ -269,7 +312,7 @@ def train_in_processes(
     study : optuna.Study
         The study, in a storage that processes can share.
     sweep : Sweep
-        Trains one candidate at a time in each worker process.
+        Trains one candidate at a time in each worker process, or as many as its fleet has.
     n_jobs : int
         Number of worker processes.
     on_finished : callable
@@ -282,7 +325,8 @@ def train_in_processes(
     """
     while n_left := sweep.n_left(study):
         n_killed = sweep.n_killed(study)
-        runs = (delayed(sweep.train_one_in_worker)(study) for _ in range(n_left))
+        n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
+        runs = (delayed(sweep.train_some_in_worker)(study, n) for _ in range(0, n_left, n))
         try:
             for found in Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs):
                 for result in found:

@@ -3,6 +3,7 @@
 from relflat_sk.search._trial.continuation import check_space, new_choices
 from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 from relflat_sk.search._trial.goal import own_goals
+from relflat_sk.search._trial.isolation import isolated
 from relflat_sk.search._trial.objective import MinimaObjective
 from relflat_sk.search._trial.provenance import check_made_with
 from relflat_sk.search._trial.recording import measure_held_out
@@ -26,6 +27,7 @@ __all__ = [
     "check_store",
     "explain",
     "is_of_storage",
+    "isolated",
     "last_prefix",
     "last_step",
     "measure_held_out",

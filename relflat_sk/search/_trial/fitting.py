@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from skorch.callbacks import Callback
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
+from relflat_sk.ensemble import seconds_used
 from relflat_sk.search._trial.curves import record_curves
 from relflat_sk.search._trial.goal import add_goal
 from relflat_sk.search._trial.held_out import (
@@ -73,14 +73,15 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
         Seed of torch's random state.
     trial : optuna.Trial, optional
         Gets the seconds that training took, the curves of loss and flatness, and the training
-        loss of each epoch for the study's pruner.
+        loss of each epoch for the study's pruner. If several estimators train together, each has
+        its share of their seconds.
 
     Returns
     -------
     estimator
         The same estimator.
     """
-    started = time.perf_counter()
+    started = seconds_used()
     try:
         with (
             _interruptible(),
@@ -96,7 +97,7 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
         raise explained from error
     finally:
         if trial is not None:
-            trial.set_user_attr("seconds", time.perf_counter() - started)
+            trial.set_user_attr("seconds", seconds_used() - started)
     if trial is not None:
         record_curves(trial, estimator)
     return estimator

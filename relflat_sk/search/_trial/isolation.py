@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from threadpoolctl import threadpool_limits
 
+from relflat_sk.training import EPOCH_TRAINER
+
 __all__ = ["in_isolation", "isolated"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -25,6 +27,8 @@ _LOCK = threading.RLock()
 def isolated(n_threads: int | None) -> Iterator[None]:
     """Compute alone in this process, with a number of threads.
 
+    A fleet computes alone as a whole: the trainings in it take turns.
+
     Parameters
     ----------
     n_threads : int or None
@@ -35,6 +39,9 @@ def isolated(n_threads: int | None) -> Iterator[None]:
     None
         Other threads of the process that enter such a context wait for the end of this one.
     """
+    if EPOCH_TRAINER.get() is not None:
+        yield
+        return
     with _LOCK:
         if n_threads is None:
             yield

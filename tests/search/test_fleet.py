@@ -1,0 +1,248 @@
+"""A search that trains its candidates together finds what one finds that trains one by one."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch.callbacks import Callback
+
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 5)
+y = X[:, :3].argmax(axis=1)
+SPACE = {
+    "batch_size": [16, 32],
+    "lr": [0.01, 0.03],
+    "flatness_weight": [0.0, 0.1],
+    "data__random_labels": [0.0, 0.2],
+}
+N = 16
+
+
+def make_net(**arguments):
+    arguments = {"max_epochs": 12, "callbacks": [StopAtLoss(0.8)], "verbose": 0} | arguments
+    return RelativeFlatnessRegularizedClassifier(module__hidden_layer_sizes=(8,), **arguments)
+
+
+def make_search(estimator=None, space=SPACE, **arguments):
+    arguments = {"random_state": 0, "fleet": 5} | arguments
+    return FlatMinimaSearch(estimator or make_net(), space, **arguments)
+
+
+def table(search):
+    """The table of minima, without times and in the order of the parameters."""
+    minima = search.minima_.drop(columns=["trial", "seconds"], errors="ignore")
+    parameters = [name for name in minima if name.startswith("param_")]
+    return minima.sort_values(parameters).reset_index(drop=True)
+
+
+def assert_same(one, other):
+    pd.testing.assert_frame_equal(table(one), table(other), rtol=1e-8, atol=1e-8)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return make_search(fleet=None).fit(X, y, X[:20], y[:20])
+
+
+def test_the_table_is_the_same(alone):
+    before = torch.get_rng_state(), torch.get_num_threads(), threading.active_count()
+    search = make_search().fit(X, y, X[:20], y[:20])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_num_threads(), threading.active_count()) == before[1:]
+    assert_same(search, alone)
+    assert search.best_params_ == alone.best_params_
+    np.testing.assert_array_equal(search.predict(X), alone.predict(X))
+
+
+def test_nets_in_pipelines(alone):
+    space = {f"net__{name}" if "data" not in name else name: v for name, v in SPACE.items()}
+    pipeline = make_pipeline(StandardScaler(), make_net())
+    pipeline.steps[1] = "net", pipeline.steps[1][1]
+    searches = [make_search(pipeline, space, fleet=fleet).fit(X, y) for fleet in (None, 5)]
+    assert_same(*searches)
+
+
+def test_draws_are_the_same():
+    space = {"lr": FloatDistribution(0.01, 0.1), "random_state": [0, 1]}
+    searches = [make_search(space=space, n_trials=8, fleet=f).fit(X, y) for f in (None, 3)]
+    assert_same(*searches)
+
+
+def test_weights_are_saved_and_a_study_is_resumed(tmp_path, alone):
+    stored = {
+        "storage": f"sqlite:///{tmp_path / 'minima.db'}",
+        "study_name": "fleet",
+        "artifact_store": str(tmp_path / "weights"),
+    }
+    first = make_search(n_trials=6, **stored).fit(X, y, X[:20], y[:20])
+    assert len(first.minima_) == 6
+    second = make_search(**stored).fit(X, y, X[:20], y[:20])
+    assert_same(second, alone)
+    again = make_search(**stored).fit(X, y, X[:20], y[:20])  # from the saved weights
+    np.testing.assert_array_equal(again.predict(X), alone.predict(X))
+    measured = again.remeasure(["hessian_trace"])
+    assert measured["hessian_trace"].notna().all()
+
+
+class Interrupts(Callback):
+    """Sends a real SIGINT at the end of an epoch of one candidate."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_epoch_end(self, net, **kwargs):
+        flag = self.folder / "interrupted"
+        if net.lr == 0.03 and len(net.history) == 3 and not flag.exists():
+            flag.touch()
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path):
+    handler, n_threads = signal.getsignal(signal.SIGINT), threading.active_count()
+    goal = StopAtLoss(0.8)
+    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "fleet"}
+    net = make_net(callbacks=[goal, Interrupts(tmp_path)])
+    with pytest.warns(match="interrupted: the search ends with"):
+        interrupted = make_search(net, **stored).fit(X, y)
+    assert (tmp_path / "interrupted").exists()
+    assert 0 < len(interrupted.minima_) < N
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert threading.active_count() == n_threads
+    study = optuna.load_study(study_name="fleet", storage=stored["storage"])
+    assert not study.get_trials(states=(TrialState.RUNNING,))
+    resumed = make_search(net, **stored).fit(X, y)
+    assert_same(resumed, make_search(make_net(callbacks=[goal]), fleet=None).fit(X, y))
+
+
+class Waits(Callback):
+    """Waits in the training of some candidates until a file exists."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_epoch_end(self, net, **kwargs):
+        if net.lr == 0.03 and len(net.history) == 3 and not (self.folder / "go").exists():
+            print("waits", flush=True)
+            time.sleep(600)
+
+
+def make_waiting_search(folder):
+    net = make_net(callbacks=[StopAtLoss(0.8), Waits(folder)])
+    return make_search(net, storage=f"sqlite:///{folder / 'minima.db'}", study_name="fleet")
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.search.test_fleet import X, make_waiting_search, y
+make_waiting_search(Path(sys.argv[1])).fit(X, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="dead processes are found on posix")
+def test_a_killed_process_loses_nothing(tmp_path):
+    command = [sys.executable, "-c", KILLED, tmp_path, Path(__file__).parents[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.kill()
+    study = optuna.load_study(study_name="fleet", storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    assert len(study.get_trials(states=(TrialState.RUNNING,))) == 5
+    (tmp_path / "go").touch()
+    resumed = make_waiting_search(tmp_path).fit(X, y)
+    assert_same(resumed, make_search(fleet=None).fit(X, y))
+
+
+@pytest.mark.slow
+def test_several_processes(alone):
+    assert_same(make_search(n_jobs=2, fleet=3).fit(X, y, X[:20], y[:20]), alone)
+
+
+class Fails(Callback):
+    """Raises in the training of one candidate."""
+
+    def on_epoch_end(self, net, **kwargs):
+        if net.lr == 0.03 and net.batch_size == 16:
+            raise RuntimeError("no luck")
+
+
+def test_failures_are_recorded_and_harm_no_other():
+    space = {"batch_size": [16, 32], "lr": [0.01, 0.03]}
+    net = make_net(callbacks=[StopAtLoss(0.8), Fails()])
+    searches = [make_search(net, space, fleet=fleet).fit(X, y) for fleet in (None, 4)]
+    assert_same(*searches)
+    assert (searches[1].minima_["reason"] == "RuntimeError: no luck").sum() == 1
+
+
+def test_a_pruner_stops_candidates():
+    pruner = optuna.pruners.ThresholdPruner(upper=1.1, n_warmup_steps=2)
+    space = {"lr": [1e-5, 0.01, 0.03]}
+    searches = [make_search(space=space, pruner=pruner, fleet=f).fit(X, y) for f in (None, 3)]
+    assert_same(*searches)
+    states = [trial.state for trial in searches[1].study_.trials]
+    assert set(states) == {TrialState.PRUNED, TrialState.COMPLETE}
+
+
+def test_the_progress_bar_counts_all(capsys):
+    make_search(space={"lr": [0.01, 0.03, 0.1]}, verbose=1, fleet=2).fit(X, y)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_seconds_are_shares_of_the_time():
+    started = time.perf_counter()
+    search = make_search().fit(X, y)
+    assert 0 < search.minima_["seconds"].sum() < time.perf_counter() - started
+
+
+class Notes(Callback):
+    """Notes the number of threads that compute."""
+
+    found: ClassVar[list] = []
+
+    def on_epoch_end(self, net, **kwargs):
+        self.found.append(torch.get_num_threads())
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_the_number_of_threads_is_that_of_the_search(n_threads):
+    Notes.found.clear()
+    net = make_net(callbacks=[StopAtLoss(0.8), Notes()])
+    make_search(net, {"lr": [0.01, 0.03]}, n_threads=n_threads).fit(X, y)
+    assert set(Notes.found) == {n_threads}
+
+
+def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
+    caplog.set_level(logging.INFO, logger="relflat_sk")
+    search = make_search(LogisticRegression(), {"C": [0.1, 1.0]}).fit(X, y)
+    assert len(search.minima_) == 2
+    make_search(space={"lr": [0.01, 0.03]}, storage="sqlite:///:memory:").fit(X, y)
+    make_search(make_net(flatness_layer=0), {"lr": [0.01, 0.03]}).fit(X, y)
+    assert [record.getMessage() for record in caplog.records] == [
+        "trained one by one: LogisticRegression holds no net of relflat_sk",
+        "trained one by one: an SQLite database in memory has one thread",
+        "trained one by one: the penalty at earlier layers is computed for single nets only",
+    ]
+
+
+def test_the_size_is_checked():
+    with pytest.raises(ValueError, match="fleet must be a positive integer, 'auto' or None"):
+        make_search(fleet="many").fit(X, y)
