@@ -63,11 +63,11 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
     if not table["state"].eq("complete").any():
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")
-        of_type = table["reason"].astype(str).str.startswith("TypeError:").all()
-        raise (TypeError if of_type else ValueError)(
-            f"none of {len(table)} candidates could be trained and measured:\n"
-            + _list_reasons(table)
-        )
+        message = f"none of {len(table)} candidates could be trained and measured:\n"
+        message += _list_reasons(table)
+        if table["reason"].astype(str).str.startswith("TypeError:").all():
+            raise TypeError(message)
+        raise ValueError(message)
     if interrupted:
         warn(
             f"interrupted: the search ends with the {len(table)} candidates that were "
