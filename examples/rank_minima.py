@@ -89,10 +89,10 @@ def same_candidate(minima, params):
 def compare(minima, cv_params, cv_seconds):
     """Return held-out loss, held-out accuracy and training time for each way to choose."""
     seconds = minima["seconds"].sum()
-    converged = minima[minima["converged"]]
+    ranked = minima[minima["comparable"]]
     flattest, cv = minima.iloc[0], same_candidate(minima, cv_params)
-    best = converged.sort_values("test_loss").iloc[0]
-    average = converged[["test_score", "test_loss"]].mean()
+    best = ranked.sort_values("test_loss").iloc[0]
+    average = ranked[["test_score", "test_loss"]].mean()
     rows = [
         ("flattest minimum", flattest["test_score"], flattest["test_loss"], seconds),
         ("5-fold cross-validation", cv["test_score"], cv["test_loss"], cv_seconds),
@@ -171,7 +171,7 @@ def main(arguments=None):
         cv, cv_seconds = cross_validate(net, X, y, batch_sizes, seeds, options.n_jobs)
 
     columns = ["rank", "param_batch_size", "param_random_state", "relative_flatness", "train_loss",
-               "test_loss", "generalization_gap", "test_score", "converged", "seconds"]  # fmt: skip
+               "test_loss", "generalization_gap", "depth", "test_score", "comparable", "seconds"]  # fmt: skip
     print("\nMinima, flattest first:")
     print(minima[columns].to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     correlation = correlate(minima, random_state=0)

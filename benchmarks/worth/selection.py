@@ -3,7 +3,8 @@
 On each data set at least 40 candidates (batch sizes, learning rates, seeds) are trained to the
 same training loss on all training data. Each way then picks one of them:
 
-flattest             the smallest relative flatness at the last layer; no data held out
+flattest             the smallest relative flatness at the last layer, among the minima that a
+                     search ranks, which are about equally deep; no data held out
 flattest + risk      the smallest training loss + n^(-2/(4+m)) kappa/(2m), the first terms of the
                      bound of Petzka et al. (2021), Theorem 6
 normalized flattest  the smallest normalised relative flatness
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from joblib import Parallel, delayed
 from sklearn.base import clone
@@ -53,6 +55,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
     flatness_report,
+    rank_minima,
 )
 
 MEASURES = ("relative_flatness", "normalized_relative_flatness")
@@ -303,7 +306,13 @@ def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]
         "flattest + risk": bound,
         "normalized flattest": column(fits, "normalized_relative_flatness"),
     }
-    found = {way: int(np.where(converged, v, np.inf).argmin()) for way, v in flat.items()}
+    losses = column(fits, "train_loss")
+    minima = pd.DataFrame({"trial": range(len(fits)), "converged": converged, "depth": 1 / losses})
+    # as a search ranks: depths relative to each other matter only, so that 1 stands for a constant
+    found = {
+        way: int(rank_minima(minima.assign(value=value), by="value")["trial"].iloc[0])
+        for way, value in flat.items()
+    }
     for way in ("5-fold CV", "hold-out"):
         found[way] = int(column(rows[way], "score").argmax())
     return found

@@ -32,8 +32,8 @@ ROWS = {
 
 def test_picks():
     assert selection.picks(ROWS, n_train=100) == {
-        "flattest": 2,  # the fourth is flatter, but no minimum
-        "flattest + risk": 1,  # 0.1 + 100^(-2/8) * 2/8 = 0.18 against 0.94
+        "flattest": 1,  # the third is flatter, but not as deep, and the fourth is no minimum
+        "flattest + risk": 1,  # 0.1 + 100^(-2/8) * 2/8 = 0.18 against 0.22
         "normalized flattest": 0,
         "5-fold CV": 1,
         "hold-out": 0,
@@ -51,7 +51,8 @@ def test_regrets_and_costs(tmp_path):
     assert again.rows == results.rows
     assert len(path.read_text().splitlines()) == 12
     rows = {row[1]: row[2:] for row in selection.summarize("made up", task, 1, again)}
-    assert rows["flattest"] == ["10.00 +- nan", "1.00"]
+    assert rows["flattest"] == ["0.00 +- nan", "1.00"]
+    assert rows["normalized flattest"] == ["20.00 +- nan", "1.00"]
     assert rows["5-fold CV"] == ["0.00 +- nan", "4.20"]  # 40 s, and 2 s for the pick, of 10 s
     assert rows["hold-out"] == ["20.00 +- nan", "0.60"]
     assert rows["random"] == ["17.50 +- nan", "0.25"]

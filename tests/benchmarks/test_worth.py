@@ -65,3 +65,9 @@ def test_defaults_are_compared_with_scikit_learn():
     text = run("benchmarks.worth.defaults", "--quick")
     *_, rows = text.strip().split("\n\n")
     assert len(rows.splitlines()) == 2 + 2 * 3  # header; two data sets, three models
+
+
+@pytest.mark.slow
+def test_depth():
+    text = run("benchmarks.worth.depth", "--quick")
+    assert "breast cancer | None | 3 | 0% |" in text
