@@ -170,8 +170,9 @@ def main(arguments=None):
         warnings.simplefilter("ignore")
         cv, cv_seconds = cross_validate(net, X, y, batch_sizes, seeds, options.n_jobs)
 
-    columns = ["rank", "param_batch_size", "param_random_state", "relative_flatness", "train_loss",
-               "test_loss", "generalization_gap", "depth", "test_score", "comparable", "seconds"]  # fmt: skip
+    columns = ["rank", "param_batch_size", "param_random_state", "relative_flatness", "depth",
+               "train_loss", "test_loss", "generalization_gap", "test_score", "comparable",
+               "seconds"]  # fmt: skip
     print("\nMinima, flattest first:")
     print(minima[columns].to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     correlation = correlate(minima, random_state=0)
