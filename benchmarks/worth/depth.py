@@ -30,7 +30,7 @@ from benchmarks._harness.timing import environment, table
 from benchmarks.worth.selection import Task, tasks
 from relflat_sk import FlatMinimaSearch
 
-EPOCHS = (3, 30, 100)
+EPOCHS = (3, 10, 30)
 HEADER = ["data", "goal", "epochs", "ranked", "regret: any", "ranked", "tau: any", "ranked"]
 FEWEST = 5  # minima for a correlation
 

@@ -25,6 +25,7 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     minima_: pd.DataFrame
     estimator: Any
+    fleet: int | str | None
     study_: optuna.Study
     depth_band: float | None
 
@@ -61,7 +62,7 @@ class FittedSearchMixin(BestEstimatorMixin):
         estimator
             With the predictions that it had. It is restored from its weights if they were saved
             (`artifact_store`). Otherwise it is trained again, with the same seed if the search
-            has a `random_state`.
+            has a `random_state`; the same within rounding after a search with a `fleet`.
 
         Raises
         ------
@@ -85,7 +86,7 @@ class FittedSearchMixin(BestEstimatorMixin):
         if trial.number == best and hasattr(self, "best_estimator_"):
             return self.best_estimator_
         check_made_with(self.study_, objective)
-        return provide_same(objective, trial)
+        return provide_same(objective, trial, of_fleet=self.fleet is not None)
 
     def remeasure(
         self, measures: Sequence[str], X: Any = None, y: Any = None, *, retrain: bool = False

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from optuna.trial import TrialState, create_trial
 from sklearn.datasets import load_iris
 from sklearn.exceptions import NotFittedError
@@ -70,6 +71,16 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
     assert type(search.get_estimator(1)) is type(estimator)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["weights", "trained again"])
+def test_minima_of_a_fleet(kept, tmp_path):
+    store = tmp_path if kept else None
+    search = make_search(*ESTIMATORS["net"], fleet=3, artifact_store=store).fit(X, Y)
+    for number, loss in search.minima_[["trial", "train_loss"]].itertuples(index=False):
+        found = search.get_estimator(number).predict_proba(X)
+        again = -np.log(found[np.arange(len(Y)), Y]).mean()
+        np.testing.assert_allclose(again, loss, rtol=1e-5 if kept else 1e-2)
+
+
 def test_a_pickled_search_needs_its_data():
     search = make_search(*ESTIMATORS["net"]).fit(X, Y)
     number = int(search.minima_["trial"][2])
@@ -84,6 +95,8 @@ def test_a_pickled_search_needs_its_data():
 
 def test_without_a_seed_another_network_is_refused():
     """Trained again without a seed, a network is another one."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002  (the nets draw their seeds from it)
     search = make_search(*ESTIMATORS["net"], random_state=None).fit(X, Y)
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
