@@ -168,7 +168,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
             points.draw_minima(panel, colors, **({"s": 22} | kwargs))
             # the same limits in all panels, whichever minima have the measure
             panel.set_ylim(with_target.y_limits())
-            points.draw_crosses(panel, "not converged")
+            points.draw_crosses(panel, ", ".join(with_target.kinds))
             show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
         label_rows(self.axes_, n_columns, label_of(self.target, loss_unit))
         legend_below(self.axes_[-1], self.axes_)

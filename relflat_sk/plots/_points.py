@@ -36,7 +36,7 @@ class Points:
         The minima with finite coordinates, drawn as dots.
     unconverged : ndarray of bool of shape (n,)
         The other complete trials with finite coordinates, drawn as crosses.
-    label : str
+    kinds : dict of str to int
         Why these are no minima that can be compared, with numbers.
     n_not_drawn : int
         Number of all other rows.
@@ -49,8 +49,8 @@ class Points:
         self.unconverged = finite & ~self.converged
         n_others = int((finite & _is_of_another_depth(minima)).sum())
         n_open = int(self.unconverged.sum()) - n_others
-        parts = [("not converged", n_open), ("at another depth", n_others)]
-        self.label = ", ".join(f"{name} ({n})" for name, n in parts if n)
+        counts = {"not converged": n_open, "at another depth": n_others}
+        self.kinds = {name: n for name, n in counts.items() if n}
         self.n_not_drawn = int((~finite).sum())
 
     def require_minima(self) -> None:
@@ -90,7 +90,7 @@ class Points:
             Passed on to `matplotlib.axes.Axes.scatter` for the minima.
         """
         self.draw_minima(ax, colors, **kwargs)
-        self.draw_crosses(ax, self.label)
+        self.draw_crosses(ax, ", ".join(f"{name} ({n})" for name, n in self.kinds.items()))
         if self.n_not_drawn:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 

@@ -19,6 +19,7 @@ from relflat_sk import (
     FlatnessGapDisplay,
     FlatnessScorer,
     HyperparameterDisplay,
+    MeasurePanelsDisplay,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     TrainingCurvesDisplay,
@@ -181,6 +182,12 @@ def test_candidates_that_are_no_minima_are_crosses():
     minima = table(converged=[False] * 2 + [True] * 10, depth=[20.0] * 9 + [500.0] * 3)
     display = HyperparameterDisplay.from_minima(rank_minima(minima))
     assert "not converged (2), at another depth (3)" in legend(display)
+    panels = MeasurePanelsDisplay.from_minima(
+        rank_minima(minima.assign(generalization_gap=np.arange(12.0))), random_state=0
+    )
+    assert "not converged, at another depth" in {
+        label for ax in panels.axes_ for label in ax.get_legend_handles_labels()[1]
+    }
     gap = FlatnessGapDisplay.from_minima(
         rank_minima(minima.assign(generalization_gap=0.1)), random_state=0
     )

@@ -34,6 +34,7 @@ from relflat_sk import (
 from relflat_sk._minima_table import depth_of, find_depth_band
 from relflat_sk.search._sharing import FlattestSoFar
 from relflat_sk.search._trial.goal import _is_at_plateau
+from relflat_sk.training import StopAtDepth
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -209,6 +210,12 @@ def test_a_loss_without_a_positive_constant_has_no_automatic_goal():
     assert len(fitted.history) == 60
     assert "depth" not in attrs
     assert attrs["ended_by"] == "plateau"
+
+
+@pytest.mark.parametrize("depth", [0, -2.0, math.inf, "deep"])
+def test_depths_that_are_none(depth):
+    with pytest.raises(ValueError, match=r"depth must be a finite positive number, got"):
+        net(callbacks=[StopAtDepth(depth)]).fit(X, Y)
 
 
 # -- plateaus ----------------------------------------------------------------------------------
