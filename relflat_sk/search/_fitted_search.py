@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
@@ -11,10 +12,11 @@ from sklearn.utils.validation import check_is_fitted
 from relflat_sk._minima_table import mark_depth_band, shorten_parameters
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
-from relflat_sk.search._provide import find_trial, provide_same
+from relflat_sk.search._provide import find_trial, provide, provide_same
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render
-from relflat_sk.search._results import candidate_table
+from relflat_sk.search._results import candidate_table, check_table, cv_results
+from relflat_sk.search._sharing import FlattestSoFar
 from relflat_sk.search._trial import MinimaObjective, check_made_with, last_prefix
 
 __all__ = ["FittedSearchMixin"]
@@ -152,6 +154,28 @@ class FittedSearchMixin(BestEstimatorMixin):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page, encoding="utf-8")
         return file
+
+    def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
+        """Set the attributes that describe the candidates; refuse a table without any."""
+        table = self._table()
+        check_table(table, interrupted)
+        by = objective.names[0]
+        self.minima_ = rank_minima(table, by=by, depth_band=None)
+        trials = self.study_.get_trials(deepcopy=False)
+        best = int(self.minima_["trial"].iloc[0])
+        self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)
+        self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
+        self.best_params_ = objective.space.values(trials[best])
+        self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
+
+    def _refit(self, objective: MinimaObjective, flattest: FlattestSoFar) -> None:
+        """Set `best_estimator_`, trained again only if there is no other way."""
+        best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
+        held = flattest.estimator(best.number)
+        if held is not None:
+            self.best_estimator_ = held
+        else:  # an earlier session trained it
+            self.best_estimator_ = provide(objective, best)
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()

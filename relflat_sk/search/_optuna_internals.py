@@ -19,6 +19,7 @@ __all__ = [
     "FIXED_VALUES",
     "TELL_ERRORS",
     "OneTrialStudy",
+    "StoppableStudy",
     "add_trial",
     "fail_trial",
     "is_journal",
@@ -65,6 +66,29 @@ class OneTrialStudy(optuna.Study):
     def stop(self) -> None:
         """Stop as `optuna.Study.stop` does, and remember it."""
         super().stop()
+        self.stopped = True
+
+
+class StoppableStudy(optuna.Study):
+    """A view of a study for callbacks, whose `stop` says that a search is to end.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+
+    Attributes
+    ----------
+    stopped : bool
+        Whether `stop` was called.
+    """
+
+    def __init__(self, study: optuna.Study) -> None:
+        super().__init__(study.study_name, study._storage, study.sampler, study.pruner)
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End the search after the candidates that are in training."""
         self.stopped = True
 
 

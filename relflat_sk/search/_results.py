@@ -60,6 +60,10 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
     TypeError
         The same, if a TypeError is the reason of every candidate: the data are of a wrong type.
     """
+    if table.empty and not interrupted:
+        raise ValueError(
+            "no candidate was trained: the search was ended before, by timeout or by a callback."
+        )
     if not table["state"].eq("complete").any():
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")

@@ -5,16 +5,12 @@ import tempfile
 import time
 from typing import Any
 
-import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
 from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
-from relflat_sk.minima import rank_minima
 from relflat_sk.search._fitted_search import FittedSearchMixin
-from relflat_sk.search._provide import provide
 from relflat_sk.search._remeasure import measure_what_is_new
-from relflat_sk.search._results import check_table, cv_results
 from relflat_sk.search._setup import (
     check_arguments,
     create_study,
@@ -25,6 +21,7 @@ from relflat_sk.search._setup import (
 from relflat_sk.search._sharing import (
     CandidateSampler,
     FlattestSoFar,
+    Stopping,
     StorageGuard,
     Sweep,
     check_resumable,
@@ -63,6 +60,11 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     n_trials : int, optional
         Number of candidates, those of a resumed study included. If None, all combinations of
         choices are trained, and the space must consist of choices.
+    timeout : float, optional
+        Seconds after which no candidate begins; those in training are finished.
+    callbacks : list of callable, optional
+        Functions of the study and of a finished trial, as in `optuna.Study.optimize`. They are
+        called in this process after each candidate; ``study.stop()`` ends the search.
     sampler : optuna sampler, optional
         Draws the candidates; the search uses a copy. If None, the whole grid is trained if the
         space consists of choices and `n_trials` allows it. Otherwise a `TPESampler` draws, and
@@ -191,6 +193,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         *,
         measure: Any = "relative_flatness",
         n_trials: int | None = None,
+        timeout: float | None = None,
+        callbacks: Any = None,
         sampler: Any = None,
         storage: Any = None,
         study_name: str | None = None,
@@ -211,6 +215,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.space = space
         self.measure = measure
         self.n_trials = n_trials
+        self.timeout = timeout
+        self.callbacks = callbacks
         self.sampler = sampler
         self.storage = storage
         self.study_name = study_name
@@ -268,6 +274,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self._seed = seeds[1]
         objective = self._make_objective(X, y, X_test, y_test)
         check_arguments(self)
+        stopping = Stopping(self.timeout, self.callbacks)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
         check_store(objective.artifact_store)
@@ -283,7 +290,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             plan = plan_candidates(self, objective.space)
             if self.retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
-            sweep = Sweep(objective, plan, quiet, self.fleet)
+            sweep = Sweep(objective, plan, quiet, self.fleet, stopping)
             flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)
@@ -316,25 +323,3 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             random_state=self._seed,
             n_threads=self.n_threads,
         )
-
-    def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
-        """Set the attributes that describe the candidates; refuse a table without any."""
-        table = self._table()
-        check_table(table, interrupted)
-        by = objective.names[0]
-        self.minima_ = rank_minima(table, by=by, depth_band=None)
-        trials = self.study_.get_trials(deepcopy=False)
-        best = int(self.minima_["trial"].iloc[0])
-        self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)
-        self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
-        self.best_params_ = objective.space.values(trials[best])
-        self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
-
-    def _refit(self, objective: MinimaObjective, flattest: FlattestSoFar) -> None:
-        """Set `best_estimator_`, trained again only if there is no other way."""
-        best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
-        held = flattest.estimator(best.number)
-        if held is not None:
-            self.best_estimator_ = held
-        else:  # an earlier session trained it
-            self.best_estimator_ = provide(objective, best)

@@ -3,6 +3,7 @@
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import Plan, failed_trials, is_cut_short, is_superseded
 from relflat_sk.search._sharing.flattest import FlattestSoFar
+from relflat_sk.search._sharing.stopping import Stopping
 from relflat_sk.search._sharing.storage_guard import StorageGuard
 from relflat_sk.search._sharing.study import (
     check_resumable,
@@ -18,6 +19,7 @@ __all__ = [
     "FlattestSoFar",
     "Grid",
     "Plan",
+    "Stopping",
     "StorageGuard",
     "Sweep",
     "check_resumable",

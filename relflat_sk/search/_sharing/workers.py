@@ -3,7 +3,7 @@
 import copy
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -30,9 +30,11 @@ from relflat_sk.search._sharing.flattest import is_minimum
 from relflat_sk.search._sharing.fleet import train_together
 from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.progress import Progress
+from relflat_sk.search._sharing.run import Run
+from relflat_sk.search._sharing.stopping import Stopping
 from relflat_sk.search._sharing.study import log_level
 from relflat_sk.search._sharing.transfer import ByValue, packed
-from relflat_sk.search._trial import CallError, MinimaObjective
+from relflat_sk.search._trial import MinimaObjective
 
 __all__ = ["Sweep", "train_all", "train_in_processes"]
 
@@ -54,6 +56,8 @@ class Sweep:
         Whether to silence Optuna's log, in worker processes too.
     fleet : int, "auto" or None, default=None
         Number of candidates that a process trains at a time.
+    stopping : Stopping, optional
+        Ends the sweep early.
     """
 
     def __init__(
@@ -62,8 +66,10 @@ class Sweep:
         plan: Plan,
         quiet: bool,
         fleet: int | str | None = None,
+        stopping: Stopping | None = None,
     ) -> None:
         self.fleet = fleet
+        self.stopping = stopping or Stopping()
         self.objective = objective
         self.plan = plan
         self.quiet = quiet
@@ -141,6 +147,21 @@ class Sweep:
         """
         return bool(trial.user_attrs.get("sweep") == self.name)
 
+    def is_due(self, study: optuna.Study) -> bool:
+        """Return whether the sweep is to end, although there are candidates left.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study.
+
+        Returns
+        -------
+        bool
+            Whether no candidate is to begin.
+        """
+        return self.stopping.is_due(study, self.name)
+
     def train_one(self, study: optuna.Study, on_finished: OnFinished) -> bool:
         """Claim a candidate and train it in this process.
 
@@ -161,10 +182,10 @@ class Sweep:
         CallError
             If training or measuring failed for a reason that is not the candidate's.
         """
-        claimed = claim(study, self.plan, self.name)
+        claimed = None if self.is_due(study) else claim(study, self.plan, self.name)
         if claimed is None:
             return False
-        run = _Run(self.objective)
+        run = Run(self.objective)
         try:
             claimed.optimize(
                 run,
@@ -231,26 +252,6 @@ class Sweep:
         ]
 
 
-class _Run:
-    """The objective of `Study.optimize` for one trial, which holds the trained estimator."""
-
-    def __init__(self, objective: MinimaObjective) -> None:
-        self.objective = objective
-        self.estimator: Any = None
-        self.call_error: CallError | None = None
-
-    def __call__(self, trial: optuna.Trial) -> Sequence[float]:
-        """Train and measure a candidate."""
-        try:
-            found, self.estimator = self.objective.run(trial)
-        except CallError as error:
-            self.call_error = error
-            raise
-        values = found if isinstance(found, tuple) else (found,)
-        # with one direction, the first measure alone, so that any sampler and pruner works
-        return values[: len(trial.study.directions)]
-
-
 def train_all(
     study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool
 ) -> bool:
@@ -284,6 +285,7 @@ def train_all(
             bar.set_postfix_str(str(so_far), refresh=False)
             bar.update()
             on_finished(trial, estimator)
+            sweep.stopping.call(study, trial, sweep.name)
 
         try:
             if n_jobs > 1:
@@ -303,9 +305,7 @@ def train_all(
 def train_in_processes(
     study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished
 ) -> None:
-    """Train all candidates left in worker processes.
-
-    Threads would not do: they would share torch's random state.
+    """Train all candidates left in worker processes, because threads share torch's random state.
 
     Parameters
     ----------
@@ -323,7 +323,7 @@ def train_in_processes(
     joblib.externals.loky.process_executor.TerminatedWorkerError
         If worker processes die while they train no candidate.
     """
-    while n_left := sweep.n_left(study):
+    while not sweep.is_due(study) and (n_left := sweep.n_left(study)):
         n_killed = sweep.n_killed(study)
         n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
         runs = (delayed(sweep.train_some_in_worker)(study, n) for _ in range(0, n_left, n))

@@ -1,0 +1,127 @@
+"""Tests of searches that end early: by a timeout, or by a callback."""
+
+import pickle
+
+import optuna
+import pytest
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+
+from relflat_sk import FlatMinimaSearch
+from relflat_sk.search._sharing import stopping as stopping_module
+from relflat_sk.search._sharing.stopping import Stopping
+
+X, Y = load_iris(return_X_y=True)
+C = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+
+
+def make(estimator=None, **parameters):
+    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
+    return FlatMinimaSearch(estimator, {"C": C}, random_state=0, **parameters)
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self, ticks):
+        self.ticks = iter(ticks)
+        self.now = 0.0
+
+    def time(self):
+        self.now = next(self.ticks, self.now)
+        return self.now
+
+
+def test_no_candidate_begins_after_the_timeout(monkeypatch):
+    monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 5.0, 9.0, 11.0]))
+    assert len(make(timeout=10).fit(X, Y).minima_) == 3
+
+
+def test_processes_end_at_the_timeout():
+    with pytest.raises(ValueError, match="no candidate was trained"):
+        make(timeout=1e-9, n_jobs=2).fit(X, Y)
+
+
+def test_workers_know_the_deadline_and_call_no_callback():
+    stopping = Stopping(timeout=100.0, callbacks=[print])
+    sent = pickle.loads(pickle.dumps(stopping))
+    assert sent.deadline == stopping.deadline
+    assert sent.callbacks == [None]
+    study = optuna.create_study()
+    assert not sent.is_due(study, "sweep")
+    study.set_user_attr(stopping_module.STOPPED, ["other", "sweep"])
+    assert sent.is_due(study, "sweep")
+    assert not sent.is_due(study, "third")
+    sent.deadline = 0.0
+    assert sent.is_due(study, "third")
+
+
+def test_a_search_goes_on_after_a_timeout(monkeypatch, tmp_path):
+    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "s"}
+    monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 2.0, 11.0]))
+    assert len(make(timeout=10, **stored).fit(X, Y).minima_) == 2
+    assert len(make(**stored).fit(X, Y).minima_) == len(C)
+
+
+def test_nothing_was_trained_before_the_timeout(monkeypatch):
+    monkeypatch.setattr(stopping_module, "time", Clock([0.0, 11.0]))
+    with pytest.raises(ValueError, match="no candidate was trained: the search was ended before"):
+        make(timeout=10).fit(X, Y)
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_callbacks_get_study_and_trial_in_this_process(n_jobs):
+    seen = []
+
+    def remember(study, trial):
+        assert isinstance(study, optuna.Study)
+        seen.append((trial.params["C"], trial.value, len(study.trials) > 0))
+
+    search = make(callbacks=[remember], n_jobs=n_jobs).fit(X, Y)
+    assert sorted(one[0] for one in seen) == C
+    table = search.minima_.set_index("param_C")["relative_flatness"]
+    assert all(value == table[c] and found for c, value, found in seen)
+
+
+def test_a_callback_stops_the_search():
+    def stop(study, trial):
+        if trial.number == 1:
+            study.stop()
+
+    search = make(callbacks=[stop]).fit(X, Y)
+    assert len(search.minima_) == 2
+
+
+def test_a_callback_stops_processes_and_a_later_search_goes_on(tmp_path):
+    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "s"}
+
+    def stop(study, trial):
+        study.stop()
+
+    # one candidate at a time is left to each worker when the first result arrives
+    search = make(callbacks=[stop], n_jobs=2, **stored).fit(X, Y)
+    assert 1 <= len(search.minima_) <= len(C)
+    assert all(trial.state.is_finished() for trial in search.study_.trials)
+    assert len(make(**stored).fit(X, Y).minima_) == len(C)
+
+
+def test_errors_of_callbacks_are_the_users():
+    def fails(study, trial):
+        raise RuntimeError("in the callback")
+
+    with pytest.raises(RuntimeError, match="in the callback"):
+        make(callbacks=[fails]).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "match"),
+    [
+        ({"timeout": 0}, ValueError, "timeout must be"),
+        ({"timeout": "1h"}, ValueError, "timeout must be"),
+        ({"callbacks": print}, TypeError, "callbacks must be a list of functions"),
+        ({"callbacks": ["print"]}, TypeError, "callbacks must be a list of functions"),
+    ],
+)
+def test_bad_arguments(parameters, error, match):
+    with pytest.raises(error, match=match):
+        make(**parameters).fit(X, Y)
