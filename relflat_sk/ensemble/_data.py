@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from relflat_sk._losses import Loss
-from relflat_sk._network import cast_inputs
 from relflat_sk.ensemble._member import Member
 
 __all__ = ["Data"]
@@ -31,18 +30,14 @@ class Data:
     """
 
     def __init__(self, members: Sequence[Member], output: Tensor) -> None:
-        inputs, targets = zip(*(m.loader.parts for m in members), strict=True)
-        module = members[0].module
-        self.inputs, self._first_rows = _joined([cast_inputs(x, module) for x in inputs])
-        device = self.inputs.device
-        shown = [output.expand(len(y), *output.shape[1:]) for y in targets]
-        values = [
-            Loss(m.net.criterion_).read_target(z, y.to(device)).values
-            for m, z, y in zip(members, shown, targets, strict=True)
-        ]
-        for member, z in zip(members, shown, strict=True):
-            member.net._check_output(Loss(member.net.criterion_), z)
-        self.targets, self._first_targets = _joined(values)
+        inputs, self._first_rows = _joined([member.inputs for member in members])
+        targets, self._first_targets = _joined([member.targets for member in members])
+        self.inputs, targets = members[0].moved(inputs, targets)
+        shown = output.expand(len(targets), *output.shape[1:])
+        loss = Loss(members[0].net.criterion_)
+        self.targets = loss.read_target(shown, targets).values
+        for member in members:
+            member.net._check_output(Loss(member.net.criterion_), output)
         self._size = int(members[0].loader.batch_size or 1)
         self._drop_last = bool(members[0].loader.drop_last)
 
@@ -55,12 +50,12 @@ class Data:
             They have drawn their orders.
         """
         device = self.inputs.device
-        order = torch.stack([member.order for member in members]).to(device)
+        order = torch.stack([member.order for member in members])
         n, size = order.shape[1], self._size
         n = n - n % size if self._drop_last else n
         rows, labels = order + self._first_rows, order + self._first_targets
-        self._rows = torch.split(rows[:, :n], size, dim=1)
-        self._labels = torch.split(labels[:, :n], size, dim=1)
+        self._rows = torch.split(rows[:, :n].to(device), size, dim=1)
+        self._labels = torch.split(labels[:, :n].to(device), size, dim=1)
         self.sizes = [chunk.shape[1] for chunk in self._rows] if n else []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,14 +67,8 @@ class Data:
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join tensors, equal ones once; return them with the first row of each."""
-    different: list[Tensor] = []
-    places = []
-    for tensor in tensors:
-        same = (i for i, one in enumerate(different) if one is tensor or torch.equal(one, tensor))
-        places.append(next(same, len(different)))
-        if places[-1] == len(different):
-            different.append(tensor)
-    n = len(tensors[0])
+    """Join tensors, each of them once; return them with the first row of each."""
+    different = list({id(tensor): tensor for tensor in tensors}.values())
+    places = [next(i for i, one in enumerate(different) if one is x) for x in tensors]
     joined = different[0] if len(different) == 1 else torch.cat(different)
-    return joined, torch.tensor(places, device=joined.device)[:, None] * n
+    return joined, torch.tensor(places)[:, None] * len(tensors[0])

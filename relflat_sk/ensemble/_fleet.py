@@ -12,6 +12,7 @@ from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._group import Group
 from relflat_sk.ensemble._member import Member, NotStackable, make_member
 from relflat_sk.ensemble._routine import CURRENT, Routine
+from relflat_sk.ensemble._size import free_memory
 from relflat_sk.ensemble._stack import release_states
 from relflat_sk.training import EPOCH_TRAINER, EpochTrainer
 
@@ -34,7 +35,7 @@ class Fleet(EpochTrainer):
         Number of trainings at a time. When one ends, the next one begins.
     timed : bool, default=False
         Whether the first epochs of each group are a trial: if nets are faster one by one, they
-        are trained one by one.
+        are trained one by one. The nets then take half of the free memory at most.
     """
 
     def __init__(self, size: int, *, timed: bool = False) -> None:
@@ -156,13 +157,20 @@ class Fleet(EpochTrainer):
             member = make_member(net, iterator, fit_params)
             if member.key not in self._groups:
                 self._groups[member.key] = None
-                self._groups[member.key] = Group(member)
+                self._groups[member.key] = group = Group(member)
                 if self.timed:
                     self._trials[member.key] = _Trial()
+                    self._limit(group)
         except NotStackable as reason:
             self._say(f"trained one by one: {reason}")
             return None
         return None if self._groups[member.key] is None else member
+
+    def _limit(self, group: Group) -> None:
+        """Let no more nets begin than fit into half of the free memory."""
+        free = free_memory(group.device)
+        if free is not None:
+            self.size = min(self.size, max(1, free // 2 // group.memory))
 
     def _say(self, text: str) -> None:
         if text not in self._reasons:

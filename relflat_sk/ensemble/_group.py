@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relflat_sk._network import cast_inputs
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
@@ -18,6 +17,7 @@ from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member, NotStackable
 from relflat_sk.ensemble._penalty import Penalty
 from relflat_sk.ensemble._probe import probe
+from relflat_sk.ensemble._size import memory_of_member
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._vmapped import Vmapped
 
@@ -34,6 +34,13 @@ class Group:
     member : Member
         One of the nets, before its first epoch. It stays as it is.
 
+    Attributes
+    ----------
+    memory : int
+        Estimate of the bytes that each net needs.
+    device : torch.device
+        The device of the nets.
+
     Raises
     ------
     NotStackable
@@ -42,9 +49,8 @@ class Group:
 
     def __init__(self, member: Member) -> None:
         net, loader = member.net, member.loader
-        inputs, targets = loader.parts
         size = min(int(loader.batch_size or 1), loader.n_rows)
-        x, y = cast_inputs(inputs[:size], member.module), targets[:size]
+        x, y = member.moved(member.inputs[:size], member.targets[:size])
         module = copy.deepcopy(member.module).train()
         with fork_rng(x.device):
             found = probe(net, module, x, y)
@@ -55,6 +61,9 @@ class Group:
             if not self._criterion.is_curved:
                 raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
             self._penalty = Penalty(self._criterion, found.divisor)
+        with fork_rng(x.device):
+            self.memory = memory_of_member(copy.deepcopy(module), x)
+        self.device = x.device
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
         self._masks = Masks(module, self._body, x)
         self._stack: Stack | None = None
@@ -91,6 +100,8 @@ class Group:
             Members of this group that have drawn the order of their samples.
         """
         if self._stack is None or self._stack.members != list(members):
+            for i, member in enumerate(members):
+                member.share_data(members[:i])
             self._stack = self._data = None  # first, so that nothing is in memory twice
             self._stack = Stack(members)
             self._data = Data(members, self._output)
@@ -143,7 +154,7 @@ class Group:
 
 def _record(members: Sequence[Member], values: Tensor, sizes: Sequence[int]) -> None:
     """Write the batches of an epoch to the histories, as the nets do."""
-    parts = values.permute(2, 1, 0).tolist()  # by member, quantity and step
+    parts = values.permute(2, 1, 0).cpu().tolist()  # by member, quantity and step
     with _without_collector():
         _write(members, parts, sizes)
 

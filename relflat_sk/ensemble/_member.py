@@ -1,6 +1,6 @@
 """A net in training that can be one of a stacked model, or the reason why it cannot."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from skorch.callbacks import EpochScoring, LRScheduler
 from torch import Tensor, nn
 
+from relflat_sk._network import cast_inputs
 from relflat_sk.ensemble._updates import OPTIMIZERS
 from relflat_sk.training import ArrayLoader, RelativeFlatnessRegularizedNet
 
@@ -54,6 +55,8 @@ class Member:
     ----------
     key : tuple
         Equal for members that can be stacked.
+    inputs, targets : Tensor of shape (n, ...)
+        The data that the loader cuts batches from.
     order : Tensor of shape (n,)
         Rows of the next epoch, in their order.
     seed : int
@@ -63,6 +66,8 @@ class Member:
     net: Any
     loader: ArrayLoader
     key: tuple[Any, ...] = field(init=False)
+    inputs: Tensor = field(init=False)
+    targets: Tensor = field(init=False)
     order: Tensor = field(init=False)
     seed: int = field(init=False, default=0)
 
@@ -71,6 +76,36 @@ class Member:
         """The net's own network."""
         module: nn.Module = self.net.module_
         return module
+
+    def moved(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Move data to the network's device, and inputs to its dtype.
+
+        Parameters
+        ----------
+        inputs, targets : Tensor of shape (n, ...)
+            As in a loader.
+
+        Returns
+        -------
+        inputs, targets : Tensor of shape (n, ...)
+            The same tensors if they are there already.
+        """
+        device = next(self.module.parameters()).device
+        return cast_inputs(inputs.to(device), self.module), targets.to(device)
+
+    def share_data(self, members: Iterable["Member"]) -> None:
+        """Use the inputs of another member if they are equal, so that they are held once.
+
+        Parameters
+        ----------
+        members : iterable of Member
+            Other members of the group.
+        """
+        for other in members:
+            mine, theirs = self.inputs, other.inputs
+            if mine is theirs or _is_same(mine, theirs) or torch.equal(mine, theirs):
+                self.inputs = theirs
+                return
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -129,7 +164,13 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
         _optimizer_key(net),
         _penalty_key(net),
     )
+    member.inputs, member.targets = loader.parts
     return member
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of the same shape and type share their memory."""
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def _check_net(net: Any, fit_params: Mapping[str, Any]) -> None:

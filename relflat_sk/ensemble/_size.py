@@ -1,10 +1,15 @@
 """The number of nets that are trained at a time."""
 
+import os
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer
 
-__all__ = ["fleet_size"]
+__all__ = ["fleet_size", "free_memory", "memory_of_member"]
 
 _AT_MOST = 32
 
@@ -35,3 +40,63 @@ def fleet_size(fleet: Any) -> int | None:
         return _AT_MOST
     check_integer("fleet", fleet, minimum=1)
     return int(fleet)
+
+
+def memory_of_member(module: nn.Module, inputs: Tensor) -> int:
+    """Estimate the memory that a network needs in training.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A network; it may be changed.
+    inputs : Tensor of shape (n, ...)
+        A batch.
+
+    Returns
+    -------
+    int
+        Bytes: of the network, its row in the stack, gradients, two states of the optimizer, and
+        twice what a step holds for its backward pass.
+    """
+    saved = [_bytes(inputs)]
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(_bytes(tensor))
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        module(inputs)
+    weights = sum(_bytes(one) for one in (*module.parameters(), *module.buffers()))
+    return 5 * weights + 2 * sum(saved)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the free memory of a device.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the networks.
+
+    Returns
+    -------
+    int or None
+        Bytes; None if it is not known.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

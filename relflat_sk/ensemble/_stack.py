@@ -55,9 +55,10 @@ class Stack:
             [m.optimizer.state[p] for p in ps]
             for m, ps in zip(self.members, parameters, strict=True)
         ]
-        self._states: dict[str, list[Tensor]] = {
-            "step": [torch.stack([_steps_made(state[0], names) for state in states])]
-        }
+        steps = torch.stack([
+            torch.stack([_steps_made(one, names) for one in state]) for state in states
+        ])
+        self._states: dict[str, list[Tensor]] = {"step": [steps]}
         for name in names:
             self._states[name] = []
             for i, weight in enumerate(self.weights.values()):
@@ -69,8 +70,8 @@ class Stack:
                     state[i][name] = stacked[k]
         if "exp_avg" in names:
             for k, state in enumerate(states):
-                for of_parameter in state:
-                    of_parameter["step"] = self._states["step"][0][k]
+                for i, of_parameter in enumerate(state):
+                    of_parameter["step"] = steps[k, i]
 
     def take_over(self) -> None:
         """Take over values that were changed outside since the last epoch."""

@@ -28,7 +28,8 @@ class Update(ABC):
         One tensor for each parameter of the network, with k members.
     states : dict of str to list of Tensor
         The optimizer's state by its names in torch, with tensors like the weights, and the
-        entry "step": a list with one tensor of shape (k,), the number of steps made.
+        entry "step": a list with one tensor, the number of steps made, of shape (k, number of
+        parameters).
     settings : sequence of dict
         The settings of each member, as in a torch optimizer's ``param_groups``.
     fused : bool
@@ -50,7 +51,7 @@ class Update(ABC):
     ) -> None:
         self._all = weights, gradients, states
         self._steps = states["step"][0]
-        self._made: list[float] = self._steps.tolist()
+        self._made: list[float] = self._steps[:, 0].cpu().tolist()
         self._settings = settings
         self._fused = fused
         self._calls = self._make_calls()
@@ -82,8 +83,8 @@ class Update(ABC):
     def _columns(self, name: str) -> list[Tensor]:
         """Return a setting of all members, to multiply each parameter by."""
         weights = self._all[0]
-        values = torch.tensor([float(settings[name]) for settings in self._settings])
-        values = values.to(weights[0])
+        numbers = [float(settings[name]) for settings in self._settings]
+        values = torch.tensor(numbers, dtype=torch.float64).to(weights[0])
         return [values.view(-1, *[1] * (weight.ndim - 1)) for weight in weights]
 
     @abstractmethod
@@ -114,7 +115,7 @@ class _Adam(Update):
             self._rows(tensors, rows)
             for tensors in (weights, gradients, states["exp_avg"], states["exp_avg_sq"])
         ]
-        steps = [self._steps[rows.start]] * len(weights)
+        steps = list(self._steps[rows.start])
         beta1, beta2 = settings["betas"]
         numbers = {
             "lr": float(settings["lr"]),
@@ -130,11 +131,12 @@ class _Adam(Update):
     def _together(self) -> Callable[[], None]:
         weights, gradients, states = self._all
         rates, decays, eps = (self._columns(name) for name in ("lr", "weight_decay", "eps"))
-        betas = torch.tensor([settings["betas"] for settings in self._settings]).to(weights[0])
+        numbers = [settings["betas"] for settings in self._settings]
+        betas = torch.tensor(numbers, dtype=torch.float64).to(weights[0])
         decays = decays if any(settings["weight_decay"] for settings in self._settings) else []
 
         def update() -> None:
-            corrections = 1 - betas ** self._steps.to(betas)[:, None]
+            corrections = 1 - betas ** self._steps[:, :1].to(betas)
             for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
                 shape = (-1, *[1] * (weight.ndim - 1))
                 first, second = (betas[:, j].view(shape) for j in (0, 1))
@@ -203,7 +205,7 @@ class _SGD(Update):
                     gradient.addcmul_(weight, decays[i])
                 move = gradient
                 if buffers is not None:
-                    is_first = (self._steps == 1).view(rates[i].shape)
+                    is_first = (self._steps[:, 0] == 1).view(rates[i].shape)
                     share = torch.where(is_first, 1.0, 1 - damped[i])
                     buffers[i].mul_(momenta[i]).addcmul_(gradient, share)
                     move = torch.where(
