@@ -178,6 +178,16 @@ def test_callbacks_in_the_space_and_nested_names():
     assert {name for name, _ in best.callbacks_} & {"stop", "goal"}
 
 
+def test_the_goal_of_a_nested_callback_is_an_axis():
+    net_ = net(max_epochs=100, lr=0.02, callbacks=[("stop", StopAtLoss())])
+    pipeline = Pipeline([("scale", StandardScaler()), ("net", net_)])
+    space = {"net__callbacks__stop__loss": [0.8, 0.7]}
+    minima = FlatMinimaSearch(pipeline, space, random_state=0).fit(X, Y).minima_
+    assert minima["ended_by"].tolist() == ["goal", "goal"]
+    assert (minima["train_loss"] <= minima["param_callbacks__stop__loss"]).all()
+    assert (minima["depth"] < 2).all()
+
+
 def test_a_net_with_a_callback_named_goal():
     scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
     attrs, fitted = record(net(max_epochs=100, callbacks=[scoring]))
