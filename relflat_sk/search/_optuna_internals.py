@@ -1,4 +1,4 @@
-"""Adapter to the private attributes of Optuna: no other module uses them.
+"""Adapter to the private attributes of Optuna: no other module but `_optuna_journal` uses them.
 
 Optuna has no public way to create a running trial, to learn its id and to run exactly that
 trial. Processes that share a study need all three (see `relflat_sk.search._sharing.claims`). The
@@ -7,12 +7,14 @@ newest version of Optuna that ``pyproject.toml`` allows; run them with a new ver
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 __all__ = [
@@ -22,8 +24,10 @@ __all__ = [
     "StoppableStudy",
     "add_trial",
     "fail_trial",
+    "file_of",
     "is_journal",
     "is_shared_by_threads",
+    "last_known",
     "read_trial",
     "reread",
     "trial_id_of",
@@ -230,6 +234,55 @@ def is_journal(study: optuna.Study) -> bool:
         False for databases and studies in memory.
     """
     return isinstance(study._storage, JournalStorage)
+
+
+def file_of(study: optuna.Study) -> Path | None:
+    """Return the file that a study is stored in.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+
+    Returns
+    -------
+    pathlib.Path or None
+        The file of an SQLite database or of a journal; None for all others.
+    """
+    storage: Any = study._storage
+    backend = getattr(storage, "_backend", None)
+    if isinstance(backend, JournalFileBackend):
+        return Path(backend._file_path)
+    if isinstance(backend, RDBStorage) and backend.engine.dialect.name == "sqlite":
+        return Path(backend.engine.url.database or "")
+    return None
+
+
+def last_known(study: optuna.Study) -> tuple[list[FrozenTrial], dict[str, Any]]:
+    """Return what this process has read of a study, without its storage.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+
+    Returns
+    -------
+    trials : list of optuna.trial.FrozenTrial
+        The trials that had ended, by number.
+    user_attrs : dict
+        User attributes of the study; empty if only the storage holds them.
+    """
+    storage: Any = study._storage
+    replayed = getattr(storage, "_replay_result", None)
+    if replayed is not None:
+        trials = replayed.get_all_trials(study._study_id, None)
+        attributes = dict(replayed.get_study(study._study_id).user_attrs)
+    else:
+        known: Any = getattr(storage, "_studies", {}).get(study._study_id)
+        trials = [] if known is None else [known.trials[key] for key in sorted(known.trials)]
+        attributes = {}
+    return [trial for trial in trials if trial.state.is_finished()], attributes
 
 
 def widen_choices(study: optuna.Study, wider: Mapping[str, CategoricalDistribution]) -> None:

@@ -96,6 +96,13 @@ def test_storages_that_cannot_be_used_are_refused_before_training(storage, match
         make_search(storage=storage).fit(X, Y)
 
 
+def test_a_password_is_not_shown(monkeypatch):
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    with pytest.raises(ValueError, match=r"storage='nobase://me:\*\*\*@there/m' cannot") as caught:
+        make_search(storage="nobase://me:secret@there/m").fit(X, Y)
+    assert "secret" not in str(caught.value)
+
+
 def test_what_is_no_storage_is_refused(monkeypatch):
     monkeypatch.setattr(MinimaObjective, "train", None)
     with pytest.raises(TypeError, match="storage must be the URL of a database, .*, got 3"):

@@ -85,11 +85,19 @@ def test_draws_are_numbered(study):
     assert Draws(5).n_left(study.trials) == 3
 
 
+@pytest.mark.parametrize("plan", [Grid(POINTS), Draws(len(POINTS))], ids=["grid", "draws"])
+def test_candidates_are_left_to_processes_that_began_at_the_same_moment(plan):
+    study = optuna.create_study()
+    found = [plan.next_candidate(study, [], skip) for skip in range(len(POINTS))]
+    assert all(one not in found[:index] for index, one in enumerate(found))
+    assert plan.next_candidate(study, [], len(POINTS)) == found[0]
+
+
 def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
     """Both find the first point free, and both create a trial for it."""
     grid, first, raced = Grid(POINTS), [], []
 
-    def at_the_same_moment(study, trials):
+    def at_the_same_moment(study, trials, skip):
         found = Grid.next_candidate(grid, study, trials)
         if not raced:
             raced.append(True)
@@ -323,7 +331,7 @@ def test_of_a_killed_process_only_the_culprit_is_lost():
 class Kills(Grid):
     """Kills the process that asks for a candidate."""
 
-    def next_candidate(self, study, trials):
+    def next_candidate(self, study, trials, skip=0):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

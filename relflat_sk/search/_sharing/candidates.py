@@ -39,11 +39,11 @@ class Grid(Plan):
         return len(self._missing(trials))
 
     def next_candidate(
-        self, study: optuna.Study, trials: Sequence[FrozenTrial]
+        self, study: optuna.Study, trials: Sequence[FrozenTrial], skip: int = 0
     ) -> dict[str, Any] | None:
         """Choose the first combination left; those that a process died of come last."""
         candidates = [{FIXED_VALUES: point} for point in self._missing(trials)]
-        return _suspects_last(candidates, trials)
+        return _suspects_last(candidates, trials, skip)
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
         taken = _points(self.counted(trials))
@@ -72,14 +72,14 @@ class Draws(Plan):
         return len(self._missing(trials))
 
     def next_candidate(
-        self, study: optuna.Study, trials: Sequence[FrozenTrial]
+        self, study: optuna.Study, trials: Sequence[FrozenTrial], skip: int = 0
     ) -> dict[str, Any] | None:
         """Choose the first draw left; those that a process died of come last.
 
         A `CandidateSampler` over choices draws the values now.
         """
         candidates = [{NUMBER: number} for number in self._missing(trials)]
-        found = _suspects_last(candidates, trials)
+        found = _suspects_last(candidates, trials, skip)
         if found is not None and isinstance(study.sampler, CandidateSampler):
             found |= study.sampler.point(study, found[NUMBER], _points(self.counted(trials)))
         return found
@@ -102,9 +102,12 @@ def _points(trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
 
 
 def _suspects_last(
-    candidates: list[dict[str, Any]], trials: Sequence[FrozenTrial]
+    candidates: list[dict[str, Any]], trials: Sequence[FrozenTrial], skip: int
 ) -> dict[str, Any] | None:
     """Return the first candidate that no process died of, or else the first one."""
+    if candidates:
+        skip %= len(candidates)
+        candidates = [*candidates[skip:], *candidates[:skip]]
     killed = [trial for trial in trials if "killed" in trial.user_attrs]
     if not killed:
         return next(iter(candidates), None)

@@ -25,6 +25,8 @@ attribute    meaning
 ===========  ==========================================================================
 """
 
+import itertools
+import random
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,6 +60,8 @@ __all__ = [
 
 # system attribute: the number of a draw, which a trial shares with the trial it replaces
 NUMBER = "candidate"
+
+_RANDOM = random.SystemRandom()  # workers that are forked must not draw the same numbers
 
 
 class Plan(ABC):
@@ -107,7 +111,7 @@ class Plan(ABC):
 
     @abstractmethod
     def next_candidate(
-        self, study: optuna.Study, trials: Sequence[FrozenTrial]
+        self, study: optuna.Study, trials: Sequence[FrozenTrial], skip: int = 0
     ) -> dict[str, Any] | None:
         """Choose a candidate that no trial holds.
 
@@ -117,6 +121,8 @@ class Plan(ABC):
             The study, whose sampler may draw the candidate.
         trials : sequence of optuna.trial.FrozenTrial
             The trials of the study.
+        skip : int, default=0
+            Number of candidates to leave to other processes, as far as there are others.
 
         Returns
         -------
@@ -145,10 +151,11 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
     OneTrialStudy or None
         Its ``optimize(..., n_trials=1)`` trains the candidate. None if nothing can be claimed.
     """
-    while True:
+    for lost in itertools.count():
         give_up_abandoned(study, except_of=sweep)
         trials = study.get_trials(deepcopy=False)
-        candidate = plan.next_candidate(study, trials)
+        # processes that begin at once would otherwise all try the same candidate, then the next
+        candidate = plan.next_candidate(study, trials, skip=_RANDOM.randrange(2 ** min(lost, 10)))
         if candidate is None:
             return None
         point = candidate.get(FIXED_VALUES, {})
@@ -170,6 +177,7 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
         ):
             return OneTrialStudy(study, trial_id)
         fail_trial(study, trial_id)
+    return None
 
 
 def counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:

@@ -1,11 +1,13 @@
 """Explain failures of a storage, and hold what was finished before."""
 
-from contextlib import suppress
+import re
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import optuna
 
+from relflat_sk.search._optuna_internals import file_of, last_known
 from relflat_sk.search._sharing.study import in_memory
 from relflat_sk.search._trial import CallError, explain, is_of_storage
 
@@ -45,15 +47,38 @@ class StorageGuard:
             return
         if self.study is None:
             raise ValueError(
-                f"storage={self.search.storage!r} cannot be used: {explain(cause)} Expected the "
-                "URL of a database, such as 'sqlite:///minima.db', the Path of an SQLite file, or "
-                "an optuna storage. Nothing was trained."
+                f"storage={_without_password(self.search.storage)!r} cannot be used: "
+                f"{explain(cause)} Expected the URL of a database, such as 'sqlite:///minima.db', "
+                "the Path of an SQLite file, or an optuna storage. Nothing was trained."
             ) from cause
-        with suppress(Exception):
-            self.search.study_ = in_memory(self.study)
+        self.search.study_ = _rescue(self.study)
+        file = file_of(self.study)
+        reason = explain(cause)
+        if file is not None and not file.exists():
+            reason = f"{file} was deleted or moved. Put it back, or give another storage."
         raise RuntimeError(
-            f"the storage of study {self.study.study_name!r} failed: {explain(cause)} Then call "
-            "fit again with the same storage and study_name: candidates that the storage holds "
-            "are not trained again. Those that this process knows are in `study_` of the search, "
-            "in memory; `rank_minima` takes it."
+            f"the storage of study {self.study.study_name!r} failed: {reason} Then call fit again "
+            "with the same storage and study_name: candidates that the storage holds are not "
+            "trained again. Those that this process knows are in `study_` of the search, in "
+            "memory, for `rank_minima` or `optuna.copy_study`."
         ) from cause
+
+
+def _without_password(storage: Any) -> str:
+    """Return the URL of a storage with its password hidden, or the storage's class."""
+    if isinstance(storage, str | Path):
+        return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", str(storage))
+    return type(storage).__name__
+
+
+def _rescue(study: optuna.Study) -> optuna.Study:
+    """Copy a study into memory, or what this process has read of it."""
+    try:
+        return in_memory(study)
+    except Exception:  # whatever a broken storage raises
+        trials, attributes = last_known(study)
+    copied = optuna.create_study(directions=study.directions, study_name=study.study_name)
+    copied.add_trials(trials)
+    for name, value in attributes.items():
+        copied.set_user_attr(name, value)
+    return copied

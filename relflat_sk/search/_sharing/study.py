@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from relflat_sk._minima_table import remeasured_key
 from relflat_sk.search._optuna_internals import is_journal, widen_choices
+from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._sharing.claims import give_up_abandoned
 from relflat_sk.search._trial import MinimaObjective, check_made_with, check_space, new_choices
 
@@ -71,7 +72,9 @@ def _open(storage: Any) -> BaseStorage:
     if isinstance(storage, str) and storage.startswith("sqlite"):
         arguments = {"connect_args": {"timeout": _SQLITE_TIMEOUT}}
         storage = RDBStorage(storage, engine_kwargs=arguments)
-    return optuna.storages.get_storage(storage)
+    opened = optuna.storages.get_storage(storage)
+    protect_journal(opened)
+    return opened
 
 
 def check_resumable(

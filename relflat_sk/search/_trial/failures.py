@@ -7,7 +7,6 @@ result. A full disk or a wrong test set is not: the next call may have mended it
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import optuna
 import torch
@@ -16,7 +15,9 @@ from optuna.exceptions import UpdateFinishedTrialError
 __all__ = ["CallError", "blame_call", "explain", "is_of_storage", "record_failure"]
 
 _ADVICE = {  # by words in the error
-    ("disk is full", "no space left", "file too large", "disk quota"): "Free space on its disk.",
+    ("disk is full", "no space left", "file too large", "disk quota", "disk i/o"): (
+        "Free space on its disk."
+    ),
     ("readonly", "read-only", "permission denied", "permitted"): (
         "Give a place that this process may write to."
     ),
@@ -28,6 +29,9 @@ _ADVICE = {  # by words in the error
         "Check that the server runs and can be reached."
     ),
 }
+
+
+_STORAGES = ("optuna.storages", "relflat_sk.search._optuna_internals")
 
 
 class CallError(RuntimeError):
@@ -93,24 +97,35 @@ def blame_call(what: str, advice: str) -> Iterator[None]:
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Return whether the storage of a study raised an error.
+    """Return whether the storage of a study raised an error, or an earlier one that led to it.
 
     Parameters
     ----------
     error : BaseException
-        Any error that was raised.
+        Any error that was raised. If a storage fails while Optuna finishes a trial, Optuna fails
+        over it with an error of its own.
 
     Returns
     -------
     bool
         False also if another process has finished the trial meanwhile, which is no failure.
     """
+    return any(_is_raised_by_storage(one) for one in _chain(error))
+
+
+def _is_raised_by_storage(error: BaseException) -> bool:
     if isinstance(error, UpdateFinishedTrialError):
         return False
     frames = traceback.walk_tb(error.__traceback__)
-    return any(
-        frame.f_globals.get("__name__", "").startswith("optuna.storages") for frame, _ in frames
-    )
+    return any(frame.f_globals.get("__name__", "").startswith(_STORAGES) for frame, _ in frames)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the one that it was raised from, and so on."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def explain(error: BaseException) -> str:
@@ -126,9 +141,7 @@ def explain(error: BaseException) -> str:
     str
         Two sentences; one if no advice is known.
     """
-    root: Any = error
-    while root.__cause__ is not None or root.__context__ is not None:
-        root = root.__cause__ or root.__context__
+    *_, root = _chain(error)
     lines = str(root).splitlines() or [repr(root)]
     text = f"{type(root).__name__}: {lines[0]}"
     known = (text + str(error)).lower()
