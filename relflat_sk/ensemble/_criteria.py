@@ -222,7 +222,9 @@ class _LogisticLoss(_Outputs):
         return second, second * (1 - 2 * p)
 
 
-def find_criterion(criterion: Any, output: Tensor, target: Tensor) -> Criterion:
+def find_criterion(
+    criterion: Any, output: Tensor, target: Tensor, *, ignores: bool = False
+) -> Criterion:
     """Find the gradient and the curvature of a criterion.
 
     Parameters
@@ -234,6 +236,9 @@ def find_criterion(criterion: Any, output: Tensor, target: Tensor) -> Criterion:
     target : Tensor of shape (n, ...)
         Their targets, as the criterion takes them.
 
+    ignores : bool, default=False
+        Whether the criterion ignores some targets.
+
     Returns
     -------
     Criterion
@@ -244,7 +249,7 @@ def find_criterion(criterion: Any, output: Tensor, target: Tensor) -> Criterion:
     if not mean or weighted or output.ndim != 2:
         return _AnyCriterion(criterion)
     if kind is nn.CrossEntropyLoss and target.shape == output.shape[:1]:
-        plain = not criterion.label_smoothing and bool((target != criterion.ignore_index).all())
+        plain = not criterion.label_smoothing and not ignores
         return _CrossEntropy(criterion) if plain else _AnyCriterion(criterion)
     if target.shape == output.shape:
         if kind is nn.MSELoss:

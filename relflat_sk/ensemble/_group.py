@@ -54,7 +54,9 @@ class Group:
         module = copy.deepcopy(member.module).train()
         with fork_rng(x.device):
             found = probe(net, module, x, y)
-        self._criterion = find_criterion(net.criterion_, found.output, found.target)
+        self._criterion = find_criterion(
+            net.criterion_, found.output, found.target, ignores=member.has_ignored
+        )
         self._output = found.output[:1]
         self._penalty = None
         if member.is_penalised:

@@ -72,6 +72,11 @@ class Member:
     seed: int = field(init=False, default=0)
 
     @property
+    def has_ignored(self) -> bool:
+        """Whether the criterion ignores some of the targets."""
+        return bool(self.key[1])
+
+    @property
     def module(self) -> nn.Module:
         """The net's own network."""
         module: nn.Module = self.net.module_
@@ -159,6 +164,7 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
     member = Member(net, loader)
     member.key = (
         _data_key(loader),
+        _has_ignored(net.criterion_, loader.parts[1]),
         _module_key(net.module_),
         _module_key(net.criterion_),
         _optimizer_key(net),
@@ -232,10 +238,16 @@ def _data_key(loader: Any) -> tuple[Any, ...]:
     return loader.n_rows, size, bool(loader.drop_last), *shapes
 
 
+def _has_ignored(criterion: Any, targets: Tensor) -> bool:
+    """Return whether a criterion ignores some of the targets."""
+    ignored = getattr(criterion, "ignore_index", None)
+    return ignored is not None and bool((targets == ignored).any())
+
+
 def _module_key(module: Any) -> tuple[Any, ...]:
     """Return what makes two modules the same function of their parameters and inputs."""
     if not isinstance(module, nn.Module):
-        return (id(module),)
+        return (_Same(module),)
     parts = [
         (name, type(part), part.extra_repr(), _attributes(part))
         for name, part in module.named_modules()
@@ -248,13 +260,37 @@ def _module_key(module: Any) -> tuple[Any, ...]:
 
 
 def _attributes(part: nn.Module) -> tuple[Any, ...]:
-    """Return a module's own attributes; objects count as different, unless they are the same."""
-    plain = (bool, int, float, str, type(None), tuple)
+    """Return a module's own attributes."""
     return tuple(
-        (name, value if isinstance(value, plain) else id(value))
+        (name, _comparable(value))
         for name, value in sorted(part.__dict__.items())
         if not name.startswith("_") and name != "training"
     )
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value in a form that can be compared; two objects are different."""
+    kind = type(value)
+    if kind in (bool, int, float, str, type(None), torch.dtype, torch.device):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, tuple(map(_comparable, value))
+    if kind is dict:
+        return kind, tuple((_comparable(key), _comparable(one)) for key, one in value.items())
+    return _Same(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to others of the same object, which it holds, so that no other gets its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _optimizer_key(net: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from skorch import NeuralNetClassifier
 from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
 from skorch.dataset import ValidSplit
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     MLP,
@@ -190,6 +191,39 @@ class Squared(nn.CrossEntropyLoss):
 )
 def test_any_criterion_that_vmap_takes(criterion):
     compare(classifiers(3, flatness_weight=0, **criterion))
+
+
+def test_labels_may_be_ignored():
+    X, y = map(torch.from_numpy, data())
+    y[::7] = -100  # 8 labels, fewer than a batch has
+    sizes = {"module__n_features": 6, "module__n_outputs": 3, "iterator_train__drop_last": True}
+    nets = classifiers(3, flatness_weight=0, module=Double, **sizes)
+    compare(nets, each=[(TensorDataset(X, y), None)] * 3)
+
+
+class Double(MLP):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs)
+        self.double()
+
+
+class Configured(MLP):
+    """Has attributes that change its function."""
+
+    def __init__(self, n_features, n_outputs, scales=(1.0,), act=torch.tanh):
+        super().__init__(n_features, n_outputs)
+        self.scales, self.act = [*scales], act
+        self.double()
+
+    def forward(self, x):
+        return super().forward(self.act(x * self.scales[0]))
+
+
+def test_networks_with_other_attributes_are_of_other_groups():
+    nets = classifiers(6, module=Configured, flatness_weight=0, max_epochs=3)
+    for i, net in enumerate(nets):
+        net.set_params(module__scales=(1.0 + i % 2,), module__act=[torch.tanh, torch.sin][i // 3])
+    compare(nets, fleet=6)
 
 
 def test_members_leave_at_their_goals_and_others_take_their_places():
