@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "inverse_spread", "safe_root", "varies"]
+__all__ = ["full_precision", "inverse_spread", "read_numbers", "safe_root", "varies"]
 
 
 def full_precision(tensor: Tensor) -> Tensor:
@@ -20,6 +20,25 @@ def full_precision(tensor: Tensor) -> Tensor:
         With its graph.
     """
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+
+
+def read_numbers(*tensors: Tensor) -> list[float]:
+    """Read numbers from the device, for which the host waits once.
+
+    Parameters
+    ----------
+    *tensors : Tensor of shape ()
+        On one device.
+
+    Returns
+    -------
+    list of float
+        The numbers.
+    """
+    if tensors[0].device.type == "cpu":
+        return [tensor.item() for tensor in tensors]
+    numbers: list[float] = torch.stack(list(tensors)).cpu().tolist()
+    return numbers
 
 
 def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:

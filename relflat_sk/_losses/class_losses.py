@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.row import Row, Target
 from relflat_sk._losses.softmax import softmax_curvature
+from relflat_sk._numerics import read_numbers
 
 __all__ = ["CLASS_LOSSES", "ProbabilityNLLLoss"]
 
@@ -92,8 +93,9 @@ def _are_indices(classes: Tensor, n_classes: int) -> bool:
     """Return whether all classes are from 0 to n_classes - 1."""
     if not classes.numel():
         return True
-    low, high = classes.aminmax()  # one operation, since every training step does it
-    return low.item() >= 0 and high.item() < n_classes
+    # one operation, since every training step does it
+    low, high = read_numbers(*classes.aminmax())
+    return low >= 0 and high < n_classes
 
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:

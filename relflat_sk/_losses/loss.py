@@ -143,12 +143,14 @@ class Loss:
         output : Tensor of shape (n, ...)
             The criterion's input.
         target : Tensor of shape (n, ...)
-            The labels.
+            The labels. They are checked on the device where they are, since a check on the
+            output's device would make the host wait for it.
 
         Returns
         -------
         Target
-            The labels, and which of them curvature and divisors depend on.
+            The labels, and which of them curvature and divisors depend on, on the output's
+            device.
 
         Raises
         ------
@@ -156,9 +158,12 @@ class Loss:
             If shape, range or type of the labels do not fit the output.
         """
         row = self.row
-        if row is None:
-            return Target(target, target)
-        return row.read_target(self.criterion, output, target)
+        if row is None:  # of any type
+            found = Target(target, target)
+        else:
+            found = row.read_target(self.criterion, output, target)
+        moves = isinstance(target, Tensor) and target.device != output.device
+        return found.to(output.device) if moves else found
 
     def each_divisor(self, output: Tensor, target: Tensor | None) -> float | Tensor:
         """Return what each sample adds to the divisor of the criterion's mean.

@@ -54,6 +54,24 @@ class Target(NamedTuple):
     values: Tensor
     relevant: Tensor | None
 
+    def to(self, device: torch.device) -> "Target":
+        """Move the labels to a device.
+
+        Parameters
+        ----------
+        device : torch.device
+            The device.
+
+        Returns
+        -------
+        Target
+            With labels there.
+        """
+        values = self.values.to(device)
+        if self.relevant is None or self.relevant is self.values:
+            return Target(values, None if self.relevant is None else values)
+        return Target(values, self.relevant.to(device))
+
 
 @dataclass(frozen=True)
 class Row:

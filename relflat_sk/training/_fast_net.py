@@ -115,11 +115,13 @@ class FastNet(SklearnNet):
             step = step_fn(batch, **fit_params)
             inputs = batch[0] if isinstance(batch, tuple | list) else batch
             n = len(inputs) if isinstance(inputs, Tensor) else get_len(inputs)
-            record_batch(
-                self.history, {f"{prefix}_loss": step["loss"].item(), f"{prefix}_batch_size": n}
-            )
+            record_batch(self.history, {**self._read_step(step, prefix), f"{prefix}_batch_size": n})
             self.notify("on_batch_end", batch=batch, training=training, **step)
         self.history.record(f"{prefix}_batch_count", count)
+
+    def _read_step(self, step: Mapping[str, Any], prefix: str) -> dict[str, float]:
+        """Read from the device what the history records of a step."""
+        return {f"{prefix}_loss": step["loss"].item()}
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
         """Call a method of the net and of the callbacks that do anything in it.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, weighted_loss
 from relflat_sk._network import cast_inputs, floating_parameter, primary_output
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._fast_net import record_batch
 from relflat_sk.training._measured_net import MeasuredNet
@@ -232,10 +232,8 @@ class PenalisedNet(MeasuredNet):
         return loss
 
     def _read_target(self, criterion: Loss, y_pred: Tensor, y_true: Any) -> Target:
-        """Bring the labels of a batch to the output's device, and check them."""
-        if isinstance(y_true, Tensor):
-            y_true = y_true.to(y_pred.device)
-        else:
+        """Check the labels of a batch, and bring them to the output's device."""
+        if not isinstance(y_true, Tensor):
             y_true = to_tensor(y_true, device=self.device)
         return criterion.read_target(y_pred, y_true)
 
@@ -272,18 +270,27 @@ class PenalisedNet(MeasuredNet):
     def on_batch_end(
         self, net: Any, batch: Any = None, training: bool = False, **step: Any
     ) -> None:
-        """Record the loss and the penalty of a training step separately."""
+        """Record loss and penalty of a training step, if another loop has not read them."""
         super().on_batch_end(net, batch=batch, training=training, **step)
+        if training and self._state().terms is not None:
+            record_batch(self.history, self._read_step(step, "train"))
+
+    def _read_step(self, step: Mapping[str, Any], prefix: str) -> dict[str, float]:
+        """Read the loss and the penalty of a training step separately."""
         state = self._state()
-        if training and state.terms is not None:
-            (loss, term, share), state.terms = state.terms, None
-            left = 1.0 if share is None else share.item()
-            values = {
-                "train_loss": loss.item(),
-                "flatness_penalty": 0.0 if term is None else left * term.item(),
-                "flatness_clipped": float(left < 1),
-            }
-            record_batch(self.history, values)
+        if prefix != "train" or state.terms is None:
+            return super()._read_step(step, prefix)
+        (loss, term, share), state.terms = state.terms, None
+        loss = loss.detach()
+        term = torch.zeros_like(loss) if term is None else term.detach().to(loss.dtype)
+        numbers = [loss, term] if share is None else [loss, term, share.to(loss.dtype)]
+        train_loss, penalty, *left = read_numbers(*numbers)
+        clipped = bool(left) and left[0] < 1
+        return {
+            "train_loss": train_loss,
+            "flatness_penalty": penalty * left[0] if clipped else penalty,
+            "flatness_clipped": float(clipped),
+        }
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
         """Split off the validation data as skorch does, together with the sample weights.

@@ -40,10 +40,9 @@ class ForwardPass:
         The curvature at the same layers, each of them in one item.
     sample_weight : Tensor of shape (n,)
         Weight of each sample, in float64.
-    divisor : float
-        Divides this batch's summed loss in the criterion's mean.
-    loss : float
-        Summed loss; nan without labels.
+    totals : Tensor of shape (2,)
+        What divides this batch's summed loss in the criterion's mean, and the summed loss, which
+        is nan without labels; in float64.
     output_shape : torch.Size
         Shape of the output for one sample.
     link : str or None
@@ -53,8 +52,7 @@ class ForwardPass:
     layers: dict[str, LayerPass]
     curvatures: list[LayerCurvature]
     sample_weight: Tensor
-    divisor: float
-    loss: float
+    totals: Tensor
     output_shape: torch.Size
     link: str | None
 
@@ -121,8 +119,7 @@ def make_forward_pass(
         layers={record.name: passes[record.name] for record in records},
         curvatures=curvatures,
         sample_weight=weights,
-        divisor=float(weights @ divisors.detach().double()),
-        loss=float(weights @ losses.detach().double()),
+        totals=torch.stack([divisors.detach(), losses.detach()]).double() @ weights,
         output_shape=output.shape[1:],
         link=link,
     )
@@ -135,7 +132,7 @@ def _precise(z: Tensor) -> Tensor:
 
 def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
     """Check the labels of a batch, if it has any."""
-    return None if batch.y is None else loss.read_target(output, batch.y.to(output.device))
+    return None if batch.y is None else loss.read_target(output, batch.y)
 
 
 def _losses(

@@ -56,7 +56,7 @@ class FeatureSpreads:
 class _Spread:
     """Running mean and spread of the channels of one layer, by Chan's update with weights."""
 
-    weight: float = 0.0  # summed over samples and positions
+    weight: Tensor | float = 0.0  # summed over samples and positions
     mean: Tensor | float = 0.0
     squares: Tensor | float = 0.0
     low: Tensor | float = math.inf
@@ -68,19 +68,20 @@ class _Spread:
         """Add the features of a batch, with a weight for each row of them."""
         rows = layer.map.channels(layer.features).double()
         weights = weights.to(rows).repeat_interleave(len(rows) // len(weights))
-        rows, weights = rows[weights > 0], weights[weights > 0]
-        if not len(rows):
-            return
-        total = float(weights.sum())
-        centre = weights @ rows / total
+        counts = weights[:, None] > 0
+        # numbers that would be 0/0 if no sample counts are 0, without a wait for the device
+        tiny = torch.finfo(rows.dtype).tiny
+        total = weights.sum()
+        centre = weights @ rows / total.clamp_min(tiny)
         shift = centre - self.mean
-        share = total / (self.weight + total)
+        share = total / (self.weight + total).clamp_min(tiny)
         within = weights @ (rows - centre).square()
         self.squares = self.squares + within + shift.square() * self.weight * share
         self.mean = self.mean + shift * share
-        self.weight += total
-        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), rows.amin(dim=0))
-        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), rows.amax(dim=0))
+        self.weight = self.weight + total
+        lows, highs = rows.where(counts, math.inf).amin(dim=0), rows.where(counts, -math.inf)
+        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), lows)
+        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), highs.amax(dim=0))
         self.eps = torch.finfo(layer.features.dtype).eps
         if self.columns is None:
             self.columns = layer.map.column_channels()

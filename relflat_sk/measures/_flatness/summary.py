@@ -1,6 +1,7 @@
 """The result of a measurement: a flatness value, and the totals of the pass over the data."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,10 +18,8 @@ class Summary:
 
     Parameters
     ----------
-    divisor : float, default=0.0
-        Divides the summed loss to give the mean loss.
-    loss : float, default=0.0
-        Summed loss; nan without labels.
+    totals : Tensor of shape (2,) or None, default=None
+        `divisor` and `loss`, on the device.
     n_samples : int, default=0
         Number of samples.
     output_shape : torch.Size
@@ -33,13 +32,26 @@ class Summary:
         Names of all layers with a weight matrix, in forward order.
     """
 
-    divisor: float = 0.0
-    loss: float = 0.0
+    totals: Tensor | None = None
     n_samples: int = 0
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
     layer_weights: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+
+    @cached_property
+    def divisor(self) -> float:
+        """What divides the summed loss in the mean loss; to be read after the pass."""
+        return self._totals[0]
+
+    @cached_property
+    def loss(self) -> float:
+        """Summed loss; nan without labels. To be read after the pass."""
+        return self._totals[1]
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        return [0.0, 0.0] if self.totals is None else self.totals.cpu().tolist()
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch.
@@ -49,8 +61,7 @@ class Summary:
         forward : ForwardPass
             The forward pass on the batch.
         """
-        self.divisor += forward.divisor
-        self.loss += forward.loss
+        self.totals = forward.totals if self.totals is None else self.totals + forward.totals
         self.n_samples += len(forward)
         self.output_shape, self.link = forward.output_shape, forward.link
         if not self.layer_weights:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk._network import Network
-from relflat_sk._numerics import inverse_spread
+from relflat_sk._numerics import inverse_spread, read_numbers
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
@@ -214,9 +214,10 @@ class TraceMeasures:
         values = measure.finish(mean.value, weight)
         if weight_decay:
             values = values + weight_decay * measure.decay(weight).to(values.device)
-        at = int(values.argmax())  # one value, or the neuron that is least flat
-        stderr = float(measure.finish(mean.stderr, weight)[at])
-        return Flatness(float(values[at]), stderr, mean.method, self.network, summary)
+        stderrs = measure.finish(mean.stderr, weight)
+        at = values.argmax()  # one value, or the neuron that is least flat
+        value, stderr = read_numbers(values.take(at), stderrs.take(at))
+        return Flatness(value, stderr, mean.method, self.network, summary)
 
     def _has_cheap_pairs(self, curvature: LayerCurvature, layer: LayerPass) -> bool:
         """Return whether `FeaturePairs` costs less than a second forward pass."""

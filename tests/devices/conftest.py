@@ -1,0 +1,3 @@
+"""Keep what runs in a process of its own out of the others: its import teaches torch a device."""
+
+collect_ignore = ["counts.py", "simulated.py", "values.py"]

@@ -1,0 +1,146 @@
+"""How often the host waits for the device, and how many operations a step and a pass take.
+
+On an accelerator, a small network's step takes as long as its operations take to launch, and each
+wait empties the queue of launched operations. The numbers are ratios to skorch's own step and to
+the network's forward pass. Operations that compute nothing, such as views, do not count.
+"""
+
+import pytest
+import torch
+from skorch import NeuralNetClassifier
+from torch import nn
+
+from benchmarks._harness.networks import LeNet5
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    measure,
+    relative_flatness,
+)
+from tests.devices.simulated import DEVICE, count, simulated_device
+
+CRITERION = nn.CrossEntropyLoss()
+SIZE = 16  # of a batch
+TRACE_LIKE = [
+    "relative_flatness", "hessian_trace", "trace_flatness", "neuron_flatness_sum",
+    "neuron_flatness_max", "normalized_relative_flatness",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with simulated_device():
+        yield
+
+
+def make_data(n_batches):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(SIZE * n_batches, 3, 32, 32, generator=generator)
+    return X, torch.arange(len(X)) % 10
+
+
+def count_step(net, n=3):
+    """Count operations and waits of a training step, labels on the CPU as a loader has them."""
+    X, y = make_data(1)
+    net.initialize()
+    net.history.new_epoch()
+
+    def train(n_steps):
+        net.run_single_epoch(
+            [(X, y)] * n_steps, training=True, prefix="train", step_fn=net.train_step
+        )
+
+    train(2)  # the first step finds the layers
+    with count() as counts:
+        train(n)
+    return counts.n_operations / n, counts.n_waits / n
+
+
+@pytest.fixture(scope="module")
+def skorch_step():
+    with simulated_device():
+        return count_step(
+            NeuralNetClassifier(
+                LeNet5,
+                criterion=nn.CrossEntropyLoss,
+                optimizer=torch.optim.Adam,
+                device=DEVICE,
+                verbose=0,
+            )
+        )
+
+
+STEPS = {
+    "no penalty": ({"flatness_weight": 0}, 1.05),
+    "last layer, no limit": ({"flatness_clip": None}, 1.3),
+    "last layer": ({}, 1.75),
+    "first layer, no limit": ({"flatness_layer": 0, "flatness_clip": None}, 2.2),
+    "first layer": ({"flatness_layer": 0}, 2.6),
+    "all layers, no limit": ({"flatness_layer": "all", "flatness_clip": None}, 3.0),
+    "all layers": ({"flatness_layer": "all"}, 3.2),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, skorch_step):
+    params, largest = STEPS[name]
+    operations, waits = count_step(
+        RelativeFlatnessRegularizedClassifier(LeNet5, device=DEVICE, verbose=0, **params)
+    )
+    assert operations <= largest * skorch_step[0]
+    assert waits == skorch_step[1] == 1
+
+
+def count_batches(compute):
+    """Count operations and waits of one batch more, and the waits of the call itself."""
+    found = []
+    for n_batches in (1, 4):
+        with count() as counts:
+            compute(*make_data(n_batches))
+        found.append((counts.n_operations, counts.n_waits))
+    (few, waits), (many, more_waits) = found
+    per_batch = (more_waits - waits) / 3
+    return (many - few) / 3, per_batch, waits - per_batch
+
+
+def count_forward_pass(net):
+    X, _ = make_data(1)
+    with torch.no_grad(), count() as counts:
+        net(X.to(DEVICE))
+    return counts.n_operations
+
+
+def test_a_batch_of_a_score():
+    net = LeNet5().to(DEVICE)
+    operations, waits, of_call = count_batches(
+        lambda X, y: relative_flatness(net, X, y, criterion=CRITERION, batch_size=SIZE)
+    )
+    assert operations <= 4.75 * count_forward_pass(net)
+    assert waits == 0
+    assert of_call <= 3
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("name", TRACE_LIKE)
+def test_measures_do_not_wait_for_a_batch(name, layer):
+    net = LeNet5().to(DEVICE)
+    _, waits, of_call = count_batches(
+        lambda X, y: measure(name, net, X, y, layer=layer, criterion=CRITERION, batch_size=SIZE)
+    )
+    assert waits == 0
+    assert of_call <= 6
+
+
+def test_epochs_with_a_goal():
+    X, y = make_data(4)
+    waits = []
+    for callbacks in ([], [StopAtLoss(1e-6)]):
+        net = RelativeFlatnessRegularizedClassifier(
+            LeNet5, device=DEVICE, batch_size=SIZE, max_epochs=1, callbacks=callbacks, verbose=0
+        )
+        net.initialize()
+        net.partial_fit(X, y)
+        with count() as counts:
+            net.partial_fit(X, y)
+        waits.append(counts.n_waits)
+    assert waits[1] - waits[0] <= 1

@@ -1,0 +1,276 @@
+"""Everything that computes gives the CPU's values on another device."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.testing import assert_close
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessScorer,
+    FlatnessWarning,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedClassifier,
+    SharpnessAwareMixin,
+    StopAtGradientNorm,
+    StopAtLoss,
+    feature_robustness,
+    flatness_report,
+    get_measure_names,
+    label_constancy,
+    measure,
+    relative_flatness,
+    reparameterize,
+)
+from tests.devices.simulated import DEVICE, simulated_device
+
+CRITERION = nn.CrossEntropyLoss()
+# where the model and the data are, and whether `device` names the device
+PLACES = {
+    "model": (True, False, {}),
+    "data": (False, True, {}),
+    "model and data": (True, True, {}),
+    "device": (False, False, {"device": DEVICE}),
+}
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with simulated_device(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
+        yield
+
+
+def make_mlp(activation=nn.ReLU):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), activation(), nn.Linear(7, 3))
+
+
+def make_conv():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Flatten(), nn.Linear(8, 3),
+    ).eval()  # fmt: skip
+
+
+NETWORKS = {
+    "relu": make_mlp,
+    "tanh": lambda: make_mlp(nn.Tanh),
+    "convolution": make_conv,
+}
+
+
+def make_data(n=40):
+    X = torch.randn(n, 6, generator=torch.Generator().manual_seed(1))
+    return X, X[:, :3].argmax(dim=1)
+
+
+def trained(network="relu"):
+    """A network whose predictions are right, for measures that need a margin."""
+    net, (X, y) = NETWORKS[network](), make_data()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(150):
+        optimizer.zero_grad()
+        CRITERION(net(X), y).backward()
+        optimizer.step()
+    return net.eval()
+
+
+def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6):
+    """Compare ``compute(model, X, y, **options)`` in all places with the CPU's value."""
+    X, y = make_data()
+    expected = np.asarray(compute(copy.deepcopy(net), X, y), dtype=float)
+    assert np.isfinite(expected).any()
+    for place, (model_there, data_there, options) in PLACES.items():
+        model = copy.deepcopy(net).to(DEVICE if model_there else "cpu")
+        arrays = (X.to(DEVICE), y.to(DEVICE)) if data_there else (X, y)
+        found = np.asarray(compute(model, *arrays, **options), dtype=float)
+        np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol, err_msg=place)
+        if model_there:  # it stays where it was
+            assert {p.device for p in model.parameters()} == {DEVICE}
+
+
+# the simulation has no forward-mode derivatives
+MEASURES = [name for name in get_measure_names() if name != "fisher_rao_norm"]
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("name", MEASURES)
+def test_measures(name, layer):
+    def compute(model, X, y, **options):
+        seed = {"random_state": 0} if name in SEEDED else {}
+        return measure(name, model, X, y, criterion=CRITERION, layer=layer, **options, **seed)
+
+    assert_same_everywhere(compute, trained())
+
+
+SEEDED = {
+    "adaptive_sharpness", "expected_sharpness", "keskar_sharpness", "pac_bayes_flatness",
+    "pac_bayes_magnitude_flatness",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"sample_weight": True}], ids=str)
+def test_relative_flatness(network, layer, options):
+    weights = np.arange(40) % 3 if "sample_weight" in options else None
+
+    def compute(model, X, y, **where):
+        more = {"normalize": "normalize" in options, "sample_weight": weights}
+        return relative_flatness(model, X, y, layer=layer, criterion=CRITERION, **more, **where)
+
+    assert_same_everywhere(compute, trained(network))
+
+
+def test_random_probes():
+    net = trained("tanh")
+
+    def compute(model, X, y, **where):
+        return relative_flatness(
+            model, X, y, layer=0, criterion=CRITERION, n_probes=3, random_state=0, **where
+        )
+
+    assert_same_everywhere(compute, net)
+
+
+@pytest.mark.parametrize("network", ["tanh", "convolution"])
+def test_reports(network):
+    names = [name for name in MEASURES if "path" not in name]
+
+    def compute(model, X, y, **options):
+        table = flatness_report(
+            model, X, y, measures=names, criterion=CRITERION, random_state=0, **options
+        )
+        return table.select_dtypes("number").to_numpy(dtype=float, na_value=np.nan)
+
+    assert_same_everywhere(compute, trained(network))
+
+
+THEORY = {
+    "feature_robustness": lambda *a, **k: feature_robustness(
+        *a, 0.1, criterion=CRITERION, n_draws=4, layer=0, random_state=0, **k
+    ),
+    "feature_robustness, last layer": lambda *a, **k: feature_robustness(
+        *a, 0.1, criterion=CRITERION, n_draws=4, random_state=0, **k
+    ),
+    "label_constancy": lambda *a, **k: label_constancy(*a, **k),
+}
+
+
+@pytest.mark.parametrize("name", THEORY)
+def test_theory(name):
+    assert_same_everywhere(THEORY[name], trained(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("factors", [[2.0, 0.5, 1.0], torch.tensor([4.0, 0.5, 0.5])], ids=str)
+def test_reparameterized_networks_compute_the_same(factors):
+    net, (X, _) = trained(), make_data()
+    twin = reparameterize(copy.deepcopy(net).to(DEVICE), factors)
+    assert_close(twin(X.to(DEVICE)).cpu(), net(X), rtol=1e-4, atol=1e-4)
+
+
+# -- training ----------------------------------------------------------------------------
+
+
+class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+CLASSES = {"SAM": SAM}
+TRAININGS = {
+    "last layer": {},
+    "first layer": {"flatness_layer": 0, "flatness_weight": 1.0},
+    "all layers": {"flatness_layer": "all", "flatness_weight": 1.0},
+    "no limit": {"flatness_clip": None},
+    "no penalty": {"flatness_weight": 0},
+    "normalised": {"flatness_normalize": True},
+    "SAM": {"sharpness_radius": 0.05},
+    "goal": {"callbacks": [StopAtLoss(1.0)], "max_epochs": 30},
+    "stationary": {"callbacks": [StopAtGradientNorm(0.3)], "max_epochs": 30},
+    "validation": {"train_split": ValidSplit(3)},
+    "sample weights": {"sample_weight": np.arange(40) % 3},
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_trainings(name, network):
+    params = dict(TRAININGS[name])
+    fit_params = {"sample_weight": params.pop("sample_weight", None)}
+    X, y = make_data()
+    nets = []
+    # the simulation does not index tensors as scikit-learn does for a split
+    places = [("cpu", "cpu"), (DEVICE, "cpu"), (DEVICE, DEVICE)]
+    for device, data in places[:2] if name == "validation" else places:
+        net = CLASSES.get(name, RelativeFlatnessRegularizedClassifier)(
+            lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, batch_size=16,
+            device=device,
+            random_state=0, verbose=0,
+        )  # fmt: skip
+        nets.append(net.fit(X.to(data), y.to(data), **fit_params))
+    expected = nets[0]
+    for net in nets[1:]:
+        assert len(net.history) == len(expected.history)
+        for column in ("train_loss", "flatness_penalty"):
+            assert net.history[:, column] == pytest.approx(
+                expected.history[:, column], rel=1e-3, abs=1e-6
+            )
+        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_loops(layer, clip, weighted):
+    X, y = make_data()
+    results = []
+    for device in ("cpu", DEVICE):
+        net = trained().to(device)
+        penalty = RelativeFlatnessPenalty(layer, weight=0.5, clip=clip)
+        torch.manual_seed(0)
+        with penalty.capture(net):
+            output = net(X.to(device))
+        weight = torch.arange(40.0).to(device) if weighted else None
+        loss = CRITERION(output, y.to(device))
+        net.zero_grad()
+        (loss + penalty(CRITERION, output, y.to(device), weight)).backward()
+        results.append([loss.item(), *(p.grad.norm().item() for p in net.parameters())])
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
+
+
+def test_scores():
+    X, y = make_data()
+    scores = []
+    for device in ("cpu", DEVICE):
+        net = RelativeFlatnessRegularizedClassifier(
+            make_mlp, max_epochs=30, lr=0.01, device=device, random_state=0, verbose=0
+        ).fit(X, y)
+        scores.append(FlatnessScorer()(net, X, y))
+    assert scores[1] == pytest.approx(scores[0], rel=1e-3)
+
+
+def test_searches():
+    X, y = (tensor.numpy() for tensor in make_data())
+    tables = []
+    for device in ("cpu", DEVICE):
+        net = RelativeFlatnessRegularizedClassifier(
+            make_mlp, max_epochs=60, callbacks=[StopAtLoss(0.5)], device=device, verbose=0
+        )
+        search = FlatMinimaSearch(net, {"lr": [0.01, 0.03]}, random_state=0)
+        search.fit(X, y, X_test=X, y_test=y)
+        tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])
+    np.testing.assert_allclose(tables[1], tables[0], rtol=1e-3)
+
+
+def test_devices_that_are_mixed_are_refused():
+    """Otherwise the tests above would say nothing."""
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(2).to(DEVICE) + torch.ones(2)
