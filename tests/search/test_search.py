@@ -727,7 +727,7 @@ def test_all_are_useless():
 
 def test_an_estimator_without_a_network():
     search = make_search(RandomForestClassifier(2), {"max_depth": [1]})
-    with pytest.raises(ValueError, match="TypeError: .*RandomForestClassifier"):
+    with pytest.raises(TypeError, match="TypeError: .*RandomForestClassifier"):
         search.fit(X, Y)
 
 
