@@ -22,7 +22,7 @@ from relflat_sk.measures._flatness import (
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
-__all__ = ["NETWORK_WIDE", "counts_decay", "measure_network"]
+__all__ = ["NETWORK_WIDE", "check_arguments", "counts_decay", "measure_network"]
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
@@ -81,7 +81,7 @@ def measure_network(
         If none of the measures takes an argument.
     """
     check_number("weight_decay", weight_decay, positive=False)
-    _check_arguments(names, params)
+    check_arguments(names, params)
     _check_decay(names, weight_decay)
     some = {key: value for key, value in params.items() if key in _GENERAL}
     some["weight_decay"] = weight_decay
@@ -126,8 +126,21 @@ def _check_decay(names: Sequence[str], weight_decay: float) -> None:
         )
 
 
-def _check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
-    """Refuse arguments that none of the measures takes."""
+def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
+    """Refuse arguments that none of the measures takes.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of measures.
+    params : mapping
+        Arguments by name, without `weight_decay`.
+
+    Raises
+    ------
+    TypeError
+        If there is such an argument.
+    """
     known = _GENERAL.union(*(_arguments(name) for name in names if name in NETWORK_WIDE))
     for key in params:
         if key not in known:

@@ -16,6 +16,7 @@ from relflat_sk.search._provide import find_trial, provide, provide_same
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render
 from relflat_sk.search._results import candidate_table, check_table, cv_results
+from relflat_sk.search._routing import route
 from relflat_sk.search._sharing import FlattestSoFar
 from relflat_sk.search._trial import MinimaObjective, check_made_with, last_prefix
 
@@ -31,7 +32,9 @@ class FittedSearchMixin(BestEstimatorMixin):
     study_: optuna.Study
     depth_band: float | None
 
-    def _make_objective(self, X: Any, y: Any) -> MinimaObjective:
+    def _make_objective(
+        self, X: Any, y: Any, X_test: Any = None, y_test: Any = None, fit_params: Any = None
+    ) -> MinimaObjective:
         raise NotImplementedError
 
     def _table(self) -> pd.DataFrame:
@@ -39,15 +42,17 @@ class FittedSearchMixin(BestEstimatorMixin):
         table = shorten_parameters(candidate_table(self.study_), last_prefix(self.estimator))
         return mark_depth_band(table, self.depth_band)
 
-    def _objective_of(self, X: Any, y: Any) -> MinimaObjective:
+    def _objective_of(self, X: Any, y: Any, fit_params: Any) -> MinimaObjective:
         """Return the objective of `fit`, made again from the data if the search was unpickled."""
         check_is_fitted(self, "minima_")
-        found = getattr(self, "_objective", None) if X is None else self._make_objective(X, y)
+        found: MinimaObjective | None = getattr(self, "_objective", None)
+        if X is not None:
+            found = self._make_objective(X, y, fit_params=route(self, fit_params))
         if found is None:
             raise ValueError("X and y are needed: a search that was pickled left its data behind.")
         return found
 
-    def get_estimator(self, number: int, X: Any = None, y: Any = None) -> Any:
+    def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
 
         Parameters
@@ -58,6 +63,8 @@ class FittedSearchMixin(BestEstimatorMixin):
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,) or (n, n_outputs), optional
             The labels or values that `fit` was given.
+        **fit_params
+            The other arguments that `fit` was given, such as `sample_weight`; with X only.
 
         Returns
         -------
@@ -82,7 +89,7 @@ class FittedSearchMixin(BestEstimatorMixin):
         >>> search.fit(X, y).get_estimator(1)
         LogisticRegression(max_iter=1000)
         """
-        objective = self._objective_of(X, y)
+        objective = self._objective_of(X, y, fit_params)
         trial = find_trial(self.study_, number)
         best = int(self.minima_["trial"].iloc[0])
         if trial.number == best and hasattr(self, "best_estimator_"):
@@ -91,7 +98,13 @@ class FittedSearchMixin(BestEstimatorMixin):
         return provide_same(objective, trial, of_fleet=self.fleet is not None)
 
     def remeasure(
-        self, measures: Sequence[str], X: Any = None, y: Any = None, *, retrain: bool = False
+        self,
+        measures: Sequence[str],
+        X: Any = None,
+        y: Any = None,
+        *,
+        retrain: bool = False,
+        **fit_params: Any,
     ) -> pd.DataFrame:
         """Measure the minima again from their saved weights, without training.
 
@@ -107,6 +120,8 @@ class FittedSearchMixin(BestEstimatorMixin):
         retrain : bool, default=False
             Whether to train minima again, with the same seed, whose weights were not saved or
             whose files are damaged; damaged files are replaced. Needs `random_state`.
+        **fit_params
+            The other arguments that `fit` was given, such as `sample_weight`; with X only.
 
         Returns
         -------
@@ -120,7 +135,7 @@ class FittedSearchMixin(BestEstimatorMixin):
             If no weights were saved (the search had no `artifact_store` when it trained), a
             name is not a measure, or estimator or data are not those of the study.
         """
-        objective = self._objective_of(X, y)
+        objective = self._objective_of(X, y, fit_params)
         remeasure(self.study_, objective, measures, retrain=retrain)
         self.minima_ = rank_minima(self._table(), by=objective.names[0], depth_band=None)
         return self.minima_

@@ -11,6 +11,7 @@ from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
 from relflat_sk.search._fitted_search import FittedSearchMixin
 from relflat_sk.search._remeasure import measure_what_is_new
+from relflat_sk.search._routing import RoutingMixin, route
 from relflat_sk.search._setup import (
     check_arguments,
     create_study,
@@ -35,7 +36,7 @@ from relflat_sk.search._trial import MinimaObjective, check_store
 __all__ = ["FlatMinimaSearch"]
 
 
-class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
+class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
     """Train every candidate once, on all the data, and keep the flattest minimum.
 
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
@@ -91,6 +92,13 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         Those of other architectures, batch sizes or numbers of samples are trained beside them,
         and what cannot be stacked one by one. "auto" finds the number by itself. None trains one
         after the other. A sampler that learns from results knows fewer of them.
+    layer : int or str, default=-1
+        Where measures of layers are taken: position among the layers with a weight matrix, or
+        dotted name.
+    measure_params : dict, optional
+        Arguments of the measures, such as ``{"n_probes": 100}`` or ``{"batch_size": 256}``.
+    device : str or torch.device, optional
+        Where nets are trained, and all is measured; if None, on the nets' own device.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. They allow `remeasure`
         without training, and to restore the best estimator of an earlier session.
@@ -201,6 +209,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         pruner: Any = None,
         n_jobs: int | None = None,
         n_threads: int | None = 1,
+        layer: int | str = -1,
+        measure_params: Any = None,
+        device: Any = None,
         fleet: int | str | None = None,
         artifact_store: Any = None,
         lr_scaling: str | None = None,
@@ -223,6 +234,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.pruner = pruner
         self.n_jobs = n_jobs
         self.n_threads = n_threads
+        self.layer = layer
+        self.measure_params = measure_params
+        self.device = device
         self.fleet = fleet
         self.artifact_store = artifact_store
         self.lr_scaling = lr_scaling
@@ -233,7 +247,9 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any = None, X_test: Any = None, y_test: Any = None) -> Any:
+    def fit(
+        self, X: Any, y: Any = None, X_test: Any = None, y_test: Any = None, **fit_params: Any
+    ) -> Any:
         """Train and rank the candidates.
 
         Parameters
@@ -247,6 +263,10 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             choose.
         y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
             Labels or values of the held-out data.
+        **fit_params
+            Passed on to the estimator's `fit`, such as `sample_weight`, or routed to it by
+            scikit-learn's metadata routing. Losses, scores and measures on the training data
+            use the weights, too.
 
         Returns
         -------
@@ -272,7 +292,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         if self.random_state is not None:
             seeds = as_random_state(self.random_state).randint(2**31 - 1, size=2)
         self._seed = seeds[1]
-        objective = self._make_objective(X, y, X_test, y_test)
+        objective = self._make_objective(X, y, X_test, y_test, route(self, fit_params))
         check_arguments(self)
         stopping = Stopping(self.timeout, self.callbacks)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
@@ -306,7 +326,7 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
         return self
 
     def _make_objective(
-        self, X: Any, y: Any, X_test: Any = None, y_test: Any = None
+        self, X: Any, y: Any, X_test: Any = None, y_test: Any = None, fit_params: Any = None
     ) -> MinimaObjective:
         """Make the objective that trains and measures each candidate."""
         return MinimaObjective(
@@ -322,4 +342,8 @@ class FlatMinimaSearch(FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
             goal=self.goal,
             random_state=self._seed,
             n_threads=self.n_threads,
+            layer=self.layer,
+            measure_params=self.measure_params,
+            device=self.device,
+            fit_params=fit_params,
         )

@@ -1,10 +1,15 @@
 """Check that the data of an objective fit together, before anything is trained."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from skorch.dataset import get_len
 
-__all__ = ["check_data"]
+from relflat_sk._network import check_weights
+from relflat_sk.search._trial.weights import last_prefix
+
+__all__ = ["check_data", "check_fit_params"]
 
 
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
@@ -48,6 +53,43 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
             )
     if classifier:
         _check_classes(y, y_test)
+
+
+def check_fit_params(
+    X: Any, fit_params: Mapping[str, Any] | None, estimator: Any
+) -> dict[str, Any]:
+    """Check the arguments of `fit`, and find the weights of samples among them.
+
+    Parameters
+    ----------
+    X : array-like of shape (n, ...)
+        Training data.
+    fit_params : mapping or None
+        Arguments by name.
+    estimator : estimator
+        Whose `fit` takes them. The weights of a pipeline are those of its last step.
+
+    Returns
+    -------
+    dict
+        `fit_params`, without arguments that are None, and `sample_weight`, the weights that the
+        network is trained with, or None.
+
+    Raises
+    ------
+    TypeError
+        If `fit_params` is no mapping.
+    ValueError
+        If there is not one weight, not negative, for each sample.
+    """
+    if fit_params is not None and not isinstance(fit_params, Mapping):
+        raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
+    given = {name: value for name, value in (fit_params or {}).items() if value is not None}
+    names = (f"{last_prefix(estimator)}sample_weight", "sample_weight")
+    weights = next((given[name] for name in names if name in given), None)
+    if weights is not None:
+        weights = check_weights(weights, get_len(X))
+    return {"fit_params": given, "sample_weight": weights}
 
 
 def _check_lengths(data: Any, labels: Any, names: tuple[str, str]) -> None:

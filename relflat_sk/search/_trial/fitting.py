@@ -21,11 +21,14 @@ from relflat_sk.search._trial.held_out import (
     explain_missing_validation,
     split_recorded,
 )
+from relflat_sk.search._trial.training_data import TrainingData
 
 __all__ = ["fit", "prepare"]
 
 
-def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any) -> Any:
+def prepare(
+    estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any, device: Any = None
+) -> Any:
     """Clone an estimator and set it up for one candidate.
 
     Parameters
@@ -38,6 +41,8 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: A
         The value of every `random_state` of the estimator that is None.
     goal : "auto", float or None
         What nets train to that have no goal of their own.
+    device : str or torch.device, optional
+        Where nets are trained, unless `params` say it; on their own device if None.
 
     Returns
     -------
@@ -47,6 +52,9 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: A
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
     _train_on_all_data(estimator, params)
+    if device is not None and not any(name.split("__")[-1] == "device" for name in params):
+        for net in _nets(estimator):
+            net.set_params(device=str(device))
     add_goal(estimator, goal)
     if seed is not None:
         unset = [
@@ -58,17 +66,15 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: A
     return estimator
 
 
-def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> Any:
+def fit(estimator: Any, data: TrainingData, seed: int | None, trial: Any = None) -> Any:
     """Fit an estimator and record in a trial how long it took.
 
     Parameters
     ----------
     estimator : estimator
         The estimator, which is fitted in place.
-    X : array-like of shape (n, ...)
-        Training data.
-    y : array-like of shape (n, ...)
-        Labels or values.
+    data : TrainingData
+        What to train on.
     seed : int or None
         Seed of torch's random state.
     trial : optuna.Trial, optional
@@ -87,9 +93,9 @@ def fit(estimator: Any, X: Any, y: Any, seed: int | None, trial: Any = None) -> 
             _interruptible(),
             seeded(seed),
             _pruned(estimator, trial),
-            split_recorded(estimator, X),
+            split_recorded(estimator, data.X_fit),
         ):
-            estimator.fit(X, y)
+            estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     except KeyError as error:
         explained = explain_missing_validation(error)
         if explained is error:

@@ -11,10 +11,9 @@ from sklearn.base import is_classifier
 
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
-from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.search._trial.arguments import check_data
+from relflat_sk.search._trial.arguments import check_data, check_fit_params
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.failures import record_failure
 from relflat_sk.search._trial.fitting import fit, prepare
@@ -22,8 +21,9 @@ from relflat_sk.search._trial.goal import AUTO, check_goal
 from relflat_sk.search._trial.held_out import split_recorded, trained_rows
 from relflat_sk.search._trial.isolation import in_isolation
 from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
+from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.provenance import check_study_of
-from relflat_sk.search._trial.recording import check_names, measure_once, record_trial
+from relflat_sk.search._trial.recording import check_names, record_trial
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
 from relflat_sk.search._trial.weight_files import as_store, load_weights
@@ -79,6 +79,15 @@ class MinimaObjective:
         trains. Each combination of parameters always has the same seed of its own.
     n_threads : int or None, default=1
         CPU threads that train and measure a candidate; None for torch's own number.
+    layer : int or str, default=-1
+        Where measures of layers are taken: position or dotted name.
+    measure_params : dict, optional
+        Arguments of the measures, such as ``{"n_probes": 100}``.
+    device : str or torch.device, optional
+        Where nets are trained, and all is measured; if None, on the nets' own device.
+    fit_params : dict, optional
+        Arguments of the estimator's `fit`, such as ``{"sample_weight": weights}``. Measures use
+        the weights, too.
 
     Raises
     ------
@@ -104,8 +113,7 @@ class MinimaObjective:
     trained on. Otherwise, skorch's default and the `early_stopping` of scikit-learn's MLPs are
     switched off.
 
-    The jobs of ``study.optimize(objective, n_jobs=2)`` are threads and take turns, since they
-    share torch's random state. `FlatMinimaSearch` trains in processes.
+    The jobs of ``study.optimize(objective, n_jobs=2)`` are threads and take turns.
 
     Examples
     --------
@@ -140,6 +148,10 @@ class MinimaObjective:
         goal: Any = AUTO,
         random_state: Any = None,
         n_threads: int | None = 1,
+        layer: int | str = -1,
+        measure_params: Mapping[str, Any] | None = None,
+        device: Any = None,
+        fit_params: Mapping[str, Any] | None = None,
     ) -> None:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         check_direction(direction)
@@ -151,6 +163,8 @@ class MinimaObjective:
         self.space.check(estimator)
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)  # names: one objective each
+        self.measuring = Measuring(self.measures, layer, measure_params, device)
+        self.per_sample = check_fit_params(X, fit_params, estimator)
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
@@ -237,7 +251,7 @@ class MinimaObjective:
         """
         data = self.data(params)
         seed = self.seed(drawn)
-        return fit(self._prepare(params, seed), data.X_fit, data.y_fit, seed, trial)
+        return fit(self._prepare(params, seed), data, seed, trial)
 
     @in_isolation
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
@@ -264,7 +278,7 @@ class MinimaObjective:
         data, seed = self.data(params), self.seed(trial.params)
         estimator = self._prepare(params, seed)
         with split_recorded(estimator, data.X_fit):
-            return restore(estimator, weights, data.X_fit, data.y_fit, seed)
+            return restore(estimator, weights, data, seed)
 
     @in_isolation
     def measure(
@@ -290,8 +304,7 @@ class MinimaObjective:
         """
         seed, data = self.seed(drawn), data.only(trained_rows(estimator))
         with seeded(seed):
-            network = to_network(estimator, data.X, data.y, DataOptions())
-            return measure_once(network, names, seed)
+            return self.measuring(self.measuring.network(estimator, data), names, seed)
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
         """Choose the data that a candidate is trained and measured on.
@@ -307,7 +320,8 @@ class MinimaObjective:
             X and y themselves if no parameter begins with ``data__``.
         """
         stratify = is_classifier(self.estimator)
-        return vary_data(self.X, self.y, **split_params(params)[1], stratify=stratify)
+        arguments = split_params(params)[1] | self.per_sample
+        return vary_data(self.X, self.y, **arguments, stratify=stratify)
 
     def seed(self, drawn: Mapping[str, Any]) -> int | None:
         """Derive the seed of a candidate from its parameters.
@@ -329,4 +343,4 @@ class MinimaObjective:
     def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
         own = split_params(params)[0]
         own |= scale_lr(self.estimator, own, self.lr_scaling)
-        return prepare(self.estimator, own, seed, self.goal)
+        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)

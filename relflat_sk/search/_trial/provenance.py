@@ -16,6 +16,7 @@ part              content
 """
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import optuna
@@ -31,8 +32,19 @@ MADE_WITH = "made_with"
 _OLD_DATA = "data"  # studies of earlier versions have the data only
 
 # parameters of the objective that change its results, with the values that are left out
-SETTINGS: dict[str, Any] = {"lr_scaling": None, "goal": "auto", "base_seed": None}
-_NAMES = {"base_seed": "random_state"}  # as the user knows them
+SETTINGS: dict[str, Any] = {
+    "lr_scaling": None,
+    "goal": "auto",
+    "base_seed": None,
+    "measuring.layer": -1,
+    "measuring.params": {},
+}
+# as the user knows them
+_NAMES = {
+    "base_seed": "random_state",
+    "measuring.layer": "layer",
+    "measuring.params": "measure_params",
+}
 
 Record = dict[str, dict[str, str]]
 
@@ -108,14 +120,15 @@ def _record(objective: Any, n_objectives: int) -> Record:
     held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
     search = {"measure": describe(objective.names[:n_objectives])}
     for name, default in SETTINGS.items():
-        value = getattr(objective, name, default)
+        value = attrgetter(name)(objective)
         if describe(value) != describe(default):
             search[_NAMES.get(name, name)] = describe(value)
+    data = {"X": objective.X, "y": objective.y, **objective.per_sample["fit_params"]}
     return {
         "estimator": dict(_describe_estimator(objective.estimator, set(space.entries), fixed)),
-        "data": {"X": _describe_data(objective.X), "y": _describe_data(objective.y)},
+        "data": {name: _describe_data(one) for name, one in data.items()},
         "held-out data": {
-            name: _describe_data(data) for name, data in held_out.items() if data is not None
+            name: _describe_data(one) for name, one in held_out.items() if one is not None
         },
         "search": search,
         "choices": space.describe_choices(),

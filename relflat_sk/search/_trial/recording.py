@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
-from relflat_sk.measures import Flatness, check_name, measure_network
+from relflat_sk.measures import Flatness, check_name
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
+from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
 from relflat_sk.search._trial.weight_files import save_weights
 
-__all__ = ["check_names", "measure_held_out", "measure_once", "record_trial"]
+__all__ = ["check_names", "measure_held_out", "record_trial"]
 
 TRAIN_LOSS = "train_loss"
 
@@ -78,30 +80,12 @@ def check_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     return tuple(names), measures
 
 
-def measure_once(network: Network, names: Sequence[str], seed: int | None) -> dict[str, Flatness]:
-    """Measure a network at its last layer, all measures together.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and the training data.
-    names : sequence of str
-        Names of measures, see `get_measure_names`.
-    seed : int or None
-        Seed of random probes.
-
-    Returns
-    -------
-    dict of str to Flatness
-        The results, in the order of the names.
-    """
-    found = measure_network(network, list(dict.fromkeys(names)), [-1], random_state=seed)
-    by_name = {name: result for (_, name), result in found.items()}
-    return {name: by_name[name] for name in names}
-
-
 def record_measures(
-    trial: optuna.Trial, network: Network, names: Sequence[str], seed: int | None
+    trial: optuna.Trial,
+    network: Network,
+    names: Sequence[str],
+    seed: int | None,
+    measuring: Measuring,
 ) -> Measured:
     """Measure a network, and record the measures and the training loss in a trial.
 
@@ -118,6 +102,8 @@ def record_measures(
         Names of measures.
     seed : int or None
         Seed of random probes.
+    measuring : Measuring
+        Measures the network.
 
     Returns
     -------
@@ -127,7 +113,7 @@ def record_measures(
     found, error, train_loss = {}, None, np.nan
     if _has_finite_weights(network.module):
         try:
-            found = measure_once(network, names, seed)
+            found = measuring(network, names, seed)
             train_loss = found[names[0]].risk
         except Exception as caught:
             error = caught
@@ -168,8 +154,8 @@ def record_trial(
     """
     seed, data = objective.seed(trial.params), data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
-        network = to_network(estimator, data.X, data.y, DataOptions())
-        measured = record_measures(trial, network, objective.measures, seed)
+        network = objective.measuring.network(estimator, data)
+        measured = record_measures(trial, network, objective.measures, seed, objective.measuring)
         if not measured.found:
             return [np.nan] * len(objective.names)
         held_out = objective.X_test, objective.y_test
@@ -212,7 +198,11 @@ def record_held_out(
     """
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
-        trial.set_user_attr("train_score", float(estimator.score(data.X, data.y)))
+        weights = data.sample_weight
+        weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
+        of_samples = {"sample_weight": weights} if weighted else {}
+        score = float(estimator.score(data.X, data.y, **of_samples))
+        trial.set_user_attr("train_score", score)
     if X_test is None:
         return
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):

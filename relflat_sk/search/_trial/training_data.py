@@ -24,7 +24,7 @@ References
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,12 +60,18 @@ class TrainingData:
         The samples that it is measured on.
     y : array-like of shape (n, ...)
         Their labels or values.
+    fit_params : mapping, default={}
+        Further arguments of `fit`.
+    sample_weight : array-like of shape (n,), optional
+        Weights of the samples that it is measured on.
     """
 
     X_fit: Any
     y_fit: Any
     X: Any
     y: Any
+    fit_params: Mapping[str, Any] = field(default_factory=dict)
+    sample_weight: Any = None
 
     def only(self, rows: NDArray[np.intp] | None) -> "TrainingData":
         """Leave out samples that a net has held out.
@@ -83,7 +89,9 @@ class TrainingData:
         if rows is None:
             return self
         measured = rows[rows < get_len(self.X)]  # the confusion set is behind them
-        return replace(self, X=_take(self.X, measured), y=_take(self.y, measured))
+        weights = _take(self.sample_weight, measured)
+        X, y = _take(self.X, measured), _take(self.y, measured)
+        return replace(self, X=X, y=y, sample_weight=weights)
 
 
 def is_data_name(name: str) -> bool:
@@ -129,7 +137,7 @@ def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return own, data
 
 
-def vary_data(
+def vary_data(  # noqa: PLR0913
     X: Any,
     y: Any,
     *,
@@ -138,6 +146,8 @@ def vary_data(
     confusion_size: int = 0,
     random_state: int = 0,
     stratify: bool = False,
+    fit_params: Mapping[str, Any] | None = None,
+    sample_weight: Any = None,
 ) -> TrainingData:
     """Choose samples and shuffle labels.
 
@@ -157,6 +167,10 @@ def vary_data(
         Seed.
     stratify : bool, default=False
         Whether the classes have the same shares among the chosen samples as among all.
+    fit_params : mapping, optional
+        Arguments of `fit`; those with one value for each sample are chosen with the samples.
+    sample_weight : array-like of shape (n,), optional
+        Weights of all samples, for measures.
 
     Returns
     -------
@@ -181,7 +195,7 @@ def vary_data(
         "data__confusion_size", confusion_size, minimum=0, reason="it is a number of samples"
     )
     if train_size is None and not random_labels and not confusion_size:
-        return TrainingData(X, y, X, y)
+        return TrainingData(X, y, X, y, fit_params or {}, sample_weight)
     if y is None or not hasattr(X, "__len__"):
         raise ValueError(
             f"names in space that begin with data__ need X and y as arrays, got X of type "
@@ -197,12 +211,23 @@ def vary_data(
         )
     labels = _shuffle(rows, random_labels, rng)
     confusion = rng.permutation(rest)[: int(confusion_size)]
+    rows_fit = np.concatenate([rows, confusion])
     return TrainingData(
-        X_fit=_take(X, np.concatenate([rows, confusion])),
+        X_fit=_take(X, rows_fit),
         y_fit=_take(y, np.concatenate([labels, rng.permutation(confusion)])),
         X=_take(X, rows),
         y=_take(y, labels),
+        fit_params={
+            name: _take(value, rows_fit) if _is_per_sample(value, len(y)) else value
+            for name, value in (fit_params or {}).items()
+        },
+        sample_weight=_take(sample_weight, rows),
     )
+
+
+def _is_per_sample(value: Any, n: int) -> bool:
+    """Return whether an argument of `fit` has a value for each sample."""
+    return not isinstance(value, str | Mapping) and hasattr(value, "__len__") and len(value) == n
 
 
 def _choose(

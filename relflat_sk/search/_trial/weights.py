@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
+from relflat_sk.search._trial.training_data import TrainingData
 
 __all__ = ["last_prefix", "last_step", "restore"]
 
@@ -21,7 +22,7 @@ _AROUND = ("regressor", "estimator")  # parameters of estimators around one othe
 Weights = Mapping[str, Tensor]
 
 
-def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) -> Any:
+def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | None) -> Any:
     """Fit an estimator without training its network, which gets its weights from a file.
 
     The other steps of a pipeline are fitted, classes are learned and the network gets its size
@@ -33,10 +34,8 @@ def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) 
         Unfitted, set up for the candidate.
     weights : dict of str to Tensor
         The network's `state_dict`.
-    X : array-like of shape (n, ...)
+    data : TrainingData
         The data that the network was trained on.
-    y : array-like of shape (n, ...)
-        Their labels or values.
     seed : int or None
         The seed that the network was trained with.
 
@@ -49,7 +48,7 @@ def restore(estimator: Any, weights: Weights, X: Any, y: Any, seed: int | None) 
     inner = last_step(estimator)
     without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
     with seeded(seed), without_training(inner, weights):
-        estimator.fit(X, y)
+        estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     fitted = final_estimator(estimator)
     if isinstance(fitted, NeuralNet):
         fitted.max_epochs, fitted.callbacks = inner.max_epochs, inner.callbacks

@@ -1,0 +1,113 @@
+"""How the candidates of a search are measured: at which layer, with which arguments, where."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relflat_sk._checks import check_device, check_integer, is_integer
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Network
+from relflat_sk.measures import Flatness, check_arguments, measure_network
+from relflat_sk.search._trial.training_data import TrainingData
+
+__all__ = ["Measuring"]
+
+# arguments of measures that a search passes itself, and where users give them
+_OWN = {
+    "layer": "layer=...",
+    "device": "device=...",
+    "random_state": "random_state=...",
+    "sample_weight": "fit(..., sample_weight=...)",
+}
+
+
+class Measuring:
+    """Measures all candidates of a search in the same way.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of measures.
+    layer : int or str, default=-1
+        The layer at which measures of layers are taken: its position or dotted name.
+    params : dict, optional
+        Arguments of the measures.
+    device : str or torch.device, optional
+        Where to compute; where the network is if None.
+
+    Raises
+    ------
+    TypeError
+        If no measure takes an argument, or `layer` is neither a position nor a name.
+    ValueError
+        If an argument is one of the search's own, or torch cannot use the device.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layer: Any = -1,
+        params: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if not isinstance(layer, str) and not is_integer(layer):
+            raise TypeError(
+                "layer must be the position of a layer or its dotted name, because every "
+                f"candidate has a network of its own, got {layer!r}."
+            )
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"measure_params must be a dict or None, got {params!r}.")
+        check_device(device)
+        self.layer = layer
+        self.params = dict(params or {})
+        self.device = device
+        for name, place in _OWN.items():
+            if name in self.params:
+                raise ValueError(f"measure_params holds {name!r}; give it as {place} instead.")
+        self.batch_size = self.params.pop("batch_size", DataOptions.batch_size)
+        check_integer("batch_size", self.batch_size, minimum=1)
+        weight_decay = {"weight_decay"} & self.params.keys()
+        check_arguments(names, {key: self.params[key] for key in self.params.keys() - weight_decay})
+
+    def network(self, estimator: Any, data: TrainingData) -> Network:
+        """Turn a trained candidate into a network with its training data.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The trained candidate.
+        data : TrainingData
+            Its data, without those that it held out.
+
+        Returns
+        -------
+        Network
+            To be measured.
+        """
+        options = DataOptions(
+            batch_size=self.batch_size, device=self.device, sample_weight=data.sample_weight
+        )
+        return to_network(estimator, data.X, data.y, options)
+
+    def __call__(
+        self, network: Network, names: Sequence[str], seed: int | None
+    ) -> dict[str, Flatness]:
+        """Measure a network, all measures together.
+
+        Parameters
+        ----------
+        network : Network
+            The network, with its loss and the training data.
+        names : sequence of str
+            Names of measures, see `get_measure_names`.
+        seed : int or None
+            Seed of random probes.
+
+        Returns
+        -------
+        dict of str to Flatness
+            The results, in the order of the names.
+        """
+        params = {**self.params, "random_state": seed}
+        found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
+        by_name = {name: result for (_, name), result in found.items()}
+        return {name: by_name[name] for name in names}
