@@ -204,7 +204,12 @@ def test_metadata_routing():
 
 @pytest.mark.parametrize(
     ("weights", "match"),
-    [(WEIGHTS[:-1], "149"), (-WEIGHTS, "negative"), (np.full(len(X), np.nan), "finite")],
+    [
+        (WEIGHTS[:-1], "149"),
+        (-WEIGHTS, "negative"),
+        (np.full(len(X), np.nan), "finite"),
+        ((Y == 1).astype(float), r"sample_weight is positive for one class only, \[1\]"),
+    ],
 )
 def test_bad_weights_before_training(weights, match):
     with pytest.raises(ValueError, match=match):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from sklearn.base import is_classifier
 from skorch.dataset import get_len
 
 from relflat_sk._network import check_weights
@@ -56,7 +57,7 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
 
 
 def check_fit_params(
-    X: Any, fit_params: Mapping[str, Any] | None, estimator: Any
+    X: Any, y: Any, fit_params: Mapping[str, Any] | None, estimator: Any
 ) -> dict[str, Any]:
     """Check the arguments of `fit`, and find the weights of samples among them.
 
@@ -64,6 +65,8 @@ def check_fit_params(
     ----------
     X : array-like of shape (n, ...)
         Training data.
+    y : array-like of shape (n, ...)
+        Their labels or values.
     fit_params : mapping or None
         Arguments by name.
     estimator : estimator
@@ -80,7 +83,7 @@ def check_fit_params(
     TypeError
         If `fit_params` is no mapping.
     ValueError
-        If there is not one weight, not negative, for each sample.
+        If there is not one weight, not negative, for each sample, or the weights leave one class.
     """
     if fit_params is not None and not isinstance(fit_params, Mapping):
         raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
@@ -89,6 +92,13 @@ def check_fit_params(
     weights = next((given[name] for name in names if name in given), None)
     if weights is not None:
         weights = check_weights(weights, get_len(X))
+        if is_classifier(estimator) and _shape(y) == (len(weights),):
+            classes = set(np.asarray(y)[weights > 0].tolist())
+            if len(classes) < 2:
+                raise ValueError(
+                    f"sample_weight is positive for one class only, {sorted(classes)}, and a "
+                    "constant prediction fits it. Give positive weights to samples of two classes."
+                )
     return {"fit_params": given, "sample_weight": weights}
 
 
