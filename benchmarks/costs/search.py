@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution
-from optuna.storages import JournalStorage
+from optuna.storages import InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState
 from sklearn.datasets import load_digits
@@ -41,7 +41,7 @@ def open_journal(path: Path) -> JournalStorage:
 
 
 STORAGES: dict[str, Callable[[Path], Any]] = {
-    "in memory": lambda folder: None,
+    "in memory": lambda folder: InMemoryStorage(),
     "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
     "journal": lambda folder: open_journal(folder / "minima.log"),
 }
