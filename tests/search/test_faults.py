@@ -14,6 +14,7 @@ import uuid
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optuna
@@ -149,7 +150,7 @@ def test_a_full_disk(tmp_path, kind):
         with pytest.raises(RuntimeError, match=r"storage of study 'sweep' failed: .*Free space on"):
             search.fit(X, Y)
         finished = [t for t in search.study_.trials if t.state == TrialState.COMPLETE]
-        assert len(finished) in {2, 3}  # some lines of a journal may fit in its last block
+        assert 2 <= len(finished) < len(CHOICES)  # lines of a journal may fit in its last block
         (tmp_path / "fill").unlink()
         assert_goes_on(make(tmp_path), n_kept=len(finished))
 
@@ -323,6 +324,7 @@ def test_a_storage_with_a_short_timeout_of_its_own(tmp_path):
     assert_goes_on(storage, n_kept=2)
 
 
+@pytest.mark.filterwarnings("ignore:The existing lock file has not been released:UserWarning")
 def test_a_lock_that_a_killed_process_left_behind(tmp_path):
     make_search(journal(tmp_path), n_trials=2).fit(X, Y)
     (tmp_path / "minima.log.lock").symlink_to(tmp_path / "minima.log")
@@ -384,8 +386,13 @@ def test_a_clock_that_is_set_back(tmp_path, make, monkeypatch):
         optuna.trial._frozen,
         optuna.study.study,
     ):
-        if getattr(module, "datetime", None) is datetime.datetime:
+        known = getattr(module, "datetime", None)
+        if known is datetime.datetime:
             monkeypatch.setattr(module, "datetime", GoesBack)
+        elif known is datetime:  # in Optuna 4
+            monkeypatch.setattr(
+                module, "datetime", SimpleNamespace(**{**vars(datetime), "datetime": GoesBack})
+            )
     before = GoesBack.looks
     search = make_search(make(tmp_path), name).fit(X, Y)
     assert GoesBack.looks > before
