@@ -88,7 +88,8 @@ def overhead(names: Iterable[str], n_trials: int) -> list[Budget]:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             storage = open_storage(name, Path(folder))
-            search = make_search(n_trials, storage=storage, study_name=uuid.uuid4().hex)
+            name_of_study = None if storage is None else uuid.uuid4().hex
+            search = make_search(n_trials, storage=storage, study_name=name_of_study)
             start = time.perf_counter()
             search.fit(X, y)
             whole = (time.perf_counter() - start) / n_trials
