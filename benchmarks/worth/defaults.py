@@ -4,8 +4,9 @@ Inputs are standardised, targets are as they are. Each model is trained on the p
 cross-validation, and the table has its mean score on the rest (accuracy, R2), its mean log loss,
 and the processor time of the fits.
 
-    python -m benchmarks.worth.defaults            # 3 minutes
-    python -m benchmarks.worth.defaults --quick    # a smoke run
+    python -m benchmarks.worth.defaults               # 3 minutes
+    python -m benchmarks.worth.defaults --weight 1    # another flatness_weight
+    python -m benchmarks.worth.defaults --quick       # a smoke run
 """
 
 import argparse
@@ -47,15 +48,15 @@ NUMBERS: dict[str, Callable[[], Arrays]] = {
 SKLEARN, OURS = "scikit-learn's MLP", "ours"
 
 
-def make_models(name: str, seed: int) -> dict[str, Any]:
-    """Make both models for a data set, with all defaults."""
+def make_models(name: str, seed: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Make both models for a data set, with all defaults but the given ones."""
     ours: Any = RelativeFlatnessRegularizedRegressor
     if name in CLASSES:
         ours = RelativeFlatnessRegularizedClassifier
     theirs: Any = MLPClassifier if name in CLASSES else MLPRegressor
     return {
         SKLEARN: theirs(random_state=seed),
-        OURS: ours(random_state=seed, verbose=0),
+        OURS: ours(random_state=seed, verbose=0, **params),
         f"{OURS}, no penalty": ours(random_state=seed, verbose=0, flatness_weight=0),
     }
 
@@ -82,10 +83,12 @@ def main() -> None:
     )
     parser.add_argument("--folds", type=int, default=5, help="(default: 5)")
     parser.add_argument("--seeds", type=int, default=2, help="models of each kind (default: 2)")
+    parser.add_argument("--weight", type=float, help="flatness_weight (default: the nets')")
     parser.add_argument("--quick", action="store_true", help="two data sets, one seed")
     arguments = parser.parse_args()
     sets = {**CLASSES, **NUMBERS}
     folds, seeds = arguments.folds, arguments.seeds
+    params = {} if arguments.weight is None else {"flatness_weight": arguments.weight}
     if arguments.quick:
         sets, folds, seeds = {name: sets[name] for name in ("iris", "diabetes")}, 2, 1
     print(f"{folds} folds, {seeds} seeds; {environment()}", flush=True)
@@ -98,9 +101,13 @@ def main() -> None:
             )  # scikit-learn's defaults as they are
             found = {
                 model: np.mean(
-                    [judge(make_models(name, s)[model], X, y, folds) for s in range(seeds)], axis=0
+                    [
+                        judge(make_models(name, seed, params)[model], X, y, folds)
+                        for seed in range(seeds)
+                    ],
+                    axis=0,
                 )
-                for model in make_models(name, 0)
+                for model in make_models(name, 0, params)
             }
         for model, (score, loss, seconds) in found.items():
             accuracy = f"{100 * score:.1f}%" if name in CLASSES else f"{score:.2f}"
