@@ -352,14 +352,16 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch
 
-class Dies(LogisticRegression):
-    def fit(self, X, y):
-        if self.C == 0.1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().fit(X, y)
+fit = LogisticRegression.fit
 
+def fit_or_die(self, X, y):
+    if self.C == 0.1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fit(self, X, y)
+
+LogisticRegression.fit = fit_or_die  # of the same class as in the search that goes on
 FlatMinimaSearch(
-    Dies(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
+    LogisticRegression(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
     storage=sys.argv[1], study_name="sweep",
 ).fit(*load_iris(return_X_y=True))
 """
