@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["values.py", "counts.py"])
+@pytest.mark.parametrize("module", ["values.py", "counts.py", "fleets.py"])
 def test_on_a_simulated_device(module):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / module)]
     run = subprocess.run(
