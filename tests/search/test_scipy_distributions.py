@@ -47,7 +47,7 @@ def test_ranges_of_numbers_are_those_of_optuna(distribution, expected):
         stats.poisson(4),
         stats.binom(10, 0.3),
     ],
-    ids=repr,
+    ids=lambda distribution: distribution.dist.name,
 )
 def test_other_distributions_are_drawn_by_their_quantiles(distribution):
     values, trials, space = draw(distribution)
