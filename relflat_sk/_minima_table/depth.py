@@ -74,7 +74,8 @@ def find_depth_band(minima: pd.DataFrame, band: float) -> tuple[float, float] | 
     Parameters
     ----------
     minima : pandas.DataFrame
-        A table of minima. If any of them reached a goal, only these count.
+        A table of minima. If any of them reached a goal, only these count. Saturated networks,
+        whose depth is `DEEPEST`, count only if there are no others.
     band : float
         The largest depth over the smallest.
 
@@ -92,6 +93,9 @@ def find_depth_band(minima: pd.DataFrame, band: float) -> tuple[float, float] | 
         return None
     depths = numeric_column(minima, "depth", argument="depth")
     voters = is_complete(minima) & is_converged(minima) & np.isfinite(depths)
+    # a saturated network has no loss and no flatness left, except for rounding
+    unsaturated = voters & (depths < DEEPEST)
+    voters = unsaturated if unsaturated.any() else voters
     if "ended_by" in minima.columns:
         reached = voters & minima["ended_by"].eq("goal").to_numpy(dtype=bool)
         voters = reached if reached.any() else voters

@@ -1,12 +1,15 @@
 """Whether a criterion has any curvature at the outputs of a network."""
 
 import torch
+from torch import nn
 
 from relflat_sk._losses import product_curvature, pull_back
 from relflat_sk._network import Batch, Network, borrowed, outcome_of
 from relflat_sk._random import make_generator, rademacher
 
 __all__ = ["criterion_has_curvature"]
+
+_NOT_LOGARITHMS = 1e-2  # of the logarithm of the summed probabilities
 
 
 def criterion_has_curvature(network: Network) -> bool:
@@ -26,10 +29,19 @@ def criterion_has_curvature(network: Network) -> bool:
         True without labels, and for a loss that has reached its lowest value: its gradient is
         zero there, so that the network is flat indeed.
     """
-    if network.loss.is_curved:
-        return True  # by its formula, also where outputs are too large for it to show in float32
     with borrowed(network.module):
+        if network.loss.is_curved and not _takes_logits_as_logarithms(network):
+            return True  # by its formula, also where outputs are too large to show it in float32
         return any(_is_curved(network, batch) for batch in network.batches())
+
+
+def _takes_logits_as_logarithms(network: Network) -> bool:
+    """Return whether `NLLLoss`, which is linear, receives outputs that are no log-probabilities."""
+    if type(network.loss.criterion) is not nn.NLLLoss:
+        return False
+    with torch.no_grad():
+        output = network(next(iter(network.batches())).x)
+    return bool(output.logsumexp(dim=1).abs().max() > _NOT_LOGARITHMS)
 
 
 def _is_curved(network: Network, batch: Batch) -> bool:

@@ -10,9 +10,10 @@ import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._minima_table import mark_depth_band, shorten_parameters
+from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
-from relflat_sk.search._provide import find_trial, provide, provide_same
+from relflat_sk.search._provide import check_same, find_trial, provide, provide_same
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render
 from relflat_sk.search._results import candidate_table, check_table, cv_results
@@ -191,6 +192,10 @@ class FittedSearchMixin(BestEstimatorMixin):
             self.best_estimator_ = held
         else:  # an earlier session trained it
             self.best_estimator_ = provide(objective, best)
+            try:
+                check_same(objective, best, self.best_estimator_, of_fleet=self.fleet is not None)
+            except ValueError as error:
+                warn(f"best_estimator_ is not the network of the table: {error}")
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()

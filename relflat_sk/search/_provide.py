@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._warnings import warn
 from relflat_sk.search._trial import ARTIFACT, DamagedWeightsError, MinimaObjective
 
-__all__ = ["find_trial", "provide", "provide_same"]
+__all__ = ["check_same", "find_trial", "provide", "provide_same"]
 
 ROUNDING = 1e-5  # of the training loss, on another machine
 OF_FLEETS = 1e-2  # of nets that were trained together, and are trained again alone
@@ -98,6 +98,31 @@ def provide_same(objective: MinimaObjective, trial: FrozenTrial, *, of_fleet: bo
         If its training loss is another one.
     """
     estimator = provide(objective, trial)
+    check_same(objective, trial, estimator, of_fleet=of_fleet)
+    return estimator
+
+
+def check_same(
+    objective: MinimaObjective, trial: FrozenTrial, estimator: Any, *, of_fleet: bool
+) -> None:
+    """Check that an estimator is the one that was measured in a trial.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+        Trained the candidates.
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+    estimator : estimator
+        The estimator of the trial, restored or trained again.
+    of_fleet : bool
+        Whether it was trained together with others, which changes results within rounding.
+
+    Raises
+    ------
+    ValueError
+        If its training loss is another one.
+    """
     data = objective.data(objective.space.values(trial))
     name = objective.measures[0]
     found = objective.measure([name], estimator, data, trial.params)[name].risk
@@ -109,4 +134,3 @@ def provide_same(objective: MinimaObjective, trial: FrozenTrial, *, of_fleet: bo
             "random_state, with which training can be repeated, or an artifact_store, which keeps "
             "the weights, before it trains."
         )
-    return estimator

@@ -122,3 +122,16 @@ def test_a_loss_at_its_lowest_value_is_flat_indeed():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert relative_flatness(module, X, np.ones_like(TARGET), criterion=squared_hinge) == 0
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_nll_loss_of_logits_warns(layer):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    X, y = torch.randn(20, 4), torch.arange(20) % 3
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0 because NLLLoss has no"):
+        assert relative_flatness(net, X, y, layer=layer, criterion=nn.NLLLoss()) == 0
+    with torch.no_grad():
+        net[-1].bias[0] = 1e4  # saturated: flat indeed
+    proper = nn.Sequential(*net, nn.LogSoftmax(dim=1))
+    assert relative_flatness(proper, X, y * 0, layer=layer, criterion=nn.NLLLoss()) == 0

@@ -124,3 +124,17 @@ def test_says_which_measures_there_are(by, message):
 def test_says_which_types_can_be_ranked():
     with pytest.raises(TypeError, match=r"must be a pandas.DataFrame.*got list"):
         rank_minima([1.0, 2.0])
+
+
+def test_saturated_networks_do_not_win():
+    """Their loss is zero, and so is their flatness, whatever the minimum."""
+    minima = pd.DataFrame({
+        "relative_flatness": [0.0, 0.0, 3.0],
+        "converged": True,
+        "depth": [1e6, 1e6, 25.0],
+        "reason": "",
+    })
+    ranked = rank_minima(minima)
+    assert ranked["relative_flatness"][0] == 3.0
+    assert ranked["comparable"].tolist() == [True, False, False]
+    assert rank_minima(minima[:2])["comparable"].all()  # there is nothing else to compare

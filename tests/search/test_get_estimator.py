@@ -14,7 +14,12 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+)
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._trial import MinimaObjective
 
@@ -101,6 +106,16 @@ def test_without_a_seed_another_network_is_refused():
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
+
+
+def test_a_resumed_search_without_a_seed_says_that_its_best_network_is_another_one(tmp_path):
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002  (the nets draw their seeds from it)
+    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    make_search(*ESTIMATORS["net"], random_state=None, **stored).fit(X, Y)
+    again = make_search(*ESTIMATORS["net"], random_state=None, **stored)
+    with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
+        again.fit(X, Y)
 
 
 class Fails(LogisticRegression):
