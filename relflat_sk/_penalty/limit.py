@@ -42,11 +42,17 @@ from relflat_sk._losses import pull_back
 from relflat_sk._network import LayerRecord, layer_map
 from relflat_sk._numerics import full_precision
 
-__all__ = ["EarlierLayerLimit", "LastLayerLimit", "PenaltyLimit", "constant_loss"]
+__all__ = [
+    "AT_LAST_LAYER",
+    "EarlierLayerLimit",
+    "LastLayerLimit",
+    "PenaltyLimit",
+    "constant_loss",
+]
 
 # The largest penalty, for a limit of 1, as a share of what the network has gained over a constant
 # output: benchmarks.worth.stability shows what it does.
-_AT_LAST_LAYER = 1 / 5
+AT_LAST_LAYER = 1 / 5
 _AT_EARLIER_LAYERS = 1 / 50
 
 
@@ -130,7 +136,7 @@ class LastLayerLimit(PenaltyLimit):
         self._layer = layer_map(last.layer)
 
     def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
-        of_values = _AT_LAST_LAYER * gain / penalty.detach().abs()
+        of_values = AT_LAST_LAYER * gain / penalty.detach().abs()
         return torch.cat([of_values.reshape(1), *self._compare_gradients(loss, penalty)])
 
     def _compare_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:

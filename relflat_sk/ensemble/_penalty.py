@@ -6,6 +6,7 @@ Shapes are those of `relflat_sk.ensemble._criteria`.
 import torch
 from torch import Tensor
 
+from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._criteria import Criterion, Slopes
 
 __all__ = ["Penalty"]
@@ -93,7 +94,7 @@ class Penalty:
             gain = (constant - loss.value).clamp_(min=0)
         assert term.phi is not None
         assert term.weight is not None
-        ratios = [(gain / term.value.abs() / 5)[:, None]]
+        ratios = [(AT_LAST_LAYER * gain / term.value.abs())[:, None]]
         pair = torch.cat([loss.z, term.z])
         twice_phi, twice_weight = torch.cat([phi, phi]), torch.cat([weight, weight])
         k = len(phi)

@@ -10,7 +10,6 @@ from functools import partial
 from importlib import metadata, resources
 from math import isnan
 from numbers import Real
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -39,6 +38,7 @@ from relflat_sk.search._report_text import (
     parameters_of,
     text_of,
 )
+from relflat_sk.search._sharing import without_password
 
 __all__ = ["render"]
 
@@ -208,25 +208,10 @@ def _image(name: str, draw: Callable[..., Any]) -> str:
 def _settings(search: Any) -> dict[str, str]:
     params = search.get_params(deep=False)
     del params["estimator"]  # has a table of its own
-    params["storage"] = _without_password(params["storage"])
+    if params["storage"] is not None:
+        params["storage"] = without_password(params["storage"], unread="a storage by URL")
     shown = {name: text_of(value) for name, value in params.items()}
     return {**shown, "study": search.study_.study_name}
-
-
-def _without_password(storage: Any) -> Any:
-    """Return the URL of a storage with its password hidden, or the storage's class."""
-    if isinstance(storage, Path):
-        return str(storage)
-    if not isinstance(storage, str):
-        return storage if storage is None else type(storage).__name__
-    # imported here: a tenth of the time that `import relflat_sk` would take
-    from sqlalchemy import make_url  # noqa: PLC0415
-    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
-
-    try:
-        return make_url(storage).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "a storage by URL"
 
 
 def _versions() -> dict[str, str]:

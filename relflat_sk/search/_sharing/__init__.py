@@ -4,7 +4,7 @@ from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import Plan, failed_trials, is_cut_short, is_superseded
 from relflat_sk.search._sharing.flattest import FlattestSoFar
 from relflat_sk.search._sharing.stopping import Stopping
-from relflat_sk.search._sharing.storage_guard import StorageGuard
+from relflat_sk.search._sharing.storage_guard import StorageGuard, without_password
 from relflat_sk.search._sharing.study import (
     check_resumable,
     in_memory,
@@ -30,4 +30,5 @@ __all__ = [
     "log_level",
     "open_storage",
     "train_all",
+    "without_password",
 ]

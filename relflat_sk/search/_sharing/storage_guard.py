@@ -1,6 +1,5 @@
 """Explain failures of a storage, and hold what was finished before."""
 
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +10,7 @@ from relflat_sk.search._optuna_internals import file_of, last_known
 from relflat_sk.search._sharing.study import in_memory
 from relflat_sk.search._trial import CallError, explain, is_of_storage
 
-__all__ = ["StorageGuard"]
+__all__ = ["StorageGuard", "without_password"]
 
 
 class StorageGuard:
@@ -46,8 +45,9 @@ class StorageGuard:
         if cause is None or not is_of_storage(cause):
             return
         if self.study is None:
+            storage = self.search.storage
             raise ValueError(
-                f"storage={_without_password(self.search.storage)!r} cannot be used: "
+                f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
                 f"{explain(cause)} Expected the URL of a database, such as 'sqlite:///minima.db', "
                 "the Path of an SQLite file, or an optuna storage. Nothing was trained."
             ) from cause
@@ -64,11 +64,33 @@ class StorageGuard:
         ) from cause
 
 
-def _without_password(storage: Any) -> str:
-    """Return the URL of a storage with its password hidden, or the storage's class."""
-    if isinstance(storage, str | Path):
-        return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", str(storage))
-    return type(storage).__name__
+def without_password(storage: Any, *, unread: str) -> str:
+    """Return the URL of a storage with its password hidden, or the storage's class.
+
+    Parameters
+    ----------
+    storage : str, Path or optuna.storages.BaseStorage
+        As a user gave it.
+    unread : str
+        What to return for text that is no URL.
+
+    Returns
+    -------
+    str
+        A text that can be shown.
+    """
+    if isinstance(storage, Path):
+        return str(storage)
+    if not isinstance(storage, str):
+        return type(storage).__name__
+    # imported here: a tenth of the time that `import relflat_sk` would take
+    from sqlalchemy import make_url  # noqa: PLC0415
+    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
+
+    try:
+        return make_url(storage).render_as_string(hide_password=True)
+    except ArgumentError:
+        return unread
 
 
 def _rescue(study: optuna.Study) -> optuna.Study:
