@@ -28,6 +28,8 @@ _INITS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "xavier_normal": nn.init.xavier_normal_,
     "kaiming_uniform": lambda w: nn.init.kaiming_uniform_(w, nonlinearity="relu"),
     "kaiming_normal": lambda w: nn.init.kaiming_normal_(w, nonlinearity="relu"),
+    "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
+    "normal": lambda w: nn.init.normal_(w, std=0.1**0.5),
 }
 
 
@@ -49,8 +51,10 @@ class MLP(nn.Sequential):
     activation : {"relu", "tanh", "logistic", "gelu", "leaky_relu", "identity"}, default="relu"
         Activation of the hidden layers.
     init : str, default="default"
-        How the weights are drawn. "default" is torch's own way. "xavier_uniform",
-        "xavier_normal", "kaiming_uniform" and "kaiming_normal" also set the biases to zero.
+        How the weights are drawn. "default" is torch's own way. The others also set the biases to
+        zero: "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "uniform"
+        (between -0.1 and 0.1) and "normal" (variance 0.1). The papers on relative flatness use
+        "xavier_normal", "kaiming_uniform", "uniform" and "normal".
 
     Raises
     ------
