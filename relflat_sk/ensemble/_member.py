@@ -16,12 +16,18 @@ __all__ = ["Member", "NotStackable", "make_member"]
 
 # the methods that make a training step; a subclass that changes them trains in another way
 _STEP = (
-    "evaluation_step",
+    "_penalty",
+    "_read_step",
+    "_read_target",
+    "_step_optimizer",
+    "_zero_grad_optimizer",
     "get_loss",
     "get_train_step_accumulator",
     "infer",
+    "notify",
     "on_batch_begin",
     "on_batch_end",
+    "on_grad_computed",
     "run_single_epoch",
     "train_step",
     "train_step_single",

@@ -21,7 +21,7 @@ class EnsembleTrainer(BaseEstimator):
 
     Parameters
     ----------
-    estimators : sequence of estimator
+    estimators : list of estimator
         `RelativeFlatnessRegularizedNet` and its subclasses, also inside of pipelines. They are
         cloned. What cannot be stacked is fitted one by one.
     fleet : int, "auto" or None, default="auto"
@@ -64,7 +64,7 @@ class EnsembleTrainer(BaseEstimator):
         self.estimators = estimators
         self.fleet = fleet
 
-    def fit(self, X: Any, y: Any = None) -> "EnsembleTrainer":
+    def fit(self, X: Any, y: Any = None, **fit_params: Any) -> "EnsembleTrainer":
         """Fit all estimators to the same data.
 
         Parameters
@@ -73,6 +73,8 @@ class EnsembleTrainer(BaseEstimator):
             Inputs.
         y : array-like of shape (n,) or (n, n_outputs), optional
             Labels or values.
+        **fit_params
+            Further arguments of each estimator's `fit`, such as `sample_weight`.
 
         Returns
         -------
@@ -81,18 +83,21 @@ class EnsembleTrainer(BaseEstimator):
 
         Raises
         ------
+        TypeError
+            If `estimators` is no list.
         ValueError
-            If `fleet` is not valid, or an estimator does not fit the data.
+            If `estimators` is empty, `fleet` is not valid, or an estimator does not fit the data.
         """
-        return self.fit_each((X, y) for _ in self.estimators)
+        return self._fit((X, y, fit_params) for _ in self._checked())
 
-    def fit_each(self, data: Iterable[tuple[Any, Any]]) -> "EnsembleTrainer":
+    def fit_each(self, data: Iterable[tuple[Any, ...]]) -> "EnsembleTrainer":
         """Fit each estimator to data of its own.
 
         Parameters
         ----------
-        data : iterable of (X, y)
-            Inputs and labels for each estimator.
+        data : iterable of (X, y) or (X, y, fit_params)
+            Inputs and labels for each estimator, with a dict of further arguments of its `fit`
+            if there are any.
 
         Returns
         -------
@@ -101,17 +106,33 @@ class EnsembleTrainer(BaseEstimator):
 
         Raises
         ------
+        TypeError
+            If `estimators` is no list.
         ValueError
-            If `fleet` is not valid, an estimator does not fit its data, or there are more or
-            fewer data than estimators.
+            If `estimators` is empty, `fleet` is not valid, an estimator does not fit its data, or
+            there are more or fewer data than estimators.
         """
-        fitted = [clone(estimator) for estimator in self.estimators]
+        return self._fit((*one, {})[:3] for one in data)
+
+    def _checked(self) -> Sequence[Any]:
+        """Return the estimators, or refuse what is no list of them."""
+        if not isinstance(self.estimators, list | tuple):
+            raise TypeError(
+                f"estimators must be a list, got a {type(self.estimators).__name__}. Pass a list "
+                "of unfitted estimators, [estimator] if there is one only."
+            )
+        if not self.estimators:
+            raise ValueError("estimators must hold at least one estimator, got an empty list.")
+        return self.estimators
+
+    def _fit(self, data: Iterable[tuple[Any, ...]]) -> "EnsembleTrainer":
+        fitted = [clone(estimator) for estimator in self._checked()]
         jobs = zip(fitted, data, strict=True)
         size = fleet_size(self.fleet)
 
         def train() -> bool:
-            for estimator, (X, y) in jobs:
-                estimator.fit(X, y)
+            for estimator, (X, y, fit_params) in jobs:
+                estimator.fit(X, y, **fit_params)
                 return True
             return False
 

@@ -25,7 +25,7 @@ from relflat_sk import (
     StopAtGradientNorm,
     StopAtLoss,
 )
-from tests.ensemble.compare import compare, curve, data
+from tests.ensemble.compare import assert_same, compare, curve, data
 
 # 13 epochs of 4 steps, whose last batch is smaller: more than 50 steps
 STEPS = {"batch_size": 16, "max_epochs": 13, "verbose": 0}
@@ -404,7 +404,64 @@ def test_training_steps_of_ones_own_are_kept(caplog):
     assert "SAM has its own" in caplog.expected[0]
 
 
-def test_sample_weights_and_other_nets_are_trained_as_ever():
+def own(name):
+    """A class of nets with a method of its own, which does what it did."""
+    inherited = getattr(RelativeFlatnessRegularizedClassifier, name)
+
+    def method(self, *args, **kwargs):
+        return inherited(self, *args, **kwargs)
+
+    return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
+
+
+@pytest.mark.parametrize("name", ["_read_step", "on_grad_computed", "_step_optimizer", "notify"])
+def test_each_method_of_a_step_may_be_a_subclasss_own(name, caplog):
+    nets = [own(name)(**STEPS | {"max_epochs": 1}, random_state=seed) for seed in range(2)]
+    compare(nets)
+    caplog.expected = [f"trained one by one: Own has its own {name}"]
+
+
+def test_what_is_read_of_a_step_may_be_a_subclasss_own(caplog):
+    class Rounded(RelativeFlatnessRegularizedClassifier):
+        def _read_step(self, step, prefix):
+            found = super()._read_step(step, prefix)
+            return found | {"train_loss": round(found["train_loss"], 1)}
+
+    (net,) = EnsembleTrainer([Rounded(**STEPS)]).fit(*data()).estimators_
+    assert all(loss == round(loss, 1) for loss in curve(net))
+    caplog.expected = ["trained one by one: Rounded has its own _read_step"]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_sample_weights_and_other_arguments_of_fit(each, caplog):
+    X, y = data()
+    weights = np.where(y == 0, 0.0, 1.0 + X[:, 0] ** 2)
+    nets, trainer = classifiers(3), EnsembleTrainer(classifiers(3), fleet=3)
+    if each:
+        trainer.fit_each([(X, y), (X, y, {"sample_weight": weights}), (X, 2 - y, {})])
+        singles = [nets[0].fit(X, y), nets[1].fit(X, y, weights), nets[2].fit(X, 2 - y)]
+    else:
+        trainer.fit(X, y, sample_weight=weights)
+        singles = [net.fit(X, y, sample_weight=weights) for net in nets]
+    for one, other in zip(singles, trainer.estimators_, strict=True):
+        assert_same(one, other)
+    caplog.expected = ["trained one by one: its targets are not one array, or have sample weights"]
+
+
+def test_arguments_of_the_network_are_passed_on(caplog):
+    class Scaled(Double):
+        def forward(self, X, scale=1.0):
+            return super().forward(X * scale)
+
+    sizes = {"module__n_features": 6, "module__n_outputs": 3}
+    nets = classifiers(2, module=Scaled, **sizes, flatness_weight=0)
+    trained = EnsembleTrainer(nets).fit(*data(), scale=2.0).estimators_
+    for one, other in zip(nets, trained, strict=True):
+        assert_same(one.fit(*data(), scale=2.0), other)
+    caplog.expected = ["trained one by one: its network takes further arguments: ['scale']"]
+
+
+def test_other_nets_are_trained_as_ever():
     net = NeuralNetClassifier(nn.Linear(6, 3), max_epochs=1, verbose=0, train_split=None)
     X, y = data()
     trained = EnsembleTrainer([net], fleet=2).fit(X.astype(np.float32), y).estimators_
@@ -424,6 +481,18 @@ def test_errors_end_all_trainings():
 def test_sizes_are_checked(fleet):
     with pytest.raises(ValueError, match="fleet must be"):
         EnsembleTrainer(classifiers(1), fleet=fleet).fit(*data())
+
+
+def test_estimators_are_a_list_of_at_least_one():
+    with pytest.raises(ValueError, match="at least one estimator, got an empty list"):
+        EnsembleTrainer([]).fit(*data())
+    with pytest.raises(ValueError, match="at least one estimator"):
+        EnsembleTrainer([]).fit_each([])
+    net = classifiers(1)[0]
+    for wrong in (net, make_pipeline(StandardScaler(), net)):
+        expected = rf"must be a list, got a {type(wrong).__name__}\. Pass a list .*\[estimator\]"
+        with pytest.raises(TypeError, match=expected):
+            EnsembleTrainer(wrong).fit(*data())
 
 
 def test_data_must_be_as_many_as_estimators():
