@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import Layer
@@ -21,6 +22,8 @@ __all__ = [
     "measure",
     "relative_flatness",
 ]
+
+Floats = NDArray[np.float64]
 
 # nan if one of the values is nan
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": np.max, "sum": np.sum}
@@ -69,7 +72,8 @@ def evaluate(  # noqa: PLR0913
     -------
     Flatness
         With attributes `value`, `stderr`, `risk` (the mean loss), `n_samples` and `method`, and
-        the method `constant_risk`.
+        the method `constant_risk`; with ``per_sample=True`` also `terms` and `term_stderrs`, see
+        `relative_flatness`.
 
     Raises
     ------
@@ -106,8 +110,9 @@ def measure(
     *,
     layer: Layer = -1,
     aggregate: str | None = None,
+    per_sample: bool = False,
     **params: Any,
-) -> float:
+) -> float | Floats:
     """Measure a model by the name of a measure, at one layer or over all of them.
 
     Parameters
@@ -126,19 +131,23 @@ def measure(
     aggregate : {"max", "sum"} or None, default=None
         Return the largest value or the sum over all layers with a weight matrix, instead of
         the value at `layer`. These are the network-wide measures of the papers.
+    per_sample : bool, default=False
+        Return the samples' terms, whose mean is the value, see `relative_flatness`. Only for
+        measures that are means over samples: relative flatness, the Hessian's trace and the
+        neurons' flatness. `neuron_flatness_max` has the terms of the least flat neuron.
     **params : dict
         Further arguments, see `relative_flatness`. `weight_decay` is the optimiser's, to be
         counted into the loss as ``weight_decay / 2 * |W|^2``.
 
     Returns
     -------
-    float
+    float or ndarray of shape (n,)
         The measure, in the unit of the loss for flatness.
 
     Raises
     ------
     ValueError
-        If there is no measure or aggregate of that name.
+        If there is no measure or aggregate of that name, or no terms of single samples.
 
     Examples
     --------
@@ -149,9 +158,14 @@ def measure(
     """
     check_name(name)
     if aggregate is None:
-        found = evaluate(name, model, X, y, layer=layer, **params)
+        found = evaluate(name, model, X, y, layer=layer, per_sample=per_sample, **params)
         warn_of_non_finite({("", name): found})
-        return found.value
+        return found.value if found.terms is None else found.terms
+    if per_sample:
+        raise ValueError(
+            f"per_sample=True gives the terms at one layer, but aggregate={aggregate!r} asks for "
+            "all layers. Pass layer=... instead of aggregate."
+        )
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
     report = flatness_report(model, X, y, measures=[name], **params)
@@ -173,8 +187,9 @@ def relative_flatness(  # noqa: PLR0913
     device: Any = None,
     sample_weight: Any = None,
     random_state: int | np.random.RandomState | None = None,
+    per_sample: bool = False,
     return_stderr: bool = False,
-) -> float | tuple[float, float]:
+) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
     r"""Measure how flat the loss is around a trained model, at one layer; small is flat.
 
     Unlike the Hessian's trace or largest eigenvalue, the value stays the same when scale
@@ -205,7 +220,8 @@ def relative_flatness(  # noqa: PLR0913
     n_probes : int, optional
         Most random probes per sample; as many as `rtol` needs if None.
     rtol : float, default=0.01
-        Probes are added until the standard error is at most this share of the value.
+        Probes are added until the standard error is at most this share of the value. With
+        `per_sample`, this holds for the root mean square of the terms' standard errors.
     batch_size : int, default=1024
         Samples in one forward pass; memory grows with it, the result does not change.
     device : str or torch.device, optional
@@ -215,13 +231,19 @@ def relative_flatness(  # noqa: PLR0913
         repeated samples. Not with a Dataset.
     random_state : int, RandomState or None, default=None
         Seeds the probes.
+    per_sample : bool, default=False
+        Return the terms :math:`|\phi(x_i)|^2 \mathrm{Tr}(W^\top B_i W)` of the samples instead of
+        their mean. Weights of samples and classes are in, so that the plain mean of the terms
+        is the value. A sample with several positions or tokens has one term.
     return_stderr : bool, default=False
-        Whether to return the standard error as well, which is 0 for exact values.
+        Whether to return the standard error as well, which is 0 for exact values; with
+        `per_sample`, one for each term.
 
     Returns
     -------
-    float or (float, float)
-        :math:`\kappa`, a mean over samples in the unit of the loss (nats for cross-entropy).
+    float or ndarray of shape (n,), or a pair of these
+        :math:`\kappa`, a mean over samples in the unit of the loss (nats for cross-entropy), or
+        its terms; with `return_stderr`, the standard errors, too.
 
     Raises
     ------
@@ -255,6 +277,10 @@ def relative_flatness(  # noqa: PLR0913
     The value is meaningful at a minimum of the loss only: a network with constant output is
     perfectly flat and useless.
 
+    Random probes are drawn for each sample independently, so each term is estimated without
+    bias. n terms need n times as many probes as their mean to be as precise, so "auto" soon
+    computes them exactly.
+
     At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight, as
     if the embedding had a copy of its own. Layers that share a weight with another layer are
     refused.
@@ -273,6 +299,11 @@ def relative_flatness(  # noqa: PLR0913
     >>> regression = LinearRegression(fit_intercept=False).fit(X, y)
     >>> relative_flatness(regression, X, y), 2 * 2.5 * 2.0**2
     (20.0, 20.0)
+
+    The terms of the samples show where the loss is sharp:
+
+    >>> relative_flatness(regression, X, y, per_sample=True).tolist()
+    [8.0, 32.0]
     """
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     found = evaluate(
@@ -289,6 +320,9 @@ def relative_flatness(  # noqa: PLR0913
         device=device,
         sample_weight=sample_weight,
         random_state=random_state,
+        per_sample=per_sample,
     )
     warn_of_non_finite({("", name): found})
+    if found.terms is not None and found.term_stderrs is not None:
+        return (found.terms, found.term_stderrs) if return_stderr else found.terms
     return (found.value, found.stderr) if return_stderr else found.value

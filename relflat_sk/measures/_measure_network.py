@@ -44,6 +44,7 @@ def measure_network(
     *,
     weight_decay: float = 0.0,
     refuse: bool = True,
+    per_sample: bool = False,
     **params: Any,
 ) -> Found:
     """Measure a network in several ways, with as few passes over the data as possible.
@@ -64,6 +65,8 @@ def measure_network(
     refuse : bool, default=True
         Whether to raise if a measure does not apply to the network. Otherwise its value is
         nan, with a warning.
+    per_sample : bool, default=False
+        Whether to return the terms of the means over samples, too.
     **params : dict
         `method`, `n_probes`, `rtol` and `random_state` as in `relflat_sk.relative_flatness`,
         and the arguments of the measures of the whole network.
@@ -76,7 +79,8 @@ def measure_network(
     Raises
     ------
     ValueError
-        If an argument is out of its range, or weight decay cannot be counted into a measure.
+        If an argument is out of its range, weight decay cannot be counted into a measure, or a
+        measure without terms is asked for its terms.
     TypeError
         If none of the measures takes an argument.
     """
@@ -85,10 +89,12 @@ def measure_network(
     _check_decay(names, weight_decay)
     some = {key: value for key, value in params.items() if key in _GENERAL}
     some["weight_decay"] = weight_decay
+    if per_sample:
+        _check_per_sample(names)
     found: Found = {}
     of_layers = [name for name in names if name in LAYER_MEASURES]
     if of_layers:
-        found |= measure_layers(network, of_layers, layers, **some)
+        found |= measure_layers(network, of_layers, layers, per_sample=per_sample, **some)
     if "network_flatness" in names:
         every = layers == "all" and "eigenvalue_flatness" in names
         found["", "network_flatness"] = _least_flat(network, found if every else None, some)
@@ -114,6 +120,16 @@ def counts_decay(name: str) -> bool:
         False for what is no curvature in units of the weights.
     """
     return name not in NETWORK_WIDE and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def _check_per_sample(names: Sequence[str]) -> None:
+    """Refuse to return the samples' terms of a measure that is no mean over samples."""
+    for name in names:
+        if name not in TRACE_LIKE:
+            raise ValueError(
+                f"per_sample=True needs a measure that is a mean over samples, got {name!r}; "
+                f"choose from {list(TRACE_LIKE)}."
+            )
 
 
 def _check_decay(names: Sequence[str], weight_decay: float) -> None:

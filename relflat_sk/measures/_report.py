@@ -94,6 +94,11 @@ def flatness_report(  # noqa: PLR0913
             f"flatness_report has no argument layer={params['layer']!r}: pass "
             f"layers={params['layer']!r}, which takes a layer or a list of layers."
         )
+    if "per_sample" in params:
+        raise TypeError(
+            "flatness_report has no argument per_sample: it has one row for each layer and "
+            "measure. Use measure(name, ..., per_sample=True) for the terms of the samples."
+        )
     layers = name_layers(model, layers)
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]

@@ -35,6 +35,7 @@ OWN_ARGUMENTS = {
     "layer": "give it to the scorer itself: FlatnessScorer(layer=...)",
     "name": "give the measure to the scorer itself: FlatnessScorer(measure=...)",
     "measure": "give it to the scorer itself: FlatnessScorer(measure=...)",
+    "per_sample": "a score is a single number; use relative_flatness(..., per_sample=True)",
     "normalize": 'use FlatnessScorer(measure="normalized_relative_flatness")',
     "sample_weight": "pass it when the scorer is called, after X and y",
     "model": "the scorer measures the estimator that it is called with",

@@ -1,4 +1,4 @@
-"""The demo, in its small version, as a user runs it."""
+"""The examples as a user runs them, the demo in its small version."""
 
 import subprocess
 import sys
@@ -34,3 +34,21 @@ def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
     assert "minima: 100%" in run.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_example_of_sharp_samples_prints_areas():
+    script = ROOT / "examples" / "sharp_samples.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--epochs", "3", "6"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *_, header, fitted, loss, _margin, _first, last, _normalized = run.stdout.splitlines()
+    assert first == "900 digits, 45 of them with a wrong label"
+    assert header.split() == ["3", "epochs", "6", "epochs"]
+    assert float(fitted.split()[-1]) < 0.2  # so early, no wrong label is fitted yet
+    # then the loss knows the wrong labels, and the flatness, which has no labels in it, does not
+    assert float(loss.split()[-1]) > 0.95
+    assert last.startswith("flatness, last layer")
+    assert 0.4 < float(last.split()[-1]) < 0.85

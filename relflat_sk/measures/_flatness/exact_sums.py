@@ -10,7 +10,7 @@ from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
 from relflat_sk.measures._flatness.layer_pass import LayerPass
 from relflat_sk.measures._flatness.terms import Quantity
 
-__all__ = ["ExactSums", "Quantities"]
+__all__ = ["ExactSums", "Quantities", "sum_rows"]
 
 Quantities = Callable[[LayerPass], Mapping[Hashable, Quantity]]  # by name, at one layer
 
@@ -24,11 +24,15 @@ class ExactSums:
         From a layer to its quantities by name.
     most : float
         Most passes for one batch. With 0 nothing is summed exactly, not even closed forms.
+    per_sample : bool, default=False
+        Whether to keep the terms of the sums.
 
     Attributes
     ----------
     totals : dict of (layer name, quantity name) to Tensor
         The sums so far.
+    terms : dict of (layer name, quantity name) to list of Tensor of shape (n, k)
+        Each sample's weighted terms, batch by batch; empty if they are not kept.
     methods : dict of (layer name, quantity name) to str
         How they were computed.
     to_draw : dict of (layer name, quantity name) to float
@@ -37,9 +41,11 @@ class ExactSums:
         Quantities of which some batches were summed before one turned out to be too dear.
     """
 
-    def __init__(self, quantities: Quantities, most: float) -> None:
+    def __init__(self, quantities: Quantities, most: float, *, per_sample: bool = False) -> None:
         self.most = most
+        self.per_sample = per_sample
         self.totals: dict[Key, Tensor] = {}
+        self.terms: dict[Key, list[Tensor]] = {}
         self.methods: dict[Key, str] = {}
         self.to_draw: dict[Key, float] = {}
         self.too_late: set[Key] = set()
@@ -57,12 +63,15 @@ class ExactSums:
         """
         for curvature in forward.curvatures:
             affordable = self._affordable(curvature)
-            for key, terms in curvature.sum_exactly(affordable):
+            for key, found in curvature.sum_exactly(affordable):
                 layer = curvature.layers[key[0]]
-                weights = forward.row_weights(layer)
-                total = affordable[key].sum_terms(layer, terms.double(), weights)
+                weights, terms = forward.row_weights(layer), found.double()
+                total = affordable[key].sum_terms(layer, terms, weights)
                 self.totals[key] = self.totals[key] + total if key in self.totals else total
                 self.methods[key] = curvature.method
+                if self.per_sample:
+                    weighted = sum_rows(weights[:, None] * terms, len(forward))
+                    self.terms.setdefault(key, []).append(weighted)
 
     def can_afford(self, n_passes: float) -> bool:
         """Return whether a quantity is summed exactly.
@@ -97,7 +106,26 @@ class ExactSums:
         """Note that a quantity is not summed exactly."""
         self._left_out.add(key)
         begun = self.totals.pop(key, None) is not None
+        self.terms.pop(key, None)
         if quantity.has_products and begun:
             self.too_late.add(key)
         elif quantity.has_products:
             self.to_draw[key] = n_passes
+
+
+def sum_rows(terms: Tensor, n: int) -> Tensor:
+    """Sum terms over the rows of each sample: its tokens, where those are a layer's rows.
+
+    Parameters
+    ----------
+    terms : Tensor of shape (n * t, k)
+        Terms of t rows for each sample, sample by sample.
+    n : int
+        Number of samples.
+
+    Returns
+    -------
+    Tensor of shape (n, k)
+        One row for each sample.
+    """
+    return terms.reshape(n, -1, terms.shape[1]).sum(dim=1)

@@ -38,7 +38,7 @@ __all__ = ["LAYER_MEASURES", "measure_flatness", "measure_layers", "summarize"]
 LAYER_MEASURES = (*TRACE_LIKE, *EIGENVALUE_LIKE, GRADIENT_NORM)
 
 
-def measure_layers(
+def measure_layers(  # noqa: PLR0913
     network: Network,
     names: Sequence[str],
     layers: Sequence[Layer] | str,
@@ -48,6 +48,7 @@ def measure_layers(
     rtol: float = 0.01,
     random_state: RandomState = None,
     weight_decay: float = 0.0,
+    per_sample: bool = False,
 ) -> Found:
     """Measure several layers in several ways, with as few passes over the data as possible.
 
@@ -69,6 +70,8 @@ def measure_layers(
         Seeds the probes, and the start of the iteration for eigenvalues.
     weight_decay : float, default=0
         Coefficient ``wd`` of the optimiser, whose ``wd/2 |W|^2`` counts into the loss.
+    per_sample : bool, default=False
+        Whether to return the samples' terms, too, for measures of `TRACE_LIKE`.
 
     Returns
     -------
@@ -94,6 +97,7 @@ def measure_layers(
                     n_probes=n_probes,
                     rtol=rtol,
                     random_state=random_state,
+                    per_sample=per_sample,
                 )
             )
         if GRADIENT_NORM in names:

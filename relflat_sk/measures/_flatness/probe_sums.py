@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk._network import Network
-from relflat_sk.measures._flatness.exact_sums import Quantities
+from relflat_sk.measures._flatness.exact_sums import Quantities, sum_rows
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key
 from relflat_sk.measures._flatness.scan import scan
@@ -27,7 +27,7 @@ PILOT = 2
 
 @dataclass
 class _Probes:
-    """Running mean and variance between a sample's probes, summed over samples."""
+    """Running mean and variance between a sample's probes, summed over samples or for each."""
 
     total: Tensor | float = 0.0
     scatter: Tensor | float = 0.0
@@ -42,15 +42,15 @@ class _Probes:
         self.freedom += n_probes - 1
 
     def value(self) -> Tensor:
-        """Return the sum over samples: (k,)."""
+        """Return the sum over samples (k,), or each sample's term (n, k)."""
         return torch.as_tensor(self.total / self.done)
 
     def variance(self) -> Tensor:
-        """Return the variance of that sum with one probe for each sample: (k,)."""
+        """Return the variance of that with one probe for each sample."""
         return torch.as_tensor(self.scatter / self.freedom)
 
     def stderr(self) -> Tensor:
-        """Return the standard error of the sum: (k,)."""
+        """Return the standard error of the value."""
         return (self.variance() / self.done).sqrt()
 
     def n_needed(self, rtol: float) -> float:
@@ -72,14 +72,21 @@ class ProbeSums:
         From a layer to its quantities by name.
     generator : torch.Generator
         Draws the probes.
+    per_sample : bool, default=False
+        Whether to keep the estimates of the terms of the sums.
     """
 
-    def __init__(self, quantities: Quantities, generator: torch.Generator) -> None:
+    def __init__(
+        self, quantities: Quantities, generator: torch.Generator, *, per_sample: bool = False
+    ) -> None:
         self.generator = generator
+        self.per_sample = per_sample
         self._quantities = quantities
         self._known: dict[str, Mapping[Hashable, Quantity]] = {}
         self._probes: dict[Key, _Probes] = {}
         self._round: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._terms: dict[Key, _Probes] = {}
+        self._round_terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, forward: ForwardPass, keys: Sequence[Key], n_probes: int = PILOT) -> None:
         """Draw probes for the samples of a batch.
@@ -107,6 +114,11 @@ class ProbeSums:
                 total + weights @ mean,
                 scatter + weights.square() @ squares / (n_probes - 1),
             )
+            if self.per_sample:
+                column, n = weights[:, None], len(forward)
+                term = sum_rows((column * mean).double(), n)
+                variance = sum_rows(column.square() * squares.double() / (n_probes - 1), n)
+                self._round_terms.setdefault(key, []).append((term, variance))
 
     def _draw(self, forward: ForwardPass, keys: Sequence[Key]) -> list[tuple[Key, Tensor]]:
         """Draw one probe for each sample and quantity."""
@@ -135,7 +147,10 @@ class ProbeSums:
         """
         for key, (total, variance) in self._round.items():
             self._probes.setdefault(key, _Probes()).add(total, variance, n_probes)
-        self._round = {}
+        for key, batches in self._round_terms.items():
+            means, variances = map(torch.cat, zip(*batches, strict=True))
+            self._terms.setdefault(key, _Probes()).add(means, variances, n_probes)
+        self._round, self._round_terms = {}, {}
 
     def refine(
         self,
@@ -191,3 +206,13 @@ class ProbeSums:
             Both of shape (k,).
         """
         return {key: (probes.value(), probes.stderr()) for key, probes in self._probes.items()}
+
+    def terms(self) -> dict[Key, tuple[Tensor, Tensor]]:
+        """Return the terms of the sums and their standard errors.
+
+        Returns
+        -------
+        dict of (layer name, quantity name) to (Tensor, Tensor)
+            Both of shape (n, k); empty if the terms are not kept.
+        """
+        return {key: (probes.value(), probes.stderr()) for key, probes in self._terms.items()}

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relflat_sk._network import Network, best_constant_loss
@@ -84,6 +86,10 @@ class Flatness:
         The network, with its loss and data.
     summary : Summary
         Totals of the pass over the data.
+    terms : ndarray of shape (n,), optional
+        The samples' terms, whose mean is the value; None if not asked for.
+    term_stderrs : ndarray of shape (n,), optional
+        Standard errors of the terms.
 
     Examples
     --------
@@ -101,6 +107,8 @@ class Flatness:
     method: str
     network: Network
     summary: Summary
+    terms: NDArray[np.float64] | None = None
+    term_stderrs: NDArray[np.float64] | None = None
 
     @property
     def risk(self) -> float:

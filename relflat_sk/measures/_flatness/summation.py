@@ -6,7 +6,7 @@ they share the backward passes too.
 
 import math
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,11 +43,17 @@ class Mean:
         Standard error, zero for exact sums.
     method : {"closed form", "exact", "hutchinson"}
         How it was computed.
+    terms : Tensor of shape (n, k), optional
+        The numbers, one row for each sample, whose mean is the value; None if not asked for.
+    term_stderrs : Tensor of shape (n, k), optional
+        Standard errors of the terms.
     """
 
     value: Tensor
     stderr: Tensor
     method: str
+    terms: Tensor | None = None
+    term_stderrs: Tensor | None = None
 
 
 class Summation:
@@ -67,6 +73,9 @@ class Summation:
         Largest standard error of probes, as a share of the value.
     generator : torch.Generator
         Draws the random probes.
+    per_sample : bool, default=False
+        Whether to keep the terms of the means. `rtol` is then of the terms: the root mean square
+        of their standard errors, as a share of the mean.
 
     Raises
     ------
@@ -83,6 +92,7 @@ class Summation:
         n_probes: int | None,
         rtol: float,
         generator: torch.Generator,
+        per_sample: bool = False,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
@@ -93,9 +103,10 @@ class Summation:
         self.method = method
         self.n_probes = n_probes
         self.rtol = rtol
+        self.per_sample = per_sample
         self._quantities = quantities
-        self._exact = ExactSums(quantities, METHODS[method])
-        self._probes = ProbeSums(quantities, generator)
+        self._exact = ExactSums(quantities, METHODS[method], per_sample=per_sample)
+        self._probes = ProbeSums(quantities, generator, per_sample=per_sample)
 
     def can_afford(self, n_passes: float) -> bool:
         """Return whether a quantity is summed exactly, in the pass over the data itself.
@@ -136,26 +147,34 @@ class Summation:
         dict of (layer name, quantity name) to Mean
             Without quantities that have no products where an exact sum takes them.
         """
-        exact, divisor = self._exact, summary.divisor
+        exact, divisor, n = self._exact, summary.divisor, summary.n_samples
         means = {
             key: Mean(total / divisor, torch.zeros_like(total), exact.methods[key])
             for key, total in exact.totals.items()
         }
+        for key, batches in exact.terms.items():
+            terms = torch.cat(batches) * (n / divisor)
+            means[key] = replace(means[key], terms=terms, term_stderrs=torch.zeros_like(terms))
         to_sum = set(exact.too_late)
         if exact.to_draw:
             self._probes.close_round()
             most = self.n_probes or _MAX_PROBES
+            # n independent terms have standard errors of sqrt(n) times that of their mean
+            rtol = self.rtol / math.sqrt(n) if self.per_sample else self.rtol
             dear = self._probes.refine(
                 self.network,
                 exact.to_draw,
                 most=most,
-                rtol=self.rtol,
+                rtol=rtol,
                 or_exact=self.method == "auto",
             )
             for key, (value, stderr) in self._probes.sums().items():
                 means[key] = Mean(value / divisor, stderr / abs(divisor), "hutchinson")
                 if self.n_probes is None and key not in dear:
-                    _warn_if_loose(key, means[key], self.rtol, most)
+                    _warn_if_loose(key, means[key], self.rtol, most, n if self.per_sample else 1)
+            for key, (terms, stderrs) in self._probes.terms().items():
+                scaled = terms * (n / divisor), stderrs * abs(n / divisor)
+                means[key] = replace(means[key], terms=scaled[0], term_stderrs=scaled[1])
             to_sum |= dear
         return means | self._sum_exactly(to_sum)
 
@@ -175,18 +194,22 @@ class Summation:
             n_probes=None,
             rtol=self.rtol,
             generator=self._probes.generator,
+            per_sample=self.per_sample,
         )
         summary = Summary()
         scan(self.network, sorted({layer for layer, _ in keys}), summary.add, again.add)
         return again.finish(summary)
 
 
-def _warn_if_loose(key: Key, mean: Mean, rtol: float, most: int) -> None:
-    """Warn if the standard error is larger than asked for."""
+def _warn_if_loose(key: Key, mean: Mean, rtol: float, most: int, n_terms: int) -> None:
+    """Warn if the standard error of a mean, or of its terms, is larger than asked for."""
     at = int(mean.value.argmax())
-    value, stderr = float(mean.value[at]), float(mean.stderr[at])
+    value, stderr = float(mean.value[at]), float(mean.stderr[at]) * math.sqrt(n_terms)
     if stderr > rtol * abs(value):
+        what = "standard error of", f"a {key[1]} of"
+        if n_terms > 1:
+            what = "typical standard error of", f"the terms of {key[1]} with a mean of"
         warn(
-            f"{most} probes left a standard error of {stderr:.3g} on a {key[1]} of {value:.3g} "
-            f"at layer {key[0]!r}, more than rtol={rtol:g} asks for; use method='exact'."
+            f"{most} probes left a {what[0]} {stderr:.3g} on {what[1]} {value:.3g} at layer "
+            f"{key[0]!r}, more than rtol={rtol:g} asks for; use method='exact'."
         )

@@ -123,6 +123,8 @@ class TraceMeasures:
         Largest standard error of probes, as a share of the value.
     random_state : int, RandomState or None
         Seeds the probes.
+    per_sample : bool, default=False
+        Whether to keep the terms of the means over samples.
     """
 
     def __init__(
@@ -134,9 +136,11 @@ class TraceMeasures:
         n_probes: int | None,
         rtol: float,
         random_state: RandomState,
+        per_sample: bool = False,
     ) -> None:
         self.network = network
         self.names = names
+        self.per_sample = per_sample
         normalized = any(TRACE_LIKE[name].normalized for name in names)
         self._spreads = FeatureSpreads() if normalized else None
         self._new_sums = partial(
@@ -146,6 +150,7 @@ class TraceMeasures:
             n_probes=n_probes,
             rtol=rtol,
             generator=make_generator(random_state, network.device),
+            per_sample=per_sample,
         )
         self._sums = self._new_sums(self._first_quantities)
         self._in_one_pass: bool | None = None  # decided with the first batch
@@ -160,10 +165,14 @@ class TraceMeasures:
             The forward pass on the batch.
         """
         if self._in_one_pass is None:
-            self._in_one_pass = self._spreads is None or all(
-                self._has_cheap_pairs(curvature, layer)
-                for curvature in forward.curvatures
-                for layer in curvature.layers.values()
+            # pairs are sums over samples, without terms
+            self._in_one_pass = self._spreads is None or (
+                not self.per_sample
+                and all(
+                    self._has_cheap_pairs(curvature, layer)
+                    for curvature in forward.curvatures
+                    for layer in curvature.layers.values()
+                )
             )
         if self._spreads is not None:
             self._spreads.add(forward)
@@ -217,7 +226,14 @@ class TraceMeasures:
         stderrs = measure.finish(mean.stderr, weight)
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
-        return Flatness(value, stderr, mean.method, self.network, summary)
+        found = Flatness(value, stderr, mean.method, self.network, summary)
+        if mean.terms is not None and mean.term_stderrs is not None:
+            terms = measure.finish(mean.terms, weight)
+            if weight_decay:
+                terms = terms + weight_decay * measure.decay(weight).to(terms.device)
+            found.terms = terms[:, at].cpu().numpy()
+            found.term_stderrs = measure.finish(mean.term_stderrs, weight)[:, at].cpu().numpy()
+        return found
 
     def _has_cheap_pairs(self, curvature: LayerCurvature, layer: LayerPass) -> bool:
         """Return whether `FeaturePairs` costs less than a second forward pass."""

@@ -1,0 +1,202 @@
+"""The terms of single samples, whose mean is the measure."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures import evaluate
+from relflat_sk.measures._flatness import TRACE_LIKE
+from tests import oracles
+from tests.hugging_face import GPT2
+from tests.measures.test_layer_kinds import CASES, CE, NETS, dense, make
+
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+SUM = 1e-12  # float64, relative
+
+
+def terms_by_definition(net, name, X, y, criterion=CE):
+    """Compute the terms of all measures of Table 1 from one dense Hessian for each sample."""
+    H, W = dense(net, name, X, y, criterion)
+    neuron = int(np.argmax(oracles.rho(H, W)))
+    oracle = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
+    found = {key: [] for key in oracle}
+    for i in range(len(X)):
+        of_sample, _ = dense(net, name, X[i : i + 1], y[i : i + 1], criterion)
+        for key, value in oracle.items():
+            found[key].append(value(of_sample, W))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=["-".join(case) for case in CASES])
+def test_terms_agree_with_the_dense_hessian_of_each_sample(kind, name):
+    net, X, y = make(kind, n=4)
+    options = {"layer": name, "criterion": CE, "method": "exact", "batch_size": 2}
+    for key, expected in terms_by_definition(net, name, X, y).items():
+        terms = measure(key, net, X, y, per_sample=True, **options)
+        assert terms == pytest.approx(np.array(expected), rel=1e-8, abs=1e-11), key
+        assert terms.dtype == np.float64
+
+
+@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("name", TRACE_LIKE)
+def test_their_mean_is_the_value(kind, name):
+    net, X, y = make(kind, n=11)
+    counts = np.array([1, 0, 2, 1, 1, 3, 1, 1, 1, 0.5, 1])
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.5]).double(), ignore_index=1)
+    for options in ({"criterion": CE}, {"criterion": weighted, "sample_weight": counts}):
+        for layer in (0, -1):
+            value = measure(name, net, X, y, layer=layer, batch_size=4, method="exact", **options)
+            terms = measure(
+                name, net, X, y, layer=layer, method="exact", per_sample=True, **options
+            )
+            assert terms.shape == (11,)
+            assert terms.mean() == pytest.approx(value, rel=SUM, abs=1e-14)
+    assert terms[1] == 0  # a sample of weight 0
+
+
+def test_normalized_terms_by_their_definition():
+    net, X, y = make("mlp relu", n=6)
+    H, W = dense(net, "2", X, y)
+    features = net[:2](X).detach()
+    spread = features.std(dim=0, correction=0)
+    ratio = torch.where(spread[:, None] > 0, spread / spread[:, None], 0.0).square()  # [t, j]
+    expected = []
+    for i in range(6):
+        H, W = dense(net, "2", X[i : i + 1], y[i : i + 1])
+        expected.append(float(torch.einsum("tj,aj,bj,atbt->", ratio, W, W, H)))
+    options = {"layer": "2", "criterion": CE, "normalize": True, "batch_size": 4}
+    terms, stderrs = relative_flatness(net, X, y, per_sample=True, return_stderr=True, **options)
+    assert terms == pytest.approx(np.array(expected), rel=1e-8)
+    assert not stderrs.any()
+    assert terms.mean() == pytest.approx(relative_flatness(net, X, y, **options), rel=SUM)
+
+
+def loss_of_tokens(out, y):
+    return CE(out["logits"].transpose(1, 2), y)
+
+
+@pytest.mark.parametrize("layer", ["c_fc", "lm_head"])
+def test_a_sample_of_several_tokens_has_one_term(layer):
+    torch.manual_seed(0)
+    net = GPT2(tie=False).double()
+    X, y = torch.randint(0, 7, (5, 3)), torch.randint(0, 7, (5, 3))
+    expected = []
+    for i in range(5):
+        H, W = oracles.weight_hessian(net, layer, loss_of_tokens, X[i : i + 1], y[i : i + 1])
+        expected.append(oracles.kappa_of(H, W))
+    terms = relative_flatness(
+        net, X, y, layer=layer, criterion=CE, method="exact", per_sample=True, batch_size=2
+    )
+    assert terms == pytest.approx(np.array(expected), rel=1e-8)
+
+
+def test_weight_decay_is_the_same_for_every_sample():
+    net, X, y = make("mlp relu")
+    for name in ("relative_flatness", "hessian_trace", "trace_flatness", "neuron_flatness_sum"):
+        options = {"layer": "0", "criterion": CE, "per_sample": True}
+        with_decay = measure(name, net, X, y, weight_decay=0.37, **options)
+        value = measure(name, net, X, y, layer="0", criterion=CE, weight_decay=0.37)
+        shift = with_decay - measure(name, net, X, y, **options)
+        assert np.ptp(shift) < 1e-12
+        assert with_decay.mean() == pytest.approx(value, rel=SUM)
+
+
+@pytest.mark.parametrize("name", ["relative_flatness", "neuron_flatness_max"])
+@pytest.mark.parametrize("kind", ["mlp tanh", "conv tanh"])
+def test_probes_estimate_each_term_with_its_standard_error(kind, name):
+    net, X, y = make(kind)
+    options = {"layer": "0", "criterion": CE, "per_sample": True, "batch_size": 4}
+    exact = evaluate(name, net, X, y, method="exact", **options)
+    errors = []
+    for seed in range(6):
+        found = evaluate(
+            name,
+            net,
+            X,
+            y,
+            method="hutchinson",
+            n_probes=60,
+            rtol=1e-9,
+            random_state=seed,
+            **options,
+        )
+        assert found.method == "hutchinson"
+        assert found.terms.mean() == pytest.approx(found.value, rel=SUM)
+        assert (found.term_stderrs > 0).all()
+        combined = np.sqrt((found.term_stderrs**2).sum()) / len(X)
+        assert combined == pytest.approx(found.stderr, rel=1e-9)
+        errors.append((found.terms - exact.terms) / found.term_stderrs)
+    scale = np.sqrt(np.mean(np.square(errors)))
+    assert 0.75 < scale < 1.3  # standard normal
+
+
+def test_the_tolerance_is_of_the_terms():
+    net, X, y = make("conv tanh", n=40)
+    options = {"layer": "0", "criterion": CE, "per_sample": True, "random_state": 0}
+    found = evaluate("relative_flatness", net, X, y, method="hutchinson", rtol=0.2, **options)
+    typical = np.sqrt(np.mean(found.term_stderrs**2))
+    assert 0.1 * found.value < typical < 0.21 * found.value
+    # the mean alone needs far fewer probes
+    mean = evaluate(
+        "relative_flatness", net, X, y, method="hutchinson", rtol=0.2, layer="0", criterion=CE,
+        random_state=0,
+    )  # fmt: skip
+    assert mean.stderr > 2 * found.stderr
+
+
+def wide_tanh():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(90, 80), nn.Tanh(), nn.Linear(80, 3)).double()
+    return net, torch.randn(20, 90).double(), torch.arange(20) % 3
+
+
+def test_terms_are_exact_where_as_many_probes_would_cost_more():
+    net, X, y = wide_tanh()  # 80 products, above what "auto" takes at once
+    options = {"layer": 0, "criterion": CE, "random_state": 0, "rtol": 0.15}
+    found = evaluate("relative_flatness", net, X, y, per_sample=True, **options)
+    assert found.method == "exact"
+    assert not found.term_stderrs.any()
+    exact = evaluate("relative_flatness", net, X, y, method="exact", per_sample=True, **options)
+    assert found.terms == pytest.approx(exact.terms, rel=1e-12)
+    assert evaluate("relative_flatness", net, X, y, **options).method == "hutchinson"
+
+
+def test_too_few_probes_warn(monkeypatch):
+    monkeypatch.setattr("relflat_sk.measures._flatness.summation._MAX_PROBES", 6)
+    net, X, y = wide_tanh()
+    options = {"layer": 0, "criterion": CE, "random_state": 0, "method": "hutchinson"}
+    message = "6 probes left a typical standard error of .* on the terms of relative_flatness"
+    with pytest.warns(FlatnessWarning, match=message):
+        relative_flatness(net, X, y, per_sample=True, **options)
+
+
+def test_any_model():
+    X, y = load_iris(return_X_y=True)
+    model = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    terms = relative_flatness(model, X, y, per_sample=True)
+    assert terms.shape == (150,)
+    # samples of the class that is apart from the others are flat
+    assert terms[y == 0].mean() < 0.5 * terms[y != 0].mean()
+    assert terms.mean() == pytest.approx(relative_flatness(model, X, y), rel=SUM)
+
+
+def test_what_has_no_terms_says_so():
+    X, y = load_iris(return_X_y=True)
+    model = LogisticRegression(max_iter=1000).fit(X, y)
+    with pytest.raises(ValueError, match=r"per_sample=True needs .* got 'eigenvalue_flatness'"):
+        measure("eigenvalue_flatness", model, X, y, per_sample=True)
+    with pytest.raises(ValueError, match=r"per_sample=True gives .* aggregate='max' asks"):
+        measure("relative_flatness", model, X, y, per_sample=True, aggregate="max")
+    with pytest.raises(TypeError, match="flatness_report has no argument per_sample"):
+        flatness_report(model, X, y, per_sample=True)
+    scorer = FlatnessScorer(measure_params={"per_sample": True})
+    with pytest.raises(ValueError, match="must not contain 'per_sample': a score is a single"):
+        scorer(model, X, y)
