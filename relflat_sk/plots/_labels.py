@@ -30,8 +30,11 @@ WITHOUT_UNIT = {
     "frobenius_product": "Frobenius product",
     "keskar_sharpness": "Keskar sharpness",
     "l1_path_norm": "L1 path norm",
+    "l2_lipschitz_product": "L2 Lipschitz product",
     "l2_norm": "L2 norm",
     "l2_path_norm": "L2 path norm",
+    "linf_lipschitz_product": "L∞ Lipschitz product",
+    "log_robustness": "log of robustness K",
     "pac_bayes_flatness": "PAC-Bayes flatness",
     "pac_bayes_magnitude_flatness": "PAC-Bayes magnitude flatness",
 }

@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from relflat_sk._checks import check_number
 from relflat_sk._losses import Loss, ProbabilityNLLLoss
 from relflat_sk._network import Network, borrowed, find_link, layer_names, record_tail
 
 __all__ = ["margin", "sample_margins"]
-
-_PERCENTILE = 5
 
 
 @dataclass(frozen=True)
@@ -36,26 +35,36 @@ _SCORES: dict[type, _Scores] = {
 _BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
 
 
-def margin(network: Network) -> float:
-    r"""Compute the margin of a classifier: the 5th percentile of its samples' margins.
+def margin(network: Network, percentile: float) -> float:
+    r"""Compute the margin of a classifier: a percentile of its samples' margins.
 
     Parameters
     ----------
     network : Network
         A classifier with labelled data.
+    percentile : float
+        Which one, from 0, the smallest margin, to 100, the largest. [1]_ considers 0.1 to 10.
 
     Returns
     -------
     float
         In units of logits, interpolated linearly between two samples' margins. It is negative
-        if more than 5% of the samples are classified wrongly.
+        if more than that share of the samples are classified wrongly.
+
+    Raises
+    ------
+    ValueError
+        If `percentile` is not between 0 and 100.
 
     References
     ----------
     .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.2.
     """
-    return float(np.percentile(sample_margins(network), _PERCENTILE))
+    check_number("percentile", percentile, positive=False)
+    if percentile > 100:
+        raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
+    return float(np.percentile(sample_margins(network), percentile))
 
 
 def sample_margins(network: Network) -> NDArray[np.float64]:

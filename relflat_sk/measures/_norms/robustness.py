@@ -1,0 +1,111 @@
+r"""Robustness: the number of cells of inputs in which a classifier does not change its class.
+
+A classifier is (K, epsilon)-robust [1]_, [2]_ if its inputs can be divided into K cells such that
+the loss of a training sample differs by at most epsilon from that of any input in its cell. The
+0-1 loss does not differ at all (epsilon = 0) for samples of margin ``gamma`` or more in cells of
+diameter ``gamma / (2 C)``, where C is a Lipschitz constant of the logits: the difference of two
+logits changes at most twice as fast as one of them.
+
+References
+----------
+.. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+   Section 2.3.
+.. [2] H. Xu and S. Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from relflat_sk._network import Network
+from relflat_sk.measures._estimate import Estimate
+from relflat_sk.measures._norms.over_margin import PERCENTILE, positive_margin
+from relflat_sk.measures._norms.products import log_largest_rows, log_spectral_norms, only_layers
+
+__all__ = ["log_robustness"]
+
+_NORMS = ("linf", "l2")
+
+
+def log_robustness(
+    network: Network,
+    *,
+    percentile: float = PERCENTILE,
+    norm: str = "linf",
+    rtol: float = 1e-4,
+) -> Estimate:
+    """Compute the logarithm of the number K of cells in which a classifier is robust.
+
+    The cells are the cubes of a grid over the smallest box that contains the data.
+
+    Parameters
+    ----------
+    network : Network
+        A classifier with labelled data: a chain of linear and convolutional layers, with
+        activations of slope at most 1.
+    percentile : float, default=5
+        Percentile of the samples' margins that is the margin. The samples below it need not be
+        robust; with 0, the hard margin, all of them are.
+    norm : {"linf", "l2"}, default="linf"
+        Norm of the inputs in which the Lipschitz constant is taken: the product of
+        `linf_lipschitz_product` or of `l2_lipschitz_product`.
+    rtol : float, default=1e-4
+        As in `spectral_product`.
+
+    Returns
+    -------
+    Estimate
+        ``log K``, without unit, exact for this grid; other divisions may need fewer cells. nan,
+        with a `FlatnessWarning`, if the margin is not positive.
+
+    Raises
+    ------
+    ValueError
+        If there is no such norm, or the inputs are not tensors of floating-point numbers.
+
+    Examples
+    --------
+    The margins are 2 and 3, and the score of class 1 is the input, so C is 1. The inputs lie
+    between -2 and 3: five cells of width 1.
+
+    >>> from relflat_sk import measure
+    >>> net = torch.nn.Linear(1, 2, bias=False)
+    >>> net.weight.data = torch.tensor([[0.0], [1.0]])
+    >>> X, y = torch.tensor([[-2.0], [3.0]]), torch.tensor([0, 1])
+    >>> measure(
+    ...     "log_robustness", net, X, y, criterion=torch.nn.CrossEntropyLoss(), percentile=0
+    ... ) == math.log(5)
+    True
+    """
+    if norm not in _NORMS:
+        raise ValueError(f"norm must be one of {sorted(_NORMS)}, got {norm!r}.")
+    layers = only_layers("log_robustness", network)
+    log_lipschitz, tolerance = (
+        log_spectral_norms(layers, rtol) if norm == "l2" else (log_largest_rows(layers), 0.0)
+    )
+    ranges = _ranges(network)
+    gamma = positive_margin(network, percentile)
+    # a cube of side s has diameter s in the maximum norm, and s sqrt(n) in the Euclidean norm
+    corner = math.sqrt(len(ranges)) if norm == "l2" else 1.0
+    logs = ranges.log() + (math.log(2 * corner / gamma) + log_lipschitz)
+    # from 2^52 cells on, rounding up changes nothing in floating point
+    cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
+    method = "lanczos" if tolerance else "exact"
+    return Estimate(float(cells.sum()), tolerance * len(ranges), method)
+
+
+def _ranges(network: Network) -> Tensor:
+    """Compute the range of each feature over the data, float64 of shape (number of features,)."""
+    lowest, highest = [], []
+    for batch in network.batches():
+        if not (isinstance(batch.x, Tensor) and batch.x.is_floating_point()):
+            kind = f"of {batch.x.dtype}" if isinstance(batch.x, Tensor) else type(batch.x).__name__
+            raise ValueError(
+                "log_robustness divides inputs of floating-point numbers into cells, but the "
+                f"network takes inputs {kind}."
+            )
+        x = batch.x.flatten(1).double()
+        lowest.append(x.amin(dim=0))
+        highest.append(x.amax(dim=0))
+    return torch.stack(highest).amax(dim=0) - torch.stack(lowest).amin(dim=0)

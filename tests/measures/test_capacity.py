@@ -1,0 +1,248 @@
+"""Group norms, Lipschitz products, robustness and the parameter count against loops in NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import FlatnessWarning, flatness_report, measure
+from relflat_sk.measures._api import evaluate
+from tests.measures.test_norms import value
+
+CE = nn.CrossEntropyLoss()
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def matrices(net):
+    """The weights of a chain of linear layers, as nested lists of Python floats."""
+    return [layer.weight.double().tolist() for layer in net if isinstance(layer, nn.Linear)]
+
+
+def data(net, n=40):
+    X = torch.randn(n, 3).double()
+    return X, net.double()(X).argmax(dim=1)
+
+
+# ---- group norms and Lipschitz products
+
+
+def p_norm(values, p):
+    values = [abs(v) for v in values]
+    return max(values) if p == math.inf else sum(v**p for v in values) ** (1 / p)
+
+
+@pytest.mark.parametrize(("p", "q"), [(1, math.inf), (2, 2), (3, 1.5), (math.inf, 1), (1, 1)])
+def test_group_norms_are_norms_of_norms(p, q):
+    net = mlp()
+    X, y = data(net)
+    expected = math.prod(p_norm([p_norm(row, p) for row in W], q) ** 2 for W in matrices(net))
+    found = measure("group_norm_product", net, X, y, criterion=CE, p=p, q=q)
+    assert found == pytest.approx(expected, rel=1e-12)
+    if p == q == 2:
+        assert found == pytest.approx(measure("frobenius_product", net, X, y, criterion=CE))
+
+
+def test_the_default_group_norm_is_the_largest_sum_of_incoming_weights():
+    net = mlp()
+    X, y = data(net)
+    sums = [max(sum(abs(w) for w in row) for row in W) for W in matrices(net)]
+    found = measure("group_norm_product", net, X, y, criterion=CE)
+    assert found == pytest.approx(math.prod(sums) ** 2, rel=1e-12)
+    lipschitz = measure("linf_lipschitz_product", net, X, y, criterion=CE)
+    assert lipschitz == pytest.approx(math.prod(sums), rel=1e-12)
+
+
+def test_group_norms_of_a_convolution_are_those_of_its_kernel():
+    net = nn.Conv2d(2, 3, (2, 3), padding=1).double()
+    kernel = net.weight.tolist()
+    sums = [sum(abs(w) for plane in unit for row in plane for w in row) for unit in kernel]
+    found = value("group_norm_product", net, torch.randn(2, 2, 5, 6).double())
+    assert found == pytest.approx(max(sums) ** 2, rel=1e-12)
+
+
+CONVOLUTIONS = {
+    "padding": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 2, 2)),  # no output sees all weights
+    "stride": (lambda: nn.Conv2d(2, 3, 2, stride=2), (2, 5, 4)),
+    "groups": (lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 6)),
+    "transposed": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_lipschitz_products_are_those_of_the_map_between_images(kind):
+    build, shape = CONVOLUTIONS[kind]
+    torch.manual_seed(0)
+    layer = build().double()
+    basis = torch.eye(math.prod(shape)).double().reshape(-1, *shape)
+    A = (layer(basis) - layer(torch.zeros_like(basis))).flatten(1).T.detach().numpy()
+    X = torch.randn(3, *shape).double()
+    linf, l2 = (value(f"{name}_lipschitz_product", layer, X) for name in ("linf", "l2"))
+    assert linf == pytest.approx(max(sum(abs(a) for a in row) for row in A), rel=1e-12)
+    assert l2 == pytest.approx(np.linalg.svd(A, compute_uv=False)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "order"), [("linf", np.inf), ("l2", 2)])
+def test_lipschitz_products_bound_the_slope_of_a_chain(name, order):
+    net = mlp()
+    X, y = data(net, 200)
+    constant = measure(f"{name}_lipschitz_product", net, X, y, criterion=CE)
+    expected = math.prod(np.linalg.norm(W, order) for W in map(np.array, matrices(net)))
+    assert constant == pytest.approx(expected, rel=1e-12)
+    z = net(X).detach().numpy()
+    slopes = np.linalg.norm(z[1:] - z[:-1], order, axis=1) / np.linalg.norm(
+        (X[1:] - X[:-1]).numpy(), order, axis=1
+    )
+    assert 0 < slopes.max() <= constant
+
+
+def test_iterated_spectral_norms_state_their_tolerance(monkeypatch):
+    monkeypatch.setattr("relflat_sk.measures._norms.operator_norm._DENSE", 0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)).double()
+    X = torch.randn(30, 1, 3, 3).double()
+    y = net(X).argmax(dim=1)
+    product = evaluate("l2_lipschitz_product", net, X, y, criterion=CE, rtol=1e-3)
+    assert (product.method, product.stderr) == ("lanczos", pytest.approx(5e-4 * product.value))
+    cells = evaluate("log_robustness", net, X, y, criterion=CE, norm="l2", rtol=1e-3)
+    # nine inputs, each cut into a number of cells that is known to half of rtol
+    assert (cells.method, cells.stderr) == ("lanczos", pytest.approx(9 * 5e-4))
+
+
+# ---- robustness
+
+
+def cells_per_axis(X, side):
+    return [max(1, math.ceil((max(column) - min(column)) / side)) for column in X.T.tolist()]
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", np.inf), ("l2", 2)])
+def test_robustness_counts_the_cells_of_a_grid(norm, order):
+    net = mlp()
+    X, y = data(net)
+    lipschitz = math.prod(np.linalg.norm(W, order) for W in map(np.array, matrices(net)))
+    z = net(X).tolist()
+    margins = [z[i][c] - max(z[i][k] for k in range(3) if k != c) for i, c in enumerate(y.tolist())]
+    side = np.percentile(margins, 30) / (2 * lipschitz) / (math.sqrt(3) if norm == "l2" else 1)
+    found = measure("log_robustness", net, X, y, criterion=CE, norm=norm, percentile=30)
+    assert found == pytest.approx(math.log(math.prod(cells_per_axis(X, side))), rel=1e-9)
+
+
+def test_classes_do_not_change_within_a_cell_of_the_hard_margin():
+    net = mlp()
+    X, y = data(net)
+    margin = measure("inverse_margin", net, X, y, criterion=CE, percentile=0) ** -0.5
+    lipschitz = measure("linf_lipschitz_product", net, X, y, criterion=CE)
+    side = margin / (2 * lipschitz)
+    k = math.prod(cells_per_axis(X, side))
+    assert measure("log_robustness", net, X, y, criterion=CE, percentile=0) == pytest.approx(
+        math.log(k)
+    )
+    moved = X + side * (2 * torch.rand(500, *X.shape).double() - 1)
+    assert (net(moved).argmax(dim=-1) == y).all()
+
+
+def test_a_constant_feature_takes_one_cell_and_very_many_cells_are_counted():
+    net = nn.Linear(2, 2, bias=False).double()
+    net.weight.data = torch.tensor([[1e30, 0.0], [0.0, 0.0]], dtype=torch.double)
+    X = torch.tensor([[1e-20, 3.0], [3.2e-20, 3.0]], dtype=torch.double)
+    y = torch.zeros(2).long()
+    # the smallest margin is 1e10, so a cell is 1e10 / 2e30 wide; the other feature is constant
+    found = measure("log_robustness", net, X, y, criterion=CE, percentile=0)
+    assert found == pytest.approx(math.log(5), rel=1e-9)
+    X[1, 0] = 3.0
+    found = measure("log_robustness", net, X, y, criterion=CE, percentile=0)
+    assert found == pytest.approx(math.log(6) + 20 * math.log(10), rel=1e-12)
+
+
+def test_robustness_without_a_positive_margin_is_nan():
+    net = mlp()
+    X, y = data(net)
+    with pytest.warns(FlatnessWarning, match=r"not positive: it is the 0th percentile"):
+        found = measure("log_robustness", net, X, (y + 1) % 3, criterion=CE, percentile=0)
+    assert math.isnan(found)
+
+
+# ---- margins and parameters
+
+
+def test_the_percentile_of_the_margin_is_an_argument():
+    net = nn.Linear(1, 2, bias=False)
+    net.weight.data = torch.tensor([[0.0], [1.0]])
+    X = torch.arange(1.0, 102.0)[torch.randperm(101)][:, None]  # its margins are 1, 2, ..., 101
+    y = torch.ones(101).long()
+    for percentile, margin in [(0, 1), (5, 6), (10, 11), (100, 101)]:
+        own = {"criterion": CE, "percentile": percentile}
+        assert measure("inverse_margin", net, X, y, **own) == pytest.approx(margin**-2)
+        found = measure("l2_norm", net, X, y, over_margin=True, **own)
+        assert found == pytest.approx(1 / margin)
+        for name in ("frobenius_product", "l2_path_norm", "l1_path_norm", "group_norm_product"):
+            found = measure(name, net, X, y, over_margin=True, **own)
+            assert found == pytest.approx(margin**-2)
+        found = measure("spectral_product", net, X, y, over_margin=True, **own)
+        assert found == pytest.approx(2 * margin**-2)
+        for name in ("linf_lipschitz_product", "l2_lipschitz_product"):
+            found = measure(name, net, X, y, over_margin=True, **own)
+            assert found == pytest.approx(1 / margin)
+
+
+def test_parameters_are_counted_once():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    X, y = torch.randn(5, 3), torch.arange(5) % 3
+    count = 3 * 4 + 4 + 2 * 4 + 4 * 3 + 3
+    assert measure("parameter_count", net, X, y, criterion=CE) == count
+    assert measure("parameter_count", net, X, y, criterion=CE, times_depth=True) == 2 * count
+    shared = nn.Linear(3, 3)
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    assert value("parameter_count", twice, X) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("inverse_margin", {"percentile": -1}, "percentile must be a finite number of at least 0"),
+        ("inverse_margin", {"percentile": 101}, "percentile must be between 0 and 100, got 101"),
+        ("group_norm_product", {"p": 0.5}, "p must be a number of at least 1, .*inf, got 0.5"),
+        ("group_norm_product", {"q": math.nan}, "q must be a number of at least 1, .* got nan"),
+        ("log_robustness", {"norm": "l1"}, r"norm must be one of \['l2', 'linf'\], got 'l1'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(name, arguments, message):
+    net = mlp()
+    X, y = data(net)
+    with pytest.raises(ValueError, match=message):
+        measure(name, net, X, y, criterion=CE, **arguments)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, words):
+        return self.out(words.float())
+
+
+def test_robustness_needs_inputs_with_distances():
+    with pytest.raises(ValueError, match=r"but the network takes inputs of torch.int64"):
+        measure("log_robustness", Words(), torch.ones(3, 4).long(), torch.zeros(3).long(),
+                criterion=CE)  # fmt: skip
+    with pytest.raises(ValueError, match=r"but the network takes inputs dict"):
+        measure("log_robustness", Words(), {"words": torch.ones(3, 4)}, torch.zeros(3).long(),
+                criterion=CE)  # fmt: skip
+
+
+def test_a_report_takes_the_percentile_for_all_norms():
+    net = mlp()
+    X, y = data(net)
+    names = ["inverse_margin", "log_robustness", "parameter_count"]
+    report = flatness_report(net, X, y, measures=names, criterion=CE, percentile=0)
+    assert report["layer"].tolist() == ["", "", ""]
+    for name in names[:2]:
+        found = report.loc[report["measure"] == name, "value"].item()
+        assert found == measure(name, net, X, y, criterion=CE, percentile=0)
