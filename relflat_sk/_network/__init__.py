@@ -9,6 +9,8 @@ from relflat_sk._network.batches import (
     make_batches,
 )
 from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
+from relflat_sk._network.convolution_layers import find_convolutions
+from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import check_thrice, find_link, has_fused_attention
 from relflat_sk._network.input_kinds import check_kind
@@ -37,7 +39,7 @@ from relflat_sk._network.network import (
     primary_output,
     sample_weight,
 )
-from relflat_sk._network.norm_layers import explicit_norms, find_norm_layers
+from relflat_sk._network.norm_layers import find_norms
 from relflat_sk._network.recording import (
     LayerRecord,
     Recorder,
@@ -53,6 +55,8 @@ from relflat_sk._network.values import check_stored, find_non_finite
 __all__ = [
     "Batch",
     "Batches",
+    "Explicit",
+    "ExplicitLayers",
     "Layer",
     "LayerMap",
     "LayerRecord",
@@ -74,11 +78,11 @@ __all__ = [
     "choose_curvatures",
     "count_samples",
     "explicit_attention",
-    "explicit_norms",
+    "find_convolutions",
     "find_layer",
     "find_link",
     "find_non_finite",
-    "find_norm_layers",
+    "find_norms",
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",

@@ -7,7 +7,7 @@ module, also those that call `forward` itself.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -40,11 +40,12 @@ class ReplacedForwards:
         self._forwards = forwards
         self._before: list[tuple[dict[str, Any], Any]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for module, forward in self._forwards:
             attributes = module.__dict__
             self._before.append((attributes, attributes.get("forward")))
             attributes["forward"] = forward
+        return self
 
     def __exit__(self, *_: object) -> None:
         while self._before:

@@ -126,7 +126,7 @@ _PIECEWISE_LINEAR = {
 }  # fmt: skip
 # linear in each of their inputs, so that only one of them may depend on the layer
 _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
-                "PreluKernel", "Mv", "Dot"}  # fmt: skip
+                "PreluKernel", "Mv", "Dot", "_Convolution"}  # fmt: skip
 # linear in the first input as long as the others do not depend on the layer
 _LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
 

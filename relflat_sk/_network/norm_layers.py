@@ -3,26 +3,29 @@
 The gradient of a penalty at an earlier layer is a third derivative of the loss. Torch's
 formula for the second derivative of its fused normalisations treats the mean and deviation
 that the forward pass saved as constants, so that every third derivative is wrong, without an
-error. Within `explicit_norms`, normalisation layers compute the same as before, but are
+error. Within `ExplicitLayers`, normalisation layers compute the same as before, but are
 differentiated through their definition.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
+from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
+from relflat_sk._network.forwards import has_own_forward
 from relflat_sk._numerics import full_precision
 
-__all__ = ["explicit_norms", "find_norm_layers"]
+__all__ = ["find_norms"]
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
+          nn.GroupNorm, nn.RMSNorm)  # fmt: skip
 
 
-def find_norm_layers(module: nn.Module) -> list[nn.Module]:
+def find_norms(module: nn.Module) -> list[Explicit]:
     """List the layers of a network that normalise by statistics of their input.
 
     Parameters
@@ -32,39 +35,28 @@ def find_norm_layers(module: nn.Module) -> list[nn.Module]:
 
     Returns
     -------
-    list of nn.Module
-        Layers whose forward method is replaced by the user are left out.
+    list of (nn.Module, callable)
+        For `ExplicitLayers`. Layers with a forward method of their own, or of their user's, are
+        left out.
     """
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
-             nn.GroupNorm, nn.RMSNorm)  # fmt: skip
-    return [m for m in module.modules() if isinstance(m, kinds) and not has_own_forward(m)]
+    return [(layer, _run) for layer in module.modules() if _is_plain(layer)]
 
 
-def explicit_norms(layers: Sequence[nn.Module]) -> ReplacedForwards:
-    """Differentiate these layers through their definition while the context is open.
-
-    Parameters
-    ----------
-    layers : sequence of nn.Module
-        From `find_norm_layers`.
-
-    Returns
-    -------
-    ReplacedForwards
-        To be used as a context.
-    """
-    return ReplacedForwards((layer, partial(_forward, layer)) for layer in layers)
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether a module is a normalisation that runs torch's forward method."""
+    kind = next((kind for kind in _KINDS if isinstance(layer, kind)), None)
+    return kind is not None and type(layer).forward is kind.forward and not has_own_forward(layer)
 
 
-def _forward(layer: Any, x: Tensor) -> Tensor:
-    """Run a layer so that it is differentiated through its definition."""
+def _run(layer: Any, explicit: ExplicitLayers, x: Tensor) -> Tensor:
+    """Run a layer so that further derivatives are those of its definition."""
     given = isinstance(layer, _BatchNorm | _InstanceNorm) and not _by_input(layer)
     if given or not torch.is_grad_enabled():
         usual: Tensor = type(layer).forward(layer, x)
         return usual
     function = _OfBatch if isinstance(layer, _BatchNorm) else _OfSample
     tensors = layer.weight, getattr(layer, "bias", None)
-    done: Tensor = function.apply(layer, x, *tensors)  # type: ignore[no-untyped-call]
+    done: Tensor = function.apply(layer, explicit, x, *tensors)  # type: ignore[no-untyped-call]
     return done
 
 
@@ -78,9 +70,14 @@ class _OfSample(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any,
+        layer: Any,
+        explicit: ExplicitLayers,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.explicit = layer, explicit
         ctx.save_for_backward(x, weight, bias)
         out: Tensor = type(layer).forward(layer, x)
         return out
@@ -88,29 +85,60 @@ class _OfSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         again = torch.is_grad_enabled()
-        tensors, used = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        tensors, used = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
+        if ctx.explicit.inputs_only:
+            used[1:] = [False] * len(used[1:])
         if not again:  # keep the new graph apart from the one that is being freed
             tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
         with torch.enable_grad():
             out = _define(ctx.layer, *tensors).to(outer.dtype)
         needed = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
         found = iter(torch.autograd.grad(out, needed, outer, create_graph=again))
-        return None, *(next(found) if is_used else None for is_used in used)
+        return None, None, *(next(found) if is_used else None for is_used in used)
 
 
 class _OfBatch(_OfSample):
     """A normalisation by statistics of the batch: given these, a linear map of each sample."""
 
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, None, *_fused_gradient(ctx.layer, x, weight, bias, outer)
+        if not ctx.explicit.linear:
+            return _OfSample.backward(ctx, outer)
+        _, scale, shape = _normalise(ctx.layer, full_precision(x))
+        scale = scale if weight is None else scale * weight.view(shape)
+        return None, None, (outer * scale).to(outer.dtype), None, None
+
+
+def _fused_gradient(
+    layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, outer: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradient of a batch norm by torch's formula, in a fifth of the time."""
+    x = x.detach().requires_grad_()
+    affine = [t if t is None else t.detach().requires_grad_() for t in (weight, bias)]
+    with torch.enable_grad():
+        out = F.batch_norm(x, None, None, affine[0], affine[1], True, eps=layer.eps)
+    found = iter(torch.autograd.grad(out, [x, *(t for t in affine if t is not None)], outer))
+    return next(found), *(t if t is None else next(found) for t in affine)
+
 
 def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute a layer's output by its definition, in terms of means."""
     x = full_precision(x)
+    centred, scale, shape = _normalise(layer, x)
+    out = (centred * scale).reshape(x.shape)
+    out = out if weight is None else out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+def _normalise(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return the centred input, one over its deviation, and the shape of the layer's weight."""
     rows, axes, shape = _arrange(layer, x)
     eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
     centred = rows if isinstance(layer, nn.RMSNorm) else rows - rows.mean(axes, keepdim=True)
-    out = (centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()).reshape(x.shape)
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+    return centred, (centred.square().mean(axes, keepdim=True) + eps).rsqrt(), shape
 
 
 def _arrange(layer: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:

@@ -25,8 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import ClosedForm, Loss, Target, pull_back
-from relflat_sk._network import LayerRecord, Tail, check_thrice, choose_curvatures, layer_map
+from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._network import (
+    ExplicitLayers,
+    LayerRecord,
+    Tail,
+    check_thrice,
+    choose_curvatures,
+    layer_map,
+)
 from relflat_sk._numerics import full_precision, inverse_spread, safe_root, varies
 from relflat_sk._penalty.random_changes import RandomChanges
 from relflat_sk._random import rademacher
@@ -40,6 +47,7 @@ def batch_flatness(  # noqa: PLR0913
     target: Target,
     records: Sequence[LayerRecord],
     penalised: Collection[str],
+    explicit: ExplicitLayers,
     *,
     probes: int = 1,
     normalize: bool = False,
@@ -60,6 +68,8 @@ def batch_flatness(  # noqa: PLR0913
         The penalised layers, and the last layer of the network at the end in any case.
     penalised : collection of str
         Names of the penalised layers.
+    explicit : ExplicitLayers
+        Within which the network ran.
     probes : int, default=1
         Random changes per sample where there is no closed form.
     normalize : bool, default=False
@@ -89,7 +99,9 @@ def batch_flatness(  # noqa: PLR0913
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, records[-1], full_precision)
     # in a network that is piecewise linear behind some layers only, two ways would cost more
-    terms = choose_curvatures(tail, layers, _Terms(tail, weights, normalize), together=True)
+    terms = choose_curvatures(
+        tail, layers, _Terms(tail, explicit, weights, normalize), together=True
+    )
     return _sum([term.total(share, probes) for term in terms], output)
 
 
@@ -128,6 +140,7 @@ class _Terms:
     """Makes the terms of the penalty, for `choose_curvatures`."""
 
     tail: Tail
+    explicit: ExplicitLayers
     weights: Tensor | None
     normalize: bool
 
@@ -145,7 +158,7 @@ class _Terms:
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
     ) -> _Term:
         """Make the term of the layers behind which the network is piecewise linear."""
-        return _GradientTerm(base, curvature, *self._probed(records), self.weights)
+        return _GradientTerm(base, curvature, *self._probed(records), self.weights, self.explicit)
 
     def products(self, records: Sequence[LayerRecord]) -> _Term:
         """Make the term of the other layers."""
@@ -154,8 +167,8 @@ class _Terms:
         check_thrice(tail.output, *(record.node for record in records))
         edges, changes = self._probed(records)
         losses = tail.loss.terms(tail.output, tail.target.values)[0]
-        gradients = pull_back([losses.sum()], edges, create_graph=True)
-        return _ProductTerm(losses, gradients, edges, changes, self.weights)
+        gradients = self.explicit.pull_back([losses.sum()], edges, linear=False)
+        return _ProductTerm(losses, gradients, edges, changes, self.weights, self.explicit)
 
     def _probed(
         self, records: Sequence[LayerRecord]
@@ -219,6 +232,7 @@ class _GradientTerm(_RandomTerm):
     edges: Sequence[GradientEdge]
     changes: Sequence[RandomChanges]
     weights: Tensor | None
+    explicit: ExplicitLayers
 
     def draw(self) -> Tensor:
         """Draw squared slopes along random changes."""
@@ -226,7 +240,7 @@ class _GradientTerm(_RandomTerm):
         if self.weights is not None:
             signs = signs * self.weights.sqrt()[:, None]
         cotangent = self.curvature.root_product(signs).to(self.base.dtype)
-        pulled = pull_back([self.base], self.edges, [cotangent], create_graph=True)
+        pulled = self.explicit.pull_back([self.base], self.edges, [cotangent], linear=True)
         squares = [
             changes.slopes(full_precision(gradient)).square().sum()
             for gradient, changes in zip(pulled, self.changes, strict=True)
@@ -244,6 +258,7 @@ class _ProductTerm(_RandomTerm):
     edges: Sequence[GradientEdge]
     changes: Sequence[RandomChanges]
     weights: Tensor | None
+    explicit: ExplicitLayers
 
     def draw(self) -> Tensor:
         """Draw forms of the Hessian along random changes."""
@@ -257,7 +272,7 @@ class _ProductTerm(_RandomTerm):
         if not curved:
             return _sum([], self.losses)
         gradients, edges, moves = zip(*curved, strict=True)
-        products = pull_back(gradients, edges, moves, create_graph=True)
+        products = self.explicit.pull_back(gradients, edges, moves, linear=False)
         forms = [
             _weighted(
                 self.weights, (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, as_criterion, weighted_loss
 from relflat_sk._network import (
+    ExplicitLayers,
     Layer,
     Recorder,
     check_weights,
     explicit_attention,
-    explicit_norms,
-    find_norm_layers,
+    find_convolutions,
+    find_norms,
     primary_output,
     weight_layers,
 )
@@ -134,6 +135,7 @@ class RelativeFlatnessPenalty:
         self.clip = clip
         self._limit: PenaltyLimit | None = None
         self._recorder: Recorder | None = None
+        self._explicit = ExplicitLayers()
         self._plan: Plan | UnfinishedPlan | None = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -160,8 +162,9 @@ class RelativeFlatnessPenalty:
         asked, plan = self._asked(), self._plan
         if not isinstance(plan, Plan) or not plan.is_of(module, asked):
             return self._make_plan(module, asked)
-        if plan.in_attention or plan.norms:
+        if plan.in_attention or plan.explicit:
             return self._record_explicitly(module, plan)
+        self._explicit = ExplicitLayers()
         self._recorder = plan.recorder(plan.layers)
         return self._recorder
 
@@ -169,7 +172,7 @@ class RelativeFlatnessPenalty:
     def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
         """Record a forward pass that runs attention and normalisations step by step."""
         attention = explicit_attention(module) if plan.in_attention else nullcontext()
-        with attention, explicit_norms(plan.norms):
+        with attention, ExplicitLayers(plan.explicit) as self._explicit:
             # the projections inside attention are new modules in each step
             layers = {name: module.get_submodule(name) for name in plan.layers}
             with plan.recorder(layers) as self._recorder:
@@ -180,15 +183,16 @@ class RelativeFlatnessPenalty:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
-        parts, norms = list(module.modules()), find_norm_layers(module)
-        with explicit_attention(module), explicit_norms(norms):
+        parts = list(module.modules())
+        explicit = [*find_norms(module), *find_convolutions(module)]
+        with explicit_attention(module), ExplicitLayers(explicit) as self._explicit:
             layers = weight_layers(module)
             names = find_names(module, asked, list(layers))
             # behind the last layer, attention is hardly ever to be differentiated twice
             twice = names if asked == (-1,) else layers
             with make_recorder(layers, names, twice) as recorder:
                 self._recorder = recorder
-                self._plan = UnfinishedPlan(asked, parts, norms, recorder)
+                self._plan = UnfinishedPlan(asked, parts, explicit, recorder)
                 yield
             self._finish_plan()
 
@@ -302,6 +306,7 @@ class RelativeFlatnessPenalty:
             target,
             records,
             plan.penalised,
+            self._explicit,
             probes=self.probes,
             normalize=self.normalize,
             sample_weight=sample_weight,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._network import (
+    Explicit,
     Layer,
     LayerRecord,
     Recorder,
@@ -42,8 +43,8 @@ class Plan:
         Whether attention must run step by step.
     earlier : bool
         Whether a layer before the last one is penalised.
-    norms : list of nn.Module
-        Normalisation layers that must allow three derivatives.
+    explicit : list of (nn.Module, callable)
+        Layers to run so that a penalty can differentiate them, see `ExplicitLayers`.
     twice : list of str or None
         Layers behind which attention must allow a second derivative. None if only the last
         layer is penalised, as long as it is not known whether it needs one.
@@ -58,7 +59,7 @@ class Plan:
     penalised: list[str]
     in_attention: bool
     earlier: bool
-    norms: list[nn.Module]
+    explicit: list[Explicit]
     twice: list[str] | None
     tied: bool
 
@@ -70,7 +71,7 @@ class Plan:
         named: Mapping[str, nn.Module],
         penalised: list[str],
         order: list[str],
-        norms: list[nn.Module],
+        explicit: list[Explicit],
     ) -> "Plan":
         """Make the plan of a network whose layers were called in some order.
 
@@ -86,8 +87,8 @@ class Plan:
             Names of the penalised layers.
         order : list of str
             Names of the layers with a weight matrix, in the order of their calls.
-        norms : list of nn.Module
-            The normalisation layers of the network.
+        explicit : list of (nn.Module, callable)
+            The layers of the network that can run so.
 
         Returns
         -------
@@ -109,7 +110,7 @@ class Plan:
             inside,
             earlier,
             # a penalty at the last layer differentiates no other part of the network again
-            norms=norms if earlier else [],
+            explicit=_behind(penalised, order, named, explicit) if earlier else [],
             twice=penalised if earlier else None,
             tied=any(users_of_weight(name, named) for name in last),
         )
@@ -198,15 +199,15 @@ class UnfinishedPlan:
         The layers as the user named them; None for all.
     parts : list of nn.Module
         All modules of the network, itself first.
-    norms : list of nn.Module
-        The normalisation layers of the network.
+    explicit : list of (nn.Module, callable)
+        The layers of the network that run so that a penalty can differentiate them.
     recorder : Recorder
         Records all layers with a weight matrix.
     """
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
-    norms: list[nn.Module]
+    explicit: list[Explicit]
     recorder: Recorder
 
     def finish(self) -> Plan:
@@ -222,7 +223,20 @@ class UnfinishedPlan:
         named = dict(module.named_modules())
         for name in penalised:
             check_unshared(name, named)
-        return Plan.make(self.asked, self.parts, named, penalised, order, self.norms)
+        return Plan.make(self.asked, self.parts, named, penalised, order, self.explicit)
+
+
+def _behind(
+    penalised: list[str],
+    order: list[str],
+    named: Mapping[str, nn.Module],
+    explicit: list[Explicit],
+) -> list[Explicit]:
+    """Leave out the layers up to the first penalised one, which are differentiated once only."""
+    called = [order.index(name) for name in penalised if name in order]
+    first = min(called, default=-1)
+    before = [named.get(name) for name in order[: first + 1]]
+    return [(layer, run) for layer, run in explicit if layer not in before]
 
 
 def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:

@@ -292,6 +292,17 @@ def test_refuses_normalisation_by_a_function():
     assert evaluate(RelativeFlatnessPenalty(), net, CE, X, y) > 0
 
 
+class Flipped(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.flip(1))
+
+
+def test_refuses_a_normalisation_with_a_forward_of_its_own():
+    net, X, y = Normed(Flipped(6)), torch.randn(7, 5), torch.arange(7) % 3
+    with pytest.raises(ValueError, match=r"LayerNormBackward.*called as a function.*nn.LayerNorm"):
+        evaluate(RelativeFlatnessPenalty(0), net, CE, X, y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "name"), [*AT, ("residual", "out"), ("mlp relu", "4")])
 def test_on_cuda_as_on_cpu(kind, name):
