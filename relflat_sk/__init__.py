@@ -7,6 +7,7 @@ from relflat_sk.measures import (
     flatness_report,
     get_measure_names,
     measure,
+    register_measure,
     relative_flatness,
 )
 from relflat_sk.minima import (
@@ -55,6 +56,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "measure",
     "flatness_report",
     "get_measure_names",
+    "register_measure",
     # scoring
     "FlatnessScorer",
     # training

@@ -7,6 +7,7 @@ the table with these functions only.
 from relflat_sk._minima_table.columns import (
     is_complete,
     is_converged,
+    is_reserved,
     is_score,
     measure_columns,
     numeric_column,
@@ -49,6 +50,7 @@ __all__ = [
     "find_depth_band",
     "is_complete",
     "is_converged",
+    "is_reserved",
     "is_score",
     "mark_depth_band",
     "measure_columns",

@@ -15,6 +15,7 @@ __all__ = [
     "STATUS",
     "is_complete",
     "is_converged",
+    "is_reserved",
     "is_score",
     "measure_columns",
     "numeric_column",
@@ -26,6 +27,30 @@ SCORES = ("train_score", "test_score")
 DEPTH = "depth"
 STATUS = ("converged", "ended_by", "seconds", "state", "reason")
 FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:], "rank")
+
+# what a trial records beside its columns, and columns that only some tables have
+_OTHERS = ("artifact_id", "weights_checksum", "curves", "failed", "pareto")
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a name has a meaning of its own in tables of minima and their trials.
+
+    Parameters
+    ----------
+    name : str
+        The name of a column that a user chose.
+
+    Returns
+    -------
+    bool
+        True for fixed columns and parameters.
+
+    Examples
+    --------
+    >>> is_reserved("train_loss"), is_reserved("param_lr"), is_reserved("l2_norm")
+    (True, True, False)
+    """
+    return name in FIXED or name in _OTHERS or name.startswith(PARAM_PREFIX)
 
 
 def measure_columns(table: pd.DataFrame) -> list[str]:

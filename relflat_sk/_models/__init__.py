@@ -1,7 +1,13 @@
 """Users' models as a network with its loss and data."""
 
 from relflat_sk._models.description import describe
-from relflat_sk._models.network_of import final_estimator, name_layer, name_layers, to_network
+from relflat_sk._models.network_of import (
+    final_estimator,
+    name_layer,
+    name_layers,
+    to_network,
+    to_network_with_source,
+)
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skorch_network
 
@@ -15,4 +21,5 @@ __all__ = [
     "skorch_batches",
     "skorch_network",
     "to_network",
+    "to_network_with_source",
 ]

@@ -6,6 +6,7 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
@@ -24,9 +25,15 @@ from relflat_sk._checks import is_integer
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
-from relflat_sk._network import Layer, Network, check_stored, find_layer
+from relflat_sk._network import Layer, Network, Source, check_stored, find_layer
 
-__all__ = ["final_estimator", "name_layer", "name_layers", "to_network"]
+__all__ = [
+    "final_estimator",
+    "name_layer",
+    "name_layers",
+    "to_network",
+    "to_network_with_source",
+]
 
 
 @singledispatch
@@ -76,6 +83,27 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     targets = None if y is None else converted.encode_target(y)
     module = converted.module if options.device is None else converted.module.to(options.device)
     return Network(module, options.loss(converted.criterion), options.batches(X, targets))
+
+
+def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
+    """Do the same as `to_network`, for measures that may be functions of model and data.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `to_network`.
+    X, y : array-like
+        Data as the model takes them; y may be None.
+    options : DataOptions
+        Criterion, batch size, device and sample weights.
+
+    Returns
+    -------
+    Network
+        With the model and the data as its source.
+    """
+    source = Source(model, X, y, options.sample_weight)
+    return replace(to_network(model, X, y, options), source=source)
 
 
 @to_network.register

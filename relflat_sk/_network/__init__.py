@@ -49,6 +49,7 @@ from relflat_sk._network.recording import (
     record_order,
     record_tail,
 )
+from relflat_sk._network.source import Source
 from relflat_sk._network.tail import Tail, choose_curvatures
 from relflat_sk._network.values import check_stored, find_non_finite
 
@@ -65,6 +66,7 @@ __all__ = [
     "Outcome",
     "Recorder",
     "ReplacedForwards",
+    "Source",
     "Tail",
     "best_constant_loss",
     "borrowed",

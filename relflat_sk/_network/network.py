@@ -14,6 +14,7 @@ from relflat_sk._network.batches import Batch, Batches
 from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_order
+from relflat_sk._network.source import Source
 from relflat_sk._random import fork_rng
 
 __all__ = [
@@ -43,12 +44,15 @@ class Network:
         Starts a pass over the data, see `relflat_sk._network.batches.make_batches`.
     forward : callable, optional
         Turns inputs into the criterion's first argument; ``module(x)`` if None.
+    source : Source, optional
+        The model and the data that the network was made of; None if nobody needs them.
     """
 
     module: nn.Module
     loss: Loss
     batches: Batches
     forward: Callable[[Any], Any] | None = None
+    source: Source | None = None
 
     @property
     def device(self) -> torch.device:

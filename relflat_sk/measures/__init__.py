@@ -1,14 +1,7 @@
 """Measures of flatness, by name and as a scikit-learn scorer."""
 
 # for the packages above, not public
-from relflat_sk.measures._api import check_name as check_name
-from relflat_sk.measures._api import (
-    evaluate,
-    flatness_report,
-    get_measure_names,
-    measure,
-    relative_flatness,
-)
+from relflat_sk.measures._api import evaluate, measure, relative_flatness
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._flatness import find_measured_layer as find_measured_layer
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
@@ -18,7 +11,11 @@ from relflat_sk.measures._measure_network import check_arguments as check_argume
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
-from relflat_sk.measures._registry import check_names as check_names
+from relflat_sk.measures._own import OwnMeasure as OwnMeasure
+from relflat_sk.measures._own import find_measure as find_measure
+from relflat_sk.measures._own import find_measures as find_measures
+from relflat_sk.measures._own import get_measure_names, register_measure
+from relflat_sk.measures._report import flatness_report
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
 
@@ -29,5 +26,6 @@ __all__ = [
     "flatness_report",
     "get_measure_names",
     "measure",
+    "register_measure",
     "relative_flatness",
 ]

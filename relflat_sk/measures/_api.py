@@ -6,22 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relflat_sk._models import DataOptions, name_layer, to_network
+from relflat_sk._models import DataOptions, name_layer, to_network_with_source
 from relflat_sk._network import Layer
-from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._non_finite import warn_of_non_finite
-from relflat_sk.measures._registry import check_name, get_measure_names
+from relflat_sk.measures._own import NEURONS, find_measure
 from relflat_sk.measures._report import flatness_report
 
-__all__ = [
-    "check_name",
-    "evaluate",
-    "flatness_report",
-    "get_measure_names",
-    "measure",
-    "relative_flatness",
-]
+__all__ = ["evaluate", "measure", "relative_flatness"]
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +23,7 @@ _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": np.max, "sum": np.sum}
 
 
 def evaluate(  # noqa: PLR0913
-    name: str,
+    name: Any,
     model: Any,
     X: Any,
     y: Any = None,
@@ -46,8 +39,8 @@ def evaluate(  # noqa: PLR0913
 
     Parameters
     ----------
-    name : str
-        One of `get_measure_names`.
+    name : str or callable
+        One of `get_measure_names`, or a function of model, X and y; see `register_measure`.
     model : nn.Module or fitted estimator
         The trained model; see `relative_flatness`.
     X : array, data frame, tensor, dict or Dataset of n samples
@@ -90,20 +83,20 @@ def evaluate(  # noqa: PLR0913
     >>> round(found.risk, 4), round(found.constant_risk(), 4)
     (0.0556, 1.5556)
     """
-    check_name(name)
+    name = find_measure(name)
     if "layers" in params:
         raise TypeError(
             f"layers={params['layers']!r}: a single measure takes one layer, as layer=... For "
             "several layers, use flatness_report."
         )
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network(model, X, y, options)
+    network = to_network_with_source(model, X, y, options)
     (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found
 
 
 def measure(
-    name: str,
+    name: Any,
     model: Any,
     X: Any,
     y: Any = None,
@@ -117,8 +110,9 @@ def measure(
 
     Parameters
     ----------
-    name : str
-        One of `get_measure_names`.
+    name : str or callable
+        One of `get_measure_names`, or a function of model, X and y; see `register_measure`.
+        "neuron_flatness" returns an array.
     model : nn.Module or fitted estimator
         The trained model; see `relative_flatness`.
     X : array, data frame, tensor, dict or Dataset of n samples
@@ -141,8 +135,10 @@ def measure(
 
     Returns
     -------
-    float or ndarray of shape (n,)
-        The measure, in the unit of the loss for flatness.
+    float or ndarray
+        The measure, in the unit of the loss for flatness; with `per_sample` of shape (n,). For
+        "neuron_flatness" the forms ``rho(j)`` of all m neurons that feed the layer (P19,
+        Appendix B), of shape (m,); `neuron_flatness_max` is the largest of them.
 
     Raises
     ------
@@ -155,8 +151,13 @@ def measure(
     >>> X, y = [[1.0], [2.0]], [2.0, 4.0]
     >>> measure("relative_flatness", LinearRegression(fit_intercept=False).fit(X, y), X, y)
     20.0
+    >>> X = [[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, [1.0, 2.0, 3.0])
+    >>> measure("neuron_flatness", model, X).round(4).tolist()
+    [1.3333, 5.3333]
     """
-    check_name(name)
+    if isinstance(name, str) and name == NEURONS:
+        return _measure_neurons(model, X, y, layer, aggregate, per_sample, params)
     if aggregate is None:
         found = evaluate(name, model, X, y, layer=layer, per_sample=per_sample, **params)
         warn_of_non_finite({("", name): found})
@@ -170,6 +171,27 @@ def measure(
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
     report = flatness_report(model, X, y, measures=[name], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
+
+
+def _measure_neurons(
+    model: Any,
+    X: Any,
+    y: Any,
+    layer: Layer,
+    aggregate: str | None,
+    per_sample: bool,
+    params: dict[str, Any],
+) -> Floats:
+    """Measure every neuron that feeds a layer."""
+    if aggregate is not None or per_sample:
+        raise ValueError(
+            f"{NEURONS} is an array with a value for each neuron of one layer, which takes "
+            "neither aggregate nor per_sample. Use neuron_flatness_max or neuron_flatness_sum."
+        )
+    found = evaluate(LARGEST_NEURON, model, X, y, layer=layer, **params)
+    warn_of_non_finite({("", LARGEST_NEURON): found})
+    assert found.neurons is not None
+    return found.neurons
 
 
 def relative_flatness(  # noqa: PLR0913

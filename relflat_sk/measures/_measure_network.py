@@ -20,6 +20,7 @@ from relflat_sk.measures._flatness import (
     summarize,
 )
 from relflat_sk.measures._norms import NORM_MEASURES
+from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
 __all__ = ["NETWORK_WIDE", "check_arguments", "counts_decay", "measure_network"]
@@ -57,7 +58,8 @@ def measure_network(
     network : Network
         The network, with its loss and data.
     names : sequence of str
-        Some of `get_measure_names`.
+        Some of `get_measure_names`; an `OwnMeasure` for those of the user's own, which need the
+        network's source.
     layers : sequence of int, str or nn.Module, or "all"
         Where to measure what belongs to a layer.
     weight_decay : float, default=0
@@ -119,7 +121,12 @@ def counts_decay(name: str) -> bool:
     bool
         False for what is no curvature in units of the weights.
     """
-    return name not in NETWORK_WIDE and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+    return not _is_whole(name) and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether a measure is a function of the whole network, with arguments of its own."""
+    return name in NETWORK_WIDE or isinstance(name, OwnMeasure)
 
 
 def _check_per_sample(names: Sequence[str]) -> None:
@@ -157,7 +164,7 @@ def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     TypeError
         If there is such an argument.
     """
-    known = _GENERAL.union(*(_arguments(name) for name in names if name in NETWORK_WIDE))
+    known = _GENERAL.union(*(_arguments(name) for name in names if _is_whole(name)))
     for key in params:
         if key not in known:
             raise TypeError(
@@ -167,6 +174,8 @@ def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
 
 def _arguments(name: str) -> set[str]:
     """List the arguments of a measure of the whole network."""
+    if isinstance(name, OwnMeasure):
+        return name.arguments
     return {
         key
         for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()
@@ -192,7 +201,7 @@ def _measure_whole(
     summary: Summary | None,
 ) -> Found:
     """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
-    names = [name for name in names if name in NETWORK_WIDE]
+    names = [name for name in names if _is_whole(name)]
     if not names:
         return {}
     summary = summarize(network) if summary is None else summary
@@ -200,14 +209,15 @@ def _measure_whole(
     found = {}
     for name in names:
         own = {key: value for key, value in params.items() if key in _arguments(name)}
+        compute = name.measure if isinstance(name, OwnMeasure) else NETWORK_WIDE[name]
         try:
-            one = _NONE if diverged else NETWORK_WIDE[name](network, **own)
+            one = _NONE if diverged else compute(network, **own)
         except (TypeError, ValueError) as error:
             if refuse:
                 raise
             warn(f"{name} does not apply to this network: {error}")
             one = _NONE
-        found["", name] = Flatness(one.value, one.stderr, one.method, network, summary)
+        found["", str(name)] = Flatness(one.value, one.stderr, one.method, network, summary)
     return found
 
 

@@ -4,7 +4,6 @@ The changes leave the network's function as it is. The tests check this table, `
 shows it, and the documentation prints it.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
 import pandas as pd
@@ -12,9 +11,7 @@ import pandas as pd
 __all__ = [
     "INVARIANCES",
     "REPARAMETERIZATIONS",
-    "check_name",
     "describe_invariance",
-    "get_measure_names",
     "invariance_table",
 ]
 
@@ -37,6 +34,7 @@ INVARIANCES: dict[str, dict[str, Verdict]] = {
     "trace_flatness": _row("same", "different", "different"),
     "eigenvalue_flatness": _row("same", "different", "different"),
     "network_flatness": _row("same", "different", "different"),
+    "joint_eigenvalue_flatness": _row("different", "different", "different"),
     "neuron_flatness_max": _row("same", "same", "same"),
     "neuron_flatness_sum": _row("same", "same", "same"),
     "hessian_trace": _row("different", "different", "different"),
@@ -63,75 +61,6 @@ INVARIANCES: dict[str, dict[str, Verdict]] = {
 }
 
 
-def get_measure_names() -> list[str]:
-    """List the names that `measure` and `FlatnessScorer` take.
-
-    Returns
-    -------
-    list of str
-        The names in alphabetical order.
-
-    Examples
-    --------
-    >>> "relative_flatness" in get_measure_names()
-    True
-    """
-    return sorted(INVARIANCES)
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that is no measure's.
-
-    Parameters
-    ----------
-    name : str
-        A name, as the user gave it.
-
-    Raises
-    ------
-    ValueError
-        If there is no such measure; the message lists the measures.
-    """
-    if not isinstance(name, str) or name not in INVARIANCES:
-        raise ValueError(f"there is no measure {name!r}; choose from {get_measure_names()}.")
-
-
-def check_names(measures: str | Iterable[str]) -> list[str]:
-    """Return names of measures as a list, after a check of each of them.
-
-    Parameters
-    ----------
-    measures : str or iterable of str
-        A name, or some, as the user gave them.
-
-    Returns
-    -------
-    list of str
-        At least one name.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a name nor a list of names.
-    ValueError
-        If there is no name, or no measure of one of the names.
-    """
-    if not isinstance(measures, Iterable):
-        raise TypeError(
-            "measures must be a name or a list of names, as listed by get_measure_names(), got "
-            f"{measures!r} of type {type(measures).__name__}."
-        )
-    names = [measures] if isinstance(measures, str) else list(measures)
-    for name in names:
-        check_name(name)
-    if not names:
-        raise ValueError(
-            f"measures must name at least one measure, got {measures!r}. Leave it out to compute "
-            "all measures."
-        )
-    return names
-
-
 def invariance_table() -> pd.DataFrame:
     """Return the table, one row per measure and one column per reparameterisation.
 
@@ -154,7 +83,7 @@ def describe_invariance(measure: str) -> str:
     Parameters
     ----------
     measure : str
-        One of `get_measure_names`.
+        A key of `INVARIANCES`.
 
     Returns
     -------

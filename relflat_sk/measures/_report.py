@@ -1,15 +1,17 @@
 """A table of measures, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from relflat_sk._models import DataOptions, name_layers, to_network
+from relflat_sk._models import DataOptions, name_layers, to_network_with_source
 from relflat_sk._network import Layer
+from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
 from relflat_sk.measures._measure_network import counts_decay, measure_network
 from relflat_sk.measures._non_finite import warn_of_non_finite
-from relflat_sk.measures._registry import check_names, describe_invariance, get_measure_names
+from relflat_sk.measures._own import NEURONS, OwnMeasure, find_measures, get_measure_names
+from relflat_sk.measures._registry import describe_invariance
 
 __all__ = ["flatness_report"]
 
@@ -19,7 +21,7 @@ def flatness_report(  # noqa: PLR0913
     X: Any,
     y: Any,
     *,
-    measures: str | Sequence[str] | None = None,
+    measures: Any = None,
     layers: Layer | Sequence[Layer] = "all",
     criterion: Any = None,
     batch_size: int = 1024,
@@ -37,9 +39,11 @@ def flatness_report(  # noqa: PLR0913
         The inputs, as the model takes them.
     y : array of shape (n, ...)
         Labels, as in training; None where they do not matter.
-    measures : str or sequence of str, optional
-        One or some of `get_measure_names`, all of them if None. Then a measure that does not
-        apply to the network is nan, with a warning that says why.
+    measures : str, callable or sequence of these, optional
+        One or some of `get_measure_names`, all of them if None, or functions of model, X and y;
+        see `register_measure`. With None, a measure that does not apply to the network is nan,
+        with a warning that says why. "neuron_flatness", which must be named, has one row for
+        each neuron that feeds a layer, and its number in the column `neuron`.
     layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         Where to measure, each layer as in `relative_flatness`. "all" leaves out layers whose
         weight is used in several places, with a warning that names them; a head that is tied to
@@ -88,7 +92,7 @@ def flatness_report(  # noqa: PLR0913
     >>> report[["measure", "value"]].values.tolist()
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
-    names = get_measure_names() if measures is None else check_names(measures)
+    names = find_measures(get_measure_names() if measures is None else measures, neurons=True)
     if "layer" in params:
         raise TypeError(
             f"flatness_report has no argument layer={params['layer']!r}: pass "
@@ -103,24 +107,39 @@ def flatness_report(  # noqa: PLR0913
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network(model, X, y, options)
-    found = measure_network(network, names, layers, refuse=measures is not None, **params)
+    network = to_network_with_source(model, X, y, options)
+    measured = [LARGEST_NEURON if name == NEURONS else name for name in names]
+    found = measure_network(network, measured, layers, refuse=measures is not None, **params)
     warn_of_non_finite(found)
     layer_order = list(dict.fromkeys(layer for layer, _ in found))
     order = next(iter(found.values())).summary.order
     rows = [
-        {
-            "measure": name,
-            "layer": layer,
-            "position": order.index(layer) if layer else None,
-            "value": found[layer, name].value,
-            "stderr": found[layer, name].stderr,
-            "method": found[layer, name].method,
-            "n_samples": found[layer, name].n_samples,
-            "invariance": describe_invariance(name),
-        }
+        {"measure": str(name), "layer": layer, "position": order.index(layer) if layer else None}
+        | row
         for layer in layer_order
         for name in dict.fromkeys(names)
-        if (layer, name) in found
+        for row in _rows(name, found, layer)
     ]
-    return pd.DataFrame(rows).astype({"position": "Int64"})
+    integers = {"position": "Int64"} | ({"neuron": "Int64"} if NEURONS in names else {})
+    return pd.DataFrame(rows).astype(integers)
+
+
+def _rows(
+    name: str, found: Mapping[tuple[str, str], Flatness], layer: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of a measure at a layer, or a row for each neuron; none if it is no layer's."""
+    one = found.get((layer, LARGEST_NEURON if name == NEURONS else name))
+    if one is None:
+        return
+    known = {"method": one.method, "n_samples": one.n_samples}
+    if isinstance(name, OwnMeasure):
+        known["invariance"] = name.invariance
+    else:
+        known["invariance"] = describe_invariance(LARGEST_NEURON if name == NEURONS else name)
+    if name != NEURONS:
+        yield {"value": one.value, "stderr": one.stderr, **known}
+        return
+    assert one.neurons is not None
+    assert one.neuron_stderrs is not None
+    for j, (value, stderr) in enumerate(zip(one.neurons, one.neuron_stderrs, strict=True)):
+        yield {"value": float(value), "stderr": float(stderr), **known, "neuron": j}

@@ -14,13 +14,14 @@ from relflat_sk._models import DataOptions, describe, final_estimator, to_networ
 from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import evaluate, get_measure_names
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._minimum import (
     ConstantComparison,
     compare_with_constant,
     find_objection,
 )
+from relflat_sk.measures._own import find_measure, get_measure_names
 
 __all__ = ["FlatnessScorer"]
 
@@ -59,8 +60,9 @@ class FlatnessScorer(BaseEstimator):
 
     Parameters
     ----------
-    measure : str, default="relative_flatness"
-        The measure's name, one of `get_measure_names`.
+    measure : str or callable, default="relative_flatness"
+        The measure's name, one of `get_measure_names`, or a function of model, X and y that
+        returns a number which is small for good minima; see `register_measure`.
     layer : int, str or nn.Module, default=-1
         Where to measure: position among the layers with a weight matrix (-1 is the last one),
         dotted module name, or the module itself.
@@ -132,7 +134,7 @@ class FlatnessScorer(BaseEstimator):
 
     def __init__(
         self,
-        measure: str = "relative_flatness",
+        measure: Any = "relative_flatness",
         *,
         layer: Layer = -1,
         data: str = "given",
@@ -226,11 +228,11 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
-        choices = {
-            "measure": get_measure_names(),
-            "data": DATA,
-            "at_minimum": AT_MINIMUM,
-        }
+        if callable(self.measure):
+            find_measure(self.measure)
+        choices = {"data": DATA, "at_minimum": AT_MINIMUM}
+        if not callable(self.measure):
+            choices["measure"] = tuple(get_measure_names())
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:

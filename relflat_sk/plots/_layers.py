@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from relflat_sk._network import Layer
-from relflat_sk.measures import check_names, flatness_report
+from relflat_sk.measures import find_measures, flatness_report
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import divide, figure_of, grid_shape, make_axes
@@ -121,7 +121,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['0: hidden0', '1: output']
         """
-        names, params = check_names(measures), _check_params(measure_params)
+        names, params = find_measures(measures), _check_params(measure_params)
         report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
         # the report has an order of its own; the panels follow the user's
         report = pd.concat([report[report["measure"] == name] for name in names])

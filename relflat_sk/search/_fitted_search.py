@@ -100,7 +100,7 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     def remeasure(
         self,
-        measures: Sequence[str],
+        measures: Sequence[Any],
         X: Any = None,
         y: Any = None,
         *,
@@ -111,9 +111,9 @@ class FittedSearchMixin(BestEstimatorMixin):
 
         Parameters
         ----------
-        measures : sequence of str
-            Names of measures, see `get_measure_names`. A minimum that has a measure already is
-            not measured again.
+        measures : sequence of str or callable
+            Names of measures, see `get_measure_names`, or functions of model, X and y, see
+            `register_measure`. A minimum that has a measure already is not measured again.
         X : array-like of shape (n, n_features), optional
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,) or (n, n_outputs), optional

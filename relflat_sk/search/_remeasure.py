@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._minima_table import remeasured_key
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
-from relflat_sk.measures import check_name
+from relflat_sk.measures import find_measure
 from relflat_sk.search._trial import (
     ARTIFACT,
     DamagedWeightsError,
@@ -25,7 +25,7 @@ _TEST_LOSS = "test_loss"
 
 
 def remeasure(
-    study: optuna.Study, objective: MinimaObjective, names: Sequence[str], *, retrain: bool
+    study: optuna.Study, objective: MinimaObjective, measures: Sequence[Any], *, retrain: bool
 ) -> None:
     """Measure the finished trials of a study again, and store the measures in the study.
 
@@ -36,9 +36,9 @@ def remeasure(
         user attributes.
     objective : MinimaObjective
         Holds the estimator, the data and the store of weights.
-    names : sequence of str
-        Names of measures, see `get_measure_names`. A trial that has a measure already is not
-        measured again; the other measures of a trial share one pass over the data.
+    measures : sequence of str or callable
+        Measures, see `relflat_sk.measures.find_measure`. A trial that has a measure already is
+        not measured again; the other measures of a trial share one pass over the data.
     retrain : bool
         Whether to train minima again whose weights are missing or damaged.
 
@@ -52,16 +52,15 @@ def remeasure(
     FlatnessWarning
         If weights are damaged.
     """
-    if isinstance(names, str) or not names:
-        raise ValueError(f"measures must be a sequence of names, got {names!r}.")
-    for name in names:
-        check_name(name)
+    if isinstance(measures, str) or callable(measures) or not measures:
+        raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
+    names = [find_measure(one) for one in measures]
     if retrain and objective.base_seed is None:
         raise ValueError(
             "retrain=True needs a search with random_state: without a seed, training again gives "
             "another network."
         )
-    check_made_with(study, objective)
+    check_made_with(study, objective, names=names)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     saved = objective.artifact_store is not None and any(ARTIFACT in t.user_attrs for t in trials)
     if not saved and not retrain:

@@ -22,6 +22,7 @@ from relflat_sk._minima_table import (
     parameter_columns,
     plain_name,
 )
+from relflat_sk.measures import find_measure
 from relflat_sk.minima import FEWEST_MINIMA, correlate
 from relflat_sk.plots import (
     FlatnessGapDisplay,
@@ -38,6 +39,7 @@ from relflat_sk.search._report_text import (
     parameters_of,
     text_of,
 )
+from relflat_sk.search._setup import listed
 from relflat_sk.search._sharing import without_password
 
 __all__ = ["render"]
@@ -61,7 +63,8 @@ def render(search: Any) -> str:
     require_matplotlib()
     minima = search.minima_
     kind = type(search.estimator).__name__
-    by = search.measure if isinstance(search.measure, str) else search.measure[0]
+    first = listed(search.measure)[0]
+    by = first if isinstance(first, str) else str(find_measure(first))
     page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=html.escape(f"Minima of {kind}, ranked by {by}"),

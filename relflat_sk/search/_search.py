@@ -15,6 +15,7 @@ from relflat_sk.search._routing import RoutingMixin, route
 from relflat_sk.search._setup import (
     check_arguments,
     create_study,
+    listed,
     n_objectives,
     n_processes,
     plan_candidates,
@@ -53,11 +54,11 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data, see
         `MinimaObjective`.
-    measure : str or sequence of str, default="relative_flatness"
-        The measure to rank by, see `get_measure_names`. Of several, the first ranks and the
-        others are recorded. With `NSGAIISampler` or `NSGAIIISampler`, each is an objective of
-        the study, and ``"train_loss"`` may be one of them; see the column `pareto` of
-        `minima_`.
+    measure : str, callable or sequence of these, default="relative_flatness"
+        The measure to rank by: one of `get_measure_names`, or a function of model, X and y, see
+        `register_measure`. Of several, the first ranks and the others are recorded. With
+        `NSGAIISampler` or `NSGAIIISampler`, each is an objective of the study, and
+        ``"train_loss"`` may be one of them; see the column `pareto` of `minima_`.
     n_trials : int, optional
         Number of candidates, those of a resumed study included. If None, all combinations of
         choices are trained, and the space must consist of choices.
@@ -334,7 +335,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
             X,
             y,
             self.space,
-            measures=[self.measure] if isinstance(self.measure, str) else list(self.measure),
+            measures=listed(self.measure),
             X_test=X_test,
             y_test=y_test,
             artifact_store=self.artifact_store,

@@ -15,7 +15,14 @@ from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._sharing import Draws, Grid, Plan, open_storage
 from relflat_sk.search._trial import Space
 
-__all__ = ["check_arguments", "create_study", "n_objectives", "n_processes", "plan_candidates"]
+__all__ = [
+    "check_arguments",
+    "create_study",
+    "listed",
+    "n_objectives",
+    "n_processes",
+    "plan_candidates",
+]
 
 
 def check_arguments(search: Any) -> None:
@@ -87,7 +94,23 @@ def n_objectives(search: Any) -> int:
         One for each measure with a multi-objective sampler, otherwise 1.
     """
     multiple = isinstance(search.sampler, NSGAIISampler | NSGAIIISampler)
-    return len(search.measure) if multiple and not isinstance(search.measure, str) else 1
+    return len(listed(search.measure)) if multiple else 1
+
+
+def listed(measure: Any) -> list[Any]:
+    """Return the measures of a search as a list.
+
+    Parameters
+    ----------
+    measure : str, callable or sequence of these
+        As the user gave it.
+
+    Returns
+    -------
+    list of str or callable
+        One measure or several.
+    """
+    return [measure] if isinstance(measure, str) or callable(measure) else list(measure)
 
 
 def plan_candidates(search: Any, space: Space) -> Plan:

@@ -8,9 +8,10 @@ from relflat_sk.measures._flatness.flatness import (
 )
 from relflat_sk.measures._flatness.scan import find_measured_layer
 from relflat_sk.measures._flatness.summary import Flatness, Summary
-from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE
+from relflat_sk.measures._flatness.trace_measures import LARGEST_NEURON, TRACE_LIKE
 
 __all__ = [
+    "LARGEST_NEURON",
     "LAYER_MEASURES",
     "TRACE_LIKE",
     "Flatness",

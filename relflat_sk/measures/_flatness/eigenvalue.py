@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relflat_sk._network import Network
-from relflat_sk._random import RandomState, seed_from
-from relflat_sk._warnings import warn
+from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
 from relflat_sk.measures._flatness.scan import scan
 from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
+from relflat_sk.measures._lanczos import largest_eigenvalue
 
 __all__ = ["EIGENVALUE_LIKE", "EigenvalueMeasures"]
 
@@ -29,14 +29,6 @@ EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
 }
 # numbers of features and closed forms that are stored, to spare further passes
 _MOST_STORED = 2**26
-# a Hessian of at most as many rows is cheaper to compute than the vectors of Lanczos' iteration
-_SMALL = 24
-# most products with the Hessian in an iteration
-_MAX_PRODUCTS = 1000
-
-
-class _NotFiniteError(ArithmeticError):
-    """A product with the Hessian is not finite."""
 
 
 class EigenvalueMeasures:
@@ -118,54 +110,21 @@ class EigenvalueMeasures:
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
         """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""
-        try:
-            return self._iterate_at(layer, summary)
-        except _NotFiniteError:
-            return np.nan, np.nan
-
-    def _iterate_at(self, layer: str, summary: Summary) -> tuple[float, float]:
-        """Return the largest eigenvalue at a layer and the error, if the Hessian is finite."""
         weight = summary.layer_weights[layer]
 
-        def product(vector: np.ndarray) -> np.ndarray:
-            matrix = torch.from_numpy(np.asarray(vector)).to(weight).reshape(weight.shape)
+        def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+            matrix = torch.from_numpy(vector).to(weight).reshape(weight.shape)
             found = self._product(layer, matrix) / summary.divisor
-            flat: np.ndarray = found.flatten().cpu().numpy()
-            if not np.isfinite(flat).all():
-                raise _NotFiniteError  # LAPACK prints messages of its own
+            flat: NDArray[np.float64] = found.flatten().cpu().numpy()
             return flat
 
-        size = weight.numel()
-        if size <= _SMALL:
-            dense = np.stack([product(row) for row in np.eye(size)])
-            return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
-        values, vectors = self._iterate(product, size, layer)
-        if len(values) == 0:
-            return np.nan, np.nan
-        value, vector = float(values[-1]), vectors[:, -1]
-        return value, float(np.linalg.norm(product(vector) - value * vector))
-
-    def _iterate(
-        self, product: Callable[[np.ndarray], np.ndarray], size: int, layer: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the largest eigenvalue and its vector, or none if the iteration fails."""
-        rng = np.random.default_rng(seed_from(self.random_state))
-        try:
-            values, vectors = eigsh(
-                LinearOperator((size, size), matvec=product, dtype=np.float64),
-                k=1,
-                which="LA",
-                v0=rng.standard_normal(size),
-                tol=self.rtol,
-                maxiter=max(1, _MAX_PRODUCTS // 20),
-            )
-        except ArpackNoConvergence as error:
-            values, vectors = error.eigenvalues, error.eigenvectors
-            warn(
-                f"the largest eigenvalue at layer {layer!r} did not converge to a relative "
-                f"tolerance of {self.rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
-            )
-        return values, vectors
+        return largest_eigenvalue(
+            product,
+            weight.numel(),
+            rtol=self.rtol,
+            random_state=self.random_state,
+            where=f"at layer {layer!r}",
+        )
 
     def _product(self, layer: str, matrix: Tensor) -> Tensor:
         """Multiply the Hessian of the summed loss in a layer's weight with a matrix (d, m)."""

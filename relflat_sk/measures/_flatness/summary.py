@@ -90,6 +90,10 @@ class Flatness:
         The samples' terms, whose mean is the value; None if not asked for.
     term_stderrs : ndarray of shape (n,), optional
         Standard errors of the terms.
+    neurons : ndarray of shape (m,), optional
+        The numbers of the input neurons, of which the value is the largest.
+    neuron_stderrs : ndarray of shape (m,), optional
+        Standard errors of these.
 
     Examples
     --------
@@ -109,6 +113,8 @@ class Flatness:
     summary: Summary
     terms: NDArray[np.float64] | None = None
     term_stderrs: NDArray[np.float64] | None = None
+    neurons: NDArray[np.float64] | None = None
+    neuron_stderrs: NDArray[np.float64] | None = None
 
     @property
     def risk(self) -> float:

@@ -29,7 +29,7 @@ from relflat_sk.measures._flatness.terms import (
     left_factor,
 )
 
-__all__ = ["TRACE_LIKE", "TraceMeasures"]
+__all__ = ["LARGEST_NEURON", "TRACE_LIKE", "TraceMeasures"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ TRACE_LIKE: dict[str, TraceLike] = {
         lambda weight: weight.square().sum(dim=0),
     ),
 }
+# the measure with a value for each neuron, of which it is the largest
+LARGEST_NEURON = "neuron_flatness_max"
 _NORMALIZED = "normalized_relative_flatness"
 # the quantity from which the normalised flatness follows, once the features' spread is known
 _PAIRS = "feature pairs"
@@ -227,6 +229,8 @@ class TraceMeasures:
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         found = Flatness(value, stderr, mean.method, self.network, summary)
+        if name == LARGEST_NEURON:
+            found.neurons, found.neuron_stderrs = values.cpu().numpy(), stderrs.cpu().numpy()
         if mean.terms is not None and mean.term_stderrs is not None:
             terms = measure.finish(mean.terms, weight)
             if weight_decay:

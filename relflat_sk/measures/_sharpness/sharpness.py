@@ -35,6 +35,7 @@ from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
+from relflat_sk.measures._sharpness.joint_eigenvalue import joint_eigenvalue_flatness
 from relflat_sk.measures._sharpness.pac_bayes import (
     pac_bayes_flatness,
     pac_bayes_magnitude_flatness,
@@ -336,6 +337,7 @@ def _unit(logits: Tensor) -> Tensor:
 # each takes a network, and keyword arguments of its own
 SHARPNESS_MEASURES: dict[str, Callable[..., Estimate]] = {
     "fisher_rao_norm": fisher_rao_norm,
+    "joint_eigenvalue_flatness": joint_eigenvalue_flatness,
     "pac_bayes_flatness": pac_bayes_flatness,
     "pac_bayes_magnitude_flatness": pac_bayes_magnitude_flatness,
     "expected_sharpness": expected_sharpness,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relflat_sk._checks import check_device, check_integer, is_integer
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models import DataOptions, to_network_with_source
 from relflat_sk._network import Network
 from relflat_sk.measures import Flatness, check_arguments, measure_network
 from relflat_sk.search._trial.training_data import TrainingData
@@ -86,7 +86,7 @@ class Measuring:
         options = DataOptions(
             batch_size=self.batch_size, device=self.device, sample_weight=data.sample_weight
         )
-        return to_network(estimator, data.X, data.y, options)
+        return to_network_with_source(estimator, data.X, data.y, options)
 
     def __call__(
         self, network: Network, names: Sequence[str], seed: int | None
@@ -110,4 +110,4 @@ class Measuring:
         params = {**self.params, "random_state": seed}
         found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
         by_name = {name: result for (_, name), result in found.items()}
-        return {name: by_name[name] for name in names}
+        return {str(name): by_name[name] for name in names}

@@ -55,9 +55,9 @@ class MinimaObjective:
         of the labels that are shuffled), ``data__confusion_size`` (number of further samples,
         with shuffled labels, that are trained on but not measured on) and
         ``data__random_state``.
-    measures : sequence of str, default=("relative_flatness",)
-        Names of measures, see `get_measure_names`. Each is an objective of the study;
-        ``"train_loss"`` can be another.
+    measures : sequence of str or callable, default=("relative_flatness",)
+        Names of measures, see `get_measure_names`, or functions of model, X and y, see
+        `register_measure`. Each is an objective of the study; ``"train_loss"`` can be another.
     direction : {"minimize", "maximize"}, default="minimize"
         The direction of the study. With "maximize" the objective is minus the measure.
     X_test : array-like of shape (n_test, n_features), optional
@@ -139,7 +139,7 @@ class MinimaObjective:
         y: Any,
         space: Mapping[str, Any],
         *,
-        measures: Sequence[str] = ("relative_flatness",),
+        measures: Sequence[Any] = ("relative_flatness",),
         direction: str = "minimize",
         X_test: Any = None,
         y_test: Any = None,

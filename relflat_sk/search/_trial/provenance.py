@@ -12,10 +12,11 @@ part              content
 ``held-out data`` shapes and checksums of X_test and y_test; may be added later
 ``search``        measures that are objectives, seed, and all other settings of the objective
 ``choices``       values of the space that Optuna knows by a label only; may be added later
+``own measures``  the user's functions among the measures; may be added later
 ================  ================================================================================
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
+from relflat_sk.measures import OwnMeasure
 from relflat_sk.search._trial.description import changed_params, describe, digest, same
 from relflat_sk.search._trial.weight_files import check_store
 
@@ -48,8 +50,13 @@ _NAMES = {
 
 Record = dict[str, dict[str, str]]
 
+# parts to which later sessions may add, or from which they may leave out
+_OPEN = ("held-out data", "choices", "own measures")
 
-def check_made_with(study: optuna.Study, objective: Any, own: int = -1) -> None:
+
+def check_made_with(
+    study: optuna.Study, objective: Any, own: int = -1, names: Sequence[str] = ()
+) -> None:
     """Refuse a study whose minima were made otherwise; record in a new study how they are made.
 
     Parameters
@@ -60,6 +67,8 @@ def check_made_with(study: optuna.Study, objective: Any, own: int = -1) -> None:
         Trains and measures the minima that are added.
     own : int, default=-1
         Number of the trial that is about to begin, if there is one.
+    names : sequence of str, optional
+        Measures that the study gets beside those of the objective.
 
     Raises
     ------
@@ -72,7 +81,7 @@ def check_made_with(study: optuna.Study, objective: Any, own: int = -1) -> None:
         If the study has trials but no record, because an earlier version made it.
     """
     attributes = study.user_attrs
-    now = _record(objective, len(study.directions))
+    now = _record(objective, len(study.directions), names)
     then: Record = attributes.get(MADE_WITH, {})
     others = [trial for trial in study.get_trials(deepcopy=False) if trial.number != own]
     used = any(map(_holds_result, others))
@@ -89,7 +98,7 @@ def check_made_with(study: optuna.Study, objective: Any, own: int = -1) -> None:
                 "study_name of its own, or undo the difference. In cross-validation leave "
                 "study_name out: every fold is a search of its own."
             )
-        for part in ("held-out data", "choices"):  # what earlier sessions have added stays
+        for part in _OPEN:  # what earlier sessions have added stays
             now[part] = then.get(part, {}) | now[part]
         now = then | now  # and so do parts that a later version has added
     if attributes.get(MADE_WITH) != now:
@@ -113,12 +122,13 @@ def check_study_of(trial: Any, objective: Any) -> None:
         objective.checked.add(study.study_name)
 
 
-def _record(objective: Any, n_objectives: int) -> Record:
+def _record(objective: Any, n_objectives: int, others: Sequence[str]) -> Record:
     """Describe everything that changes the results; the first measures are the objectives."""
     space = objective.space
     fixed = set() if objective.lr_scaling is None else {"batch_size"}
     held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
-    search = {"measure": describe(objective.names[:n_objectives])}
+    search = {"measure": describe([str(name) for name in objective.names[:n_objectives]])}
+    own = [name for name in (*objective.measures, *others) if isinstance(name, OwnMeasure)]
     for name, default in SETTINGS.items():
         value = attrgetter(name)(objective)
         if describe(value) != describe(default):
@@ -132,6 +142,7 @@ def _record(objective: Any, n_objectives: int) -> Record:
         },
         "search": search,
         "choices": space.describe_choices(),
+        "own measures": {str(name): describe(name.function) for name in own},
     }
 
 
@@ -205,10 +216,10 @@ def _adopt(study: optuna.Study, attributes: Mapping[str, Any], now: Record) -> R
 
 def _differences(then: Record, now: Record) -> Iterable[str]:
     """Say what differs, one line for each name."""
-    for part in ("estimator", "data", "held-out data", "search", "choices"):
+    for part in ("estimator", "data", "held-out data", "search", "choices", "own measures"):
         one, other = then.get(part, {}), now[part]
         names = one.keys() | other.keys()
-        if part in {"held-out data", "choices"}:  # may be added later, and left out
+        if part in _OPEN:
             names = one.keys() & other.keys()
         for name in sorted(names):
             if not same(one.get(name), other.get(name)):

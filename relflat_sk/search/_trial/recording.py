@@ -14,7 +14,7 @@ from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
-from relflat_sk.measures import Flatness, check_name
+from relflat_sk.measures import Flatness, find_measure
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
@@ -50,18 +50,18 @@ class Measured:
     found: dict[str, Flatness]
 
 
-def check_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Check the names of a search's objectives, and separate the measures.
+def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Check the measures of a search, and separate them from other objectives.
 
     Parameters
     ----------
-    names : sequence of str
-        Names of measures, and perhaps ``"train_loss"``.
+    given : sequence of str or callable
+        Measures, see `relflat_sk.measures.find_measure`, and perhaps ``"train_loss"``.
 
     Returns
     -------
     names : tuple of str
-        All of them.
+        The names of all.
     measures : tuple of str
         Those of measures.
 
@@ -70,14 +70,13 @@ def check_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     ValueError
         If they are no sequence, or one of them is no measure, or none is.
     """
-    if isinstance(names, str) or not names:
-        raise ValueError(f"measures must be a sequence of names, got {names!r}.")
+    if isinstance(given, str) or callable(given) or not given:
+        raise ValueError(f"measures must be a sequence of names, got {given!r}.")
+    names = tuple(one if one == TRAIN_LOSS else find_measure(one) for one in given)
     measures = tuple(name for name in names if name != TRAIN_LOSS)
-    for name in measures:
-        check_name(name)
     if not measures:
         raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
-    return tuple(names), measures
+    return names, measures
 
 
 def record_measures(

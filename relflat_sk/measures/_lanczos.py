@@ -1,0 +1,115 @@
+"""The largest eigenvalue of a symmetric matrix that is known by its products."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+from relflat_sk._random import RandomState, seed_from
+from relflat_sk._warnings import warn
+
+__all__ = ["largest_eigenvalue"]
+
+Vector = NDArray[np.float64]
+
+# a matrix of at most as many rows is cheaper to compute than the vectors of Lanczos' iteration
+_SMALL = 24
+# most products in an iteration
+_MAX_PRODUCTS = 1000
+
+
+class _NotFiniteError(ArithmeticError):
+    """A product with the matrix is not finite."""
+
+
+def largest_eigenvalue(
+    product: Callable[[Vector], Vector],
+    size: int,
+    *,
+    rtol: float,
+    random_state: RandomState,
+    where: str,
+) -> tuple[float, float]:
+    """Find the largest (algebraic) eigenvalue by Lanczos' iteration.
+
+    Parameters
+    ----------
+    product : callable
+        Multiplies the matrix with a vector; both of shape (size,) in float64.
+    size : int
+        Number of rows.
+    rtol : float
+        Relative tolerance of the stopping rule.
+    random_state : int, RandomState or None
+        Seeds the vector that the iteration starts from.
+    where : str
+        What the matrix belongs to, for the warning.
+
+    Returns
+    -------
+    value : float
+        The eigenvalue; nan if a product is not finite or there is no convergence.
+    error : float
+        Norm of the eigenvector's residual, which bounds the distance to an eigenvalue; 0 for small
+        matrices, whose eigenvalues are computed directly.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the iteration does not converge.
+
+    Examples
+    --------
+    >>> diagonal = np.arange(100.0)
+    >>> value, error = largest_eigenvalue(
+    ...     lambda v: diagonal * v, 100, rtol=1e-9, random_state=0, where="here"
+    ... )
+    >>> round(value, 6), error < 1e-6
+    (99.0, True)
+    """
+
+    def checked(vector: Vector) -> Vector:
+        found = product(np.asarray(vector, dtype=np.float64).reshape(-1))
+        if not np.isfinite(found).all():
+            raise _NotFiniteError  # LAPACK prints messages of its own
+        return found
+
+    try:
+        if size <= _SMALL:
+            dense = np.stack([checked(row) for row in np.eye(size)])
+            return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
+        values, vectors = _iterate(checked, size, rtol, random_state, where)
+        if len(values) == 0:
+            return np.nan, np.nan
+        value, vector = float(values[-1]), vectors[:, -1]
+        return value, float(np.linalg.norm(checked(vector) - value * vector))
+    except _NotFiniteError:
+        return np.nan, np.nan
+
+
+def _iterate(
+    product: Callable[[Vector], Vector],
+    size: int,
+    rtol: float,
+    random_state: RandomState,
+    where: str,
+) -> tuple[Vector, Vector]:
+    """Find the largest eigenvalue and its vector, or none if the iteration fails."""
+    rng = np.random.default_rng(seed_from(random_state))
+    try:
+        values, vectors = eigsh(
+            LinearOperator((size, size), matvec=product, dtype=np.float64),
+            k=1,
+            which="LA",
+            v0=rng.standard_normal(size),
+            tol=rtol,
+            maxiter=max(1, _MAX_PRODUCTS // 20),
+        )
+    except ArpackNoConvergence as error:
+        values, vectors = error.eigenvalues, error.eigenvectors
+        warn(
+            f"the largest eigenvalue {where} did not converge to a relative tolerance of "
+            f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
+        )
+    return values, vectors

@@ -1,0 +1,194 @@
+"""Searches rank by measures of one's own: tables, processes, remeasuring, resumed studies."""
+
+import subprocess
+import sys
+
+import numpy as np
+import optuna
+import pytest
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import scale
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessWarning,
+    MeasurePanelsDisplay,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    correlate,
+    register_measure,
+)
+from relflat_sk.measures._own import _REGISTERED
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X)
+MODEL = LogisticRegression(max_iter=1000)
+SPACE = {"C": [0.1, 1.0, 10.0]}
+
+
+def coefficients(model, X, y, *, order=2):
+    return float(np.linalg.norm(model.coef_.ravel(), ord=order))
+
+
+def largest_weight(model, X, y):
+    return float(np.abs(model.coef_).max()), 0.0
+
+
+def weights_of_net(net, X, y):
+    return float(sum(p.detach().square().sum() for p in net.module_.parameters()))
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Forget what a test registers."""
+    before = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(before)
+
+
+def expected(C, order=2):
+    return np.linalg.norm(LogisticRegression(max_iter=1000, C=C).fit(X, Y).coef_.ravel(), ord=order)
+
+
+def test_a_search_ranks_by_a_function(tmp_path):
+    search = FlatMinimaSearch(
+        MODEL, SPACE, measure=[coefficients, "relative_flatness"], depth_band=None
+    ).fit(X[::2], Y[::2], X[1::2], Y[1::2])
+    table = search.minima_
+    assert list(table.columns[:4]) == ["trial", "param_C", "coefficients", "train_loss"]
+    assert table["param_C"].tolist() == [0.1, 1.0, 10.0]
+    assert table["coefficients"].is_monotonic_increasing
+    assert search.best_score_ == pytest.approx(-table["coefficients"].iloc[0])
+    assert {"coefficients", "relative_flatness"} <= set(correlate(search)["measure"])
+    page = search.report(tmp_path / "minima.html").read_text(encoding="utf-8")
+    assert "ranked by coefficients" in page
+    pytest.importorskip("matplotlib")
+    panels = MeasurePanelsDisplay.from_minima(search)
+    assert any(axis.get_xlabel() == "coefficients" for axis in panels.axes_)
+
+
+def test_a_single_function_with_arguments_and_an_objective():
+    search = FlatMinimaSearch(
+        MODEL, SPACE, measure=coefficients, measure_params={"order": 1}, depth_band=None
+    ).fit(X, Y)
+    row = search.minima_.set_index("param_C").loc[1.0]
+    assert row["coefficients"] == pytest.approx(expected(1.0, order=1), rel=1e-9)
+    objective = MinimaObjective(MODEL, X, Y, SPACE, measures=[largest_weight, "train_loss"])
+    study = optuna.create_study(
+        directions=["minimize"] * 2, sampler=optuna.samplers.GridSampler(SPACE, seed=0)
+    )
+    study.optimize(objective)
+    assert all(set(t.user_attrs) >= {"largest_weight", "train_loss"} for t in study.trials)
+    assert all(type(key) is str for t in study.trials for key in t.user_attrs)
+
+
+def test_remeasuring_by_name_and_by_function(tmp_path):
+    search = FlatMinimaSearch(
+        MODEL, SPACE, artifact_store=tmp_path, random_state=0, depth_band=None,
+        storage=f"sqlite:///{tmp_path / 'minima.db'}", study_name="own",
+    ).fit(X, Y)  # fmt: skip
+    register_measure("size", coefficients)
+    table = search.remeasure(["size", largest_weight]).set_index("param_C")
+    for C in SPACE["C"]:
+        assert table.loc[C, "size"] == pytest.approx(expected(C), rel=1e-9)
+        assert table.loc[C, "largest_weight"] < table.loc[C, "size"]
+
+    def largest_weight_of_another_kind(model, X, y):
+        return float(np.abs(model.coef_).min())
+
+    # under the same name, another function would add numbers that cannot be compared
+    register_measure("size", largest_weight_of_another_kind)
+    message = r"own measures, size: coefficients \(source .* then, largest_weight_of_another_kind"
+    with pytest.raises(ValueError, match=message):
+        search.remeasure(["size"])
+    with pytest.raises(ValueError, match="measures must be a sequence of names, got <function"):
+        search.remeasure(coefficients)
+
+
+def test_a_resumed_study_knows_the_function(tmp_path):
+    options = {
+        "storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "own", "depth_band": None,
+        "artifact_store": tmp_path / "weights", "random_state": 0,
+    }  # fmt: skip
+    FlatMinimaSearch(MODEL, SPACE, measure=coefficients, **options).fit(X, Y)
+    wider = {"C": [0.1, 1.0, 10.0, 100.0]}
+    both = [coefficients, largest_weight]  # may be added: earlier minima are measured again
+    table = FlatMinimaSearch(MODEL, wider, measure=both, **options).fit(X, Y).minima_
+    assert np.isfinite(table[["coefficients", "largest_weight"]].to_numpy()).all()
+    assert len(table) == 4
+
+    def other(model, X, y):
+        return 1.0
+
+    other.__name__ = "coefficients"
+    with pytest.raises(ValueError, match="own measures, coefficients"):
+        FlatMinimaSearch(MODEL, wider, measure=other, **options).fit(X, Y)
+
+
+SCRIPT = """
+import numpy as np
+from sklearn.datasets import load_iris
+from relflat_sk import (
+    FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss, register_measure
+)
+
+def weights_of_net(net, X, y):
+    return float(sum(p.detach().square().sum() for p in net.module_.parameters()))
+
+if __name__ == "__main__":
+    X, y = load_iris(return_X_y=True)
+    register_measure("registered", lambda net, X, y: 2 * weights_of_net(net, X, y))
+    net = RelativeFlatnessRegularizedClassifier(
+        max_epochs=5, verbose=0, flatness_weight=0, module__hidden_layer_sizes=(4,)
+    )
+    tables = []
+    for n_jobs in (1, 2):
+        search = FlatMinimaSearch(
+            net, {"lr": [0.01, 0.02, 0.05]}, measure=[weights_of_net, "registered"],
+            n_jobs=n_jobs, random_state=0, goal=None,
+        ).fit(X.astype(np.float32), y)
+        tables.append(search.minima_.sort_values("param_lr"))
+    one, two = tables
+    assert one["weights_of_net"].tolist() == two["weights_of_net"].tolist()
+    assert (two["registered"] == 2 * two["weights_of_net"]).all()
+    assert np.isfinite(two["registered"]).all()
+    print("done")
+"""
+
+
+def test_worker_processes_know_functions_and_registered_names(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "done"
+
+
+def test_fleets_measure_with_functions():
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0, max_epochs=60, verbose=0, module__hidden_layer_sizes=(4,),
+        callbacks=[StopAtLoss(0.5)],
+    )  # fmt: skip
+    data, space = X.astype(np.float32), {"lr": [0.05, 0.1], "random_state": [0, 1]}
+    tables = [
+        FlatMinimaSearch(net, space, measure=weights_of_net, fleet=fleet, refit=False)
+        .fit(data, Y)
+        .minima_.sort_values("trial")
+        for fleet in (None, 4)
+    ]
+    one, fleet = (table["weights_of_net"].to_numpy() for table in tables)
+    assert fleet == pytest.approx(one, rel=1e-4)
+
+
+def test_a_measure_that_is_not_finite_is_no_minimum():
+    def nowhere(model, X, y):
+        return np.inf
+
+    with pytest.warns(FlatnessWarning, match="3 x a measure is not finite"):
+        search = FlatMinimaSearch(MODEL, SPACE, measure=nowhere).fit(X, Y)
+    assert not search.minima_["converged"].any()
