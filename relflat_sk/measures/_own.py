@@ -116,7 +116,7 @@ class OwnMeasure(str):
 
 def register_measure(
     name: str,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None,
     *,
     invariance: Iterable[str] | None = None,
 ) -> None:
@@ -129,12 +129,12 @@ def register_measure(
     ----------
     name : str
         The name, as of a column. A name that was registered before gets the new function.
-    function : callable
+    function : callable or None
         ``f(model, X, y)``, which returns a number, small where the minimum is good, or a pair of
         a number and its standard error. It gets the model and the data as they were passed; a
         torch module is in evaluation mode. Its keyword-only arguments become arguments of the
         measure, as in ``measure(name, model, X, y, radius=0.1)``. Those named `sample_weight`
-        and `random_state` get the weights and the seed of the call.
+        and `random_state` get the weights and the seed of the call. None forgets the name.
     invariance : iterable of str, optional
         Changes of the weights that change neither the network's function nor the measure:
         "layer", "feature neurons", "own neurons", see docs/measures.md. Reports show them.
@@ -168,9 +168,11 @@ def register_measure(
     >>> register_measure("coefficients", coefficient_norm)
     >>> round(measure("coefficients", model, [[1.0, 1.0]], [7.0], order=1), 4)
     7.0
-    >>> from relflat_sk.measures import _own  # forget it, for other examples
-    >>> del _own._REGISTERED["coefficients"]
+    >>> register_measure("coefficients", None)
     """
+    if function is None:
+        _REGISTERED.pop(name, None)
+        return
     if not callable(function):
         raise TypeError(f"function must be a function of model, X and y, got {function!r}.")
     if not isinstance(name, str) or not name:

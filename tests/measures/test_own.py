@@ -90,6 +90,8 @@ def test_standard_errors_and_reports():
     register_measure("coefficients", with_error, invariance=[])  # the new one counts
     again = flatness_report(MODEL, X, Y, measures="coefficients")
     assert again[["value", "invariance"]].to_numpy().tolist() == [[3.5, "none"]]
+    register_measure("coefficients", None)
+    assert "coefficients" not in get_measure_names()
 
 
 def test_scores():
