@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
 
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
@@ -96,13 +96,13 @@ def _iterate(
     where: str,
 ) -> tuple[Vector, Vector]:
     """Find the largest eigenvalue and its vector, or none if the iteration fails."""
-    rng = np.random.default_rng(seed_from(random_state))
+    start = np.random.default_rng(seed_from(random_state)).standard_normal(size)
     try:
         values, vectors = eigsh(
             LinearOperator((size, size), matvec=product, dtype=np.float64),
             k=1,
             which="LA",
-            v0=rng.standard_normal(size),
+            v0=start,
             tol=rtol,
             maxiter=max(1, _MAX_PRODUCTS // 20),
         )
@@ -112,4 +112,8 @@ def _iterate(
             f"the largest eigenvalue {where} did not converge to a relative tolerance of "
             f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
         )
+    except ArpackError:  # a matrix of zeros, of a dead layer, leaves nothing of the start
+        if product(start).any():
+            raise
+        values, vectors = np.zeros(1), start[:, None]
     return values, vectors

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from scipy.sparse.linalg import ArpackError
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from torch.func import functional_call, hessian
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, register_measure
 from relflat_sk.measures import evaluate
+from relflat_sk.measures._lanczos import largest_eigenvalue
 from tests import oracles
 from tests.measures.test_layer_kinds import CE, dense, make
 
@@ -60,6 +62,23 @@ def test_weights_of_samples_count():
     one = measure("joint_eigenvalue_flatness", net, X, y, sample_weight=counts, **options)
     two = measure("joint_eigenvalue_flatness", net, X[rows], y[rows], **options)
     assert one == pytest.approx(two, rel=1e-7)
+
+
+@pytest.mark.parametrize("size", [8, 60])
+def test_a_matrix_of_zeros_has_the_eigenvalue_zero(size):
+    found = largest_eigenvalue(
+        np.zeros_like, size, rtol=0.01, random_state=0, where="in a dead layer"
+    )
+    assert found == (0.0, 0.0)
+
+
+def test_other_errors_of_the_iteration_are_raised(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ArpackError(-9999)
+
+    monkeypatch.setattr("relflat_sk.measures._lanczos.eigsh", fails)
+    with pytest.raises(ArpackError):
+        largest_eigenvalue(lambda v: v, 60, rtol=0.01, random_state=0, where="here")
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("mlp relu", "0"), ("mlp tanh", "2"), ("conv", "3")])
