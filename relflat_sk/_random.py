@@ -23,6 +23,7 @@ __all__ = [
     "make_generator",
     "rademacher",
     "seed_from",
+    "seed_torch",
     "seeded",
 ]
 
@@ -179,6 +180,20 @@ def fork_rng(device: Any) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's global random states, without the search for devices where there is none.
+
+    Parameters
+    ----------
+    seed : int
+        The seed.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # for devices that may come later, torch.manual_seed keeps a traceback of every call
+        torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Seed torch's global random states, and give them back at the end of the context.
@@ -198,7 +213,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         return
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
     with fork_rng(device):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         yield
 
 

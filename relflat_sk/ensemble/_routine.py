@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from relflat_sk._random import seed_torch
+
 __all__ = ["CURRENT", "Cancelled", "Routine", "seconds_used"]
 
 
@@ -94,7 +96,7 @@ class Routine:
         """
         outside = _get_states()
         if self._states is None:
-            torch.manual_seed(self._seed)
+            seed_torch(self._seed)
             self._first_state = torch.get_rng_state()
             self._thread.start()
         else:

@@ -56,6 +56,25 @@ class ArrayLoader(DataLoader[Any]):
         """The number of samples in an epoch, those of a dropped last batch included."""
         return len(self._rows)
 
+    def enlarged(self, n_samples: int, n_numbers: int) -> "ArrayLoader":
+        """Return a loader of the same samples in larger batches.
+
+        Parameters
+        ----------
+        n_samples : int
+            Largest number of samples in a batch.
+        n_numbers : int
+            Largest number of input values in a batch.
+
+        Returns
+        -------
+        ArrayLoader
+            Its batches are not smaller than those of this loader.
+        """
+        each = sum(leaf.shape[1:].numel() for leaf in _leaves(self._parts[0]))
+        size = max(int(self.batch_size or 1), min(n_samples, n_numbers // max(1, each)))
+        return ArrayLoader(self.dataset, *self._parts, self._rows, batch_size=size)
+
     def __iter__(self) -> Any:
         _draw_seed()  # torch's loader draws a seed for workers, even if it has none
         return self._batches()
@@ -160,6 +179,7 @@ class _SparseRows:
 
     def __init__(self, matrix: Any) -> None:
         self._matrix = matrix.tocsr()
+        self.shape = torch.Size(self._matrix.shape)
 
     def __len__(self) -> int:
         return int(self._matrix.shape[0])

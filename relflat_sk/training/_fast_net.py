@@ -1,7 +1,7 @@
 """A skorch net with a faster training loop, where this changes no results."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,12 @@ import torch
 from skorch.callbacks import Callback
 from skorch.dataset import get_len
 from skorch.history import History
+from skorch.utils import to_device
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from relflat_sk.training._array_loader import make_loader
+from relflat_sk.training._array_loader import ArrayLoader, make_loader
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
 from relflat_sk.training._sklearn_net import SklearnNet
 
@@ -23,6 +25,8 @@ __all__ = ["FastNet", "record_batch"]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 _ORDERS = {"sampler", "batch_sampler"}
+# a batch of a prediction has so many samples and input values at most, if it is not smaller
+_SAMPLES, _NUMBERS = 1024, 2**20
 
 
 class FastNet(SklearnNet):
@@ -64,6 +68,39 @@ class FastNet(SklearnNet):
         if iterator is DataLoader and getattr(self, "accelerator", None) is None:
             return make_loader(dataset, arguments)
         return iterator(dataset, **arguments)
+
+    def forward_iter(self, X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
+        """Yield the outputs of the module for each batch, as skorch does.
+
+        Parameters
+        ----------
+        X : array-like, dict, list or Dataset
+            Inputs.
+        training : bool, default=False
+            Whether to set the module to training mode.
+        device : str, default="cpu"
+            Where the outputs go.
+
+        Yields
+        ------
+        Tensor of shape (n, ...), or tuple or dict of these
+            Output of a batch. Batches of arrays are large, up to 1,024 samples, where the
+            `batch_size` of training does not matter to the outputs and the user chose no other
+            for `iterator_valid`.
+        """
+        iterator = self.get_iterator(self.get_dataset(X), training=training)
+        chosen = self.get_params_for("iterator_valid")
+        if isinstance(iterator, ArrayLoader) and not (
+            training or chosen or any(map(_knows_its_batch, self._all_parts()))
+        ):
+            iterator = iterator.enlarged(_SAMPLES, _NUMBERS)
+        for batch in iterator:
+            yield to_device(self.evaluation_step(batch, training=training), device=device)
+
+    def _all_parts(self) -> list[nn.Module]:
+        """List the modules inside of the net's modules and criteria, and these."""
+        whole = [getattr(self, f"{name}_") for name in (*self._modules, *self._criteria)]
+        return [part for module in whole for part in getattr(module, "modules", list)()]
 
     def fit_loop(self, *args: Any, **kwargs: Any) -> "FastNet":
         """Train for some epochs, as skorch does.
@@ -190,8 +227,7 @@ class FastNet(SklearnNet):
             user chose none.
         """
         args, kwargs = super().get_params_for_optimizer(prefix, named_parameters)
-        modules = [getattr(self, f"{name}_") for name in (*self._modules, *self._criteria)]
-        if _can_fuse(getattr(self, prefix, None), args[0], kwargs, modules):
+        if _can_fuse(getattr(self, prefix, None), args[0], kwargs, self._all_parts()):
             kwargs["fused"] = True
         return args, kwargs
 
@@ -231,6 +267,11 @@ def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> b
     return names or "shuffle" in accepted
 
 
+def _knows_its_batch(part: nn.Module) -> bool:
+    """Return whether a module's output for a sample depends on the others in evaluation, too."""
+    return isinstance(part, _BatchNorm) and part.running_mean is None
+
+
 def _is_in_mode(module: nn.Module, training: bool) -> bool:
     """Return whether a module and all modules inside it are in train or eval mode."""
     return module.training is training and all(
@@ -239,7 +280,7 @@ def _is_in_mode(module: nn.Module, training: bool) -> bool:
 
 
 def _can_fuse(
-    optimizer: Any, groups: Any, arguments: Mapping[str, Any], modules: list[Any]
+    optimizer: Any, groups: Any, arguments: Mapping[str, Any], parts: list[nn.Module]
 ) -> bool:
     """Return whether torch has a fused implementation, which rounds differently but does the same.
 
@@ -248,7 +289,6 @@ def _can_fuse(
     """
     if optimizer not in _FUSED or _IMPLEMENTATIONS & arguments.keys():
         return False
-    parts = [part for module in modules for part in getattr(module, "modules", list)()]
     if any(getattr(part, "sparse", False) for part in parts):
         return False
     return all(

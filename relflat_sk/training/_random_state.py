@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relflat_sk._random import draw_seed, fork_rng
+from relflat_sk._random import draw_seed, fork_rng, seed_torch
 
 __all__ = ["States", "get_states", "own_random_state", "set_states"]
 
@@ -71,7 +71,7 @@ def own_random_state(net: Any, *, restart: bool) -> Iterator[None]:
         return
     with fork_rng(net.device):
         if restart or not hasattr(net, "_rng_states"):
-            torch.manual_seed(draw_seed(net.random_state))
+            seed_torch(draw_seed(net.random_state))
         else:
             set_states(net.device, net._rng_states)
         yield

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from sklearn.metrics import accuracy_score
 from sklearn.utils._tags import ClassifierTags, RegressorTags
-from skorch.callbacks import EpochScoring, EpochTimer, PassthroughScoring, PrintLog
+from skorch.callbacks import EpochScoring, EpochTimer, PrintLog
 from torch import Tensor, nn
 
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
+from relflat_sk.training._epoch_mean import EpochMean
 from relflat_sk.training._inputs import with_sizes
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._outputs import for_prediction
@@ -71,16 +72,16 @@ class TaskNet(PenalisedNet):
         """Record time, losses and the penalty per epoch, and a classifier's accuracy."""
         callbacks = [
             ("epoch_timer", EpochTimer()),
-            ("train_loss", PassthroughScoring(name="train_loss", on_train=True)),
+            ("train_loss", EpochMean(name="train_loss", on_train=True)),
             (
                 "flatness_penalty",
-                PassthroughScoring(name="flatness_penalty", on_train=True, lower_is_better=None),
+                EpochMean(name="flatness_penalty", on_train=True, lower_is_better=None),
             ),
             (
                 "flatness_clipped",
-                PassthroughScoring(name="flatness_clipped", on_train=True, lower_is_better=None),
+                EpochMean(name="flatness_clipped", on_train=True, lower_is_better=None),
             ),
-            ("valid_loss", PassthroughScoring(name="valid_loss")),
+            ("valid_loss", EpochMean(name="valid_loss")),
         ]
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)

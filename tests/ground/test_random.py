@@ -12,6 +12,7 @@ from relflat_sk._random import (
     make_generator,
     rademacher,
     seed_from,
+    seed_torch,
 )
 
 
@@ -50,6 +51,14 @@ def test_forked_states_come_back(device):
         torch.manual_seed(3)
         torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_torch_is_seeded_as_by_its_own_function(device):
+    drawn = []
+    for seed in (torch.manual_seed, seed_torch):
+        seed(7)
+        drawn.append((torch.rand(3), torch.rand(3, device=device)))
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
 
 
 def test_signs_are_balanced_independent_and_repeatable():

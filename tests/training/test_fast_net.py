@@ -5,11 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from skorch import NeuralNet
-from skorch.callbacks import Callback
+from skorch.callbacks import Callback, PassthroughScoring
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from torch import nn
@@ -438,3 +439,85 @@ def test_table_is_printed_unless_the_net_is_quiet(capsys):
     lines = []
     net.set_params(verbose=0, callbacks__print_log__sink=lines.append).fit(X, Y)
     assert len(lines) == 4
+
+
+# -- batches of predictions ----------------------------------------------------------------
+
+
+class _Sizes(nn.Module):
+    """A linear network that notes the sizes of its batches in evaluation."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.last, self.part = nn.LazyLinear(2), part or nn.Identity()
+        self.sizes = []
+
+    def forward(self, X):
+        if not self.training:
+            self.sizes.append(len(X))
+        return self.last(self.part(X.flatten(1)))
+
+
+def _predicting(inputs, **arguments):
+    """Fit a net, predict its data, and return both outputs and the sizes of the batches."""
+    net = RelativeFlatnessRegularizedClassifier(
+        _Sizes, max_epochs=1, batch_size=4, verbose=0, random_state=0, **arguments
+    ).fit(inputs, np.arange(len(inputs)) % 2)
+    net.module_.sizes.clear()
+    return net.predict_proba(inputs), list(net.module_.sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((20, 2), [20]),
+        ((1500, 3), [1024, 476]),
+        ((14, 1, 300, 500), [6, 6, 2]),  # not more than 2**20 numbers
+        ((7, 3, 400, 400), [4, 3]),  # nor fewer than `batch_size` samples
+    ],
+)
+def test_predictions_are_made_in_large_batches(shape, sizes):
+    inputs = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    assert _predicting(inputs)[1] == sizes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ({"iterator_valid__batch_size": 8}, [8, 8, 4]),
+        ({"module__part": nn.BatchNorm1d(2, track_running_stats=False)}, [4] * 5),
+        ({"module__part": nn.BatchNorm1d(2)}, [20]),
+    ],
+)
+def test_batches_of_predictions_stay_where_the_size_matters(arguments, sizes):
+    assert _predicting(X, **arguments)[1] == sizes
+
+
+@pytest.mark.parametrize("kind", [np.asarray, scipy.sparse.csr_matrix], ids=["dense", "sparse"])
+def test_predictions_do_not_depend_on_the_size_of_batches(kind):
+    inputs = kind(np.random.default_rng(0).normal(size=(30, 3)))
+    arguments = {"batch_size": 4, "max_epochs": 1, "verbose": 0, "random_state": 0}
+    nets = [
+        RelativeFlatnessRegularizedClassifier(**arguments, **one).fit(inputs, np.arange(30) % 3)
+        for one in ({}, {"iterator_valid__batch_size": 4})
+    ]
+    np.testing.assert_allclose(*(net.predict_proba(inputs) for net in nets), rtol=0, atol=1e-12)
+    assert [len(output) for output in nets[0].forward_iter(inputs, training=True)] == [4] * 7 + [2]
+
+
+@pytest.mark.parametrize("split", [None, ValidSplit(4)])
+def test_means_of_epochs_are_those_of_skorch(split):
+    names = ["train_loss", "valid_loss"]
+    theirs = {
+        f"callbacks__{name}": PassthroughScoring(name=name, on_train=name == "train_loss")
+        for name in names
+    }
+    histories = []
+    for callbacks in ({}, theirs):
+        net = RelativeFlatnessRegularizedClassifier(
+            max_epochs=4, batch_size=6, verbose=0, random_state=0, train_split=split, **callbacks
+        )
+        history = net.fit(X / N, Y).history
+        histories.append([{**epoch, "dur": 0, "batches": 0} for epoch in history])
+    assert histories[0] == histories[1]
+    assert ("valid_loss_best" in histories[0][0]) is (split is not None)

@@ -124,7 +124,8 @@ def test_only_a_batch_is_made_dense(kind, monkeypatch):
 
         monkeypatch.setattr(base, "toarray", toarray)
     sparse = kind(X)
-    net = make(batch_size=16).fit(sparse, Y, sample_weight=np.ones(N))
+    net = make(batch_size=16, iterator_valid__batch_size=16)
+    net.fit(sparse, Y, sample_weight=np.ones(N))
     net.partial_fit(sparse, Y)
     net.predict(sparse)
     relative_flatness(net, sparse, Y, batch_size=16)
