@@ -32,6 +32,7 @@ from relflat_sk.theory import (
     feature_robustness,
     generalization_bound,
     label_constancy,
+    pac_bayes_bound,
     reparameterize,
     representativeness,
     sharpness_conditions,
@@ -84,6 +85,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "representativeness",
     "generalization_bound",
     "label_constancy",
+    "pac_bayes_bound",
     "reparameterize",
     # plots
     "FlatnessGapDisplay",

@@ -17,7 +17,14 @@ from relflat_sk.measures._own import find_measures as find_measures
 from relflat_sk.measures._own import get_measure_names, register_measure
 from relflat_sk.measures._report import flatness_report
 from relflat_sk.measures._scorer import FlatnessScorer
+from relflat_sk.measures._sharpness import Weights as Weights
+from relflat_sk.measures._sharpness import add_weights as add_weights
+from relflat_sk.measures._sharpness import count_errors as count_errors
+from relflat_sk.measures._sharpness import draw_noise as draw_noise
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
+from relflat_sk.measures._sharpness import square_norm as square_norm
+from relflat_sk.measures._sharpness import weights_of as weights_of
+from relflat_sk.measures._sharpness import with_weights as with_weights
 
 __all__ = [
     "Flatness",

@@ -3,14 +3,17 @@
 from relflat_sk._rescaling import reparameterize
 from relflat_sk.theory._bound import generalization_bound
 from relflat_sk.theory._label_constancy import label_constancy
+from relflat_sk.theory._pac_bayes_bound import PacBayesBound, pac_bayes_bound
 from relflat_sk.theory._representativeness import representativeness
 from relflat_sk.theory._robustness import feature_robustness
 from relflat_sk.theory._sharpness_conditions import sharpness_conditions
 
 __all__ = [
+    "PacBayesBound",
     "feature_robustness",
     "generalization_bound",
     "label_constancy",
+    "pac_bayes_bound",
     "reparameterize",
     "representativeness",
     "sharpness_conditions",

@@ -24,6 +24,13 @@ def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
 
 
 @pytest.mark.slow
+def test_quick_runs_of_the_guarantee_print_bounds_that_hold():
+    printed = run("benchmarks.worth.pac_bayes", "--quick", "--seeds", "2")
+    assert "the bound is above the true error for 2 of 2 seeds" in printed
+    assert "not judged (quick)" in printed
+
+
+@pytest.mark.slow
 def test_an_interrupted_tuning_continues(tmp_path):
     storage = f"sqlite:///{tmp_path / 'trials.db'}"
     methods = ("SAM", "flatness, all layers")

@@ -35,7 +35,7 @@ from relflat_sk.measures._sharpness.perturbation import (
     weights_of,
 )
 
-__all__ = ["error_rate", "pac_bayes_flatness", "pac_bayes_magnitude_flatness"]
+__all__ = ["count_errors", "error_rate", "pac_bayes_flatness", "pac_bayes_magnitude_flatness"]
 
 # Tolerance of log(sigma): 1/sigma^2 is exact to one per cent, far less than its standard error
 # with ten draws.
@@ -213,8 +213,35 @@ def error_rate(network: Network) -> float:
     float
         Between 0 and 1. A sample may have several labels; ignored labels do not count.
     """
-    assert network.loss.row is not None
-    errors_of = _WRONG[network.loss.row.task]
+    wrong, counted = count_errors(network)
+    return wrong / counted
+
+
+def count_errors(network: Network) -> tuple[float, float]:
+    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode.
+
+    Parameters
+    ----------
+    network : Network
+        With a loss of the table's tasks "classification" or "binary".
+
+    Returns
+    -------
+    tuple of (float, float)
+        Each sample counts with its weight, if samples have weights.
+
+    Raises
+    ------
+    ValueError
+        If the loss is none of these.
+    """
+    row = network.loss.row
+    if row is None or row.task not in _WRONG:
+        raise ValueError(
+            f"{network.loss.criterion!r} has no classes, and so no errors to count; pass a "
+            "classifier."
+        )
+    errors_of = _WRONG[row.task]
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
@@ -223,7 +250,7 @@ def error_rate(network: Network) -> float:
             )
             total += float(outcome.weight @ wrong)
             divisor += float(outcome.weight @ counted)
-    return total / divisor
+    return total, divisor
 
 
 def _wrong_class(outcome: Outcome) -> tuple[Tensor, Tensor]:

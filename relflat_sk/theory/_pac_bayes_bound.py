@@ -1,0 +1,311 @@
+"""The PAC-Bayes guarantee on the error of a classifier with noise on its weights."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.pipeline import Pipeline
+from sklearn.utils import get_tags
+from torch import nn
+
+from relflat_sk._checks import check_integer, check_number
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Network, count_samples
+from relflat_sk._random import RandomState, as_random_state, draw_seeds
+from relflat_sk.measures import (
+    Weights,
+    add_weights,
+    count_errors,
+    draw_noise,
+    square_norm,
+    weights_of,
+    with_weights,
+)
+from relflat_sk.theory._kl import kl_inverse
+
+__all__ = ["SIGMAS", "PacBayesBound", "pac_bayes_bound"]
+
+# from 1e-6 to 8, in factors of the square root of 2; the same for all networks and data
+SIGMAS = tuple(2.0 ** (k / 2) for k in range(-40, 7))
+# draws by which sigma is chosen; the bound at the chosen one has draws of its own
+_TRIALS = 16
+# the inequality between the sample and its distribution holds from this number of samples on
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class PacBayesBound:
+    """A bound on the error of a classifier with noise on its weights; errors are shares.
+
+    Parameters
+    ----------
+    bound : float
+        With probability `confidence`, the expected error on new data is at most this.
+    confidence : float
+        ``1 - delta``.
+    sigma : float
+        Standard deviation of the noise.
+    kl : float
+        Divergence from the prior, ``|w - w_0|^2 / (2 sigma^2)``, in nats.
+    empirical_error : float
+        Error of the network without noise on the sample.
+    expected_sharpness : float
+        By how much the noise raises the error on the sample, on average over the draws.
+    noisy_error : float
+        Mean error on the sample with noise, over the draws: the sum of the two.
+    noisy_error_limit : float
+        Upper confidence limit of the expectation that `noisy_error` estimates.
+    mcallester : float
+        The bound as the paper prints it, with the square root, at the same sigma.
+    n_samples : int
+        Size of the sample.
+    """
+
+    bound: float
+    confidence: float
+    sigma: float
+    kl: float
+    empirical_error: float
+    expected_sharpness: float
+    noisy_error: float
+    noisy_error_limit: float
+    mcallester: float
+    n_samples: int
+
+
+def pac_bayes_bound(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    initial: nn.Module | Mapping[str, Any] | None = None,
+    delta: float = 0.05,
+    sigmas: Sequence[float] = SIGMAS,
+    n_draws: int = 1000,
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    random_state: RandomState = None,
+) -> PacBayesBound:
+    r"""Bound the error on new data of a classifier with normal noise on its weights.
+
+    The bound is a guarantee. It holds for the classifier that draws new noise for every
+    prediction, :math:`f_{w + \nu}` with :math:`\nu \sim N(0, \sigma^2 I)`, and not for the network
+    without noise. The majority vote over the noise errs at most twice as often.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        A classifier that `relative_flatness` measures. It predicts the class of the largest
+        output, or class 1 where a single logit is positive.
+    X : array-like of n samples
+        The sample that the model was trained on: drawn independently from the distribution of
+        which the error is bounded, 8 samples or more.
+    y : array-like of shape (n,)
+        One label for each sample.
+    initial : nn.Module or mapping of str to Tensor, optional
+        The weights before training, as a copy of the module or of its state dict. The prior is
+        normal around them; around zero if None. They must not depend on the sample.
+    delta : float, default=0.05
+        Probability with which the bound may fail, over the draw of the sample and of the noise.
+    sigmas : sequence of float, optional
+        The noise to choose from; must not be chosen by looking at the sample or the weights. By
+        default 47 values between 1e-6 and 8.
+    n_draws : int, default=1000
+        Draws of noise with which the error on the sample is estimated at the chosen sigma.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    random_state : int, RandomState or None, default=None
+        Decides the noise.
+
+    Returns
+    -------
+    PacBayesBound
+        Frozen, with `bound` and what it is made of.
+
+    Raises
+    ------
+    ValueError
+        If the model is no classifier, an argument is out of its range, the initial weights do not
+        fit or are the trained ones, or the model has running statistics or fitted
+        preprocessing: these depend on the sample, and so would the prior.
+
+    Notes
+    -----
+    With a prior :math:`P = N(w_0, \sigma^2 I)`, equations 5 and 6 of [1]_ bound the expected error
+    by the error on the sample, the expected sharpness and a square root:
+
+    .. math:: \hat L(f_w) + \big(E_\nu \hat L(f_{w+\nu}) - \hat L(f_w)\big) +
+        4 \sqrt{\frac1n \Big(\frac{|w - w_0|^2}{2 \sigma^2} + \ln\frac{2 n}{\delta}\Big)} .
+
+    This is `mcallester`. `bound` is the tighter form of [2]_, in which the divergence between coins
+    that show the two errors is at most
+    :math:`(|w - w_0|^2 / (2 \sigma^2) + \ln(2 \sqrt n / \delta)) / n`; the largest error that
+    satisfies it is the bound. Both pay for what was chosen and estimated:
+
+    - Half of `delta` is divided among the sigmas, so that the bound holds at all of them, and also
+      at the one where it is smallest.
+    - The other half is for the expected error on the sample, which is unknown. `noisy_error_limit`
+      is its upper confidence limit from `n_draws` independent draws [3]_, which play no part in the
+      choice of sigma.
+
+    Architecture and initial weights must not have been chosen by the sample. Of the data, `bound`
+    assumes nothing but independent draws.
+
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+    .. [2] A. Maurer, "A Note on the PAC Bayesian Theorem", 2004.
+    .. [3] J. Langford and R. Caruana, "(Not) Bounding the True Error", NeurIPS 2001.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X = np.random.default_rng(0).normal(size=(500, 2))
+    >>> y = X[:, 0] > 0
+    >>> model = LogisticRegression(C=0.1).fit(X, y)
+    >>> found = pac_bayes_bound(model, X, y, n_draws=200, random_state=0)
+    >>> found.empirical_error < found.noisy_error < found.bound < 0.5
+    True
+    """
+    check_number("delta", delta)
+    if delta >= 1:
+        raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
+    check_integer("n_draws", n_draws, minimum=1)
+    grid = _check_sigmas(sigmas)
+    _refuse_preprocessing(model)
+    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    _refuse_statistics(network.module)
+    wrong, labels = count_errors(network)
+    n = _check_labels(network, labels)
+    weights = weights_of(network)
+    square = _squared_distance(weights, initial)
+    rng = as_random_state(random_state)
+
+    # half of delta is shared by the sigmas
+    risk = 0.5 * delta / len(grid)
+    trials = draw_seeds(rng, _TRIALS)
+
+    def bound(error: float, sigma: float) -> float:
+        kl = square / (2 * sigma**2)
+        return kl_inverse(error, (kl + math.log(2 * math.sqrt(n) / risk)) / n)
+
+    smallest, best = math.inf, grid[0]
+    for sigma in grid:
+        if bound(0.0, sigma) < smallest:
+            found = bound(_noisy_errors(network, weights, sigma, trials).mean(), sigma)
+            smallest, best = min((smallest, best), (found, sigma))
+    error = float(_noisy_errors(network, weights, best, draw_seeds(rng, n_draws)).mean())
+    limit = kl_inverse(error, math.log(2 / delta) / n_draws)
+    kl = square / (2 * best**2)
+    return PacBayesBound(
+        bound=bound(limit, best),
+        confidence=1 - delta,
+        sigma=best,
+        kl=kl,
+        empirical_error=wrong / labels,
+        expected_sharpness=error - wrong / labels,
+        noisy_error=error,
+        noisy_error_limit=limit,
+        mcallester=limit + 4 * math.sqrt((kl + math.log(2 * n / risk)) / n),
+        n_samples=n,
+    )
+
+
+def _noisy_errors(
+    network: Network, weights: Weights, sigma: float, seeds: Sequence[int]
+) -> np.ndarray:
+    """Compute the error on the sample for each draw of noise."""
+    errors = []
+    for seed in seeds:
+        noisy = add_weights(weights, draw_noise(weights, seed), sigma)
+        wrong, labels = count_errors(with_weights(network, noisy))
+        errors.append(wrong / labels)
+    return np.array(errors)
+
+
+def _check_sigmas(sigmas: Sequence[float]) -> list[float]:
+    """Return the sigmas, after a check of each of them."""
+    grid = list(sigmas)
+    if not grid:
+        raise ValueError("sigmas must hold at least one standard deviation of the noise, got none.")
+    for sigma in grid:
+        check_number("sigmas", sigma)
+    return [float(sigma) for sigma in grid]
+
+
+def _refuse_preprocessing(model: Any) -> None:
+    """Refuse a pipeline whose steps were fitted: the classifiers would depend on the sample."""
+    while model is not None and not isinstance(model, nn.Module):
+        if isinstance(model, Pipeline):
+            for name, step in model.steps[:-1]:
+                if step not in (None, "passthrough") and get_tags(step).requires_fit:
+                    raise ValueError(
+                        f"step {name!r} of the pipeline was fitted to data. If these are the "
+                        "sample, the prior depends on the sample, and there is no bound. Pass the "
+                        "last step, and X as transformed by what does not depend on the sample."
+                    )
+            model = model.steps[-1][1]
+        else:
+            wrapped = getattr(model, "best_estimator_", None)
+            model = wrapped if wrapped is not None else getattr(model, "estimator_", None)
+
+
+def _refuse_statistics(module: nn.Module) -> None:
+    """Refuse layers that keep statistics of the data they were trained on."""
+    for name, layer in module.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) keeps statistics of the training data. "
+                "The prior would depend on the sample, and there is no bound. Use a norm without "
+                "running statistics, such as torch.nn.LayerNorm."
+            )
+
+
+def _check_labels(network: Network, labels: float) -> int:
+    """Return the number of labels, if there is at most one for each sample, and enough."""
+    samples = sum(count_samples(batch.x) for batch in network.batches())
+    if labels > samples:
+        raise ValueError(
+            f"{samples} samples have {labels:.0f} labels. The bound needs independent labels, so "
+            "one for each sample at most."
+        )
+    if labels < _FEWEST:
+        raise ValueError(f"the bound needs {_FEWEST} labelled samples or more, got {labels:.0f}.")
+    return int(labels)
+
+
+def _squared_distance(weights: Weights, initial: nn.Module | Mapping[str, Any] | None) -> float:
+    """Sum the squared differences between the weights and the mean of the prior."""
+    if initial is None:
+        return square_norm(weights)
+    before = dict(initial.named_parameters()) if isinstance(initial, nn.Module) else initial
+    unfit = [
+        name
+        for name, value in weights.items()
+        if name not in before or tuple(before[name].shape) != tuple(value.shape)
+    ]
+    if unfit:
+        raise ValueError(
+            f"the initial weights do not fit the network: {', '.join(unfit)} is missing or of "
+            "another shape. Pass a copy of the same module, or of its state dict, from before "
+            "training."
+        )
+    change = {
+        name: value.double() - torch.as_tensor(before[name]).detach().to(value.device).double()
+        for name, value in weights.items()
+    }
+    square = square_norm(change)
+    if not square > 0:
+        raise ValueError(
+            "the initial weights are those of the trained network. Training changes a module and "
+            "the tensors of its state_dict() in place: pass a copy.deepcopy from before training."
+        )
+    return square

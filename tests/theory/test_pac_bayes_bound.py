@@ -1,0 +1,268 @@
+"""The PAC-Bayes bound against its formulas, and against errors that are known exactly."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
+from torch import nn
+
+from relflat_sk import pac_bayes_bound
+from relflat_sk.theory._kl import kl_inverse
+from relflat_sk.theory._pac_bayes_bound import SIGMAS
+
+BCE, CE = nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss()
+GRID = (0.125, 0.25, 0.5, 1.0, 2.0)
+
+
+def divergence(q, p):
+    """Of two coins, by its definition."""
+    return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a)
+
+
+def largest(q, c):
+    """The inverse of the divergence by a root finder, in place of halving."""
+    if divergence(q, 1 - 1e-15) <= c:
+        return 1.0
+    return brentq(lambda p: divergence(q, p) - c, max(q, 1e-300), 1 - 1e-15, xtol=1e-14)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0, 0.99), st.floats(1e-6, 5))
+def test_the_inverse_of_the_divergence(mean, c):
+    found = kl_inverse(mean, c)
+    assert found == pytest.approx(largest(mean, c), rel=1e-6, abs=1e-9)
+    assert mean <= found <= min(1, mean + math.sqrt(c / 2) + 1e-12)
+
+
+def test_the_inverse_at_the_ends():
+    assert kl_inverse(1.0, 0.1) == 1.0
+    assert kl_inverse(0.3, 0.0) == pytest.approx(0.3)
+    assert kl_inverse(0.0, 0.7) == pytest.approx(1 - math.exp(-0.7), rel=1e-12)
+
+
+def line(weight=2.0):
+    """A classifier of numbers by their sign, without bias."""
+    net = nn.Linear(1, 1, bias=False).double()
+    net.weight.data = torch.tensor([[weight]], dtype=torch.double)
+    return net
+
+
+def signs(n, flipped, seed=0):
+    """Numbers of which a known share has the label of the other sign."""
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n, 1))
+    wrong = rng.random(n) < flipped
+    return torch.tensor(X), torch.tensor((X[:, 0] > 0) != wrong).double()[:, None]
+
+
+def test_the_parts_satisfy_the_formulas():
+    n, delta, n_draws = 400, 0.1, 500
+    X, y = signs(n, 0.1)
+    share = float(((X > 0).double() != y).double().mean())
+    found = pac_bayes_bound(line(), X, y, criterion=BCE, delta=delta, sigmas=GRID,
+                            n_draws=n_draws, random_state=0)  # fmt: skip
+    assert (found.confidence, found.n_samples) == (0.9, n)
+    assert found.empirical_error == pytest.approx(share, rel=1e-12)
+    assert found.sigma in GRID
+    assert found.kl == pytest.approx(2.0**2 / (2 * found.sigma**2), rel=1e-12)
+    # with the weight's sign flipped by the noise, all other samples are wrong
+    flip = norm.cdf(-2.0 / found.sigma)
+    exact = (1 - flip) * share + flip * (1 - share)
+    assert found.noisy_error == pytest.approx(exact, abs=5 * math.sqrt(flip / n_draws) + 1e-9)
+    assert found.noisy_error == pytest.approx(found.empirical_error + found.expected_sharpness)
+    limit = largest(found.noisy_error, math.log(2 / delta) / n_draws)
+    assert found.noisy_error_limit == pytest.approx(limit, rel=1e-6)
+    confidence = delta / 2 / len(GRID)
+    complexity = (found.kl + math.log(2 * math.sqrt(n) / confidence)) / n
+    assert found.bound == pytest.approx(largest(limit, complexity), rel=1e-6)
+    printed = limit + 4 * math.sqrt((found.kl + math.log(2 * n / confidence)) / n)
+    assert found.mcallester == pytest.approx(printed, rel=1e-6)
+    assert limit < found.bound < found.mcallester
+
+
+def test_sigma_is_the_best_of_the_grid():
+    n, delta, n_draws = 400, 0.1, 500
+    X, y = signs(n, 0.1)
+    share = float(((X > 0).double() != y).double().mean())
+    confidence = delta / 2 / len(GRID)
+    bounds = {}
+    for sigma in GRID:
+        flip = norm.cdf(-2.0 / sigma)
+        error = (1 - flip) * share + flip * (1 - share)
+        kl = 2.0**2 / (2 * sigma**2)
+        bounds[sigma] = largest(error, (kl + math.log(2 * math.sqrt(n) / confidence)) / n)
+    found = pac_bayes_bound(line(), X, y, criterion=BCE, delta=delta, sigmas=GRID,
+                            n_draws=n_draws, random_state=0)  # fmt: skip
+    # the 16 trial draws tell bounds apart that are not close together; the limit of the error with
+    # noise costs a little
+    assert bounds[found.sigma] < min(bounds.values()) + 0.01 < sorted(bounds.values())[2]
+    assert bounds[found.sigma] < found.bound < bounds[found.sigma] + 0.06
+
+
+def test_a_larger_grid_and_a_smaller_delta_cost_something():
+    X, y = signs(400, 0.1)
+    arguments = {"criterion": BCE, "n_draws": 200, "random_state": 0}
+    small = pac_bayes_bound(line(), X, y, sigmas=[0.5], **arguments)
+    large = pac_bayes_bound(line(), X, y, sigmas=[0.5, *(1e-6 * k for k in range(1, 50))],
+                            **arguments)  # fmt: skip
+    sure = pac_bayes_bound(line(), X, y, sigmas=[0.5], delta=1e-6, **arguments)
+    assert small.sigma == large.sigma == sure.sigma == 0.5
+    assert small.noisy_error == pytest.approx(sure.noisy_error)
+    assert small.bound < large.bound < small.bound + 0.05
+    assert small.bound < sure.bound
+
+
+def test_the_bound_holds_for_errors_that_are_known():
+    """The labels of 20 samples are flipped by chance; the true error is known exactly."""
+    flipped, fails = 0.2, 0
+    for seed in range(40):
+        X, y = signs(20, flipped, seed)
+        found = pac_bayes_bound(line(1.0), X, y, criterion=BCE, sigmas=[0.25, 1.0], delta=0.2,
+                                n_draws=20, random_state=seed)  # fmt: skip
+        flip = norm.cdf(-1.0 / found.sigma)
+        fails += found.bound < (1 - flip) * flipped + flip * (1 - flipped)
+    # 40 times 0.2 are allowed; this test draws the same numbers each time
+    assert fails <= 8
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def trained():
+    net = mlp()
+    before = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    X = torch.randn(60, 2)
+    return net, before, X, net(X).argmax(dim=1)
+
+
+def test_the_prior_is_around_the_initial_weights_or_zero():
+    net, before, X, y = trained()
+    pairs = list(zip(net.parameters(), before.parameters(), strict=True))
+    apart = sum(((a - b).double() ** 2).sum().item() for a, b in pairs)
+    size = sum((a.double() ** 2).sum().item() for a, _ in pairs)
+    arguments = {"criterion": CE, "sigmas": [0.05], "n_draws": 20, "random_state": 0}
+    state = {name: value.numpy() for name, value in before.state_dict().items()}
+    for initial in (before, before.state_dict(), state):
+        found = pac_bayes_bound(net, X, y, initial=initial, **arguments)
+        assert found.kl == pytest.approx(apart / (2 * 0.05**2), rel=1e-6)
+    found = pac_bayes_bound(net, X, y, **arguments)
+    assert found.kl == pytest.approx(size / (2 * 0.05**2), rel=1e-6)
+
+
+def test_the_network_and_the_random_state_stay_as_they_were():
+    net, before, X, y = trained()
+    net.train()
+    weights = copy.deepcopy(net.state_dict())
+    state = torch.get_rng_state()
+    arguments = {"criterion": CE, "sigmas": [0.05, 0.1], "n_draws": 10, "initial": before}
+    found = [pac_bayes_bound(net, X, y, random_state=3, **arguments) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0] != pac_bayes_bound(net, X, y, random_state=4, **arguments)
+    assert torch.equal(state, torch.get_rng_state())
+    assert net.training
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_outputs_that_are_no_numbers_count_as_errors():
+    net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[0].weight.data = torch.tensor([[1e30], [1e30]])
+    net[1].weight.data = torch.tensor([[1.0, -1.0], [1.0, 1.0]])  # infinity minus infinity
+    X = torch.full((20, 1), 1e30)
+    found = pac_bayes_bound(net, X, torch.zeros(20).long(), criterion=CE, sigmas=[1e-3],
+                            n_draws=5, random_state=0)  # fmt: skip
+    assert found.empirical_error == found.noisy_error == found.bound == 1
+
+
+def estimator():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 2))
+    y = np.where(X[:, 0] + 0.1 * rng.normal(size=200) > 0, "yes", "no")
+    return LogisticRegression(C=0.1), X, y
+
+
+def test_estimators_and_pipelines_that_are_not_fitted_to_data():
+    model, X, y = estimator()
+    arguments = {"sigmas": GRID, "n_draws": 50, "random_state": 0}
+    expected = pac_bayes_bound(model.fit(X, y), X, y, **arguments)
+    assert expected.bound < 0.5
+    pipe = make_pipeline(FunctionTransformer(), "passthrough", model).fit(X, y)
+    assert pac_bayes_bound(pipe, X, y, **arguments) == expected
+
+
+def test_refuses_preprocessing_that_was_fitted():
+    model, X, y = estimator()
+    pipe = make_pipeline(StandardScaler(), model)
+    search = GridSearchCV(pipe, {"logisticregression__C": [0.1]}, cv=2)
+    for fitted in (pipe.fit(X, y), search.fit(X, y), make_pipeline(pipe).fit(X, y)):
+        with pytest.raises(ValueError, match="step 'standardscaler' of the pipeline was fitted"):
+            pac_bayes_bound(fitted, X, y)
+
+
+def test_refuses_statistics_of_the_sample():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm1d\) keeps statistics"):
+        pac_bayes_bound(net, torch.randn(20, 2), torch.zeros(20).long(), criterion=CE)
+
+
+def test_refuses_initial_weights_that_are_the_trained_ones():
+    net, _, X, y = trained()
+    for initial in (net, net.state_dict()):
+        with pytest.raises(ValueError, match="the initial weights are those of the trained net"):
+            pac_bayes_bound(net, X, y, initial=initial, criterion=CE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delta": 0}, "delta must be a finite positive number, got 0"),
+        ({"delta": 1.0}, "delta must be a probability below 1, got 1.0"),
+        ({"n_draws": 0}, "n_draws must be a positive integer, got 0"),
+        ({"sigmas": []}, "sigmas must hold at least one standard deviation"),
+        ({"sigmas": [0.1, -1]}, "sigmas must be a finite positive number, got -1"),
+        ({"initial": nn.Linear(2, 2)}, r"do not fit the network: 0.weight, 0.bias, .* is missing"),
+        ({"criterion": nn.MSELoss()}, "has no classes, and so no errors to count"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, message):
+    net, _, X, y = trained()
+    y = y if "criterion" not in arguments else torch.randn(60, 2)
+    with pytest.raises(ValueError, match=message):
+        pac_bayes_bound(net, X, y, **{"criterion": CE, **arguments})
+
+
+def test_refuses_labels_that_are_too_few_or_belong_together():
+    net, _, X, y = trained()
+    with pytest.raises(ValueError, match="needs 8 labelled samples or more, got 7"):
+        pac_bayes_bound(net, X[:7], y[:7], criterion=CE)
+    with pytest.raises(ValueError, match="6 samples have 24 labels"):
+        pac_bayes_bound(nn.Linear(2, 2), torch.randn(6, 4, 2), torch.zeros(6, 4).long(),
+                        criterion=CE)  # fmt: skip
+
+
+def test_refuses_regression():
+    X = np.random.default_rng(0).normal(size=(20, 2))
+    with pytest.raises(ValueError, match="has no classes, and so no errors to count"):
+        pac_bayes_bound(LinearRegression().fit(X, X[:, 0]), X, X[:, 0])
+
+
+def test_the_default_grid_does_not_depend_on_anything():
+    assert len(SIGMAS) == 47
+    assert min(SIGMAS) == pytest.approx(2.0**-20)
+    assert max(SIGMAS) == pytest.approx(8)
