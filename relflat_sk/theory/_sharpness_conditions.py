@@ -17,19 +17,22 @@ small disturbance switches few units on or off. A small C_3 means that no unit h
 weights than the others in its layer.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Network, Recorder, borrowed, keep_copies
-from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk._network import Network
+from relflat_sk.theory._chain import (
+    Chain,
+    chain_networks,
+    map_chains,
+    norms_in_c1,
+    relative_sizes,
+)
 
-__all__ = ["sharpness_conditions"]
+__all__ = ["sample_constants", "sharpness_conditions"]
 
 _READINGS = {
     "C1": "at the worst sample, the layers around it have {:.3g} of independent layers' effect",
@@ -38,33 +41,12 @@ _READINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Chain:
-    """A batch of n samples in a chain of d layers; all tensors are float64.
-
-    Parameters
-    ----------
-    x : Tensor of shape (n, h_0)
-        Inputs of the first layer.
-    weights : list of Tensor of shape (h_i, h_{i-1})
-        The layers' weights.
-    outputs : list of Tensor of shape (n, h_i)
-        The layers' outputs, before the activation.
-    slopes : list of Tensor of shape (n, h_i)
-        Slopes of the activations; ones behind the last layer.
-    """
-
-    x: Tensor
-    weights: list[Tensor]
-    outputs: list[Tensor]
-    slopes: list[Tensor]
-
-
 def sharpness_conditions(
     model: Any,
     X: Any,
     y: Any = None,
     *,
+    initial: nn.Module | None = None,
     batch_size: int = 16,
     device: Any = None,
 ) -> pd.DataFrame:
@@ -80,6 +62,8 @@ def sharpness_conditions(
         hundred samples suffice.
     y : array-like, optional
         Not used.
+    initial : nn.Module, optional
+        A copy of the module from before training, to compare with, as Appendix D of [1]_ does.
     batch_size : int, default=16
         Samples in one forward pass. Each sample needs the memory of several products of the
         weight matrices.
@@ -92,13 +76,14 @@ def sharpness_conditions(
         One row for each condition and layer, in forward order, with columns `condition` ("C1",
         "C2" or "C3"), `layer` (its name), `position` (of the layer in forward order),
         `constant` ("mu", "C_2" or "C_3"), `worst` (the constant, over all samples), `median`
-        (over samples) and `reading`, the meaning in words. Large values of mu are good, and
-        small values of the others. The constants have no unit.
+        (over samples) and `reading`, the meaning in words; and, with `initial`,
+        `initial_worst` and `initial_median`. Large values of mu are good, and small values of the
+        others. The constants have no unit.
 
     Raises
     ------
     ValueError
-        If the network is not such a chain.
+        If the network is not such a chain, or the initial one has other layers.
 
     Notes
     -----
@@ -112,7 +97,7 @@ def sharpness_conditions(
     References
     ----------
     .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
-       Section 4.
+       Section 4 and Appendix D.
 
     Examples
     --------
@@ -125,21 +110,43 @@ def sharpness_conditions(
     >>> found[["condition", "layer"]].values.tolist()
     [['C1', '0'], ['C2', '0'], ['C3', '0'], ['C3', '2']]
     """
-    # `to_network` needs a criterion for a bare module; it is not used here
-    options = DataOptions(nn.MSELoss(), batch_size, device)
-    network = to_network(model, X, None, options)
-    constants: dict[tuple[str, str], list[Tensor]] = {}
-    with borrowed(network.module), torch.no_grad():
-        layers = fold_layers(network)
-        order = [layer.name for layer in layers]
-        for chain in _chains(network, layers):
-            for key, values in _constants(chain, order).items():
-                constants.setdefault(key, []).append(values)
-    rows = [
-        _row(condition, layer, order.index(layer), torch.cat(values))
-        for (condition, layer), values in constants.items()
-    ]
-    return pd.DataFrame(rows)
+    tables = [_table(network) for network in chain_networks(model, X, initial, batch_size, device)]
+    if initial is None:
+        return tables[0]
+    keys = ["condition", "layer", "position", "constant"]
+    if not tables[0][keys].equals(tables[1][keys]):
+        raise ValueError(
+            f"the initial module has the layers {tables[1]['layer'].unique().tolist()}, and the "
+            f"model {tables[0]['layer'].unique().tolist()}. Pass a copy of the same module from "
+            "before training."
+        )
+    before = tables[1][["worst", "median"]].add_prefix("initial_")
+    return tables[0].join(before)
+
+
+def sample_constants(network: Network) -> dict[tuple[str, str, int], Tensor]:
+    """Compute the constants of all samples.
+
+    Parameters
+    ----------
+    network : Network
+        A fully connected network with ReLU or leaky ReLU between its layers.
+
+    Returns
+    -------
+    dict of (str, str, int) to Tensor of shape (n,)
+        By condition, layer and its position.
+    """
+    parts = map_chains(network, _constants)
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def _table(network: Network) -> pd.DataFrame:
+    """Summarise the constants of all samples, a row for each condition and layer."""
+    return pd.DataFrame([
+        _row(condition, layer, position, values)
+        for (condition, layer, position), values in sample_constants(network).items()
+    ])
 
 
 def _row(condition: str, layer: str, position: int, values: Tensor) -> dict[str, Any]:
@@ -156,96 +163,34 @@ def _row(condition: str, layer: str, position: int, values: Tensor) -> dict[str,
     }
 
 
-# -- the network as a chain --------------------------------------------------------------
-
-
-def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
-    """Run the network batch by batch, and read the chain of its layers from the records."""
-    for layer in layers:
-        if len(layer.input_shape) != 1:
-            raise ValueError(
-                f"sharpness_conditions need a fully connected network, but layer "
-                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
-                "sample."
-            )
-    names = {name for layer in layers for name in (layer.name, layer.norm) if name is not None}
-    modules = {name: network.module.get_submodule(name) for name in names}
-    for batch in network.batches():
-        with Recorder(modules, keep_copies) as recorder:
-            network(batch.x)
-        inputs = [recorder[layer.name].check()[0].double() for layer in layers]
-        outputs = [recorder[layer.norm or layer.name].check()[1].double() for layer in layers]
-        yield Chain(
-            inputs[0],
-            [layer.weight for layer in layers],
-            outputs,
-            [
-                _slopes(layer.name, z, after)
-                for layer, z, after in zip(layers[:-1], outputs[:-1], inputs[1:], strict=True)
-            ]
-            + [torch.ones_like(outputs[-1])],
-        )
-
-
-def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
-    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
-    if after.shape == z.shape:
-        slopes = torch.where(z == 0, 0.0, after / z)
-        if bool((slopes[z > 0] == 1).all()) and bool((after[z == 0] == 0).all()):
-            return slopes
-    raise ValueError(
-        f"sharpness_conditions need a chain of layers with ReLU in between, but the input of the "
-        f"layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."
-    )
-
-
 # -- the constants -----------------------------------------------------------------------
 
 
-def _constants(chain: Chain, names: list[str]) -> dict[tuple[str, str], Tensor]:
-    """Compute the constants of each sample, (n,), by condition and layer."""
+def _constants(chain: Chain) -> dict[tuple[str, str, int], Tensor]:
+    """Compute the constants of each sample, (n,), by condition, layer and position."""
     constants = {}
-    norms = _norms_of_products(chain)
-    last = len(names)
-    for k, name in enumerate(names, start=1):
-        if k < last:
-            constants["C1", name] = _interaction(norms, k, chain.outputs[k - 1].shape[1], last)
-            constants["C2", name] = _switches(chain.outputs[k - 1], chain.x)
-        rows = chain.weights[k - 1].norm(dim=1)
-        active = (chain.slopes[k - 1] * rows).norm(dim=1)  # |D W|_F of each sample
-        constants["C3", name] = len(rows) ** 0.5 * rows.max() / active
+    mu = _smallest(norms_in_c1(chain))
+    for k, name in enumerate(chain.names):
+        if k + 1 in mu:
+            constants["C1", name, k] = mu[k + 1]
+            constants["C2", name, k] = _switches(chain.outputs[k], chain.x)
+        rows = chain.weights[k].norm(dim=1)
+        active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample
+        constants["C3", name, k] = len(rows) ** 0.5 * rows.max() / active
     return constants
 
 
-def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
-    """Compute the Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
-    norms = {}
-    last = len(chain.weights)
-    for a in range(last + 1):
-        product = chain.x[:, :, None]
-        if a:
-            product = chain.slopes[a - 1][:, :, None] * chain.weights[a - 1]
-        norms[a, a] = product.flatten(1).norm(dim=1)
-        for b in range(a + 1, last + 1):
-            product = chain.slopes[b - 1][:, :, None] * (chain.weights[b - 1] @ product)
-            norms[a, b] = product.flatten(1).norm(dim=1)
-    return norms
-
-
-def _interaction(norms: dict[tuple[int, int], Tensor], c: int, width: int, last: int) -> Tensor:
-    """Compute mu at layer c, (n,)."""
-    ratios = []
-    for a in range(c):
-        for b in range(c + 1, last + 1):
-            apart = norms[c + 1, b] * norms[a, c]
-            # where a factor is zero, so is the product: the condition holds for any mu
-            ratios.append(torch.where(apart > 0, width**0.5 * norms[a, b] / apart, torch.inf))
-    return torch.stack(ratios).amin(dim=0)
+def _smallest(factors: dict[tuple[int, int, int], Tensor]) -> dict[int, Tensor]:
+    """Find the smallest mu of each sample, (n,), by c."""
+    found: dict[int, Tensor] = {}
+    for (_, c, _), (*_, mu) in factors.items():
+        found[c] = torch.minimum(found.get(c, mu), mu)
+    return found
 
 
 def _switches(z: Tensor, x: Tensor) -> Tensor:
     """Compute C_2: the largest share of units within delta of zero, over delta."""
-    size = z.abs().sort(dim=1).values / x.norm(dim=1, keepdim=True)
+    size = relative_sizes(z, x).sort(dim=1).values
     width = z.shape[1]
     # the maximum is reached where delta is the size of one of the units
     shares = torch.arange(1, width + 1, device=z.device) / width

@@ -1,0 +1,209 @@
+"""A fully connected ReLU network as a chain of matrices, for each sample.
+
+A network ``W_d D_{d-1} W_{d-1} ... D_1 W_1 x`` has the diagonal matrices ``D_i`` of the slopes of
+layer i's activations at x. Its products are ``P_ab = D_b W_b ... D_a W_a``, and ``P_0b = P_1b x``.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Network, Recorder, borrowed, keep_copies
+from relflat_sk._rescaling import AffineLayer, fold_layers
+
+__all__ = ["Chain", "chain_networks", "map_chains", "norms_in_c1", "relative_sizes"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A batch of n samples in a chain of d layers; all tensors are float64.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the layers.
+    x : Tensor of shape (n, h_0)
+        Inputs of the first layer.
+    weights : list of Tensor of shape (h_i, h_{i-1})
+        The layers' weights.
+    outputs : list of Tensor of shape (n, h_i)
+        The layers' outputs, before the activation.
+    slopes : list of Tensor of shape (n, h_i)
+        Slopes of the activations; ones behind the last layer.
+    """
+
+    names: list[str]
+    x: Tensor
+    weights: list[Tensor]
+    outputs: list[Tensor]
+    slopes: list[Tensor]
+
+
+def chain_networks(
+    model: Any, X: Any, initial: nn.Module | None, batch_size: int, device: Any
+) -> list[Network]:
+    """Return the network of a model and, if given, its initial module with the same data.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        The trained model.
+    X : array-like of n samples
+        Inputs as the model takes them.
+    initial : nn.Module or None
+        The module before training.
+    batch_size : int
+        Samples in one forward pass.
+    device : str, torch.device or None
+        Where to compute.
+
+    Returns
+    -------
+    list of Network
+        One or two. The criterion is of no account.
+    """
+    # `to_network` needs a criterion for a bare module; it is not used here
+    network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
+    if initial is None:
+        return [network]
+    # the inputs of the network, behind the steps of a pipeline
+    return [network, replace(network, module=initial, forward=None)]
+
+
+def map_chains(network: Network, function: Callable[[Chain], _T]) -> list[_T]:
+    """Run the network batch by batch, and apply a function to the chain of each batch.
+
+    Parameters
+    ----------
+    network : Network
+        A fully connected network with ReLU or leaky ReLU between its layers.
+    function : callable
+        From a `Chain` to anything.
+
+    Returns
+    -------
+    list
+        What it returned, for each batch.
+
+    Raises
+    ------
+    ValueError
+        If the network is no such chain.
+    """
+    with borrowed(network.module), torch.no_grad():
+        layers = fold_layers(network)
+        return [function(chain) for chain in _chains(network, layers)]
+
+
+def norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
+    """Compute the three norms of condition C1, and their mu.
+
+    Parameters
+    ----------
+    chain : Chain
+        The samples and layers.
+
+    Returns
+    -------
+    dict of (int, int, int) to Tensor of shape (4, n)
+        By a, c and b: the norms of ``P_ab``, ``P_{c+1,b}`` and ``P_ac``, and mu, the root of h_c
+        times the first over the product of the others; infinite where one of these is zero, and
+        the condition holds for any mu.
+    """
+    norms = _norms_of_products(chain)
+    last = len(chain.names)
+    found = {}
+    for c in range(1, last):
+        width = chain.outputs[c - 1].shape[1]
+        for a in range(c):
+            for b in range(c + 1, last + 1):
+                whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
+                apart = after * before
+                mu = torch.where(apart > 0, width**0.5 * whole / apart, torch.inf)
+                found[a, c, b] = torch.stack([whole, after, before, mu])
+    return found
+
+
+def relative_sizes(z: Tensor, x: Tensor) -> Tensor:
+    """Measure outputs in units of the norm of the network's input.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, h)
+        Outputs of a layer.
+    x : Tensor of shape (n, h_0)
+        Inputs of the network.
+
+    Returns
+    -------
+    Tensor of shape (n, h)
+        ``|z_i| / |x|``.
+    """
+    sizes: Tensor = z.abs() / x.norm(dim=1, keepdim=True)
+    return sizes
+
+
+def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
+    """Compute the Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
+    norms = {}
+    last = len(chain.weights)
+    for a in range(last + 1):
+        product = chain.x[:, :, None]
+        if a:
+            product = chain.slopes[a - 1][:, :, None] * chain.weights[a - 1]
+        norms[a, a] = product.flatten(1).norm(dim=1)
+        for b in range(a + 1, last + 1):
+            product = chain.slopes[b - 1][:, :, None] * (chain.weights[b - 1] @ product)
+            norms[a, b] = product.flatten(1).norm(dim=1)
+    return norms
+
+
+def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
+    """Run the network batch by batch, and read the chain of its layers from the records."""
+    for layer in layers:
+        if len(layer.input_shape) != 1:
+            raise ValueError(
+                f"the sharpness conditions need a fully connected network, but layer "
+                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
+                "sample."
+            )
+    modules = {
+        name: network.module.get_submodule(name)
+        for layer in layers
+        for name in (layer.name, layer.norm)
+        if name is not None
+    }
+    for batch in network.batches():
+        with Recorder(modules, keep_copies) as recorder:
+            network(batch.x)
+        inputs = [recorder[layer.name].check()[0].double() for layer in layers]
+        outputs = [recorder[layer.norm or layer.name].check()[1].double() for layer in layers]
+        slopes = [
+            _slopes(layer.name, z, after)
+            for layer, z, after in zip(layers[:-1], outputs[:-1], inputs[1:], strict=True)
+        ]
+        yield Chain(
+            [layer.name for layer in layers],
+            inputs[0],
+            [layer.weight for layer in layers],
+            outputs,
+            [*slopes, torch.ones_like(outputs[-1])],
+        )
+
+
+def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
+    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
+    if after.shape == z.shape:
+        slopes = torch.where(z == 0, 0.0, after / z)
+        if bool((slopes[z > 0] == 1).all()) and bool((after[z == 0] == 0).all()):
+            return slopes
+    raise ValueError(
+        "the sharpness conditions need a chain of layers with ReLU in between, but the input of "
+        f"the layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."
+    )

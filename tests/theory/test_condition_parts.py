@@ -1,0 +1,241 @@
+"""The parts of the sharpness conditions and Theorem 1, sample by sample in NumPy."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from relflat_sk import sharpness_conditions
+from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
+from tests.theory.test_sharpness_conditions import constants, network
+
+CE = nn.CrossEntropyLoss()
+
+
+def products(net, x):
+    """The matrices D_i W_i of a chain at x, with x as a column in front, and the outputs."""
+    h, factors, outputs = x, [x.numpy()[:, None]], []
+    linear = [m for m in net if isinstance(m, nn.Linear)]
+    for k, layer in enumerate(linear):
+        z = layer(h)
+        h = net[2 * k + 1](z) if k + 1 < len(linear) else z
+        slopes = (h / z).detach().numpy()
+        factors.append(np.diag(slopes) @ layer.weight.detach().numpy())
+        outputs.append(z.detach().numpy())
+    return factors, outputs
+
+
+def norm_of(factors, a, b):
+    product = np.eye(factors[a].shape[1])
+    for i in range(a, b + 1):
+        product = factors[i] @ product
+    return np.sqrt((product**2).sum())
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_the_factors_are_norms_of_products(activation):
+    net, X = network(activation), torch.randn(9, 4).double()
+    table = interaction_factors(net, X, batch_size=4).set_index(["a", "c", "b"])
+    indices = [(a, c, b) for c in (1, 2) for a in range(c) for b in range(c + 1, 4)]
+    assert sorted(table.index) == sorted(indices)
+    for a, c, b in indices:
+        found = []
+        for x in X:
+            factors, _ = products(net, x)
+            whole, after, before = (
+                norm_of(factors, *ends) for ends in ((a, b), (c + 1, b), (a, c))
+            )
+            width = len(factors[c])
+            found.append((math.sqrt(width) * whole / (after * before), whole, after, before))
+        mu, *norms = min(found)
+        row = table.loc[a, c, b]
+        assert row["mu"] == pytest.approx(mu, rel=1e-9)
+        assert row[["whole", "after", "before"]].tolist() == pytest.approx(norms, rel=1e-9)
+        assert row["layer"] == str(2 * (c - 1))
+    worst = sharpness_conditions(net, X).query("condition == 'C1'")["worst"]
+    assert worst.tolist() == pytest.approx(table.groupby("c")["mu"].min().tolist())
+
+
+def test_the_curve_counts_units_that_a_disturbance_can_switch():
+    net, X = network(), torch.randn(9, 4).double()
+    deltas = [0.01, 0.1, 0.5, 20]
+    curve = activation_curve(net, X, deltas=deltas, batch_size=4)
+    assert curve["delta"].tolist() == deltas * 2
+    for (layer, delta), row in curve.set_index(["layer", "delta"]).iterrows():
+        k = int(layer) // 2
+        shares = []
+        for x in X:
+            z = products(net, x)[1][k]
+            limit = delta * math.sqrt(sum(float(v) ** 2 for v in x))
+            shares.append(sum(abs(v) <= limit for v in z) / len(z))
+        assert row["position"] == k
+        assert row["mean_share"] == pytest.approx(sum(shares) / len(shares))
+        assert row["largest_share"] == pytest.approx(max(shares))
+        assert row["ratio"] == pytest.approx(max(shares) / delta)
+
+
+def test_the_largest_ratio_of_the_curve_is_the_second_constant():
+    net, X = network(), torch.randn(3, 4).double()
+    worst = sharpness_conditions(net, X).query("condition == 'C2'").set_index("layer")["worst"]
+    curve = activation_curve(net, X, deltas=np.geomspace(1e-6, 10, 4000))
+    for layer, ratio in curve.groupby("layer")["ratio"].max().items():
+        assert ratio <= worst[layer] * (1 + 1e-9)
+        assert ratio > 0.99 * worst[layer]
+    assert len(activation_curve(net, X)) == 2 * 26
+
+
+def test_a_trained_network_is_compared_with_its_initial_weights():
+    net, X = network(), torch.randn(9, 4).double()
+    before = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    both = sharpness_conditions(net, X, initial=before)
+    alone, first = sharpness_conditions(net, X), sharpness_conditions(before, X)
+    assert both["worst"].tolist() == alone["worst"].tolist()
+    assert both["initial_worst"].tolist() == first["worst"].tolist()
+    assert both["initial_median"].tolist() == first["median"].tolist()
+    assert both["initial_worst"].tolist() != both["worst"].tolist()
+    assert "initial_worst" not in alone
+
+
+def test_initial_weights_see_the_inputs_of_the_last_step():
+    rng = np.random.default_rng(0)
+    X, y = 100 + rng.normal(size=(30, 4)), np.arange(30) % 3
+    scaler = StandardScaler().fit(X)
+    pipe = make_pipeline(scaler, MLPClassifier((5,), max_iter=5000, random_state=0)).fit(X, y)
+    initial = nn.Sequential()
+    initial.add_module("hidden0", nn.Linear(4, 5))
+    initial.add_module("relu", nn.ReLU())
+    initial.add_module("output", nn.Linear(5, 3))
+    initial.double()
+    both = sharpness_conditions(pipe, X, initial=initial)
+    expected = sharpness_conditions(initial, torch.tensor(scaler.transform(X)))
+    np.testing.assert_allclose(both["initial_worst"], expected["worst"], rtol=1e-5)
+
+
+def test_an_initial_module_of_other_layers_is_refused():
+    net, X = network(), torch.randn(9, 4).double()
+    other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3)).double()
+    with pytest.raises(ValueError, match=r"the initial module has the layers \['0', '2'\], and"):
+        sharpness_conditions(net, X, initial=other)
+
+
+# ---- Theorem 1
+
+
+def right_hand_side(net, X, y, sigmas, delta, slope):
+    """The bound of Theorem 1, from constants and norms that are computed sample by sample."""
+    found = constants(net, X)
+    mu, c_2, c_3 = (
+        extreme(v for (name, _), values in found.items() if name == condition for v in values)
+        for condition, extreme in (("C1", min), ("C2", max), ("C3", max))
+    )
+    W = [m.weight.detach().numpy() for m in net if isinstance(m, nn.Linear)]
+    sizes = [np.sqrt((w**2).sum()) for w in W]
+    gammas = [
+        s * math.sqrt(w.shape[0] * w.shape[1]) / (mu**2 * size)
+        for s, w, size in zip(sigmas, W, sizes, strict=True)
+    ]
+    c_delta = 2 * math.sqrt(math.log(len(W) * max(map(max, (w.shape for w in W))) / delta))
+    spread = math.prod(1 + g for g in gammas) - 1
+    flips = math.prod(1 + g * c_2 * c_delta for g in gammas)
+    flips *= math.prod(1 + g * c_3 * c_delta for g in gammas) - 1
+    output = np.mean([np.linalg.norm(net(x).detach().numpy()) for x in X])
+    inside = sum((size / s) ** 2 for size, s in zip(sizes, sigmas, strict=True))
+    inside += math.log(2 * len(X) / delta)
+    loss = -net(X).log_softmax(1)[torch.arange(len(X)), y].mean().item()
+    return loss, (spread + flips) * slope * output, math.sqrt(inside / len(X)), gammas
+
+
+@pytest.mark.parametrize("sigma", [1e-3, (1e-3, 2e-3, 5e-4)])
+def test_the_bound_is_the_sum_of_its_terms(sigma):
+    net, X = network(), torch.randn(9, 4).double()
+    y = net(X).argmax(dim=1)
+    sigmas = sigma if isinstance(sigma, tuple) else (sigma,) * 3
+    found = sharpness_bound(net, X, y, sigma, delta=0.1, criterion=CE, batch_size=4)
+    loss, sharpness, complexity, gammas = right_hand_side(net, X, y, sigmas, 0.1, 2**0.5)
+    assert found.empirical_risk == pytest.approx(loss)
+    assert found.sharpness == pytest.approx(sharpness, rel=1e-9)
+    assert found.complexity == pytest.approx(complexity, rel=1e-9)
+    assert found.gammas == pytest.approx(gammas, rel=1e-9)
+    assert found.total == pytest.approx(loss + sharpness + complexity, rel=1e-9)
+
+
+def test_small_noise_changes_outputs_by_less_than_the_sharpness():
+    net, X = network(bias=False), torch.randn(9, 4).double()
+    y = net(X).argmax(dim=1)
+    found = sharpness_bound(net, X, y, 1e-4, lipschitz=1, criterion=CE)
+    generator = torch.Generator().manual_seed(0)
+    changes = []
+    for _ in range(100):
+        noisy = copy.deepcopy(net)
+        with torch.no_grad():
+            for weight in noisy.parameters():
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.double)
+                weight.add_(1e-4 * noise)
+            changes.append((noisy(X) - net(X)).norm(dim=1).mean().item())
+    assert 0 < np.mean(changes) < found.sharpness
+
+
+def test_the_slope_of_the_loss_scales_the_sharpness():
+    net, X = network(), torch.randn(9, 4).double()
+    y = net(X).argmax(dim=1)
+    one, two = (
+        sharpness_bound(net, X, y, 1e-3, lipschitz=slope, criterion=CE).sharpness
+        for slope in (1, 2)
+    )
+    assert two == pytest.approx(2 * one)
+    default = sharpness_bound(net, X, y, 1e-3, criterion=CE).sharpness
+    assert default == pytest.approx(2**0.5 * one)
+
+
+def test_slopes_of_the_losses_are_the_largest_gradients():
+    z = (50 * torch.randn(1000, 3)).double().requires_grad_()
+    (grad,) = torch.autograd.grad(
+        nn.CrossEntropyLoss(reduction="sum")(z, torch.arange(1000) % 3), z
+    )
+    assert 0.99 * 2**0.5 < grad.norm(dim=1).max() <= 2**0.5 + 1e-12
+    net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 1)).double()
+    X, y = torch.randn(9, 4).double(), torch.ones(9, 1).double()
+    bce = nn.BCEWithLogitsLoss()
+    found, given = (
+        sharpness_bound(net, X, y, 1e-3, criterion=bce, **own) for own in ({}, {"lipschitz": 1.0})
+    )
+    assert found == given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delta": 1}, "delta must be a probability below 1, got 1"),
+        ({"sigma": 0}, "sigma must be a finite positive number, got 0"),
+        ({"sigma": [0.1, 0.1]}, "one number, or one for each of the 3 layers, got 2"),
+        ({"lipschitz": -1}, "lipschitz must be a finite positive number or None, got -1"),
+        (
+            {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3).double())},
+            "the Lipschitz constant of CrossEntropyLoss.* is not known: pass lipschitz=",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, message):
+    net, X = network(), torch.randn(9, 4).double()
+    y = net(X).argmax(dim=1)
+    with pytest.raises(ValueError, match=message):
+        sharpness_bound(net, X, y, **{"sigma": 1e-3, "criterion": CE, **arguments})
+
+
+def test_bad_deltas_and_single_layers():
+    net, X = network(), torch.randn(9, 4).double()
+    with pytest.raises(ValueError, match="deltas must be a finite positive number, got 0"):
+        activation_curve(net, X, deltas=[0.1, 0])
+    single = nn.Sequential(nn.Linear(4, 3)).double()
+    with pytest.raises(ValueError, match="sharpness_bound needs a network of two layers or more"):
+        sharpness_bound(single, X, torch.zeros(9).long(), 0.1, criterion=CE)
