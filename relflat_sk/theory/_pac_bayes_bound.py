@@ -134,8 +134,8 @@ def pac_bayes_bound(  # noqa: PLR0913
     ------
     ValueError
         If the model is no classifier, an argument is out of its range, the initial weights do not
-        fit or are the trained ones, or the model has running statistics or fitted
-        preprocessing: these depend on the sample, and so would the prior.
+        fit or are the trained ones, or the model has buffers that training changed, such as
+        batch norm's, or fitted preprocessing: these depend on the sample, and so would the prior.
 
     Notes
     -----
@@ -182,7 +182,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     grid = _check_sigmas(sigmas)
     _refuse_preprocessing(model)
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
-    _refuse_statistics(network.module)
+    _refuse_statistics(network.module, initial)
     wrong, labels = count_errors(network)
     n = _check_labels(network, labels)
     weights = weights_of(network)
@@ -258,14 +258,21 @@ def _refuse_preprocessing(model: Any) -> None:
             model = wrapped if wrapped is not None else getattr(model, "estimator_", None)
 
 
-def _refuse_statistics(module: nn.Module) -> None:
-    """Refuse layers that keep statistics of the data they were trained on."""
-    for name, layer in module.named_modules():
-        if getattr(layer, "running_mean", None) is not None:
+def _refuse_statistics(module: nn.Module, initial: nn.Module | Mapping[str, Any] | None) -> None:
+    """Refuse a network with numbers that are no weights and may depend on the sample."""
+    if isinstance(initial, nn.Module):
+        before: Mapping[str, Any] = dict(initial.named_buffers())
+    else:
+        before = initial or {}
+    for name, buffer in module.named_buffers():
+        if not buffer.is_floating_point():
+            continue
+        if name not in before or not torch.equal(buffer.cpu(), torch.as_tensor(before[name]).cpu()):
             raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) keeps statistics of the training data. "
-                "The prior would depend on the sample, and there is no bound. Use a norm without "
-                "running statistics, such as torch.nn.LayerNorm."
+                f"the buffer {name!r} of the network may depend on the sample, as the statistics "
+                "of batch norm do. Then the prior would depend on it, too, and there is no bound. "
+                "Use a norm without statistics, such as torch.nn.LayerNorm. If the buffer has not "
+                "changed in training, pass initial=, the module from before training."
             )
 
 
@@ -303,7 +310,7 @@ def _squared_distance(weights: Weights, initial: nn.Module | Mapping[str, Any] |
         for name, value in weights.items()
     }
     square = square_norm(change)
-    if not square > 0:
+    if square == 0:
         raise ValueError(
             "the initial weights are those of the trained network. Training changes a module and "
             "the tensors of its state_dict() in place: pass a copy.deepcopy from before training."

@@ -216,8 +216,32 @@ def test_refuses_preprocessing_that_was_fitted():
 
 def test_refuses_statistics_of_the_sample():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm1d\) keeps statistics"):
-        pac_bayes_bound(net, torch.randn(20, 2), torch.zeros(20).long(), criterion=CE)
+    before = copy.deepcopy(net)
+    X, y = torch.randn(20, 2), torch.zeros(20).long()
+    net(X)
+    for initial in (None, before, before.state_dict()):
+        with pytest.raises(
+            ValueError, match="the buffer '1.running_mean' .* may depend on the sam"
+        ):
+            pac_bayes_bound(net, X, y, initial=initial, criterion=CE)
+
+
+def test_buffers_that_training_did_not_change_are_no_statistics():
+    net, before, X, y = trained()
+    net.register_buffer("scale", torch.ones(2))
+    before.register_buffer("scale", torch.ones(2))
+    arguments = {"criterion": CE, "sigmas": [0.05], "n_draws": 5, "random_state": 0}
+    for initial in (before, before.state_dict()):
+        assert pac_bayes_bound(net, X, y, initial=initial, **arguments).bound <= 1
+    with pytest.raises(ValueError, match="the buffer 'scale' of the network may depend"):
+        pac_bayes_bound(net, X, y, **arguments)
+
+
+def test_a_diverged_network_has_a_bound_of_one():
+    net, before, X, y = trained()
+    net[0].weight.data[0, 0] = math.nan
+    found = pac_bayes_bound(net, X, y, initial=before, criterion=CE, n_draws=5, random_state=0)
+    assert found.bound == found.empirical_error == 1
 
 
 def test_refuses_initial_weights_that_are_the_trained_ones():
