@@ -3,7 +3,36 @@
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "inverse_spread", "read_numbers", "safe_root", "varies"]
+__all__ = [
+    "column_squares",
+    "full_precision",
+    "inverse_spread",
+    "read_numbers",
+    "safe_root",
+    "varies",
+]
+
+# numbers of a matrix that are converted to float64 at a time
+_TOGETHER = 2**20
+
+
+def column_squares(matrix: Tensor) -> Tensor:
+    """Sum the squares of each column in float64, without a copy of the matrix.
+
+    Parameters
+    ----------
+    matrix : Tensor of shape (d, m)
+        Of any floating type.
+
+    Returns
+    -------
+    Tensor of shape (m,)
+        In float64.
+    """
+    d, m = matrix.shape
+    rows = max(1, _TOGETHER // m)
+    parts = (matrix[start : start + rows].double() for start in range(0, d, rows))
+    return torch.stack([part.square().sum(dim=0) for part in parts]).sum(dim=0)
 
 
 def full_precision(tensor: Tensor) -> Tensor:

@@ -1,20 +1,25 @@
 """The table of criteria: targets, divisors, best constants, curvature in closed form."""
 
 from relflat_sk._losses.best_constant import constant_risk
+from relflat_sk._losses.class_chunks import Rows
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
 from relflat_sk._losses.loss import Loss, weighted_loss
+from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.row import LINKS, Target
 from relflat_sk._losses.table import TABLE
 
 __all__ = [
     "LINKS",
+    "MANY",
     "TABLE",
     "ClosedForm",
     "Curvature",
     "Loss",
+    "ManyClasses",
     "ProbabilityNLLLoss",
+    "Rows",
     "Target",
     "as_criterion",
     "constant_risk",

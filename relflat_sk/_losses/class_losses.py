@@ -114,10 +114,22 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     """Return the curvature of cross-entropy with the total weight of each sample's targets."""
     if target is None:
         return softmax_curvature(z)
-    if target.is_floating_point() or _class_target_matters(criterion):
-        totals = _class_totals(criterion, target, z.shape[1], z.dtype)
-        return softmax_curvature(z, totals.sum(dim=1))
-    return softmax_curvature(z, (target != criterion.ignore_index).to(z.dtype))
+    return softmax_curvature(z, _target_weights(criterion, target, z))
+
+
+def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
+    """Return the total weight of each sample's targets, ``sum_k a_ik``: (n,)."""
+    dtype = torch.promote_types(z.dtype, torch.float32)
+    if target.is_floating_point():
+        return _class_totals(criterion, target, z.shape[1], dtype).sum(dim=1)
+    counts: Tensor = target != criterion.ignore_index
+    if criterion.weight is None:
+        return counts.to(dtype)
+    # without an array of all classes, of which there may be many
+    weight, smoothing = criterion.weight.to(dtype), getattr(criterion, "label_smoothing", 0.0)
+    of_label = weight[target.where(counts, 0)]
+    found: Tensor = (1 - smoothing) * of_label + smoothing * weight.mean()
+    return found * counts
 
 
 def _class_target_matters(criterion: Any) -> bool:

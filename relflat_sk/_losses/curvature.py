@@ -69,6 +69,21 @@ class ClosedForm(Curvature):
     def __call__(self, factor: Tensor) -> Tensor:
         """Compute quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
 
+    def trace(self, factor: Any) -> Tensor:
+        """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.
+
+        Parameters
+        ----------
+        factor : Tensor of shape (d, k) or None
+            The matrix F; the identity if None. `ManyClasses` takes its `Rows`, too.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            One number for each sample.
+        """
+        return self.diagonal().sum(dim=1) if factor is None else self(factor).sum(dim=1)
+
     @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonals of the ``B_i``.

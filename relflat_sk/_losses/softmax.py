@@ -6,8 +6,9 @@ form ``v^T B_i v`` is the variance of the entries of ``v`` under ``p_i``. In flo
 usual formula ``E[v^2] - E[v]^2`` cancels to nothing where one class has nearly all probability.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
 from relflat_sk._numerics import safe_root
 
-__all__ = ["softmax_curvature"]
+__all__ = ["Softmax", "differentiable_backward", "softmax_curvature"]
 
 # differences between rows of a matrix are written out up to this number
 _FEW = 2**16
@@ -45,13 +46,23 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
     >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
     tensor([[0.1875]])
     """
-    return _Softmax(z, scale)
+    return Softmax(z, scale)
 
 
 @dataclass(frozen=True)
-class _Softmax(ClosedForm):
-    z: Tensor  # (n, d) logits
-    scale: Tensor | None  # (n,) what multiplies diag(p) - p p^T, or None for one
+class Softmax(ClosedForm):
+    """The curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, d)
+        Logits.
+    scale : Tensor of shape (n,) or None
+        The total weight of the targets of each sample, one if None.
+    """
+
+    z: Tensor
+    scale: Tensor | None
 
     @cached_property
     def p(self) -> Tensor:
@@ -157,7 +168,10 @@ class _SoftmaxTotal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            return _differentiable_backward(ctx, outer)
+            each = ctx.each
+            each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
+            by_forms = partial(_total_by_forms, each=each)
+            return (*differentiable_backward(by_forms, ctx, outer, n_inputs=3), None)
         _, features, factor, gaps, p, slope, forms, norms = ctx.saved_tensors
         weighted = p * (norms * outer)
         pairs = p @ (weighted + weighted).T
@@ -169,16 +183,37 @@ class _SoftmaxTotal(torch.autograd.Function):
         return (weighted * (slope - forms)).T, of_features, towards, None
 
 
-def _differentiable_backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradient of `_SoftmaxTotal` with a graph of its own."""
+def _total_by_forms(z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor) -> Tensor:
+    return total_by_forms(Softmax(z, None), factor, features, each)
+
+
+def differentiable_backward(
+    function: Callable[..., Tensor], ctx: Any, outer: Tensor, n_inputs: int
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradient of an autograd function with a graph of its own.
+
+    Parameters
+    ----------
+    function : callable
+        Computes the same, in operations that autograd knows.
+    ctx : object
+        The context, which has saved the inputs first.
+    outer : Tensor of any shape
+        Gradient in the result.
+    n_inputs : int
+        How many of the saved tensors are inputs.
+
+    Returns
+    -------
+    tuple of (Tensor or None)
+        One gradient for each of the inputs, if it is needed.
+    """
     # each as if the others were constants: logits may depend on features and factor
-    z, features, factor = inputs = [x.view_as(x) for x in ctx.saved_tensors[:3]]
-    each = ctx.each
-    each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
-    total = total_by_forms(_Softmax(z, None), factor, features, each)
-    needed = [x for x, used in zip(inputs, ctx.needs_input_grad, strict=False) if used]
-    found = iter(torch.autograd.grad(total, needed, outer, create_graph=True))
-    return tuple(next(found) if used else None for used in ctx.needs_input_grad)
+    inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors[:n_inputs]]
+    needs = ctx.needs_input_grad[:n_inputs]
+    needed = [x for x, used in zip(inputs, needs, strict=True) if used]
+    found = iter(torch.autograd.grad(function(*inputs), needed, outer, create_graph=True))
+    return tuple(next(found) if used else None for used in needs)
 
 
 def _squared_distances(rows: Tensor) -> Tensor:

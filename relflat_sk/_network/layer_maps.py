@@ -21,7 +21,7 @@ the patches of its own group only.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["LayerMap", "LinearMap", "TransposedLinearMap", "select_channels"]
 
@@ -282,6 +282,8 @@ class LinearMap(LayerMap):
 
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
         """Multiply every position with the matrix."""
+        if matrices.ndim == 2:  # in one product, instead of one for each sample
+            return self.to_rows(nn.functional.linear(features, matrices))
         return matrices @ self.to_rows(features)
 
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:

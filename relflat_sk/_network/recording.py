@@ -181,7 +181,9 @@ def start_graph(
     record.features = layer_input(args, kwargs).detach()  # shares its version counter
     record.version = record.features._version
     record.output = output.detach()
-    record.offset = torch.zeros_like(record.output, requires_grad=True)
+    # a single zero in memory: the outputs of a language model's head are large
+    zero = record.output.new_zeros(())
+    record.offset = zero.expand_as(record.output).requires_grad_()
     torch.set_grad_enabled(True)  # until the caller's no_grad ends
     record.tail_input = tail_input = output + record.offset
     record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr

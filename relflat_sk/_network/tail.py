@@ -2,12 +2,15 @@ r"""Choose how the curvature of the loss in the outputs of layers is computed.
 
 The *tail* of a network is its part behind a layer, up to the loss. Let ``B_i`` be the Hessian of
 the loss of sample i in the layer's output. What the tail computed in a forward pass decides which
-of three ways to ``B_i`` there are:
+of four ways to ``B_i`` there are:
 
 closed form
     The layer's output is what the criterion takes, or is turned into that by one function that
     the table of losses knows: the table has ``B_i``. The same holds for each token of a language
     model whose last layer puts out the logits.
+many classes
+    The same for a softmax over thousands of classes, as at the head of a language model: sums over
+    the classes run over chunks of them.
 gradients
     The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
     has the curvature ``R_i R_i^T`` of the loss in that input: then ``B_i = (J_i^T R_i)
@@ -15,7 +18,7 @@ gradients
 products
     Anything else: products ``B_i v_i`` by differentiating twice.
 
-The measures and the penalty both choose here, and each of them makes its own three objects of
+The measures and the penalty both choose here, and each of them makes its own four objects of
 what was chosen.
 """
 
@@ -25,7 +28,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
 from relflat_sk._network.graph import find_link, is_piecewise_linear, only_moves_axes
 from relflat_sk._network.recording import LayerRecord
 
@@ -36,7 +39,7 @@ CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
 
 
 class _Ways(Protocol[CurvatureT_co]):
-    """Makes an object for each of the three ways to a curvature."""
+    """Makes an object for each of the four ways to a curvature."""
 
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
@@ -50,6 +53,26 @@ class _Ways(Protocol[CurvatureT_co]):
         features : Tensor of shape (n, m)
             The layer's input, one row for each sample or token.
         curvature : ClosedForm
+            Curvature in the layer's output, rows in the same order.
+
+        Returns
+        -------
+        object
+            Any.
+        """
+
+    def many_classes(
+        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
+    ) -> CurvatureT_co:
+        """Make the object of a layer that puts out the logits of very many classes.
+
+        Parameters
+        ----------
+        record : LayerRecord
+            The layer.
+        features : Tensor of shape (n, m)
+            The layer's input, one row for each sample or token.
+        curvature : ManyClasses
             Curvature in the layer's output, rows in the same order.
 
         Returns
@@ -122,18 +145,20 @@ class Tail:
         """The labels, if curvatures depend on them."""
         return None if self.target is None else self.target.relevant
 
-    def closed_form(self, record: LayerRecord) -> tuple[Tensor, ClosedForm] | None:
-        """Return features (rows, m) of a layer and the curvature in its outputs (rows, d).
+    def closed_form(self, record: LayerRecord, ways: _Ways[CurvatureT]) -> CurvatureT | None:
+        """Make the object of a layer whose curvature the table of losses has.
 
         Parameters
         ----------
         record : LayerRecord
             A layer that was called exactly once.
+        ways : _Ways
+            Makes the object.
 
         Returns
         -------
-        (Tensor, ClosedForm) or None
-            Rows are samples or tokens. None if the table has no such curvature.
+        object or None
+            None if the table has no such curvature.
         """
         features, z = record.check()
         loss, relevant = self.loss, self.relevant
@@ -147,8 +172,12 @@ class Tail:
             return None
         if not loss.has_closed_form(link):
             return None
+        if z.shape[1] >= MANY:
+            many = ManyClasses.of(loss.closed_form(link, z, relevant))
+            if many is not None:
+                return ways.many_classes(record, features, many)
         curvature = loss.closed_form(link, self.precise(z), relevant)
-        return None if curvature is None else (features, curvature)
+        return None if curvature is None else ways.closed_form(record, features, curvature)
 
     def base(self) -> tuple[Tensor, ClosedForm] | None:
         """Return where the table's curvature applies, as (n, o), and that curvature.
@@ -202,11 +231,11 @@ def choose_curvatures(
     """
     closed, others = [], []
     for record in records:
-        found = tail.closed_form(record)
+        found = tail.closed_form(record, ways)
         if found is None:
             others.append(record)
         else:
-            closed.append(ways.closed_form(record, *found))
+            closed.append(found)
     if not others:
         return closed
     chosen = []

@@ -1,10 +1,12 @@
 r"""The relative flatness of a training batch, from the training step's own forward pass.
 
-The curvature at each layer is known in one of the three ways of `relflat_sk._network.tail`. Each
+The curvature at each layer is known in one of the four ways of `relflat_sk._network.tail`. Each
 of them gives a term of the penalty with its graph:
 
 closed form
     Exact.
+many classes
+    Exact. The sums over the classes, and those of the gradient, run over chunks of them.
 gradients
     With random signs ``s`` and the gradients ``J^T R s`` in the layers' outputs, the squared
     slopes along random changes of the layers. One backward pass for all layers together. Batch
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
 from relflat_sk._network import (
     ExplicitLayers,
     LayerRecord,
@@ -154,6 +156,16 @@ class _Terms:
             features = features * inverse_spread(spread)
         return _ExactTerm(curvature, weight, features, weights)
 
+    def many_classes(self, record: LayerRecord, features: Tensor, curvature: ManyClasses) -> _Term:
+        """Make the term of one layer that puts out the logits of very many classes."""
+        features, spread = full_precision(features), None
+        weights = self._weights_of(features)
+        if self.normalize:
+            spread = _spread(features, weights)
+            features = features * inverse_spread(spread)
+        weight = layer_map(record.layer).matrix
+        return _ManyClassesTerm(curvature, weight, spread, features, weights)
+
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
     ) -> _Term:
@@ -205,6 +217,23 @@ class _ExactTerm:
         """Return ``kappa / (2 m)``."""
         each = share / (2 * self.weight.shape[1])
         return self.curvature.total(self.weight, self.features, self.weights, each)
+
+
+@dataclass(slots=True)
+class _ManyClassesTerm:
+    """The penalty at a layer with very many classes, whose weight is never copied."""
+
+    curvature: ManyClasses
+    weight: Tensor
+    spread: Tensor | None
+    features: Tensor
+    weights: Tensor | None
+
+    def total(self, share: float | Tensor, probes: int) -> Tensor:
+        """Return ``kappa / (2 m)``."""
+        variances = self.curvature.variances(self.weight, self.spread)
+        norms = self.features.square().sum(dim=1)
+        return share / (2 * self.weight.shape[1]) * _weighted(self.weights, variances * norms)
 
 
 class _RandomTerm:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relflat_sk._network import Network
+from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
@@ -25,7 +26,7 @@ __all__ = ["EIGENVALUE_LIKE", "EigenvalueMeasures"]
 # from the eigenvalue and the weight to the measure
 EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
     "hessian_max_eigenvalue": lambda value, weight: value,
-    "eigenvalue_flatness": lambda value, weight: value * float(weight.square().sum()),
+    "eigenvalue_flatness": lambda value, weight: value * float(column_squares(weight).sum()),
 }
 # numbers of features and closed forms that are stored, to spare further passes
 _MOST_STORED = 2**26
@@ -113,7 +114,7 @@ class EigenvalueMeasures:
         weight = summary.layer_weights[layer]
 
         def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-            matrix = torch.from_numpy(vector).to(weight).reshape(weight.shape)
+            matrix = torch.from_numpy(vector).to(weight.device).reshape(weight.shape)
             found = self._product(layer, matrix) / summary.divisor
             flat: NDArray[np.float64] = found.flatten().cpu().numpy()
             return flat

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Loss, Target
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
 from relflat_sk._network import (
     Batch,
     LayerRecord,
@@ -23,7 +23,11 @@ from relflat_sk.measures._flatness.layer_curvature import (
     ByProducts,
     LayerCurvature,
 )
-from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
+from relflat_sk.measures._flatness.layer_pass import (
+    ClosedFormLayerPass,
+    LayerPass,
+    ManyClassesLayerPass,
+)
 
 __all__ = ["ForwardPass", "make_forward_pass"]
 
@@ -166,13 +170,13 @@ class _Ways:
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
     ) -> LayerCurvature:
         """Make the curvature of one layer with a closed form."""
-        assert record.offset is not None
-        as_map = layer_map(record.layer)
-        return ByClosedForm(
-            ClosedFormLayerPass(
-                record.name, as_map, features, record.offset, self.summed_loss, curvature
-            )
-        )
+        return self._by_closed_form(ClosedFormLayerPass, record, features, curvature)
+
+    def many_classes(
+        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
+    ) -> LayerCurvature:
+        """Make the curvature of one layer with very many classes."""
+        return self._by_closed_form(ManyClassesLayerPass, record, features, curvature)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
@@ -183,6 +187,19 @@ class _Ways:
     def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
         """Make the curvature of all other layers."""
         return ByProducts(self._layers(records))
+
+    def _by_closed_form(
+        self,
+        kind: type[ClosedFormLayerPass],
+        record: LayerRecord,
+        features: Tensor,
+        curvature: ClosedForm,
+    ) -> LayerCurvature:
+        assert record.offset is not None
+        as_map = layer_map(record.layer)
+        return ByClosedForm(
+            kind(record.name, as_map, features, record.offset, self.summed_loss, curvature)
+        )
 
     def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
         """Make layers without a closed form, for which labels are needed."""

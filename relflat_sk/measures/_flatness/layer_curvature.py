@@ -1,10 +1,10 @@
-"""Sums over the curvature at layers, in the three ways that it is known.
+"""Sums over the curvature at layers, in the ways that it is known.
 
 `relflat_sk._network.tail` chooses the way from what the network computed. Here each of them is a
 class that sums the terms of quantities (see `terms`) exactly, or draws them at random:
 
 ==================  ========================================================================
-`ByClosedForm`      from the formulas of the table of losses
+`ByClosedForm`      from the formulas of the table of losses, over chunks of very many classes
 `ByGradients`       from one backward pass for each column of a root of the curvature of the
                     loss in the network's output, shared by all layers and quantities
 `ByProducts`        from Hessian-vector products, one for each direction

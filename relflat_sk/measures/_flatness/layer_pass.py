@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Curvature, product_curvature
+from relflat_sk._losses import ClosedForm, Curvature, Rows, product_curvature
 from relflat_sk._network import LayerMap
 
-__all__ = ["ClosedFormLayerPass", "LayerPass"]
+__all__ = ["ClosedFormLayerPass", "LayerPass", "ManyClassesLayerPass"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,26 @@ class LayerPass:
     def weight(self) -> Tensor:
         """The weight as a matrix of shape (d, m), in float64."""
         return self.map.weight.double()
+
+    def left_factor(self, spread: Tensor | None = None) -> Tensor | Rows:
+        """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
+
+        Parameters
+        ----------
+        spread : Tensor of shape (m,) or (d, m), optional
+            Multiplies the weight; ones if None.
+
+        Returns
+        -------
+        Tensor of shape (d, min(d, m)), or Rows
+            In float64; as its rows with very many classes.
+        """
+        weight = self.weight if spread is None else self.weight * spread
+        d, m = weight.shape
+        if d >= m:
+            return weight
+        factor: Tensor = torch.linalg.qr(weight.T, mode="r").R.T  # W = R^T Q^T
+        return factor
 
     @property
     def is_flat(self) -> bool:
@@ -224,3 +244,33 @@ class ClosedFormLayerPass(LayerPass):
             One for each of the directions, in float64.
         """
         return self._forms_one_by_one(directions)
+
+
+@dataclass(frozen=True)
+class ManyClassesLayerPass(ClosedFormLayerPass):
+    """One layer with very many outputs, whose weight is read in chunks and never copied.
+
+    Parameters
+    ----------
+    name : str
+        Dotted name of the layer.
+    map : LayerMap
+        The layer as a linear map of its weight.
+    features : Tensor of shape (n, m)
+        The layer's input, one row for each sample or token.
+    offset : Tensor of shape (n, ...)
+        Zeros added to the layer's output.
+    summed_loss : Tensor of shape ()
+        The loss, summed over the batch.
+    curvature : ManyClasses
+        Curvature of the summed loss in the layer's output, rows in the same order.
+    """
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weight as a matrix of shape (d, m), of its own floating type."""
+        return self.map.weight
+
+    def left_factor(self, spread: Tensor | None = None) -> Rows:
+        """Return the weight times the spread, without a copy: (d, m)."""
+        return Rows.of(self.weight, spread)

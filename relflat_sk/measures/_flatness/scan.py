@@ -29,6 +29,9 @@ from relflat_sk.measures._flatness.forward_pass import ForwardPass, make_forward
 
 __all__ = ["find_measured_layer", "scan"]
 
+# multiplications by which it is checked what a layer computes
+_CHECKED = 2**24
+
 
 def scan(
     network: Network, layers: Sequence[Layer] | str, *visits: Callable[[ForwardPass], object]
@@ -188,7 +191,8 @@ def _check_linear(module: nn.Module, record: LayerRecord) -> None:
     """Refuse a layer that does not compute ``W x + b`` with its weight."""
     layer = check_layer(module, record.name)
     as_map = layer_map(layer)
-    features, z = (array[:8] for array in record.check())
+    few = max(1, min(8, _CHECKED // as_map.weight.numel()))
+    features, z = (array[:few] for array in record.check())
     with torch.no_grad():
         rows = as_map.apply(features, as_map.weight.to(features.dtype))
         bias = getattr(layer, "bias", None)

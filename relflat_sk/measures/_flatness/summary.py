@@ -29,7 +29,7 @@ class Summary:
     link : str or None, default=None
         Function from the last measured layer to the output, see `find_link`.
     layer_weights : dict of str to Tensor of shape (d, m)
-        Weights of the measured layers, in float64.
+        Weights of the measured layers: in float64, or as they are with very many classes.
     order : list of str
         Names of all layers with a weight matrix, in forward order.
     """

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from relflat_sk._losses import Rows
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import rademacher
 from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
 
-__all__ = ["FeaturePairs", "Neurons", "Quantity", "Trace", "left_factor"]
+__all__ = ["FeaturePairs", "Neurons", "Quantity", "Trace"]
 
 
 class Quantity:
@@ -162,31 +163,27 @@ class Trace(Quantity):
 
     Parameters
     ----------
-    factor : Tensor of shape (d, k), optional
+    factor : Tensor of shape (d, k) or Rows, optional
         ``F``, the identity if None.
     inverse : Tensor of shape (m,) or (d, m), optional
         The diagonal of ``D``, ones if None; with grouped convolutions one for each row.
     """
 
-    factor: Tensor | None = None
+    factor: Tensor | Rows | None = None
     inverse: Tensor | None = None
 
     def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
-        if self.factor is None:
-            forms = layer.curvature.diagonal().sum(dim=1)
-        else:
-            forms = layer.curvature(self.factor).sum(dim=1)
-        return (self._square_norms(layer) * forms)[:, None]
+        return (self._square_norms(layer) * layer.curvature.trace(self.factor))[:, None]
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         if layer.is_flat:
             left = pulled[:, :, 0].double()
-            left = left if self.factor is None else left @ self.factor
+            left = left if self.factor is None else left @ self._columns(layer)
             return (self._square_norms(layer) * left.square().sum(dim=1))[:, None]
         if self.inverse is not None:
             pulled = pulled * self.inverse.to(pulled.dtype)
         if self.factor is not None:
-            pulled = self.factor.T.to(pulled.dtype) @ pulled
+            pulled = self._columns(layer).T.to(pulled.dtype) @ pulled
         return pulled.double().square().sum(dim=(1, 2))[:, None]
 
     def n_products(self, layer: LayerPass) -> float:
@@ -223,9 +220,10 @@ class Trace(Quantity):
 
     def _columns(self, layer: LayerPass) -> Tensor:
         """Return ``F``."""
-        if self.factor is not None:
-            return self.factor
-        return torch.eye(len(layer.weight), dtype=layer.weight.dtype, device=layer.weight.device)
+        if self.factor is None:
+            weight = layer.weight
+            return torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        return self.factor.matrix() if isinstance(self.factor, Rows) else self.factor
 
     def _scale(self, layer: LayerPass) -> Tensor:
         """Return ``D`` for each row: (d, m)."""
@@ -328,23 +326,3 @@ class FeaturePairs(Quantity):
         """
         ratios = inverse_spread(spread).square()[:, None] * spread.square()
         return (ratios.flatten() * pairs).sum()[None]
-
-
-def left_factor(weight: Tensor) -> Tensor:
-    """Return a matrix F with min(d, m) columns and F F^T = W W^T.
-
-    Parameters
-    ----------
-    weight : Tensor of shape (d, m)
-        ``W``.
-
-    Returns
-    -------
-    Tensor of shape (d, min(d, m))
-        ``F``.
-    """
-    d, m = weight.shape
-    if d >= m:
-        return weight
-    factor: Tensor = torch.linalg.qr(weight.T, mode="r").R.T  # W = R^T Q^T
-    return factor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk._network import Network
-from relflat_sk._numerics import inverse_spread, read_numbers
+from relflat_sk._numerics import column_squares, inverse_spread, read_numbers
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
@@ -26,7 +26,6 @@ from relflat_sk.measures._flatness.terms import (
     Neurons,
     Quantity,
     Trace,
-    left_factor,
 )
 
 __all__ = ["LARGEST_NEURON", "TRACE_LIKE", "TraceMeasures"]
@@ -39,7 +38,7 @@ class TraceLike:
     Parameters
     ----------
     quantity : callable
-        From the weight (d, m) and the features' spread to the quantity to sum.
+        From the layer and the features' spread to the quantity to sum.
     finish : callable
         From the mean of the quantity and the weight to the measure.
     decay : callable
@@ -48,32 +47,32 @@ class TraceLike:
         Whether the quantity needs the features' spread, which is None otherwise.
     """
 
-    quantity: Callable[[Tensor, Tensor | None], Quantity]
+    quantity: Callable[[LayerPass, Tensor | None], Quantity]
     finish: Callable[[Tensor, Tensor], Tensor]
     decay: Callable[[Tensor], Tensor]
     normalized: bool = False
 
 
-def _normalized(weight: Tensor, spread: Tensor | None) -> Quantity:
+def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
     """Return relative flatness in units of the features' spread."""
     assert spread is not None
     # a feature that never varies acts as a bias: it drops out of both factors
-    return Trace(left_factor(weight * spread), inverse_spread(spread))
+    return Trace(layer.left_factor(spread), inverse_spread(spread))
 
 
 def _square(weight: Tensor) -> Tensor:
-    return weight.square().sum()
+    return column_squares(weight).sum()
 
 
 def _unchanged(value: Tensor, weight: Tensor) -> Tensor:
     return value
 
 
-_TRACE = lambda weight, spread: Trace()  # noqa: E731
+_TRACE = lambda layer, spread: Trace()  # noqa: E731
 
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
-        lambda weight, spread: Trace(left_factor(weight)),
+        lambda layer, spread: Trace(layer.left_factor()),
         _unchanged,
         lambda weight: weight.shape[1] * _square(weight),
     ),
@@ -81,7 +80,7 @@ TRACE_LIKE: dict[str, TraceLike] = {
         _normalized, _unchanged, lambda weight: torch.full((), math.nan), normalized=True
     ),
     "hessian_trace": TraceLike(
-        _TRACE, _unchanged, lambda weight: weight.new_full((), weight.numel())
+        _TRACE, _unchanged, lambda weight: weight.new_full((), weight.numel(), dtype=torch.float64)
     ),
     "trace_flatness": TraceLike(
         _TRACE,
@@ -89,12 +88,12 @@ TRACE_LIKE: dict[str, TraceLike] = {
         lambda weight: weight.numel() * _square(weight),
     ),
     "neuron_flatness_sum": TraceLike(
-        lambda weight, spread: Neurons(total=True), _unchanged, _square
+        lambda layer, spread: Neurons(total=True), _unchanged, _square
     ),
     "neuron_flatness_max": TraceLike(
-        lambda weight, spread: Neurons(total=False),
+        lambda layer, spread: Neurons(total=False),
         _unchanged,
-        lambda weight: weight.square().sum(dim=0),
+        column_squares,
     ),
 }
 # the measure with a value for each neuron, of which it is the largest
@@ -251,7 +250,7 @@ class TraceMeasures:
     def _first_quantities(self, layer: LayerPass) -> Mapping[Hashable, Quantity]:
         """Return the quantities that need no spread, and the pairs if one pass is enough."""
         found: dict[Hashable, Quantity] = {
-            name: TRACE_LIKE[name].quantity(layer.weight, None)
+            name: TRACE_LIKE[name].quantity(layer, None)
             for name in self.names
             if not TRACE_LIKE[name].normalized
         }
@@ -263,7 +262,7 @@ class TraceMeasures:
         """Return the quantities that the first pass was not enough for."""
         spread = None if self._spreads is None else self._spreads.of(layer.name)
         return {
-            name: TRACE_LIKE[name].quantity(layer.weight, spread)
+            name: TRACE_LIKE[name].quantity(layer, spread)
             for name in self.names
             if (layer.name, name) in missing
         }

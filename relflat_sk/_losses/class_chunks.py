@@ -1,0 +1,327 @@
+r"""Sums over very many classes of a softmax, in little memory.
+
+The head of a language model has 50,000 classes and more. Nothing of the shape of its weight, and
+no probabilities of all classes, are stored here: sums over the classes run over chunks of them.
+
+Let ``t`` be the most probable class of a sample, ``z_n`` the greatest of its other logits, and
+
+.. math:: u_k = e^{z_k - z_n} \;(k \ne t), \quad a = e^{z_n - z_t}, \quad
+    p_t = \frac{1}{1 + a \sum_k u_k}, \quad g = a p_t,
+
+so that ``p_k = g u_k``. With the rows ``x_k`` of a factor, from which a common row has been
+subtracted, the sums ``U = sum u_k``, ``S = sum u_k x_k`` and ``Q = sum u_k |x_k|^2`` over all
+classes but ``t`` give the variance of the rows under ``p``:
+
+.. math:: V = \sum_k p_k |x_k|^2 - \Big|\sum_k p_k x_k\Big|^2
+    = g \big(Q - g |S|^2 + p_t (U |x_t|^2 - 2 x_t \cdot S)\big) .
+
+It is the trace ``Tr(F^T B F)``, and the same without the sum over columns gives the quadratic
+forms of the columns. Nothing cancels where ``p`` is nearly one-hot, since ``g`` is a factor, and
+nothing underflows. Therefore float32 is enough for the sums of a chunk. Sums of chunks are added
+up in float64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from relflat_sk._numerics import full_precision
+
+__all__ = ["Odds", "Rows", "Sums", "chunks"]
+
+# most classes in a chunk, and most numbers in its arrays, by whether on a GPU. A product of
+# matrices loses digits with the number of terms that it adds up, but small ones take long on a GPU
+_CLASSES = {False: 2**10, True: 2**13}
+_NUMBERS = {False: 2**23, True: 2**26}
+# number of rows whose mean is subtracted from all rows
+_CENTRED = 1024
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows ``x_k`` of a factor without a common part, which would cancel.
+
+    Parameters
+    ----------
+    factor : Tensor of shape (d, m)
+        A matrix of any floating type, which is not copied.
+    centre : Tensor of shape (m,)
+        Row to subtract from all rows.
+    spread : Tensor of shape (m,) or None, default=None
+        Multiplies the columns then; ones if None.
+    """
+
+    factor: Tensor
+    centre: Tensor
+    spread: Tensor | None = None
+
+    @classmethod
+    def of(cls, factor: Tensor, spread: Tensor | None = None) -> "Rows":
+        """Centre the rows of a factor.
+
+        Parameters
+        ----------
+        factor : Tensor of shape (d, m)
+            The matrix.
+        spread : Tensor of shape (m,), optional
+            Multiplies its columns.
+
+        Returns
+        -------
+        Rows
+            The rows, which are computed when they are read.
+        """
+        factor = factor.detach()
+        some = factor[:: max(1, len(factor) // _CENTRED)]
+        return cls(factor, full_precision(some).mean(dim=0), spread)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the factor."""
+        return self.factor.shape
+
+    def matrix(self) -> Tensor:
+        """Return a copy of the factor, with the spread.
+
+        Returns
+        -------
+        Tensor of shape (d, m)
+            In full precision.
+        """
+        return self.stretch(full_precision(self.factor).clone())
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Squared norms ``|x_k|^2``: (d, 1)."""
+        parts = [
+            torch.linalg.vector_norm(self[part], dim=1, keepdim=True).square_()
+            for part in chunks(0, self.factor)
+        ]
+        return torch.cat(parts)
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        # some of the rows, as a new array: (c, m)
+        return self.stretch(self.plain(index))
+
+    def plain(self, index: slice | Tensor) -> Tensor:
+        """Compute some of the rows without the spread.
+
+        Parameters
+        ----------
+        index : slice or Tensor of shape (c,)
+            Which rows.
+
+        Returns
+        -------
+        Tensor of shape (c, m)
+            A new array.
+        """
+        return full_precision(self.factor[index]) - self.centre
+
+    def stretch(self, rows: Tensor) -> Tensor:
+        """Multiply rows by the spread, in place.
+
+        Parameters
+        ----------
+        rows : Tensor of shape (c, m)
+            Any rows.
+
+        Returns
+        -------
+        Tensor of shape (c, m)
+            The same array.
+        """
+        return rows if self.spread is None else rows.mul_(self.spread)
+
+
+@dataclass(frozen=True)
+class Odds:
+    """The most probable class of each sample, and the probability of others relative to it.
+
+    Parameters
+    ----------
+    top : Tensor of shape (n, 1)
+        The most probable class.
+    reference : Tensor of shape (n, 1)
+        The greatest of the other logits.
+    ratio : Tensor of shape (n, 1)
+        ``a``, in float64.
+    """
+
+    top: Tensor
+    reference: Tensor
+    ratio: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor) -> "Odds":
+        """Find the two most probable classes.
+
+        Parameters
+        ----------
+        z : Tensor of shape (n, d)
+            Logits of any floating type.
+
+        Returns
+        -------
+        Odds
+            Without graph.
+        """
+        logits, classes = z.detach().topk(2, dim=1)
+        first, second = logits.double().unbind(dim=1)
+        second = second.clamp_min(torch.finfo(z.dtype).min)  # logits may be -inf
+        reference = full_precision(logits[:, 1:].clamp_min(torch.finfo(z.dtype).min))
+        return cls(classes[:, :1], reference, (second - first).exp()[:, None])
+
+    def others(self, z: Tensor, part: slice) -> Tensor:
+        """Compute ``u`` for the classes of a chunk.
+
+        Parameters
+        ----------
+        z : Tensor of shape (n, d)
+            The logits.
+        part : slice
+            The classes.
+
+        Returns
+        -------
+        Tensor of shape (n, c)
+            A new array, which has 0 for the most probable class.
+        """
+        u = (full_precision(z[:, part]) - self.reference).exp_()
+        at = self.top - part.start
+        inside = (at >= 0) & (at < u.shape[1])
+        at = at.clamp(0, u.shape[1] - 1)
+        return u.scatter_(1, at, u.gather(1, at).masked_fill(inside, 0))
+
+    def shares(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probability of the most probable class, and a factor of all others.
+
+        Parameters
+        ----------
+        total : Tensor of shape (n, 1)
+            ``U``.
+
+        Returns
+        -------
+        p : Tensor of shape (n, 1)
+            ``p_t``.
+        g : Tensor of shape (n, 1)
+            ``g``.
+        """
+        p = 1 / (1 + self.ratio * total)
+        return p, self.ratio * p
+
+    def trace(self, z: Tensor) -> Tensor:
+        """Compute ``sum_k p_k (1 - p_k)``.
+
+        Parameters
+        ----------
+        z : Tensor of shape (n, d)
+            The logits.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            In float64.
+        """
+        total = squares = torch.zeros_like(self.ratio)
+        for part in chunks(0, z.T):
+            u = self.others(z, part)
+            total = total + u.sum(dim=1, keepdim=True)
+            squares = squares + u.square_().sum(dim=1, keepdim=True)
+        p, g = self.shares(total)
+        return (g * (total * (1 + p) - g * squares))[:, 0]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over the classes but the most probable one, in float64.
+
+    Parameters
+    ----------
+    odds : Odds
+        The most probable classes.
+    total : Tensor of shape (n, 1)
+        ``U``.
+    first : Tensor of shape (n, m)
+        ``S``.
+    second : Tensor of shape (n, 1) or (n, m)
+        ``Q``, or the same for each column.
+    row : Tensor of shape (n, m)
+        ``x_t``.
+    """
+
+    odds: Odds
+    total: Tensor
+    first: Tensor
+    second: Tensor
+    row: Tensor
+
+    @classmethod
+    def over(cls, z: Tensor, rows: Rows, *, columns: bool = False) -> "Sums":
+        """Compute the sums chunk by chunk.
+
+        Parameters
+        ----------
+        z : Tensor of shape (n, d)
+            Logits of any floating type.
+        rows : Rows
+            The rows of the classes.
+        columns : bool, default=False
+            Whether to sum squares column by column.
+
+        Returns
+        -------
+        Sums
+            Without graph.
+        """
+        odds = Odds.of(z)
+        total = first = second = torch.zeros_like(odds.ratio)
+        with torch.autocast(z.device.type, enabled=False):
+            for part in chunks(len(z), rows.factor):
+                u = odds.others(z, part)
+                total = total + u.sum(dim=1, keepdim=True)
+                first = first + u @ full_precision(rows.factor[part])
+                second = second + u @ (rows[part].square_() if columns else rows.norms[part])
+        # a common part of the rows makes squares inexact, not these sums: it can be subtracted last
+        first = rows.stretch(first - total * rows.centre)
+        return cls(odds, total, first, second, rows[odds.top[:, 0]].double())
+
+    def variances(self) -> Tensor:
+        """Compute the variance of each column under ``p``, or their sum.
+
+        Returns
+        -------
+        Tensor of shape (n, m) or (n, 1)
+            As `second`.
+        """
+        p, g = self.odds.shares(self.total)
+        own, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
+        if self.second.shape[1] == 1:
+            own, mixed, squares = (x.sum(dim=1, keepdim=True) for x in (own, mixed, squares))
+        others = self.second - g * squares
+        return g * (others + p * (self.total * own - 2 * mixed)).clamp_min(0)
+
+
+def chunks(n: int, factor: Tensor) -> Iterator[slice]:
+    """Cut the classes into chunks, for arrays of (n, c) and (c, m) numbers.
+
+    Parameters
+    ----------
+    n : int
+        Number of samples.
+    factor : Tensor of shape (d, m)
+        A matrix with a row for each class.
+
+    Yields
+    ------
+    slice
+        Some classes.
+    """
+    d, m = factor.shape
+    size = max(1, min(_CLASSES[factor.is_cuda], _NUMBERS[factor.is_cuda] // (n + m)))
+    for start in range(0, d, size):
+        yield slice(start, min(start + size, d))

@@ -1,0 +1,168 @@
+"""Heads of very many classes, whose measures are computed over chunks of the classes."""
+
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import measure
+from relflat_sk.measures._api import evaluate
+from tests import oracles
+from tests.losses.test_many_classes import class_by_class
+from tests.losses.test_many_classes import trace as trace_of
+from tests.measures.test_layer_kinds import CE
+
+TRACES = [
+    "relative_flatness",
+    "normalized_relative_flatness",
+    "hessian_trace",
+    "trace_flatness",
+    "neuron_flatness_sum",
+    "neuron_flatness_max",
+]
+
+
+@pytest.fixture
+def few_are_many(monkeypatch):
+    """Read networks of few classes in chunks, too: their Hessians are small enough to compare."""
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
+
+
+def by_sums(net, X, weights=None):
+    """The measures of `TRACES` at the last layer, from sums over classes in float64."""
+    with torch.no_grad():
+        features = net[:-1](X).double()
+        W, bias = net[-1].weight.detach().double(), net[-1].bias.double()
+    z = features @ W.T + bias
+    weights = torch.ones(len(X)).double() if weights is None else weights
+    share = weights / weights.sum()
+    squares = features.square()
+    forms, traces = class_by_class(z, W), trace_of(z)
+    spread = (share @ (features - share @ features).square()).sqrt()
+    scaled = (squares / spread.square()).sum(dim=1) * (forms * spread.square()).sum(dim=1)
+    trace, rho = share @ (squares.sum(dim=1) * traces), share @ (squares * forms)
+    values = [
+        share @ (squares.sum(dim=1) * forms.sum(dim=1)),
+        share @ scaled,
+        trace,
+        W.square().sum() * trace,
+        rho.sum(),
+        rho.max(),
+    ]
+    return {name: value.item() for name, value in zip(TRACES, values, strict=True)}
+
+
+def make(d, m, gain, n=6):
+    """A network whose predictions are the more confident, the greater `gain` is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, m), nn.Tanh(), nn.Linear(m, d))
+    with torch.no_grad():
+        net[-1].weight.mul_(gain)
+    return net, torch.randn(n, 4), torch.randint(d, (n,))
+
+
+@pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
+@pytest.mark.parametrize(("d", "m"), [(7, 5), (100, 8), (50257, 9), (130_000, 4)],
+                         ids=lambda size: str(size))  # fmt: skip
+def test_float32_agrees_with_float64(d, m, gain):
+    net, X, y = make(d, m, gain)
+    expected = by_sums(net, X)
+    for name in TRACES:
+        found = evaluate(name, net, X, y, criterion=CE, batch_size=4)
+        assert found.method == "closed form"
+        assert found.value == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_bfloat16_weights_are_summed_in_float32():
+    net, X, _ = make(5000, 16, 1.0)
+    net.bfloat16()
+    seen = []
+    net[-1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    value = measure("relative_flatness", net, X, criterion=CE)
+    features, z = (x.detach().double() for x in seen[-1])
+    forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
+    assert value == pytest.approx(float((features.square().sum(dim=1) * forms).mean()), rel=1e-5)
+
+
+CRITERIA = {
+    "plain": (CE, None),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1), None),
+    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2, 1, 3.0]).double()), None),
+    "weights, smoothed, ignoring": (
+        nn.CrossEntropyLoss(torch.tensor([0.5, 2, 1, 3.0]).double(), None, 1, None, "mean", 0.3),
+        None,
+    ),
+    "probabilities": (CE, torch.rand(8, 4).double()),
+    "log-probabilities": (nn.NLLLoss(), None),
+}
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("case", CRITERIA)
+def test_criteria_agree_with_the_dense_hessian(case):
+    torch.manual_seed(0)
+    criterion, y = CRITERIA[case]
+    y = torch.arange(8) % 4 if y is None else y
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    if case == "log-probabilities":
+        net.append(nn.LogSoftmax(dim=1))
+    X = torch.randn(8, 3).double()
+    H, W = oracles.weight_hessian(net, "2", criterion, X, y)
+    for name, oracle in oracles.TABLE_1.items():
+        found = evaluate(name, net, X, y, layer="2", criterion=criterion, batch_size=3)
+        assert found.method == "closed form"
+        assert found.value == pytest.approx(oracle(H, W), rel=1e-8)
+    value = measure("hessian_max_eigenvalue", net, X, y, layer="2", criterion=criterion, rtol=1e-12)
+    assert value == pytest.approx(oracles.largest(H), rel=1e-8)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_weights_of_samples_and_decay():
+    net, X, y = make(6, 5, 2.0)
+    net, X = net.double(), X.double()
+    weights = torch.tensor([1.0, 2, 0, 1, 3, 1]).double()
+    expected = by_sums(net, X, weights)
+    for name in TRACES:
+        value = measure(name, net, X, y, criterion=CE, sample_weight=weights)
+        assert value == pytest.approx(expected[name], rel=1e-8)
+    H, W = oracles.weight_hessian(net, "2", CE, X, y)
+    index = torch.arange(W.numel())
+    H.reshape(W.numel(), -1)[index, index] += 0.3
+    for name, oracle in oracles.TABLE_1.items():
+        value = measure(name, net, X, y, criterion=CE, weight_decay=0.3)
+        assert value == pytest.approx(oracle(H, W), rel=1e-8)
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("name", TRACES)
+def test_random_probes_agree(name):
+    net, X, y = make(6, 5, 2.0)
+    expected = by_sums(net, X)[name]
+    found = evaluate(name, net, X, y, criterion=CE, method="hutchinson", rtol=0.02, random_state=0)
+    assert found.method == "hutchinson"
+    assert found.stderr > 0
+    assert abs(found.value - expected) < 4 * found.stderr
+
+
+def test_memory_is_that_of_a_chunk(monkeypatch):
+    """No array that a measure makes of classes and features has more classes than a chunk."""
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 64, True: 64})
+    monkeypatch.setattr("relflat_sk._numerics._TOGETHER", 64 * 48)
+    net, X, y = make(5000, 48, 1.0)
+    measure("relative_flatness", net, X, y, criterion=CE)  # also checks what the layer computes
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and not function.is_view:
+                sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    logits = 4 * len(X) * 5000
+    own = net[-1].weight.numel() * 4
+    with Sizes():
+        for name in TRACES:
+            measure(name, net, X, y, criterion=CE)
+    assert logits < own
+    assert max(size for size in sizes if size != own) <= logits

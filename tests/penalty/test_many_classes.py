@@ -1,0 +1,114 @@
+"""The penalty at a head of very many classes, whose gradient is computed over chunks of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import RelativeFlatnessPenalty
+from tests.hugging_face import GPT2
+from tests.measures.test_layer_kinds import CE
+from tests.measures.test_many_classes import by_sums, make
+from tests.penalty import test_penalty as small
+
+SOFTMAX = [name for name in small.CLOSED if "cross-entropy" in name]
+
+
+@pytest.fixture
+def few_are_many(monkeypatch):
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
+
+
+@pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
+@pytest.mark.parametrize(("d", "m"), [(5000, 8), (50257, 4)], ids=lambda size: str(size))
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_value_and_gradient_in_float32(d, m, gain, normalize):
+    net, X, y = make(d, m, gain)
+    penalty = RelativeFlatnessPenalty(normalize=normalize)
+    with penalty.capture(net):
+        output = net(X)
+    value = penalty(CE, output, y)
+    name = "normalized_relative_flatness" if normalize else "relative_flatness"
+    assert value.item() == pytest.approx(by_sums(net, X)[name] / (2 * m), rel=1e-4)
+    value.backward()
+    exact = copy.deepcopy(net).double()
+    features = exact[:-1](X.double())
+    W = exact[-1].weight
+    p = exact[-1](features).softmax(dim=1)
+    variances = p @ W.square() - (p @ W).square()
+    spread = features.var(dim=0, correction=0) if normalize else torch.ones(m).double()
+    terms = (features.square() / spread).sum(dim=1) * (variances * spread).sum(dim=1)
+    expected = torch.autograd.grad(terms.mean() / (2 * m), list(exact.parameters()))
+    for parameter, truth in zip(net.parameters(), expected, strict=True):
+        assert (parameter.grad.double() - truth).norm() <= 1e-4 * truth.norm()
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("case", SOFTMAX)
+def test_value_and_slope_against_the_full_hessian(case):
+    net, criterion, X, y = small.make(case)
+    truth = small.expected(net, small.layers(net)[-1], criterion, X, y)
+    assert small.evaluate(RelativeFlatnessPenalty(), net, criterion, X, y).item() == pytest.approx(
+        truth, rel=small.EXACT
+    )
+    small.assert_slope_is_that_of_differences(RelativeFlatnessPenalty(), net, criterion, X, y)
+    normalized = RelativeFlatnessPenalty(normalize=True)
+    small.assert_slope_is_that_of_differences(normalized, net, criterion, X, y)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_few_and_many_classes_with_weights_are_penalised_alike(normalize, reduction, monkeypatch):
+    net, X, y = make(6, 5, 2.0)
+    net, X, weights = net.double(), X.double(), torch.tensor([1.0, 2, 0, 1, 3, 1]).double()
+    criterion = nn.CrossEntropyLoss(reduction=reduction)
+
+    def value_and_gradients():
+        penalty = RelativeFlatnessPenalty(normalize=normalize, weight=3.0, clip=0.5)
+        with penalty.capture(net):
+            output = net(X)
+        value = penalty(criterion, output, y, sample_weight=weights)
+        return [value, *torch.autograd.grad(value, list(net.parameters()))]
+
+    expected = value_and_gradients()
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
+    torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_training_a_language_model_with_a_limited_penalty(tie):
+    torch.manual_seed(0)
+    net = GPT2(tie=tie)
+    X = torch.randint(0, 7, (5, 3))
+    y = X.roll(1, dims=1)
+    penalty = RelativeFlatnessPenalty("lm_head", weight=10.0, clip=0.5)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    losses, values = [], []
+    for _ in range(60):
+        with penalty.capture(net):
+            out = net(X)
+        losses.append(CE(out["logits"].transpose(1, 2), y))
+        values.append(penalty(CE, out, y))
+        optimizer.zero_grad()
+        (losses[-1] + values[-1]).backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert any(value > 0 for value in values)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_bfloat16_weights_get_gradients_of_their_type():
+    net, X, y = make(6, 5, 2.0)
+    net.bfloat16()
+    penalty = RelativeFlatnessPenalty()
+    with penalty.capture(net):
+        output = net(X.bfloat16())
+    value = penalty(CE, output, y)
+    assert value.dtype == torch.float32
+    value.backward()
+    assert all(p.grad.dtype == torch.bfloat16 for p in net.parameters())
+    assert all(p.grad.isfinite().all() for p in net.parameters())
