@@ -5,6 +5,7 @@ from relflat_sk._losses.class_chunks import Rows
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
+from relflat_sk._losses.endings import explain_ending, warn_of_ending
 from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.row import LINKS, Target
@@ -23,8 +24,10 @@ __all__ = [
     "Target",
     "as_criterion",
     "constant_risk",
+    "explain_ending",
     "name_criterion",
     "product_curvature",
     "pull_back",
+    "warn_of_ending",
     "weighted_loss",
 ]

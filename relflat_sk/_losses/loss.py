@@ -11,7 +11,6 @@ from relflat_sk._losses.criterion import call_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.row import Row, Target
 from relflat_sk._losses.table import TABLE
-from relflat_sk._warnings import warn
 
 __all__ = ["Loss", "weighted_loss"]
 
@@ -205,28 +204,6 @@ class Loss:
     def acts_on_each_output(self) -> bool:
         """Whether the loss is a sum of terms with one output each, not a softmax over classes."""
         return self.row is not None and self.row.task != "classification"
-
-    def warn_of(self, link: str | None) -> None:
-        """Warn if probabilities reach a criterion that takes logarithms of them.
-
-        Measures are then still those of the loss that torch computes.
-
-        Parameters
-        ----------
-        link : str or None
-            From `relflat_sk._network.find_link`.
-
-        Warns
-        -----
-        FlatnessWarning
-            If the network ends in a softmax and the criterion is `NLLLoss`.
-        """
-        if type(self.criterion) is nn.NLLLoss and link == "softmax":
-            warn(
-                "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss "
-                "is -p, not -log p. For skorch's convention, pass the skorch net; otherwise let "
-                "the network end in LogSoftmax, or in logits with CrossEntropyLoss."
-            )
 
     def has_closed_form(self, link: str | None) -> bool:
         """Return whether the table has a curvature for a layer before a link.

@@ -12,7 +12,7 @@ from relflat_sk._network.constant_prediction import best_constant_loss, output_s
 from relflat_sk._network.convolution_layers import find_convolutions
 from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.graph import check_thrice, find_link, has_fused_attention
+from relflat_sk._network.graph import check_thrice, find_ending, find_link, has_fused_attention
 from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
 from relflat_sk._network.layer_maps import LayerMap, select_channels
@@ -81,6 +81,7 @@ __all__ = [
     "count_samples",
     "explicit_attention",
     "find_convolutions",
+    "find_ending",
     "find_layer",
     "find_link",
     "find_non_finite",

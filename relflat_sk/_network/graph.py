@@ -12,6 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "check_thrice",
+    "find_ending",
     "find_link",
     "has_fused_attention",
     "is_piecewise_linear",
@@ -72,6 +73,31 @@ def find_link(output: Tensor, node: Any) -> str | None:
             return None
         step = step.next_functions[0][0]
     return link if step is node and node is not None else None
+
+
+def find_ending(output: Tensor) -> str | None:
+    """Return the function that a network ends in, if it makes probabilities or their logarithms.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, ...)
+        The network's output, with its graph.
+
+    Returns
+    -------
+    {"softmax", "log_softmax", "sigmoid"} or None
+        None also where the graph does not tell.
+
+    Examples
+    --------
+    >>> z = torch.zeros(2, 3, requires_grad=True)
+    >>> find_ending((2 * z).softmax(dim=1)), find_ending(2 * z)
+    ('softmax', None)
+    """
+    step = output.grad_fn
+    while step is not None and step.name() in _SAME_BUT_FOR_AXES:
+        step = step.next_functions[0][0]
+    return None if step is None else _LINKS.get(step.name())
 
 
 def _over_outputs(step: Any, output: Tensor) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Loss
+from relflat_sk._losses import Loss, explain_ending
 from relflat_sk._network import (
     Recorder,
+    find_ending,
     find_layer,
     find_link,
     keep_graph,
@@ -68,7 +69,11 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     """
     loss = Loss(net.criterion_)
     if not net.flatness_weight > 0:
-        output = primary_output(module(x))
+        with torch.enable_grad():
+            output = primary_output(module(x))
+        problem = explain_ending(loss.criterion, find_ending(output))
+        if problem is not None:
+            raise NotStackable(problem)  # its own fit raises the error
         return Probe(output.detach(), loss.read_target(output, y).values, None)
     if net.flatness_normalize:
         raise NotStackable("flatness_normalize=True is computed for single nets only")

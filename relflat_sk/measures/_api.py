@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from relflat_sk._models import DataOptions, name_layer, to_network_with_source
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
-from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._measure_network import check_layers, measure_network
 from relflat_sk.measures._non_finite import warn_of_non_finite
 from relflat_sk.measures._own import NEURONS, find_measure
 from relflat_sk.measures._report import flatness_report
@@ -73,7 +73,7 @@ def evaluate(  # noqa: PLR0913
     TypeError
         If there are several layers.
     ValueError
-        If there is no measure of that name.
+        If there is no measure of that name, or one of the whole network is to have a `layer`.
 
     Examples
     --------
@@ -86,9 +86,9 @@ def evaluate(  # noqa: PLR0913
     name = find_measure(name)
     if "layers" in params:
         raise TypeError(
-            f"layers={params['layers']!r}: a single measure takes one layer, as layer=... For "
-            "several layers, use flatness_report."
+            f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
         )
+    check_layers([name], layer)
     options = DataOptions(criterion, batch_size, device, sample_weight)
     network = to_network_with_source(model, X, y, options)
     (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
@@ -143,7 +143,7 @@ def measure(
     Raises
     ------
     ValueError
-        If there is no measure or aggregate of that name, or no terms of single samples.
+        If there is no measure or aggregate of that name, no terms of single samples, or no layer.
 
     Examples
     --------

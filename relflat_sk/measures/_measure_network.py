@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from relflat_sk._checks import check_number
@@ -23,14 +24,21 @@ from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
-__all__ = ["NETWORK_WIDE", "check_arguments", "counts_decay", "measure_network"]
+__all__ = [
+    "CURVATURES",
+    "NETWORK_WIDE",
+    "check_arguments",
+    "check_layers",
+    "counts_decay",
+    "measure_network",
+]
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
 # arguments that every measure accepts, also where they have no effect
 _GENERAL = {"method", "n_probes", "rtol", "random_state"}
 # measures that are zero where the loss has no curvature
-_CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
+CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
 _NONE = Estimate(math.nan, math.nan, "none")
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
@@ -139,6 +147,31 @@ def _check_per_sample(names: Sequence[str]) -> None:
             )
 
 
+def check_layers(names: Sequence[str], layers: Any) -> None:
+    """Refuse a choice of layers if all measures are of the whole network.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names of measures.
+    layers : int, str, nn.Module or sequence of these
+        The layers as the user gave them; -1 and "all" are the defaults.
+
+    Raises
+    ------
+    ValueError
+        If no measure takes a layer.
+    """
+    is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
+    of_network = {"network_flatness", *NETWORK_WIDE}
+    if not is_default and all(name in of_network for name in names):
+        raise ValueError(
+            f"{', '.join(names)} measures the network as a whole, which has no layers to choose; "
+            f"got {layers!r}. Leave the layer out, or choose a measure of a layer, such as "
+            "relative_flatness."
+        )
+
+
 def _check_decay(names: Sequence[str], weight_decay: float) -> None:
     """Refuse weight decay where it cannot be counted into a measure."""
     undecayed = [name for name in names if not counts_decay(name)]
@@ -233,7 +266,7 @@ def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
 
 def _warn_of_no_curvature(network: Network, found: Found) -> None:
     """Warn if curvatures are zero because the criterion has none, whatever the network does."""
-    zero = [name for (_, name), one in found.items() if name in _CURVATURES and one.value == 0]
+    zero = [name for (_, name), one in found.items() if name in CURVATURES and one.value == 0]
     if zero and not criterion_has_curvature(network):
         warn(
             f"{', '.join(dict.fromkeys(zero))} is 0 because "

@@ -10,6 +10,7 @@ from scipy.special import stdtr
 from skorch import NeuralNet
 
 from relflat_sk.measures._flatness import Flatness
+from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._score import Score, score_of
 
 __all__ = ["ConstantComparison", "compare_with_constant", "find_objection", "made_progress"]
@@ -29,6 +30,14 @@ _PROGRESS = 0.02
 # A difference between epochs that is beyond the noise on data of any size.
 _LARGE_PROGRESS = 0.2
 _P_VALUE = 1e-4
+# A model whose flatness is a smaller share of the best constant's loss has no curvature left.
+# Flatness is the rise of the loss under noise on a layer's inputs (relative to their size, to
+# second order, times 2m): such noise must cost a network what it has gained over a constant. If
+# the loss is so small, flatness must be that of a criterion whose curvature does not vanish with
+# it: for squared errors, it is at least twice the constant's loss then.
+_VANISHED = 1e-6
+# curvatures that are not in the unit of the loss, or of single neurons: only zero is too little
+_OF_ANY_SIZE = {"hessian_trace", "hessian_max_eigenvalue", "neuron_flatness_max"}
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,17 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)
 
 
-def find_objection(model: Any, flatness: float, comparison: ConstantComparison) -> str | None:
-    """Explain why a model is not at a minimum.
+def find_objection(
+    model: Any, measure: str, flatness: float, comparison: ConstantComparison
+) -> str | None:
+    """Explain why the flatness of a model is no score.
 
     Parameters
     ----------
     model : estimator or nn.Module
         Its record of training is read, if there is one.
+    measure : str
+        The measure's name.
     flatness : float
         The measured value.
     comparison : ConstantComparison
@@ -116,8 +129,34 @@ def find_objection(model: Any, flatness: float, comparison: ConstantComparison) 
     Returns
     -------
     str or None
-        None if the model is at a minimum, as far as this can be told.
+        The end of a sentence about the model. None if it is at a minimum that has a curvature, as
+        far as this can be told.
     """
+    problem = _why_no_minimum(model, flatness, comparison) if comparison.is_known else None
+    if problem is not None:
+        return f"is not at a minimum of its loss, so its flatness means nothing: {problem}"
+    if _has_vanished(measure, flatness, comparison):
+        return (
+            f"has no curvature left that could be compared, with a flatness of {flatness:.3g}. Its "
+            "network may be saturated, so that the loss of nearly all samples rounds to 0: train "
+            "all models to the same loss, with StopAtLoss for example. Or its criterion may have "
+            "no curvature: score with measure_params={'criterion': ...}"
+        )
+    return None
+
+
+def _has_vanished(measure: str, flatness: float, comparison: ConstantComparison) -> bool:
+    """Return whether a curvature is zero up to rounding."""
+    if measure not in CURVATURES:
+        return False
+    if not comparison.is_known or measure in _OF_ANY_SIZE:
+        return flatness == 0
+    scale = abs(comparison.constant_loss)
+    return abs(flatness) <= (1 if comparison.is_lower_by(1 - _VANISHED) else _VANISHED) * scale
+
+
+def _why_no_minimum(model: Any, flatness: float, comparison: ConstantComparison) -> str | None:
+    """Explain why a model is not at a minimum."""
     risk = comparison.loss
     if not (math.isfinite(risk) and math.isfinite(flatness)):
         return f"its mean loss is {risk:.3g}, its flatness {flatness:.3g}; has training diverged?"

@@ -8,7 +8,7 @@ import pandas as pd
 from relflat_sk._models import DataOptions, name_layers, to_network_with_source
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
-from relflat_sk.measures._measure_network import counts_decay, measure_network
+from relflat_sk.measures._measure_network import check_layers, counts_decay, measure_network
 from relflat_sk.measures._non_finite import warn_of_non_finite
 from relflat_sk.measures._own import NEURONS, OwnMeasure, find_measures, get_measure_names
 from relflat_sk.measures._registry import describe_invariance
@@ -76,7 +76,8 @@ def flatness_report(  # noqa: PLR0913
     TypeError
         If an argument is of the wrong type.
     ValueError
-        If there is no measure of one of the names, or `measures` or `layers` is empty.
+        If there is no measure of one of the names, `measures` or `layers` is empty, or layers are
+        chosen for measures of the whole network only.
 
     Warns
     -----
@@ -103,6 +104,7 @@ def flatness_report(  # noqa: PLR0913
             "flatness_report has no argument per_sample: it has one row for each layer and "
             "measure. Use measure(name, ..., per_sample=True) for the terms of the samples."
         )
+    check_layers(names, layers)
     layers = name_layers(model, layers)
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from sklearn import get_config
 from sklearn.base import BaseEstimator
@@ -56,7 +56,7 @@ class FlatnessScorer(BaseEstimator):
     Flatness is meaningful only at a minimum of the loss. A network that predicts the same for
     every input is perfectly flat, so flatness alone would prefer dead and untrained networks.
     Therefore the scorer rejects models that are no better than a constant prediction, neither by
-    their loss nor by their accuracy or R2.
+    loss nor by accuracy or R2, and models without any curvature, such as saturated networks.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ class FlatnessScorer(BaseEstimator):
         a `RelativeFlatnessRegularizedNet` recorded on its training data at the end of `fit`; the
         net's `flatness_layer` and `flatness_normalize` have to match `layer` and `measure`.
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
-        What to do with a model that is not at a minimum. "reject" warns, and returns nan, which
-        scikit-learn's searches rank last. "warn" warns, and scores the model like any other.
-        "ignore" skips the check. The check uses the data that the scorer is called with; with
-        `data="train"`, the loss and the score that the net recorded on its training data at the
-        end of `fit`. The warnings are of class `FlatnessWarning`.
+        What to do with a model that is not at a minimum, or has no curvature. "reject" warns, and
+        returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
+        like any other. "ignore" skips the check. The check uses the data that the scorer is called
+        with; with `data="train"`, the loss and the score that the net recorded on its training
+        data at the end of `fit`. The warnings are of class `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -96,6 +96,12 @@ class FlatnessScorer(BaseEstimator):
     - its mean loss is no lower than half of that of the best constant prediction, and its
       training made no progress. Random initial weights can beat a constant by luck, but hardly
       by half.
+
+    A model has no curvature if its flatness is less than a millionth of the loss of the best
+    constant prediction, or less than that loss while its own loss is less than a millionth of it.
+    With cross-entropy, curvature vanishes together with the loss: a saturated network, whose loss
+    rounds to zero, would be the flattest of all. Mean absolute errors and other piecewise linear
+    criteria have none either.
 
     Training made progress if it lowered its own loss by more than 2%, and by more than the noise
     of batches: over the epochs of a skorch net's history, over the batches of a single epoch if
@@ -146,6 +152,17 @@ class FlatnessScorer(BaseEstimator):
         self.data = data
         self.at_minimum = at_minimum
         self.measure_params = measure_params
+
+    def __new__(cls, *args: Any, **parameters: Any) -> Self:
+        """Refuse a call of the class with an estimator and data, by which scikit-learn scores."""
+        if len(args) > 1:
+            raise TypeError(
+                f"{cls.__name__} takes one positional argument, the measure, got {len(args)}. To "
+                f"score with it, pass an instance, not the class: scoring={cls.__name__}()."
+            )
+        return super().__new__(cls)  # type: ignore[no-any-return]
+
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # has the class's signature
 
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Score a fitted model.
@@ -208,23 +225,19 @@ class FlatnessScorer(BaseEstimator):
         )
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
-        """Warn of a model that is not known to be at a minimum; return False if it is at none."""
+        """Warn if the flatness of a model is no score, or may be none; return False for none."""
         name = describe(model)
+        objection = find_objection(model, self.measure, flatness, comparison)
+        if objection is not None:
+            outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
+            warn(f"the {name} {objection}. With at_minimum={self.at_minimum!r}, {outcome}.")
+            return False
         if not comparison.is_known:
             warn(
                 f"without y, the scorer cannot check whether the {name} is at a minimum of its "
                 'loss. Pass y, or at_minimum="ignore" if you know that it is.'
             )
-            return True
-        objection = find_objection(model, flatness, comparison)
-        if objection is None:
-            return True
-        outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
-        warn(
-            f"the {name} is not at a minimum of its loss, so its flatness means nothing: "
-            f"{objection}. With at_minimum={self.at_minimum!r}, {outcome}."
-        )
-        return False
+        return True
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""

@@ -152,8 +152,8 @@ class FlattestWithin:
             raise ValueError(
                 f"No candidate has both a finite {names[0]!r} ({scored.sum()} of "
                 f"{len(scores)} have) and a finite {names[1]!r} ({measured.sum()} have). "
-                "A FlatnessScorer gives nan to models that are not at a minimum: train them "
-                'longer, or score them with FlatnessScorer(at_minimum="warn").'
+                "A FlatnessScorer gives nan to models that are not at a minimum, or saturated: its "
+                'warnings say why. FlatnessScorer(at_minimum="warn") scores them.'
             )
         best = scores[scored].max()
         # in floating point, 0.98 - 0.96 is more than 0.02

@@ -31,6 +31,8 @@ class TrainingState:
         The network, and its first floating-point parameter, whose dtype inputs must have.
     output_shape : torch.Size, optional
         Shape of the output for one sample; None if the labels determine it.
+    output_checked : bool, default=False
+        Whether a batch has shown that the network ends in what its criterion takes.
     recorded : bool, default=False
         Whether the penalty has recorded the forward pass of the current step.
     terms : (Tensor, Tensor or None, Tensor or None), optional
@@ -43,6 +45,7 @@ class TrainingState:
     penalty: RelativeFlatnessPenalty | None = None
     first_parameter: tuple[nn.Module, nn.Parameter | None] | None = None
     output_shape: Size | None = None
+    output_checked: bool = False
     # of the current step
     recorded: bool = False
     terms: tuple[Tensor, Tensor | None, Tensor | None] | None = None

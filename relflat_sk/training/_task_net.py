@@ -11,6 +11,7 @@ from skorch.callbacks import EpochScoring, EpochTimer, PrintLog
 from torch import Tensor, nn
 
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
+from relflat_sk.training._ending import check_ending
 from relflat_sk.training._epoch_mean import EpochMean
 from relflat_sk.training._inputs import with_sizes
 from relflat_sk.training._mlp import MLP
@@ -20,6 +21,9 @@ from relflat_sk.training._task import Task
 from relflat_sk.training._tasks import TASKS
 
 __all__ = ["TaskNet"]
+
+# columns of the history that the net's own callbacks record on validation data
+_OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best")
 
 
 class TaskNet(PenalisedNet):
@@ -88,6 +92,27 @@ class TaskNet(PenalisedNet):
             callbacks.append(("valid_acc", accuracy))
         return [*callbacks, ("print_log", _PrintLog())]
 
+    def on_epoch_begin(self, net: Any, dataset_valid: Any = None, **kwargs: Any) -> None:
+        """Refuse callbacks that need validation data, if there are none, before any training.
+
+        Raises
+        ------
+        ValueError
+            If there is such a callback.
+        """
+        super().on_epoch_begin(net, dataset_valid=dataset_valid, **kwargs)
+        if dataset_valid is not None:
+            return
+        for _, callback in self.callbacks_:
+            monitor = getattr(callback, "monitor", None)
+            if monitor in _OF_VALIDATION:
+                raise ValueError(
+                    f"the callback {type(callback).__name__} reads {monitor!r}, but no "
+                    "validation data are held out: train_split=None is the default here. Pass "
+                    "train_split=skorch.dataset.ValidSplit(5) to the net, or a monitor such as "
+                    "'train_loss' to the callback."
+                )
+
     # -- labels --------------------------------------------------------------------------
 
     # whether what the task knows comes from outputs, because the labels were in a Dataset
@@ -145,7 +170,7 @@ class TaskNet(PenalisedNet):
         return self
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
-        """Refuse outputs of another size than the labels need, and logits for probabilities."""
+        """Refuse outputs of another size than the labels need; at first, of another kind too."""
         n_outputs = self._n_outputs()
         if n_outputs is None:
             self._state().output_shape = y_pred.shape[1:]
@@ -156,12 +181,10 @@ class TaskNet(PenalisedNet):
                 "the module's constructor an argument n_outputs, which is then set from y, or "
                 "pass all classes to partial_fit."
             )
-        if isinstance(criterion.criterion, ProbabilityNLLLoss) and bool((y_pred < 0).any()):
-            raise ValueError(
-                "NLLLoss takes probabilities here, as in skorch's classifiers, but the module "
-                f"returned {y_pred.min().item():g}. End the module with a softmax, or use "
-                "CrossEntropyLoss on logits."
-            )
+        state = self._state()
+        if not state.output_checked:
+            check_ending(criterion, y_pred)
+            state.output_checked = True
 
     def _get_predict_nonlinearity(self) -> Any:
         """Return the function from outputs to predictions, mappings with logits included."""
@@ -175,9 +198,15 @@ class TaskNet(PenalisedNet):
         if self.predict_nonlinearity == "auto":
             if isinstance(criterion, nn.BCEWithLogitsLoss):
                 return torch.sigmoid  # skorch's own makes two columns, and needs 1-d outputs
+            if isinstance(criterion, nn.BCELoss):
+                return _as_it_is
             if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
                 return torch.exp  # the expected count
         return super()._get_predict_nonlinearity()
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
 
 
 class _PrintLog(PrintLog):

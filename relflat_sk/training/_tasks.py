@@ -7,9 +7,15 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
+from relflat_sk._warnings import warn
 from relflat_sk.training._task import Array, Task
 
 __all__ = ["TASKS"]
+
+# Numbers of more different values may be those of a regression. scikit-learn takes whole numbers
+# for classes, floats too, and the default criterion is one of classes.
+_MANY = 20
+_FEW_PER_CLASS = 5  # samples
 
 
 def _numpy(y: Any) -> Any:
@@ -45,6 +51,24 @@ def _class_indices(y: Any, classes: Array) -> Array:
     return indices
 
 
+def _check_are_labels(y: Array, n_classes: int) -> None:
+    """Refuse floats that look like the values of a regression; warn of integers that do."""
+    instead = "a regression loss, such as criterion=torch.nn.MSELoss"
+    n = len(y)
+    if y.dtype.kind == "f" and (n_classes > _MANY or n_classes > max(2, n / 2)):
+        raise ValueError(
+            f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
+            f"values of a regression, but the criterion is one of classes. Pass {instead}. If they "
+            "are class labels, pass them as integers: y.astype(int)."
+        )
+    if y.dtype.kind in "iu" and n_classes > _MANY and n < _FEW_PER_CLASS * n_classes:
+        warn(
+            f"y has integers of more than {_MANY} different values, with fewer than "
+            f"{_FEW_PER_CLASS} samples of each on average. They are taken for classes. If they are "
+            f"the values of a regression, pass {instead}."
+        )
+
+
 class _Classification:
     """Labels of any type, with one output per class."""
 
@@ -63,6 +87,8 @@ class _Classification:
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
         net.classes_ = np.unique(y if classes is None else classes)
+        if classes is None:
+            _check_are_labels(y, len(net.classes_))
         if len(net.classes_) < 2:
             raise ValueError(
                 "a classifier needs at least two classes in y, got one class: "

@@ -27,6 +27,7 @@ from relflat_sk import (
     relative_flatness,
     reparameterize,
 )
+from relflat_sk.measures._flatness import LAYER_MEASURES
 from tests.devices.simulated import DEVICE, simulated_device
 
 CRITERION = nn.CrossEntropyLoss()
@@ -103,6 +104,8 @@ MEASURES = [name for name in get_measure_names() if name != "fisher_rao_norm"]
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("name", MEASURES)
 def test_measures(name, layer):
+    layer = layer if name in LAYER_MEASURES else -1
+
     def compute(model, X, y, **options):
         seed = {"random_state": 0} if name in SEEDED else {}
         return measure(name, model, X, y, criterion=CRITERION, layer=layer, **options, **seed)

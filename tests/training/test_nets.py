@@ -438,7 +438,7 @@ def test_nll_takes_probabilities_as_in_skorch():
     logits = make(random_state=None).fit(X, NAMES)
     assert net.predict_proba(X) == pytest.approx(logits.predict_proba(X), abs=1e-4)
     assert net.relative_flatness_ == pytest.approx(logits.relative_flatness_, rel=1e-3)
-    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*module returned -"):
+    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*values from -"):
         make(criterion=nn.NLLLoss).fit(X, NAMES)
 
 

@@ -81,6 +81,8 @@ def test_logarithm_of_the_probabilities(net, y):
     found, expected = net.predict_log_proba(X), net.predict_proba(X)
     assert found.dtype == expected.dtype
     assert_allclose(found, np.log(expected), rtol=1e-4, atol=1e-6)
+    assert expected.shape == (N, len(net.classes_))
+    assert len(net.predict(X)) == N
 
 
 @pytest.mark.parametrize("kind", ["classes", "binary", "labels"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target, warn_of_ending
 from relflat_sk._network import (
     Batch,
     LayerRecord,
@@ -111,7 +111,7 @@ def make_forward_pass(
     output = loss.classes_second(output, batch.y)
     target = _read_target(loss, output, batch)
     link = find_link(output, records[-1].node)
-    loss.warn_of(link)
+    warn_of_ending(loss.criterion, link)
     if target is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
     losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
