@@ -32,10 +32,12 @@ from relflat_sk.theory import (
     feature_robustness,
     generalization_bound,
     label_constancy,
+    neuron_robustness,
     pac_bayes_bound,
     reparameterize,
     representativeness,
     sharpness_conditions,
+    worst_feature_robustness,
 )
 from relflat_sk.training import (
     MLP,
@@ -82,6 +84,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # theory
     "sharpness_conditions",
     "feature_robustness",
+    "worst_feature_robustness",
+    "neuron_robustness",
     "representativeness",
     "generalization_bound",
     "label_constancy",

@@ -42,9 +42,22 @@ from relflat_sk._network import (
     weight_layers,
 )
 from relflat_sk.measures import find_measured_layer
-from relflat_sk.theory._schemes import Scheme
+from relflat_sk.theory._kernels import Scheme
 
-__all__ = ["Moved", "Site", "check_delta", "find_site", "move_features"]
+__all__ = [
+    "Moved",
+    "Relabel",
+    "Site",
+    "check_delta",
+    "find_site",
+    "losses_of",
+    "move_features",
+    "split_at",
+]
+
+# from moved features (n, m) and the labels before to those after the move, as the criterion takes
+# them
+Relabel = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,12 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def move_features(
-    site: Site, scheme: Scheme, delta: float, *, each: bool = False
+    site: Site,
+    scheme: Scheme,
+    delta: float,
+    *,
+    each: bool = False,
+    relabel: Relabel | None = None,
 ) -> Iterator[Moved]:
     """Move the features of all samples, batch by batch; to be used within `borrowed`.
 
@@ -176,6 +194,8 @@ def move_features(
     each : bool, default=False
         Require each sample's own loss. Otherwise all samples of a batch may have its mean
         loss, if the criterion computes nothing else.
+    relabel : callable, optional
+        Labels of the moved features; those of the samples if None.
 
     Yields
     ------
@@ -183,20 +203,52 @@ def move_features(
         One for each batch.
     """
     for batch in site.network.batches():
-        features, run = _tail(site, batch)
-        losses, divisors = _losses(site.network, batch, run(torch.zeros_like(features)), each)
-        rises = []
-        for draw in scheme.directions(features):
-            moved = [
-                _losses(site.network, batch, run(delta * direction), each)[0] for direction in draw
-            ]
-            rises.append((torch.stack(moved) - losses).mean(dim=0))
-        weights = sample_weight(batch, len(losses), losses.device)
+        with torch.no_grad():
+            features, run = split_at(site, batch)
+            losses, divisors = losses_of(site.network, batch, run(torch.zeros_like(features)), each)
+            rises = []
+            for draw in scheme.directions(features):
+                moved = []
+                for direction in draw:
+                    at = _relabelled(batch, features + delta * direction, relabel)
+                    moved.append(losses_of(site.network, at, run(delta * direction), each)[0])
+                rises.append((torch.stack(moved) - losses).mean(dim=0))
+            weights = sample_weight(batch, len(losses), losses.device)
         yield Moved(losses, torch.stack(rises), weights, divisors)
 
 
-def _tail(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return flattened features of a batch, and a function that runs the network after a move."""
+def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel | None) -> Batch:
+    """Return the batch with the labels of its moved features."""
+    if relabel is None:
+        return batch
+    before = _labels(batch)
+    labels = torch.as_tensor(relabel(moved, before), device=before.device)
+    if labels.shape != before.shape:
+        raise ValueError(
+            f"the labels of moved features must have the shape of the labels, {tuple(before.shape)}"
+            f", got {tuple(labels.shape)}."
+        )
+    return replace(batch, y=labels.to(before.dtype))
+
+
+def split_at(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Split the network at a layer, for one batch; to be used within `borrowed`.
+
+    Parameters
+    ----------
+    site : Site
+        The layer.
+    batch : Batch
+        n samples.
+
+    Returns
+    -------
+    features : Tensor of shape (n, m)
+        The layer's flattened input, in float64.
+    run : callable
+        From a move of the features, of the same shape, to the network's output. It carries a
+        gradient if the move does and gradients are enabled.
+    """
     with torch.no_grad(), record_tail(site.network.module, site.name) as recorder:
         output = site.network(batch.x)
     features, z = recorder[site.name].check()
@@ -223,15 +275,33 @@ def _run_with(site: Site, x: Any, move: Tensor) -> Tensor:
         output: Tensor = forward(moved, *args[1:], **others)
         return output
 
-    with torch.no_grad(), ReplacedForwards([(site.layer, run_moved)]):
+    with ReplacedForwards([(site.layer, run_moved)]):
         return site.network(x)
 
 
-def _losses(network: Network, batch: Batch, output: Tensor, each: bool) -> tuple[Tensor, Tensor]:
-    """Compute losses and divisors of a batch's samples, see `relflat_sk._losses.Loss.terms`."""
-    with torch.no_grad():
-        outcome = outcome_of(network, batch, output)
-        losses, divisors = outcome.loss.terms(
-            outcome.output, outcome.target, each=each or outcome.weighted
-        )
+def losses_of(
+    network: Network, batch: Batch, output: Tensor, each: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute losses and divisors of a batch's samples, see `relflat_sk._losses.Loss.terms`.
+
+    Parameters
+    ----------
+    network : Network
+        Has the loss.
+    batch : Batch
+        Has the labels.
+    output : Tensor of shape (n, ...)
+        The network's output for the batch.
+    each : bool, default=False
+        Require each sample's own loss.
+
+    Returns
+    -------
+    losses, divisors : Tensor of shape (n,)
+        In float64.
+    """
+    outcome = outcome_of(network, batch, output)
+    losses, divisors = outcome.loss.terms(
+        outcome.output, outcome.target, each=each or outcome.weighted
+    )
     return losses.double(), divisors.double()

@@ -10,39 +10,55 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import is_integer
 from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import Layer, Recorder, borrowed, find_layer, layer_names
+from relflat_sk._network import (
+    Layer,
+    Network,
+    Recorder,
+    borrowed,
+    find_layer,
+    layer_names,
+    outcomes,
+)
 
 __all__ = ["label_constancy"]
 
 
-def label_constancy(
+def label_constancy(  # noqa: PLR0913
     model: Any,
     X: Any,
     y: Any,
     *,
     layer: Layer = -1,
     n_neighbors: int = 5,
+    by: str = "labels",
+    criterion: Any = None,
     batch_size: int = 1024,
     device: Any = None,
 ) -> float:
-    """Measure how often neighbours in a layer's feature space have the same label.
+    """Measure how constant labels are around samples in a layer's feature space.
 
     The theory assumes that labels are locally constant in that space: features close to
-    ``phi(x_i)`` have the label ``y_i``. Equal labels of neighbours are evidence for this.
+    ``phi(x_i)`` have the label ``y_i``. Equal labels of neighbours are evidence for this, and so
+    is a loss that hardly changes if a sample gets the label of a neighbour.
 
     Parameters
     ----------
     model : nn.Module or fitted estimator
-        Any model that `relative_flatness` measures; a bare module needs no criterion.
+        Any model that `relative_flatness` measures.
     X : array-like of n samples
         Inputs as the model takes them.
     y : array-like of shape (n,) or (n, ...)
-        Classes. A Dataset as `X` holds its own; y is then None.
+        Labels. A Dataset as `X` holds its own; y is then None.
     layer : int, str or nn.Module, default=-1
         The layer, see `relative_flatness`. Neighbours are close in the features that the layer
         receives, flattened, by Euclidean distance.
     n_neighbors : int, default=5
         Nearest other samples that each sample is compared with.
+    by : {"labels", "loss"}, default="labels"
+        "labels" compares the labels, which must be classes. "loss" compares the losses of a
+        prediction with the label of a neighbour and with its own label, also of regressions.
+    criterion : torch loss, optional
+        With ``by="loss"``, needed for a bare module; an estimator knows its own.
     batch_size : int, default=1024
         Samples in one forward pass.
     device : str or torch.device, optional
@@ -53,12 +69,15 @@ def label_constancy(
     float
         Share of pairs of a sample and its neighbour that have equal labels, between 0 and 1.
         For labels independent of the features, it is the sum of the classes' squared shares.
+        With ``by="loss"``, the mean over pairs of ``loss(f(x_j), y_i) - loss(f(x_j), y_j)``,
+        with j a neighbour of i, in the unit of the loss: 0 if labels are constant, and large if
+        they change where the model is confident.
 
     Raises
     ------
     ValueError
-        If y holds regression targets instead of classes, or `n_neighbors` is not a positive
-        integer below the number of samples.
+        If y holds regression targets instead of classes, `n_neighbors` is not a positive
+        integer below the number of samples, or `by` is neither "labels" nor "loss".
     LayerNotFoundError
         If there is no such layer.
     TypeError
@@ -74,10 +93,27 @@ def label_constancy(
     >>> model = LogisticRegression().fit(X, y)
     >>> label_constancy(model, X, y, n_neighbors=1), label_constancy(model, X, y, n_neighbors=2)
     (1.0, 0.5)
+
+    By the loss, the label of the nearest neighbour changes nothing:
+
+    >>> label_constancy(model, X, y, n_neighbors=1, by="loss")
+    0.0
+
+    Notes
+    -----
+    With a labelling function, P21's equation 4 can be computed directly: the difference of
+    `feature_robustness` with and without `labelling` is the mean of ``loss(f, y(phi + A phi)) -
+    loss(f, y)`` at moved features. Here, neighbours take the place of moved features.
     """
+    if by not in ("labels", "loss"):
+        raise ValueError(f'by must be "labels" or "loss", got {by!r}.')
+    if by == "loss":
+        options = DataOptions(criterion, batch_size, device)
+        return _rise_by_neighbours(to_network(model, X, y, options), model, layer, n_neighbors)
     # `to_network` needs a criterion for a bare module; it is not used here
     criterion = nn.CrossEntropyLoss() if isinstance(model, nn.Module) else None
-    features, labels = _features(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    features, labels = _features(network, name_layer(model, layer))
     n = len(labels)
     kind = type_of_target(labels)
     if kind.startswith(("continuous", "unknown")):
@@ -85,25 +121,47 @@ def label_constancy(
             f"y must hold classes, got {kind} values such as {labels.flat[0].item()!r}, which are "
             "hardly ever equal. Pass class labels, or bin the values first."
         )
+    near = _neighbours(features, n_neighbors)
+    rows = labels.reshape(n, -1)
+    return float((rows[near] == rows[:, None]).all(axis=2).mean())
+
+
+def _neighbours(features: NDArray[Any], n_neighbors: int) -> NDArray[Any]:
+    """Find the nearest other samples of each sample: (n, n_neighbors)."""
+    n = len(features)
     if not (is_integer(n_neighbors) and 1 <= n_neighbors < n):
         raise ValueError(
             f"n_neighbors must be an integer between 1 and {n - 1}, one less than the number of "
             f"samples, got {n_neighbors!r}."
         )
-    near = NearestNeighbors(n_neighbors=n_neighbors).fit(features).kneighbors(return_distance=False)
-    rows = labels.reshape(n, -1)
-    return float((rows[near] == rows[:, None]).all(axis=2).mean())
+    search = NearestNeighbors(n_neighbors=n_neighbors).fit(features)
+    near: NDArray[Any] = search.kneighbors(return_distance=False)
+    return near
 
 
-def _features(
-    model: Any, X: Any, y: Any, layer: Layer, options: DataOptions
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _rise_by_neighbours(network: Network, model: Any, layer: Layer, n_neighbors: int) -> float:
+    """Compute the mean rise of the loss where a neighbour gets the label of a sample."""
+    near = _neighbours(_features(network, name_layer(model, layer))[0], n_neighbors)
+    with borrowed(network.module), torch.no_grad():
+        found = list(outcomes(network))
+        loss = found[0].loss
+        output = torch.cat([one.output for one in found])
+        target = torch.cat([one.target for one in found])
+        own, divisors = loss.terms(output, target, each=True)
+        rises, shares = [], []
+        for of_samples in torch.from_numpy(near.T.copy()).to(output.device):
+            other, divisors = loss.terms(output[of_samples], target, each=True)
+            rises.append(other.double().sum() / divisors.double().sum())
+            shares.append(own[of_samples].double().sum() / divisors.double().sum())
+    return float(torch.stack(rises).mean() - torch.stack(shares).mean())
+
+
+def _features(network: Network, layer: Layer) -> tuple[NDArray[Any], NDArray[Any]]:
     """Collect the flattened features that a layer receives, and the labels."""
-    network = to_network(model, X, y, options)
     features: list[Tensor] = []
     labels: list[Tensor] = []
     with borrowed(network.module):
-        name = find_layer(network.module, name_layer(model, layer), layer_names(network))
+        name = find_layer(network.module, layer, layer_names(network))
         module = network.module.get_submodule(name)
         for batch in network.batches():
             if batch.y is None:

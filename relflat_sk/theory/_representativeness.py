@@ -6,20 +6,17 @@ The gap between a model's risk and its mean loss on a sample S has two parts [1]
 
 The first part, representativeness, is the risk minus the mean loss on S after S is smoothed in the
 space of a layer's features. The second part is the rise of the mean loss on S by that smoothing,
-which flatness bounds. Features are smoothed by the scheme "truncated_normal" of
-`relflat_sk.theory._schemes`.
+which flatness bounds. Features are smoothed by `relflat_sk.theory._smoothing`.
 
 References
 ----------
 .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, equations 3 and 5.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import ShuffleSplit
 from skorch.utils import multi_indexing
@@ -27,14 +24,12 @@ from torch import nn
 
 from relflat_sk._checks import check_integer, is_number
 from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Layer, borrowed, mean_loss
-from relflat_sk._random import RandomState, as_random_state, make_generator
-from relflat_sk.theory._feature_moves import Site, check_delta, find_site, move_features
-from relflat_sk.theory._schemes import make_scheme
+from relflat_sk._network import Layer, mean_loss
+from relflat_sk._random import RandomState, as_random_state
+from relflat_sk.theory._feature_moves import Site, check_delta, find_site
+from relflat_sk.theory._smoothing import Smoothing, check_alphas, find_bandwidth
 
 __all__ = ["default_delta", "representativeness"]
-
-Floats = NDArray[np.float64]
 
 
 def default_delta(site: Site) -> float:
@@ -76,6 +71,11 @@ def representativeness(  # noqa: PLR0913
     n_splits: int = 10,
     test_size: float = 0.25,
     refit: bool = False,
+    kernel: str = "truncated_normal",
+    sigma: float = 1.0,
+    bandwidth: float | str | None = None,
+    alphas: Any = None,
+    label_noise: Callable[[Any, np.random.RandomState], Any] | None = None,
     n_draws: int = 8,
     criterion: Any = None,
     batch_size: int = 1024,
@@ -110,6 +110,25 @@ def representativeness(  # noqa: PLR0913
     refit : bool, default=False
         Fit a clone of the estimator to the rest of each split, so that the held-out samples
         are new to it. Only then is the result about new data; see Notes.
+    kernel : {"truncated_normal", "normal", "uniform", "sphere"}, default="truncated_normal"
+        Distribution of the smoothing around a sample, with ``r_i = delta |phi(x_i)|``: normal
+        with deviation ``sigma r_i`` in each direction, given a length of at most ``r_i``; the
+        same without that limit, which makes the smoothed sample a Gaussian kernel density
+        estimate with a bandwidth for each sample; uniform in the ball, or on the sphere, of
+        radius ``sigma r_i``.
+    sigma : float, default=1
+        Width of the kernel.
+    bandwidth : float, "scott" or "silverman", optional
+        Smooth all samples by a Gaussian kernel density estimate with this bandwidth, in the unit
+        of the features and the same for all samples, in place of a kernel whose radius is in
+        proportion to the features. The rules of Scott and Silverman take the root mean variance
+        of the features times ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``.
+    alphas : array of shape (n,), optional
+        Weights ``alpha_i`` of the samples in the smoothed distribution, divided by their sum;
+        equal if None.
+    label_noise : callable, optional
+        Moves the labels, too: from an array of labels, as the criterion takes them, and a
+        RandomState to an array of noisy labels of the same shape. Each draw has its own noise.
     n_draws : int, default=8
         Draws of the smoothing, each a pair of opposite moves.
     criterion : torch loss, optional
@@ -140,8 +159,10 @@ def representativeness(  # noqa: PLR0913
 
     Notes
     -----
-    By equations 3 and 5 of [1]_, :math:`\mathcal{E}_{Rep} = E_{(x, y)}[\ell(f(x), y)] - \frac1n
-    \sum_i E_{\xi \sim \lambda_i}[\ell(\psi(\phi(x_i) + \xi), y_i)]`.
+    By equations 3 and 5 of [1]_, :math:`\mathcal{E}_{Rep} = E_{(x, y)}[\ell(f(x), y)] - \sum_i
+    \alpha_i E_{\xi \sim \lambda_i}[\ell(\psi(\phi(x_i) + \xi), y_i)]`, with :math:`\alpha_i =
+    1/n` if no `alphas` are given. With noise :math:`\nu_i` on the labels, it is Rep of
+    Definition 9, equation 14 of [2]_.
 
     Without `refit`, the model was trained on both parts of every split. The parts then differ by
     chance only, and the result tends to minus the feature robustness as `n_splits` grows: it
@@ -157,6 +178,8 @@ def representativeness(  # noqa: PLR0913
     References
     ----------
     .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [2] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+       Neural Networks", 2020.
 
     Examples
     --------
@@ -170,11 +193,18 @@ def representativeness(  # noqa: PLR0913
     """
     options = DataOptions(criterion, batch_size, device)
     site = find_site(model, X, y, layer, options)
+    if bandwidth is not None and delta is not None:
+        raise ValueError(
+            f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
+            "proportion to their features: give one of them."
+        )
     delta = default_delta(site) if delta is None else check_delta(delta)
     rng = as_random_state(random_state)
     splits = _splits(site.n_samples, n_splits, test_size, rng)
+    smooth = Smoothing(kernel, sigma, n_draws, label_noise, rng, find_bandwidth(site, bandwidth))
+    shares = check_alphas(alphas, site.n_samples)
     if not refit:
-        smoothed = _smooth(site, delta, n_draws, rng)
+        smoothed = smooth(site, delta, shares)
         values = [
             smoothed.mean_loss(held) - smoothed.mean_smooth_loss(rest) for rest, held in splits
         ]
@@ -187,7 +217,7 @@ def representativeness(  # noqa: PLR0913
         X_held, y_held = multi_indexing(X, held), multi_indexing(y, held)
         risk = mean_loss(to_network(fitted, X_held, y_held, options))
         site = find_site(fitted, X_rest, y_rest, layer, options)
-        smoothed = _smooth(site, delta, n_draws, rng)
+        smoothed = smooth(site, delta, shares[rest])
         values.append(risk - smoothed.mean_smooth_loss(slice(None)))
     return float(np.mean(values)), _stderr(values)
 
@@ -203,38 +233,3 @@ def _check_fits(model: Any) -> None:
             f"refit=True needs an estimator to clone and fit, got {type(model).__name__}. Wrap a "
             "module in a skorch net, or use refit=False and see the notes for test data."
         )
-
-
-@dataclass(frozen=True)
-class _Smoothed:
-    """Weighted losses of n samples before and after the smoothing; arrays of shape (n,)."""
-
-    loss: Floats
-    smooth_loss: Floats
-    divisor: Floats
-    stderr: float  # of the mean rise, from the draws
-
-    def mean_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples before the smoothing."""
-        return float(self.loss[rows].sum() / self.divisor[rows].sum())
-
-    def mean_smooth_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples after the smoothing."""
-        return float(self.smooth_loss[rows].sum() / self.divisor[rows].sum())
-
-
-def _smooth(site: Site, delta: float, n_draws: int, rng: np.random.RandomState) -> _Smoothed:
-    """Compute the losses of all samples before and after the smoothing."""
-    generator = make_generator(rng, site.network.device)
-    scheme = make_scheme("truncated_normal", site.size, n_draws, generator)
-    with borrowed(site.network.module):
-        batches = list(move_features(site, scheme, delta, each=True))
-    weight, loss = (torch.cat([getattr(b, key) for b in batches]) for key in ("weights", "losses"))
-    rise = torch.cat([batch.rises for batch in batches], dim=1)
-    divisor = weight * torch.cat([batch.divisors for batch in batches])
-    return _Smoothed(
-        (weight * loss).cpu().numpy(),
-        (weight * (loss + rise.mean(dim=0))).cpu().numpy(),
-        divisor.cpu().numpy(),
-        scheme.stderr(rise @ weight / divisor.sum()),
-    )

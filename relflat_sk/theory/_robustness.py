@@ -1,8 +1,10 @@
 """Feature robustness: how much the loss rises when the features of a layer are moved."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,8 +12,9 @@ from relflat_sk._models import DataOptions
 from relflat_sk._network import Layer, borrowed, find_non_finite
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk._warnings import warn
-from relflat_sk.theory._feature_moves import check_delta, find_site, move_features
-from relflat_sk.theory._schemes import make_scheme
+from relflat_sk.theory._feature_moves import Relabel, check_delta, find_site, move_features
+from relflat_sk.theory._kernels import Scheme
+from relflat_sk.theory._schemes import haar_matrices, make_scheme, of_matrices
 
 __all__ = ["feature_robustness"]
 
@@ -25,6 +28,8 @@ def feature_robustness(  # noqa: PLR0913
     layer: Layer = -1,
     matrices: Any = "orthogonal",
     n_draws: int = 32,
+    absolute: bool = False,
+    labelling: Callable[[Any], Any] | None = None,
     criterion: Any = None,
     batch_size: int = 1024,
     device: Any = None,
@@ -63,6 +68,14 @@ def feature_robustness(  # noqa: PLR0913
     n_draws : int, default=32
         Random draws to average over, at least 2. Each draw of "orthogonal" and of
         "truncated_normal" is a pair of opposite moves, and evaluates the loss twice.
+    absolute : bool, default=False
+        Average the magnitude of the rise over matrices, ``E|F(delta, S, A)|``, as in robustness
+        on average (P19, Definition 1). A matrix is then the same for all samples: "orthogonal"
+        draws m x m matrices, and "truncated_normal", which is none, is refused.
+    labelling : callable, optional
+        The true labels at moved features (P21, equation 4): from an array of shape (n, m) to
+        labels of the shape of `y`, as the criterion takes them; classes by their number. If
+        None, labels are constant around each sample.
     criterion : torch loss, optional
         Needed for a bare module; an estimator knows its own.
     batch_size : int, default=1024
@@ -92,13 +105,19 @@ def feature_robustness(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If the robustness is not finite.
+        If the robustness is not finite, or a matrix has an operator norm above 1.
+
+    See Also
+    --------
+    worst_feature_robustness : The largest rise over all matrices of norm at most 1.
+    neuron_robustness : The rise by each feature, beside its bound.
 
     Notes
     -----
     Feature robustness is :math:`\mathcal{E}_F(f, S, A) = \frac1n \sum_i \ell(\psi((I + A)
-    \phi(x_i)), y_i) - \ell(f(x_i), y_i)` [1]_. Where matrices are given, :math:`\|A\| \le
-    \delta` is up to the caller. By Theorem 5, at a minimum
+    \phi(x_i)), y_i) - \ell(f(x_i), y_i)` [1]_; P19 writes it as F in equation 2. With
+    `labelling`, :math:`y_i` in the first loss is the true label at the moved features (P21,
+    equation 4). By Theorem 5, at a minimum
 
     .. math:: E_O[\mathcal{E}_F(f, S, \delta O)] = \frac{\delta^2}{2m} \kappa + O(\delta^3) .
 
@@ -138,16 +157,39 @@ def feature_robustness(  # noqa: PLR0913
     site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
     generator = make_generator(random_state, site.network.device)
     scheme = make_scheme(matrices, site.size, n_draws, generator)
+    if absolute:
+        scheme = _shared(matrices, site.size, n_draws, generator, scheme)
+    relabel = None if labelling is None else _as_relabel(labelling)
     total, divisor = torch.zeros(()), 0.0
     with borrowed(site.network.module):
-        for moved in move_features(site, scheme, delta):
+        for moved in move_features(site, scheme, delta, relabel=relabel):
             total = total + (moved.rises @ moved.weights).cpu()
             divisor += float(moved.divisors @ moved.weights)
-    draws = total / divisor
+    draws = (total / divisor).abs() if absolute else total / divisor
     robustness = float(draws.mean())
     if not math.isfinite(robustness):
         _warn_of_non_finite(site.network.module)
     return robustness, scheme.stderr(draws)
+
+
+def _shared(
+    matrices: Any, m: int, n_draws: int, generator: torch.Generator, scheme: Scheme
+) -> Scheme:
+    """Return a scheme whose draws are matrices that all samples share."""
+    if not isinstance(matrices, str) or matrices == "projection":
+        return scheme
+    if matrices != "orthogonal":
+        raise ValueError(
+            f"absolute=True needs matrices that all samples share, but {matrices!r} moves each "
+            'sample on its own. Use "orthogonal", "projection" or an array.'
+        )
+    shared = of_matrices(haar_matrices(m, n_draws, generator))
+    return Scheme(shared.directions, 1.0)
+
+
+def _as_relabel(labelling: Callable[[Any], Any]) -> Relabel:
+    """Return the labels of moved features by a function of arrays."""
+    return lambda moved, labels: torch.as_tensor(np.asarray(labelling(moved.cpu().numpy())))
 
 
 def _warn_of_non_finite(module: nn.Module) -> None:

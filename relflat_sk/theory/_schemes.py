@@ -1,58 +1,16 @@
-"""Random and given directions in which the features of samples are moved.
-
-A *scheme* draws directions. A symmetric scheme draws them in pairs ``+a, -a``: within a pair, the
-part of the loss's rise that is linear in the length of the move cancels, and with it nearly all of
-the noise.
-"""
+"""Random and given matrices by which the features of samples are moved."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from relflat_sk._checks import check_integer
+from relflat_sk._warnings import warn
+from relflat_sk.theory._kernels import Scheme, make_kernel, on_spheres
 
-__all__ = ["Scheme", "make_scheme"]
-
-Directions = Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """Draws of directions in which features are moved.
-
-    Parameters
-    ----------
-    directions : callable
-        From features to the draws. Each draw is a tuple of directions, over which the loss is
-        averaged.
-    share_left_out : float
-        Share of all possible draws that is not made: 1 for independent random draws, 0 if all
-        possible draws are made. The variance of the mean of the draws is in proportion to it.
-    """
-
-    directions: Directions
-    share_left_out: float
-
-    def stderr(self, draws: Tensor) -> float:
-        """Compute the standard error of the mean of k draws.
-
-        Parameters
-        ----------
-        draws : Tensor of shape (k,)
-            One value for each draw.
-
-        Returns
-        -------
-        float
-            0 if all possible draws are made.
-        """
-        if self.share_left_out == 0:
-            return 0.0
-        return float((self.share_left_out * draws.var() / len(draws)).sqrt())
+__all__ = ["haar_matrices", "make_scheme", "of_matrices"]
 
 
 def _orthogonal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
@@ -62,7 +20,7 @@ def _orthogonal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
         # an orthogonal matrix with Haar's distribution moves a vector to a point with uniform
         # distribution on its sphere
         for _ in range(n_draws):
-            moved = _on_spheres(features, generator)
+            moved = on_spheres(features, generator)
             yield moved, -moved
 
     return Scheme(directions, 1.0)
@@ -70,14 +28,7 @@ def _orthogonal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
 
 def _truncated_normal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
     """Move each sample's features by normal noise, truncated to the length of the features."""
-
-    def directions(features: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        for _ in range(n_draws):
-            moved = _on_spheres(features, generator)
-            moved = moved * _radii(len(features), m, generator).to(moved)[:, None]
-            yield moved, -moved
-
-    return Scheme(directions, 1.0)
+    return make_kernel("truncated_normal", m, 1.0, n_draws, generator)
 
 
 def _projection(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
@@ -100,27 +51,28 @@ SCHEMES: dict[str, Callable[[int, int, torch.Generator], Scheme]] = {
 }
 
 
-def _on_spheres(features: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw vectors of the features' lengths with uniform direction."""
-    shape, device = features.shape, features.device
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-    lengths: Tensor = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-    return F.normalize(normal, dim=1) * lengths
+def haar_matrices(m: int, k: int, generator: torch.Generator) -> Tensor:
+    """Draw orthogonal matrices of Haar's distribution.
 
+    Parameters
+    ----------
+    m : int
+        Number of rows.
+    k : int
+        Number of matrices.
+    generator : torch.Generator
+        Decides the draws.
 
-def _radii(n: int, m: int, generator: torch.Generator) -> Tensor:
-    """Draw lengths of standard normal vectors in m dimensions that are at most 1 long.
-
-    Their density is proportional to ``r^(m-1) exp(-r^2 / 2)``. Rejection sampling draws radii in a
-    uniform ball, and accepts each with probability ``exp(-r^2 / 2)``, which is above 0.6.
+    Returns
+    -------
+    Tensor of shape (k, m, m)
+        In float64.
     """
-    device = generator.device
-    accepted: list[Tensor] = []
-    while sum(map(len, accepted)) < n:
-        u, v = torch.rand((2, 2 * n), generator=generator, dtype=torch.float64, device=device)
-        radii = u ** (1 / m)
-        accepted.append(radii[v < torch.exp(-(radii**2) / 2)])
-    return torch.cat(accepted)[:n]
+    shape = (k, m, m)
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+    q, r = torch.linalg.qr(normal)
+    signed: Tensor = q * torch.sign(torch.diagonal(r, dim1=1, dim2=2))[:, None]
+    return signed
 
 
 def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator) -> Scheme:
@@ -146,6 +98,11 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
     ------
     ValueError
         If there is no such scheme, or the matrices do not fit the features.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the operator norm of a matrix is above 1.
     """
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     if isinstance(matrices, str):
@@ -162,4 +119,27 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
             f"matrices must have shape ({m}, {m}) or (k, {m}, {m}), as the layer receives {m} "
             f"features, got {tuple(torch.as_tensor(matrices).shape)}."
         )
-    return Scheme(lambda features: ((features @ matrix.T,) for matrix in stacked), 0.0)
+    norm = float(torch.linalg.matrix_norm(stacked, 2).max())
+    if norm > 1 + 1e-6:
+        warn(
+            f"matrices have an operator norm of up to {norm:.3g}; feature robustness is defined "
+            "for norms of at most 1 (P19, Definition 1), and its bounds hold for those only. "
+            "Divide them by their norm, and choose delta in proportion."
+        )
+    return of_matrices(stacked)
+
+
+def of_matrices(matrices: Tensor) -> Scheme:
+    """Return the scheme that moves all samples by the same matrices, one after the other.
+
+    Parameters
+    ----------
+    matrices : Tensor of shape (k, m, m)
+        The matrices.
+
+    Returns
+    -------
+    Scheme
+        All draws that are possible.
+    """
+    return Scheme(lambda features: ((features @ matrix.T,) for matrix in matrices), 0.0)

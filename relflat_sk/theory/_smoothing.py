@@ -1,0 +1,178 @@
+"""Smooth a sample in a layer's feature space, and compute its losses before and after."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relflat_sk._checks import check_number
+from relflat_sk._network import borrowed
+from relflat_sk._random import make_generator
+from relflat_sk.theory._feature_moves import Site, move_features, split_at
+from relflat_sk.theory._kernels import gaussian, make_kernel
+
+__all__ = ["Smoothed", "Smoothing", "check_alphas", "find_bandwidth"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """Weighted losses of n samples before and after the smoothing; arrays of shape (n,)."""
+
+    loss: Floats
+    smooth_loss: Floats
+    divisor: Floats
+    shares: Floats
+    stderr: float  # of the mean rise, from the draws
+
+    def mean_loss(self, rows: Any) -> float:
+        """Compute the mean loss of some samples before the smoothing."""
+        return float(self.loss[rows].sum() / self.divisor[rows].sum())
+
+    def mean_smooth_loss(self, rows: Any) -> float:
+        """Compute the mean loss of some samples after the smoothing, with their shares."""
+        shares = self.shares[rows]
+        return float(shares @ self.smooth_loss[rows] / (shares @ self.divisor[rows]))
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Smooths samples in a layer's feature space.
+
+    Parameters
+    ----------
+    kernel : str
+        A key of `relflat_sk.theory._schemes.KERNELS`.
+    sigma : float
+        Its width.
+    n_draws : int
+        Draws for each sample.
+    label_noise : callable or None
+        Moves labels, see `representativeness`.
+    rng : RandomState
+        Decides the draws.
+    bandwidth : float, optional
+        Deviation of a normal distribution that is the same for all samples, in place of the
+        kernel.
+    """
+
+    kernel: str
+    sigma: float
+    n_draws: int
+    label_noise: Callable[[Any, np.random.RandomState], Any] | None
+    rng: np.random.RandomState
+    bandwidth: float | None = None
+
+    def __call__(self, site: Site, delta: float, shares: Floats) -> Smoothed:
+        """Compute the losses of all samples before and after the smoothing.
+
+        Parameters
+        ----------
+        site : Site
+            The layer.
+        delta : float
+            Radius of the smoothing, as a share of the features' norm.
+        shares : ndarray of shape (n,)
+            Shares of the samples in the smoothed distribution, not negative.
+
+        Returns
+        -------
+        Smoothed
+            The losses.
+        """
+        generator = make_generator(self.rng, site.network.device)
+        scheme = make_kernel(self.kernel, site.size, self.sigma, self.n_draws, generator)
+        if self.bandwidth is not None:
+            scheme, delta = gaussian(self.n_draws, generator), self.bandwidth
+        relabel = None if self.label_noise is None else self._relabel
+        with borrowed(site.network.module):
+            batches = list(move_features(site, scheme, delta, each=True, relabel=relabel))
+        weight, loss = (
+            torch.cat([getattr(b, key) for b in batches]) for key in ("weights", "losses")
+        )
+        rise = torch.cat([batch.rises for batch in batches], dim=1)
+        divisor = weight * torch.cat([batch.divisors for batch in batches])
+        share = torch.from_numpy(shares).to(weight)
+        return Smoothed(
+            (weight * loss).cpu().numpy(),
+            (weight * (loss + rise.mean(dim=0))).cpu().numpy(),
+            divisor.cpu().numpy(),
+            shares,
+            scheme.stderr(rise @ (share * weight) / (share @ divisor)),
+        )
+
+    def _relabel(self, moved: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert self.label_noise is not None
+        return torch.as_tensor(np.asarray(self.label_noise(labels.cpu().numpy(), self.rng)))
+
+
+def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
+    """Find the bandwidth of a Gaussian kernel density estimate by a rule, in one pass.
+
+    Parameters
+    ----------
+    site : Site
+        The layer that receives the features.
+    bandwidth : float, "scott", "silverman" or None
+        As the user gave it.
+
+    Returns
+    -------
+    float or None
+        In the unit of the features; None for none.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a positive number nor one of the rules.
+    """
+    if bandwidth is None:
+        return None
+    if not isinstance(bandwidth, str):
+        check_number("bandwidth", bandwidth)
+        return float(bandwidth)
+    if bandwidth not in ("scott", "silverman"):
+        raise ValueError(
+            f'bandwidth must be a positive number, "scott" or "silverman", got {bandwidth!r}.'
+        )
+    with borrowed(site.network.module):
+        features = torch.cat([split_at(site, batch)[0] for batch in site.network.batches()])
+    n, m = features.shape
+    factor = n if bandwidth == "scott" else n * (m + 2) / 4
+    return float(features.var(dim=0).mean().sqrt()) * float(factor ** (-1 / (m + 4)))
+
+
+def check_alphas(alphas: Any, n: int) -> Floats:
+    """Check the shares of samples in the smoothed distribution.
+
+    Parameters
+    ----------
+    alphas : array of shape (n,) or None
+        As the user gave them; None for equal ones.
+    n : int
+        Number of samples.
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        The shares, whose mean is 1.
+
+    Raises
+    ------
+    ValueError
+        If there are more or fewer, or one is negative or not finite, or all are zero.
+    """
+    if alphas is None:
+        return np.ones(n)
+    shares = np.asarray(alphas, dtype=np.float64)
+    if shares.shape != (n,) or not (np.isfinite(shares) & (shares >= 0)).all() or not shares.any():
+        raise ValueError(
+            f"alphas must be {n} numbers, one for each sample, that are not negative and not all "
+            f"zero, got an array of shape {shares.shape}."
+        )
+    scaled: Floats = shares / shares.mean()
+    return scaled

@@ -1,0 +1,237 @@
+"""Feature robustness in the worst case: the largest change of the loss over all matrices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relflat_sk._checks import check_integer
+from relflat_sk._models import DataOptions
+from relflat_sk._network import Layer, borrowed, sample_weight
+from relflat_sk._random import RandomState, as_random_state, make_generator
+from relflat_sk.measures import measure_layers
+from relflat_sk.theory._feature_moves import Site, check_delta, find_site, losses_of, split_at
+from relflat_sk.theory._schemes import haar_matrices
+
+__all__ = ["WorstRobustness", "worst_feature_robustness"]
+
+# shares of the way to a vertex that are tried, the largest first
+_STEPS = (1.0, 0.5, 0.25, 0.1, 0.03)
+
+
+@dataclass(frozen=True)
+class WorstRobustness:
+    """The largest change of the loss that was found, and the bound by flatness beside it.
+
+    Parameters
+    ----------
+    value : float
+        The larger of `rise` and `fall`: a lower bound of the smallest epsilon for which the
+        model is epsilon-feature robust.
+    rise : float
+        The largest rise of the mean loss that was found.
+    fall : float
+        The largest fall of the mean loss that was found, not negative.
+    matrix : ndarray of shape (m, m)
+        A matrix of operator norm at most 1 by which the loss changes by `value`.
+    flatness_bound : float
+        ``delta^2 / 2 |W|^2 lambda_max(H)``; nan where the layer receives more than one vector
+        for each sample.
+    """
+
+    value: float
+    rise: float
+    fall: float
+    matrix: NDArray[np.float64]
+    flatness_bound: float
+
+
+def worst_feature_robustness(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    delta: float,
+    *,
+    layer: Layer = -1,
+    n_steps: int = 20,
+    n_restarts: int = 2,
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    random_state: RandomState = None,
+) -> WorstRobustness:
+    r"""Find a matrix by which the mean loss changes most when it moves the features of a layer.
+
+    All matrices A of operator norm at most 1 are allowed, and all moves by ``delta' A`` with
+    ``|delta'| <= delta``. The result is a lower bound of the largest change: an ascent finds a
+    local maximum.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        Any model that `relative_flatness` measures.
+    X : array-like of n samples
+        Inputs as the model takes them.
+    y : array-like of shape (n, ...)
+        Labels as the model was trained with.
+    delta : float
+        How far features are moved at most, as a share of their norm.
+    layer : int, str or nn.Module, default=-1
+        The layer whose features are moved, see `relative_flatness`.
+    n_steps : int, default=20
+        Most steps of an ascent.
+    n_restarts : int, default=2
+        Ascents from random orthogonal matrices, beside those from the identity and its negative.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    random_state : int, RandomState or None, default=None
+        Decides the random starts.
+
+    Returns
+    -------
+    WorstRobustness
+        Frozen, with `value`, `rise`, `fall`, `matrix` and `flatness_bound`; all but the matrix
+        in the unit of the loss, 1/n is in.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or data, labels and model do not fit together.
+    LayerNotFoundError
+        If there is no such layer.
+    TypeError
+        If there is no network in the model.
+
+    See Also
+    --------
+    feature_robustness : The mean change over random matrices.
+
+    Notes
+    -----
+    A model is :math:`((\delta, S, A), \epsilon)`-feature robust if :math:`|F(\delta', S, A)| \le
+    \epsilon` for all :math:`|\delta'| \le \delta` (Definition 1 of [1]_). Since moves by
+    :math:`\delta' A` are those by :math:`\delta A'` with a matrix :math:`A'` of smaller norm, one
+    search over :math:`\|A\| \le 1` covers all of them. By equation 6 and Theorem 2, at a minimum
+
+    .. math:: \max_{\|A\| \le 1} F(\delta, S, A) \le \frac{\delta^2}{2} \|W\|_F^2
+        \lambda_{\max}(H) + O(\delta^3) .
+
+    An ascent moves towards the matrix ``U V^T`` of the gradient's singular vectors, at which the
+    linear approximation is largest, as far as the loss rises. Where the loss is convex in the
+    layer's weight, as at the last layer, a full step never lowers it.
+
+    References
+    ----------
+    .. [1] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+       Neural Networks", 2020.
+
+    Examples
+    --------
+    For linear regression with one output the bound is attained:
+
+    >>> import numpy as np
+    >>> from sklearn.linear_model import LinearRegression
+    >>> X = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]])
+    >>> model = LinearRegression(fit_intercept=False).fit(X, [1.0, 2.0, 3.0])
+    >>> worst = worst_feature_robustness(model, X, [1.0, 2.0, 3.0], 0.1, random_state=0)
+    >>> bool(np.isclose(worst.rise, worst.flatness_bound, rtol=1e-6)), round(worst.fall, 12)
+    (True, 0.0)
+    """
+    delta = check_delta(delta)
+    check_integer("n_steps", n_steps, minimum=1)
+    check_integer("n_restarts", n_restarts, minimum=0)
+    site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    rng = as_random_state(random_state)
+    generator = make_generator(rng, site.network.device)
+    identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)
+    starts = [identity, -identity, *haar_matrices(site.size, n_restarts, generator)]
+    with borrowed(site.network.module):
+        risk = _Risk(site, delta)
+        before = risk(torch.zeros_like(identity))
+        rise, highest = max(
+            (_ascend(risk, start, 1.0, n_steps) for start in starts), key=lambda found: found[0]
+        )
+        fall, lowest = max(
+            (_ascend(risk, start, -1.0, n_steps) for start in (0 * identity, *starts)),
+            key=lambda found: found[0],
+        )
+    rise, fall = rise - before, max(0.0, fall + before)
+    worst = highest if rise >= fall else lowest
+    return WorstRobustness(
+        value=max(rise, fall),
+        rise=rise,
+        fall=fall,
+        matrix=worst.cpu().numpy(),
+        flatness_bound=_flatness_bound(site, delta, rng),
+    )
+
+
+def _flatness_bound(site: Site, delta: float, rng: np.random.RandomState) -> float:
+    """Compute the right-hand side of equation 6 without its remainder."""
+    if len(site.shape) != 1:
+        return np.nan
+    name = "eigenvalue_flatness"
+    found = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
+    return delta**2 / 2 * found[site.name, name].value
+
+
+class _Risk:
+    """The mean loss as a function of the matrix that moves the features."""
+
+    def __init__(self, site: Site, delta: float) -> None:
+        self.site = site
+        self.delta = delta
+
+    def __call__(self, matrix: Tensor) -> float:
+        """Compute the mean loss."""
+        with torch.no_grad():
+            total, divisor = self._totals(matrix)
+        return float(total) / divisor
+
+    def slope(self, matrix: Tensor) -> Tensor:
+        """Compute the gradient of the mean loss in the matrix."""
+        slope, divisor = torch.zeros_like(matrix), 0.0
+        for batch in self.site.network.batches():
+            leaf = matrix.clone().requires_grad_()
+            with torch.enable_grad():
+                total, part = self._of_batch(batch, leaf)
+                if total.requires_grad:
+                    slope += torch.autograd.grad(total, leaf)[0]
+            divisor += part
+        return slope / divisor
+
+    def _totals(self, matrix: Tensor) -> tuple[Tensor, float]:
+        found = [self._of_batch(batch, matrix) for batch in self.site.network.batches()]
+        return torch.stack([total for total, _ in found]).sum(), sum(part for _, part in found)
+
+    def _of_batch(self, batch: Any, matrix: Tensor) -> tuple[Tensor, float]:
+        """Sum losses and divisors of a batch with moved features."""
+        features, run = split_at(self.site, batch)
+        output = run(self.delta * features @ matrix.T)
+        losses, divisors = losses_of(self.site.network, batch, output)
+        weights = sample_weight(batch, len(losses), losses.device)
+        return weights @ losses, float(weights @ divisors.detach())
+
+
+def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float, Tensor]:
+    """Climb with ``sign * risk`` within the ball of operator norms at most 1."""
+    matrix, value = start, sign * risk(start)
+    for _ in range(n_steps):
+        u, _s, vh = torch.linalg.svd(sign * risk.slope(matrix))
+        vertex = u @ vh
+        for share in _STEPS:
+            tried = matrix + share * (vertex - matrix)
+            found = sign * risk(tried)
+            if found > value + 1e-12 * abs(value):
+                matrix, value = tried, found
+                break
+        else:
+            break
+    return value, matrix
