@@ -83,6 +83,12 @@ def label_constancy(  # noqa: PLR0913
     TypeError
         If there is no network in the model.
 
+    Notes
+    -----
+    With a labelling function, P21's equation 4 can be computed directly: the difference of
+    `feature_robustness` with and without `labelling` is the mean of ``loss(f, y(phi + A phi)) -
+    loss(f, y)`` at moved features. Here, neighbours take the place of moved features.
+
     Examples
     --------
     The layer of a linear model receives X itself. Each sample has the label of its nearest
@@ -98,12 +104,6 @@ def label_constancy(  # noqa: PLR0913
 
     >>> label_constancy(model, X, y, n_neighbors=1, by="loss")
     0.0
-
-    Notes
-    -----
-    With a labelling function, P21's equation 4 can be computed directly: the difference of
-    `feature_robustness` with and without `labelling` is the mean of ``loss(f, y(phi + A phi)) -
-    loss(f, y)`` at moved features. Here, neighbours take the place of moved features.
     """
     if by not in ("labels", "loss"):
         raise ValueError(f'by must be "labels" or "loss", got {by!r}.')

@@ -16,7 +16,7 @@ from relflat_sk.theory._feature_moves import Relabel, check_delta, find_site, mo
 from relflat_sk.theory._kernels import Scheme
 from relflat_sk.theory._schemes import haar_matrices, make_scheme, of_matrices
 
-__all__ = ["feature_robustness"]
+__all__ = ["feature_robustness", "warn_of_non_finite_rise"]
 
 
 def feature_robustness(  # noqa: PLR0913
@@ -168,7 +168,7 @@ def feature_robustness(  # noqa: PLR0913
     draws = (total / divisor).abs() if absolute else total / divisor
     robustness = float(draws.mean())
     if not math.isfinite(robustness):
-        _warn_of_non_finite(site.network.module)
+        warn_of_non_finite_rise(site.network.module)
     return robustness, scheme.stderr(draws)
 
 
@@ -192,8 +192,19 @@ def _as_relabel(labelling: Callable[[Any], Any]) -> Relabel:
     return lambda moved, labels: torch.as_tensor(np.asarray(labelling(moved.cpu().numpy())))
 
 
-def _warn_of_non_finite(module: nn.Module) -> None:
-    """Say why the robustness is not finite."""
+def warn_of_non_finite_rise(module: nn.Module) -> None:
+    """Say why the robustness is not finite.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+
+    Warns
+    -----
+    FlatnessWarning
+        Always.
+    """
     parameter = find_non_finite(module)
     cause = "a loss is too large"
     if parameter is not None:

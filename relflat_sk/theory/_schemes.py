@@ -142,4 +142,6 @@ def of_matrices(matrices: Tensor) -> Scheme:
     Scheme
         All draws that are possible.
     """
-    return Scheme(lambda features: ((features @ matrix.T,) for matrix in matrices), 0.0)
+    return Scheme(
+        lambda features: ((features @ matrix.T.to(features),) for matrix in matrices), 0.0
+    )

@@ -21,20 +21,56 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Weighted losses of n samples before and after the smoothing; arrays of shape (n,)."""
+    """Weighted losses of n samples before and after the smoothing.
+
+    Parameters
+    ----------
+    loss : ndarray of shape (n,)
+        Losses before the smoothing, times the sample weights.
+    smooth_loss : ndarray of shape (n,)
+        Mean losses over the draws, times the sample weights.
+    divisor : ndarray of shape (n,)
+        Each sample's part in the divisor of the criterion's mean, times its weight.
+    shares : ndarray of shape (n,)
+        Shares of the samples in the smoothed distribution.
+    stderr : float
+        Standard error of the mean rise, from the draws.
+    """
 
     loss: Floats
     smooth_loss: Floats
     divisor: Floats
     shares: Floats
-    stderr: float  # of the mean rise, from the draws
+    stderr: float
 
     def mean_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples before the smoothing."""
+        """Compute the mean loss of some samples before the smoothing.
+
+        Parameters
+        ----------
+        rows : slice or array of int
+            The samples.
+
+        Returns
+        -------
+        float
+            In the unit of the loss.
+        """
         return float(self.loss[rows].sum() / self.divisor[rows].sum())
 
     def mean_smooth_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples after the smoothing, with their shares."""
+        """Compute the mean loss of some samples after the smoothing, with their shares.
+
+        Parameters
+        ----------
+        rows : slice or array of int
+            The samples.
+
+        Returns
+        -------
+        float
+            In the unit of the loss.
+        """
         shares = self.shares[rows]
         return float(shares @ self.smooth_loss[rows] / (shares @ self.divisor[rows]))
 

@@ -1,5 +1,6 @@
 """Feature robustness in the worst case: the largest change of the loss over all matrices."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions
-from relflat_sk._network import Layer, borrowed, sample_weight
+from relflat_sk._network import Batch, Layer, borrowed, sample_weight
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk.measures import measure_layers
 from relflat_sk.theory._feature_moves import Site, check_delta, find_site, losses_of, split_at
+from relflat_sk.theory._robustness import warn_of_non_finite_rise
 from relflat_sk.theory._schemes import haar_matrices
 
 __all__ = ["WorstRobustness", "worst_feature_robustness"]
@@ -109,6 +111,11 @@ def worst_feature_robustness(  # noqa: PLR0913
     TypeError
         If there is no network in the model.
 
+    Warns
+    -----
+    FlatnessWarning
+        If the loss is not finite; the result is nan.
+
     See Also
     --------
     feature_robustness : The mean change over random matrices.
@@ -151,10 +158,14 @@ def worst_feature_robustness(  # noqa: PLR0913
     rng = as_random_state(random_state)
     generator = make_generator(rng, site.network.device)
     identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)
-    starts = [identity, -identity, *haar_matrices(site.size, n_restarts, generator)]
+    starts = [identity, -identity, *haar_matrices(site.size, n_restarts, generator).to(identity)]
     with borrowed(site.network.module):
         risk = _Risk(site, delta)
         before = risk(torch.zeros_like(identity))
+        if not math.isfinite(before):
+            warn_of_non_finite_rise(site.network.module)
+            nothing = np.full(identity.shape, np.nan)
+            return WorstRobustness(math.nan, math.nan, math.nan, nothing, math.nan)
         rise, highest = max(
             (_ascend(risk, start, 1.0, n_steps) for start in starts), key=lambda found: found[0]
         )
@@ -211,7 +222,7 @@ class _Risk:
         found = [self._of_batch(batch, matrix) for batch in self.site.network.batches()]
         return torch.stack([total for total, _ in found]).sum(), sum(part for _, part in found)
 
-    def _of_batch(self, batch: Any, matrix: Tensor) -> tuple[Tensor, float]:
+    def _of_batch(self, batch: Batch, matrix: Tensor) -> tuple[Tensor, float]:
         """Sum losses and divisors of a batch with moved features."""
         features, run = split_at(self.site, batch)
         output = run(self.delta * features @ matrix.T)
@@ -224,7 +235,10 @@ def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[floa
     """Climb with ``sign * risk`` within the ball of operator norms at most 1."""
     matrix, value = start, sign * risk(start)
     for _ in range(n_steps):
-        u, _s, vh = torch.linalg.svd(sign * risk.slope(matrix))
+        slope = sign * risk.slope(matrix)
+        if not torch.isfinite(slope).all():
+            break
+        u, _s, vh = torch.linalg.svd(slope)
         vertex = u @ vh
         for share in _STEPS:
             tried = matrix + share * (vertex - matrix)

@@ -21,11 +21,15 @@ from relflat_sk import (
     StopAtLoss,
     feature_robustness,
     flatness_report,
+    generalization_bound,
     get_measure_names,
     label_constancy,
     measure,
+    neuron_robustness,
     relative_flatness,
     reparameterize,
+    representativeness,
+    worst_feature_robustness,
 )
 from relflat_sk.measures._flatness import LAYER_MEASURES
 from tests.devices.simulated import DEVICE, simulated_device
@@ -115,6 +119,7 @@ def test_measures(name, layer):
 
 SEEDED = {
     "adaptive_sharpness", "expected_sharpness", "keskar_sharpness", "pac_bayes_flatness",
+    "joint_eigenvalue_flatness",
     "pac_bayes_magnitude_flatness",
 }  # fmt: skip
 
@@ -163,7 +168,59 @@ THEORY = {
     "feature_robustness, last layer": lambda *a, **k: feature_robustness(
         *a, 0.1, criterion=CRITERION, n_draws=4, random_state=0, **k
     ),
+    "feature_robustness, shared matrices": lambda *a, **k: feature_robustness(
+        *a, 0.1, criterion=CRITERION, n_draws=4, absolute=True, random_state=0, **k
+    ),
+    "feature_robustness, labelling": lambda *a, **k: feature_robustness(
+        *a,
+        0.1,
+        criterion=CRITERION,
+        n_draws=4,
+        random_state=0,
+        labelling=lambda phi: phi[:, :3].argmax(axis=1),
+        **k,
+    ),
+    "worst_feature_robustness": lambda *a, **k: (
+        worst_feature_robustness(
+            *a, 0.1, criterion=CRITERION, layer=0, n_steps=3, n_restarts=1, random_state=0, **k
+        ).value
+    ),
+    "neuron_robustness": lambda *a, **k: neuron_robustness(*a, 0.1, criterion=CRITERION, **k)[
+        ["robustness", "flatness_term"]
+    ],
+    "representativeness": lambda *a, **k: representativeness(
+        *a, delta=0.1, kernel="normal", n_splits=2, criterion=CRITERION, random_state=0, **k
+    ),
+    "representativeness, bandwidth": lambda *a, **k: representativeness(
+        *a,
+        bandwidth="scott",
+        sigma=0.5,
+        n_splits=2,
+        criterion=CRITERION,
+        random_state=0,
+        label_noise=lambda labels, rng: rng.permutation(labels),
+        **k,
+    ),
+    "bound": lambda *a, **k: (
+        generalization_bound(
+            *a,
+            delta=0.1,
+            sigma=0.2,
+            n_splits=2,
+            criterion=CRITERION,
+            random_state=0,
+            alphas=np.arange(40.0),
+            **k,
+        ).total
+    ),
     "label_constancy": lambda *a, **k: label_constancy(*a, **k),
+    "label_constancy by loss": lambda *a, **k: label_constancy(
+        *a, by="loss", criterion=CRITERION, **k
+    ),
+    "per_sample": lambda *a, **k: measure(
+        "normalized_relative_flatness", *a, layer=0, criterion=CRITERION, per_sample=True, **k
+    ),
+    "neuron_flatness": lambda *a, **k: measure("neuron_flatness", *a, criterion=CRITERION, **k),
 }
 
 

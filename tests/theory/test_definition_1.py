@@ -118,6 +118,15 @@ def test_worst_case_says_what_is_wrong(arguments, message):
         worst_feature_robustness(net, X, y, **{"delta": 0.1, **CE, **arguments})
 
 
+def test_a_network_that_diverged_has_no_worst_case():
+    net, X, y = network()
+    with torch.no_grad():
+        net[0].weight[0, 0] = torch.nan
+    with pytest.warns(FlatnessWarning, match="the feature robustness is nan or infinite, because"):
+        found = worst_feature_robustness(net, X, y, 0.1, **CE)
+    assert np.isnan([found.value, found.rise, found.fall, found.flatness_bound]).all()
+
+
 # E|F|
 
 
