@@ -72,8 +72,8 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         space consists of choices and `n_trials` allows it. Otherwise a `TPESampler` draws, and
         repeats no combination of choices.
     storage : str, path or optuna storage, optional
-        Where the study is stored, such as ``"sqlite:///minima.db"`` or ``Path("minima.db")``; in
-        memory if None.
+        Where the study is stored: the URL of a database, or a file, such as ``"minima.db"`` for
+        SQLite and ``"minima.log"`` for Optuna's journal; in memory if None.
     study_name : str, optional
         Name of the study in the storage, which must be given. If a study of this name exists,
         it is resumed: candidates that are finished or have failed are not trained again, those
@@ -112,21 +112,22 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         "auto" or None, a net that has not reached a goal is a minimum if its training has come
         to a plateau: the mean training losses of the last two fifths of its epochs, of at least
         10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
-        of scikit-learn are minima if their solver ended by its own tolerance, and are also held
-        to a loss.
+        of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
+        change them, and with a loss they must have reached it, too.
     depth_band : float or None, default=3
         The largest depth over the smallest of the minima that are ranked together, see
         `rank_minima`. None ranks all minima.
     refit : bool, default=True
         Whether to provide `best_estimator_`: the very network that was measured. If an earlier
         session trained it, it is restored from its weights if they were saved, and otherwise
-        trained again, with the same result if `random_state` is given.
+        trained again with the same seed.
     retry_failed : bool, default=False
         Whether candidates that failed in an earlier session, or were killed twice, are trained
         again. A candidate that fails again replaces its earlier failure in the tables.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
-        candidate trains, so that plain skorch nets can be reproduced too.
+        candidate trains, so that plain skorch nets can be reproduced too. If None, each candidate
+        has a seed from torch's random state. The study holds the seeds.
     verbose : int, default=0
         1 shows a progress bar with the flattest minimum so far, and how many candidates reached
         their goal, came to a plateau, did not converge and failed; 2 shows Optuna's log as well.
@@ -170,13 +171,14 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
     -----
     A candidate that raises, diverges, runs out of memory or is no better than a constant
     prediction is recorded as failed, with its reason, and not tried again. A candidate that did
-    not reach its goal is recorded as not converged. Both rank behind every minimum. With
-    `n_jobs`, a candidate whose process is killed is tried once more, while nothing else trains.
+    not reach its goal is recorded as not converged. Both rank behind every minimum. If there is no
+    minimum, the search warns, and predicts with the deepest network. With `n_jobs`, a candidate
+    whose process is killed is tried once more, while nothing else trains.
 
     Ctrl-C ends the search with the candidates that are finished. Searches with the same
-    `storage` and `study_name` share the work, on one machine or several, and train no candidate
-    twice. If a process is killed, another one trains its candidate again. Only a heartbeat
-    tells that a process on another machine is gone: ``RDBStorage(url, heartbeat_interval=60)``.
+    `storage` and `study_name` share the work and train no candidate twice. If a process is killed,
+    another one trains its candidate again. Only a heartbeat tells that a process on another
+    machine is gone: ``RDBStorage(url, heartbeat_interval=60)``.
 
     Examples
     --------
@@ -266,13 +268,12 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
             Labels or values of the held-out data.
         **fit_params
             Passed on to the estimator's `fit`, such as `sample_weight`, or routed to it by
-            scikit-learn's metadata routing. Losses, scores and measures on the training data
-            use the weights, too.
+            metadata routing. Losses, scores and measures on the training data use the weights.
 
         Returns
         -------
         FlatMinimaSearch
-            The search itself. After Ctrl-C, it is fitted to the candidates that were finished.
+            The search. After Ctrl-C, it is fitted to the candidates that were finished.
 
         Raises
         ------
@@ -289,9 +290,8 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         """
         for name in ("best_estimator_", "refit_time_"):
             self.__dict__.pop(name, None)
-        seeds: Any = (None, None)
-        if self.random_state is not None:
-            seeds = as_random_state(self.random_state).randint(2**31 - 1, size=2)
+        rng = None if self.random_state is None else as_random_state(self.random_state)
+        seeds: Any = (None, None) if rng is None else rng.randint(2**31 - 1, size=2)
         self._seed = seeds[1]
         objective = self._make_objective(X, y, X_test, y_test, route(self, fit_params))
         check_arguments(self)
@@ -305,6 +305,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
             own_sampler = self.sampler is not None
             check_resumable(study, objective, n_objectives(self), own_sampler=own_sampler)
             measure_what_is_new(study, objective)
+            guard.remember_attributes()
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )

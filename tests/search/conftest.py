@@ -1,7 +1,12 @@
-"""Optuna's messages stay away, and its log level is given back."""
+"""Optuna's messages stay away, and its log level is given back; storages of each kind."""
+
+from functools import partial
 
 import optuna
 import pytest
+
+from tests.search.faulty import FAULT, TRAINED
+from tests.search.storages import FILES, find_postgresql, running_server
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +15,38 @@ def _log_level():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def no_fault():
+    """No fault is left from another test, or for one."""
+    TRAINED.clear()
+    FAULT.update(at=0, what=None)
+    yield
+    FAULT.update(at=0, what=None)
+
+
+@pytest.fixture(scope="session")
+def postgresql_server():
+    """A server for all tests of this process."""
+    pytest.importorskip("psycopg2", reason="PostgreSQL needs its driver psycopg2")
+    programs = find_postgresql()
+    if programs is None:
+        pytest.skip("no PostgreSQL server is installed")
+    with running_server(programs) as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql(postgresql_server):
+    """An empty database."""
+    with postgresql_server.database() as database:
+        yield database
+
+
+@pytest.fixture(params=[*FILES, "postgresql"])
+def make_storage(request, tmp_path):
+    """A function that opens the same storage each time, also in another process."""
+    if request.param == "postgresql":
+        return partial(str, request.getfixturevalue("postgresql").url)
+    return partial(FILES[request.param][0], tmp_path)

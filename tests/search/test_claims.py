@@ -38,8 +38,10 @@ STORAGES = {
 }
 
 
-@pytest.fixture(params=STORAGES)
+@pytest.fixture(params=[*STORAGES, "postgresql"])
 def storage(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgresql").url
     return STORAGES[request.param](tmp_path)
 
 
@@ -272,30 +274,23 @@ def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
 # -- processes ---------------------------------------------------------------------------------
 
 
-def claim_all(storage, n_points, start):
-    storage = make_storage(storage)
-    study = optuna.load_study(study_name="sweep", storage=storage)
+def claim_all(make_storage, n_points, start):
+    study = optuna.load_study(study_name="sweep", storage=make_storage())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     start.wait()
     while claimed := claim(study, Grid([{"x": x} for x in range(n_points)]), "a"):
         claimed.optimize(lambda trial: trial.suggest_int("x", 0, n_points), n_trials=1)
 
 
-def make_storage(where):
-    if where.startswith("sqlite"):
-        return where
-    return JournalStorage(JournalFileBackend(where))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_processes_at_once_claim_nothing_twice(tmp_path, kind):
+def test_processes_at_once_claim_nothing_twice(make_storage):
     """Points that take no time to train, so that processes often claim at the same moment."""
-    where = f"sqlite:///{tmp_path / 'minima.db'}" if kind == "sqlite" else str(tmp_path / "log")
-    study = optuna.create_study(storage=make_storage(where), study_name="sweep")
+    study = optuna.create_study(storage=make_storage(), study_name="sweep")
     context, n_points = get_context("spawn"), 20
     start = context.Barrier(3)
-    workers = [context.Process(target=claim_all, args=(where, n_points, start)) for _ in range(3)]
+    workers = [
+        context.Process(target=claim_all, args=(make_storage, n_points, start)) for _ in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -1,7 +1,6 @@
 """Faults of storages: nothing finished is lost, nothing is found twice, errors say what to do.
 
-The tests on PostgreSQL run if the environment variable RELFLAT_TEST_POSTGRESQL holds the URL of an
-empty database; they leave studies in it.
+Faults of a PostgreSQL server are in `test_postgresql.py`.
 """
 
 import datetime
@@ -10,135 +9,36 @@ import resource
 import sqlite3
 import subprocess
 import threading
-import uuid
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import optuna
 import pytest
-from optuna.storages import JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import FlatMinimaSearch, rank_minima
+from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing import study as study_module
+from tests.search.faulty import (
+    CHOICES,
+    FAULT,
+    TRAINED,
+    X,
+    Y,
+    assert_at_hand,
+    assert_goes_on,
+    fill,
+    make_search,
+    mounted,
+)
+from tests.search.storages import FILES, journal, sqlite
 
-X, Y = load_iris(return_X_y=True)
-CHOICES = [round(0.3 + 0.1 * i, 1) for i in range(6)]
-
-FAULT = {"at": 0, "what": None}  # a function that is called after so many trainings
-TRAINED = []
-
-
-class Trains(LogisticRegression):
-    """Counts its trainings, after one of which the fault happens."""
-
-    def fit(self, X, y):
-        fitted = super().fit(X, y)
-        TRAINED.append(self.C)
-        if len(TRAINED) == FAULT["at"]:
-            FAULT["what"]()
-        return fitted
-
-
-@pytest.fixture(autouse=True)
-def _no_fault():
-    TRAINED.clear()
-    FAULT.update(at=0, what=None)
-    yield
-    FAULT.update(at=0, what=None)
-
-
-def sqlite(folder):
-    return f"sqlite:///{folder / 'minima.db'}"
-
-
-def journal(folder):
-    path = str(folder / "minima.log")
-    # who is killed while it holds the lock leaves it behind: for 30 s by default
-    return JournalStorage(
-        JournalFileBackend(path, lock_obj=JournalFileSymlinkLock(path, grace_period=3))
-    )
-
-
-def postgresql(folder):
-    return os.environ["RELFLAT_TEST_POSTGRESQL"]
-
-
-FILES = {"sqlite": (sqlite, "minima.db"), "journal": (journal, "minima.log")}
-SHARED = [
-    sqlite,
-    journal,
-    pytest.param(
-        postgresql,
-        marks=pytest.mark.skipif(
-            "RELFLAT_TEST_POSTGRESQL" not in os.environ,
-            reason="RELFLAT_TEST_POSTGRESQL is not set to the URL of a database",
-        ),
-    ),
-]
-
-
-def make_search(storage, study_name="sweep", **parameters):
-    return FlatMinimaSearch(
-        Trains(max_iter=1000),
-        {"C": CHOICES},
-        storage=storage,
-        study_name=study_name,
-        **{"random_state": 0, "depth_band": None, "refit": False, **parameters},
-    )
-
-
-def assert_goes_on(storage, n_kept):
-    """The next call trains what is left, once; the table is that of a search without a fault."""
-    FAULT.update(at=0)
-    TRAINED.clear()
-    search = make_search(storage).fit(X, Y)
-    assert len(TRAINED) == len(set(TRAINED)) == len(CHOICES) - n_kept
-    expected = make_search(None, None).fit(X, Y).minima_
-    columns = ["param_C", "relative_flatness", "train_loss", "state"]
-    assert search.minima_[columns].equals(expected[columns])
-    complete = [t for t in search.study_.trials if t.state == TrialState.COMPLETE]
-    assert sorted(trial.params["C"] for trial in complete) == CHOICES
-
-
-def assert_at_hand(search, n_finished):
-    """What was finished before the fault can be ranked."""
-    table = rank_minima(search.study_, depth_band=None)
-    assert (table["state"] == "complete").sum() == n_finished
-
+pytestmark = pytest.mark.usefixtures("no_fault")
 
 # -- disk full ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def mounted(folder, options):
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder):
-    with open(folder / "fill", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(512))
-        except OSError:
-            return
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -295,7 +195,7 @@ def test_a_lock_is_waited_for(tmp_path):
 
 
 def test_a_lock_that_stays_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "_SQLITE_TIMEOUT", 0.05)  # instead of 60 s
+    monkeypatch.setattr(study_module, "LOCK_TIMEOUT", 0.05)  # instead of 60 s
     monkeypatch.setattr(study_module, "PATIENCE", (0.01,))
     other = sqlite3.connect(tmp_path / "minima.db", isolation_level=None)
     FAULT.update(at=3, what=lambda: other.execute("BEGIN EXCLUSIVE"))
@@ -375,10 +275,8 @@ class GoesBack(datetime.datetime):
         return datetime.datetime(2020, 1, 1, tzinfo=tz) - datetime.timedelta(days=cls.looks)
 
 
-@pytest.mark.parametrize("make", SHARED)
-def test_a_clock_that_is_set_back(tmp_path, make, monkeypatch):
-    name = uuid.uuid4().hex
-    make_search(make(tmp_path), name, n_trials=2).fit(X, Y)
+def test_a_clock_that_is_set_back(make_storage, monkeypatch):
+    make_search(make_storage(), n_trials=2).fit(X, Y)
     for module in (
         optuna.storages._rdb.storage,
         optuna.storages._rdb.models,
@@ -394,12 +292,12 @@ def test_a_clock_that_is_set_back(tmp_path, make, monkeypatch):
                 module, "datetime", SimpleNamespace(**{**vars(datetime), "datetime": GoesBack})
             )
     before = GoesBack.looks
-    search = make_search(make(tmp_path), name).fit(X, Y)
+    search = make_search(make_storage()).fit(X, Y)
     assert GoesBack.looks > before
     assert len(TRAINED) == len(CHOICES)
     complete = [t for t in search.study_.trials if t.state == TrialState.COMPLETE]
     assert sorted(trial.params["C"] for trial in complete) == CHOICES
-    assert make_search(make(tmp_path), name).fit(X, Y).minima_.equals(search.minima_)
+    assert make_search(make_storage()).fit(X, Y).minima_.equals(search.minima_)
     assert len(TRAINED) == len(CHOICES)
 
 
@@ -407,14 +305,12 @@ def test_a_clock_that_is_set_back(tmp_path, make, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:study .* does not say how they were made")
-@pytest.mark.parametrize("make", SHARED)
 @pytest.mark.parametrize("record", [None, {"later": {"part": "unknown"}}], ids=["older", "newer"])
-def test_two_versions_on_one_study(tmp_path, make, record):
+def test_two_versions_on_one_study(make_storage, record):
     """An older version records nothing; a newer one may record more."""
-    name = uuid.uuid4().hex
-    first = make_search(make(tmp_path), name, n_trials=2).fit(X, Y).study_
+    first = make_search(make_storage(), n_trials=2).fit(X, Y).study_
     first.set_user_attr("made_with", (first.user_attrs["made_with"] | record) if record else None)
-    search = make_search(make(tmp_path), name).fit(X, Y)
+    search = make_search(make_storage()).fit(X, Y)
     assert len(TRAINED) == len(set(TRAINED)) == len(CHOICES)
     assert search.minima_["state"].tolist() == ["complete"] * len(CHOICES)
 
@@ -424,13 +320,13 @@ def test_two_versions_on_one_study(tmp_path, make, record):
 N_PROCESSES = 50
 
 
-def work(make, folder, name, barrier):
+def work(make_storage, barrier):
     barrier.wait(120)
     search = FlatMinimaSearch(
         LogisticRegression(max_iter=1000),
         {"C": np.linspace(0.1, 2.0, N_PROCESSES).tolist()},
-        storage=make(folder),
-        study_name=name,
+        storage=make_storage(),
+        study_name="sweep",
         refit=False,
         random_state=0,
         depth_band=None,
@@ -439,8 +335,7 @@ def work(make, folder, name, barrier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", SHARED)
-def test_many_processes_at_once(tmp_path, make):
+def test_many_processes_at_once(make_storage):
     """All begin at the same moment, with no study and no file before."""
     context = get_context("forkserver")
     context.set_forkserver_preload([
@@ -449,17 +344,16 @@ def test_many_processes_at_once(tmp_path, make):
         "optuna.storages._rdb.models",
         "optuna.storages._rdb.storage",
     ])
-    barrier, name = context.Barrier(N_PROCESSES), uuid.uuid4().hex
+    barrier = context.Barrier(N_PROCESSES)
     workers = [
-        context.Process(target=work, args=(make, Path(tmp_path), name, barrier))
-        for _ in range(N_PROCESSES)
+        context.Process(target=work, args=(make_storage, barrier)) for _ in range(N_PROCESSES)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * N_PROCESSES
-    study = optuna.load_study(study_name=name, storage=make(tmp_path))
+    study = optuna.load_study(study_name="sweep", storage=make_storage())
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     assert len(complete) == len({trial.params["C"] for trial in complete}) == N_PROCESSES
     assert not [trial for trial in study.trials if "failed" in trial.user_attrs]

@@ -12,8 +12,6 @@ import numpy as np
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
@@ -21,6 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
 from relflat_sk.search._sharing.processes import is_gone
+from tests.search.storages import sqlite
 
 N_TRIALS = 200
 EVERY = 20  # finished trials between two kills
@@ -29,17 +28,6 @@ SPACES = {
     "grid": {"C": np.geomspace(0.01, 1.0, N_TRIALS).tolist()},
     "draws": {"C": FloatDistribution(0.01, 1.0)},
 }
-
-
-def sqlite(folder):
-    return f"sqlite:///{folder / 'minima.db'}"
-
-
-def journal(folder):
-    path = str(folder / "minima.log")
-    # who is killed while it holds the lock leaves it behind: for 30 s by default
-    lock = JournalFileSymlinkLock(path, grace_period=3)
-    return JournalStorage(JournalFileBackend(path, lock_obj=lock))
 
 
 def make_search(storage, space):
@@ -55,9 +43,9 @@ def make_search(storage, space):
     )
 
 
-def work(make_storage, folder, space):
+def work(make_storage, space):
     # the other process can hold what is left, and die of it: then this one comes again
-    make_search(make_storage(folder), space).fit(*load_iris(return_X_y=True))
+    make_search(make_storage(), space).fit(*load_iris(return_X_y=True))
 
 
 def begin(context, *arguments):
@@ -72,14 +60,16 @@ def count(study):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make_storage", "space"), [(sqlite, "grid"), (journal, "draws")], ids=["sqlite", "journal"]
+    ("make_storage", "space"),
+    [("sqlite", "grid"), ("journal", "draws"), ("postgresql", "draws")],
+    indirect=["make_storage"],
 )
-def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
+def test_two_processes_one_of_which_is_killed(make_storage, space):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     context = get_context("forkserver")
     context.set_forkserver_preload(["relflat_sk"])
-    study = optuna.create_study(storage=make_storage(tmp_path), study_name="sweep")
-    workers = [begin(context, make_storage, tmp_path, space) for _ in range(2)]
+    study = optuna.create_study(storage=make_storage(), study_name="sweep")
+    workers = [begin(context, make_storage, space) for _ in range(2)]
     n_killed = 0
     while any(worker.exitcode is None for worker in workers):
         turn = n_killed % 2
@@ -87,7 +77,7 @@ def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
             os.kill(workers[turn].pid, signal.SIGKILL)
             workers[turn].join()
             assert workers[turn].exitcode == -signal.SIGKILL
-            workers[turn] = begin(context, make_storage, tmp_path, space)
+            workers[turn] = begin(context, make_storage, space)
             n_killed += 1
         time.sleep(0.05)
     assert [worker.exitcode for worker in workers] == [0, 0]
@@ -100,7 +90,7 @@ def test_two_processes_one_of_which_is_killed(tmp_path, make_storage, space):
     # and they are the candidates that one process would have had
     if space == "grid":
         assert sorted(trial.params["C"] for trial in minima) == SPACES["grid"]["C"]
-    table = make_search(make_storage(tmp_path), space).fit(*load_iris(return_X_y=True)).minima_
+    table = make_search(make_storage(), space).fit(*load_iris(return_X_y=True)).minima_
     assert len(table) == N_TRIALS
 
 

@@ -37,9 +37,13 @@ STORAGES = {
 }
 
 
-@pytest.fixture(params=STORAGES)
+@pytest.fixture(params=[*STORAGES, "postgresql"])
 def study(request, tmp_path):
-    return optuna.create_study(storage=STORAGES[request.param](tmp_path), study_name="sweep")
+    if request.param == "postgresql":
+        storage = request.getfixturevalue("postgresql").url
+    else:
+        storage = STORAGES[request.param](tmp_path)
+    return optuna.create_study(storage=storage, study_name="sweep")
 
 
 def running(**system_attrs):

@@ -1,13 +1,12 @@
 """Explain failures of a storage, and hold what was finished before."""
 
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import optuna
 
 from relflat_sk.search._optuna_internals import file_of, last_known
-from relflat_sk.search._sharing.study import in_memory
+from relflat_sk.search._sharing.study import in_memory, is_file
 from relflat_sk.search._trial import CallError, explain, is_of_storage
 
 __all__ = ["StorageGuard", "without_password"]
@@ -31,6 +30,12 @@ class StorageGuard:
     def __init__(self, search: Any) -> None:
         self.search = search
         self.study: optuna.Study | None = None
+        self._attributes: dict[str, Any] = {}
+
+    def remember_attributes(self) -> None:
+        """Read the attributes of the study, such as how its minima are made, before training."""
+        if self.study is not None:
+            self._attributes = self.study.user_attrs
 
     def __enter__(self) -> "StorageGuard":
         return self
@@ -48,10 +53,10 @@ class StorageGuard:
             storage = self.search.storage
             raise ValueError(
                 f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
-                f"{explain(cause)} Expected the URL of a database, such as 'sqlite:///minima.db', "
-                "the Path of an SQLite file, or an optuna storage. Nothing was trained."
+                f"{explain(cause)} Expected the URL of a database, a file whose name ends in .db, "
+                ".sqlite or .log (a journal), a Path, or an optuna storage. Nothing was trained."
             ) from cause
-        self.search.study_ = _rescue(self.study)
+        self.search.study_ = _rescue(self.study, self._attributes)
         file = file_of(self.study)
         reason = explain(cause)
         if file is not None and not file.exists():
@@ -79,7 +84,7 @@ def without_password(storage: Any, *, unread: str) -> str:
     str
         A text that can be shown.
     """
-    if isinstance(storage, Path):
+    if is_file(storage):
         return str(storage)
     if not isinstance(storage, str):
         return type(storage).__name__
@@ -93,7 +98,7 @@ def without_password(storage: Any, *, unread: str) -> str:
         return unread
 
 
-def _rescue(study: optuna.Study) -> optuna.Study:
+def _rescue(study: optuna.Study, known: dict[str, Any]) -> optuna.Study:
     """Copy a study into memory, or what this process has read of it."""
     try:
         return in_memory(study)
@@ -101,6 +106,6 @@ def _rescue(study: optuna.Study) -> optuna.Study:
         trials, attributes = last_known(study)
     copied = optuna.create_study(directions=study.directions, study_name=study.study_name)
     copied.add_trials(trials)
-    for name, value in attributes.items():
+    for name, value in (known | attributes).items():
         copied.set_user_attr(name, value)
     return copied

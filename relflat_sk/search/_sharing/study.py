@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
@@ -17,10 +18,15 @@ from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._sharing.claims import give_up_abandoned
 from relflat_sk.search._trial import MinimaObjective, check_made_with, check_space, new_choices
 
-__all__ = ["check_resumable", "in_memory", "log_level", "open_storage"]
+__all__ = ["check_resumable", "in_memory", "is_file", "log_level", "open_storage"]
 
 PATIENCE = (0.1, 0.3, 1.0)  # seconds between attempts
-_SQLITE_TIMEOUT = 60  # seconds to wait for a lock; SQLite's own 5 are few for a slow disk
+LOCK_TIMEOUT = 60  # seconds to wait for a lock: SQLite's own 5 are few, PostgreSQL waits forever
+# how names of files end
+_OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
+_OF_JOURNALS = {".log", ".journal"}
+# drivers of PostgreSQL that take its command-line options
+_POSTGRESQL = {"postgresql", "postgresql+psycopg2", "postgresql+psycopg"}
 
 
 def open_storage(storage: Any) -> BaseStorage:
@@ -32,8 +38,8 @@ def open_storage(storage: Any) -> BaseStorage:
     Parameters
     ----------
     storage : str, path, optuna storage or None
-        The URL of a database, the path of an SQLite file, or a storage, which is returned; in
-        memory if None.
+        The URL of a database; a file, which is a journal if its name ends in .log or .journal,
+        and otherwise an SQLite database; or a storage, which is returned. In memory if None.
 
     Returns
     -------
@@ -64,17 +70,54 @@ def open_storage(storage: Any) -> BaseStorage:
 def _open(storage: Any) -> BaseStorage:
     if storage is not None and not isinstance(storage, str | Path | BaseStorage):
         raise TypeError(
-            "storage must be the URL of a database, such as 'sqlite:///minima.db', the Path of an "
-            f"SQLite file, an optuna storage or None, got {storage!r}."
+            "storage must be the URL of a database, a file such as 'minima.db', an optuna storage "
+            f"or None, got {storage!r}."
         )
-    if isinstance(storage, Path):
-        storage = f"sqlite:///{storage}"
-    if isinstance(storage, str) and storage.startswith("sqlite"):
-        arguments = {"connect_args": {"timeout": _SQLITE_TIMEOUT}}
-        storage = RDBStorage(storage, engine_kwargs=arguments)
+    if is_file(storage):
+        file = str(storage)
+        is_journal_file = Path(file).suffix in _OF_JOURNALS
+        storage = (
+            JournalStorage(JournalFileBackend(file)) if is_journal_file else f"sqlite:///{file}"
+        )
+    if isinstance(storage, str):
+        storage = RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
     opened = optuna.storages.get_storage(storage)
     protect_journal(opened)
     return opened
+
+
+def is_file(storage: Any) -> bool:
+    """Return whether a storage is given as a file.
+
+    Parameters
+    ----------
+    storage : object
+        As a user gave it.
+
+    Returns
+    -------
+    bool
+        True for paths, and for texts that end like the name of a database or of a journal.
+
+    Examples
+    --------
+    >>> is_file("minima.db"), is_file("sqlite:///minima.db"), is_file("minima")
+    (True, False, False)
+    """
+    if isinstance(storage, str):
+        return "://" not in storage and Path(storage).suffix in _OF_DATABASES | _OF_JOURNALS
+    return isinstance(storage, Path)
+
+
+def _engine_arguments(url: str) -> dict[str, Any]:
+    """Return how to connect to a database: wait for locks, and mend lost connections."""
+    kind = url.partition(":")[0]
+    if kind == "sqlite":
+        return {"connect_args": {"timeout": LOCK_TIMEOUT}}
+    found: dict[str, Any] = {"pool_pre_ping": True}  # a server may restart while a net trains
+    if kind in _POSTGRESQL and "options=" not in url:
+        found["connect_args"] = {"options": f"-c lock_timeout={LOCK_TIMEOUT}s"}
+    return found
 
 
 def check_resumable(

@@ -21,13 +21,16 @@ _ADVICE = {  # by words in the error
     ("readonly", "read-only", "permission denied", "permitted"): (
         "Give a place that this process may write to."
     ),
-    ("locked",): "Another program holds the lock: end it, or wait until it is done.",
-    ("unable to open", "no such table", "no such file", "moved", "out of step"): (
-        "The file was deleted, moved or replaced: put it back, or give another storage."
+    ("locked", "lock timeout"): (
+        "Another program holds the lock: end it, or wait until it is done."
     ),
-    ("refused", "could not connect", "could not translate", "timeout"): (
-        "Check that the server runs and can be reached."
+    ("unable to open", "no such table", "does not exist", "moved", "out of step"): (
+        "It was deleted, moved or replaced: put it back, or give another storage."
     ),
+    ("connection", "refused", "could not connect", "could not translate", "timeout"): (
+        "Check that the server runs, and that it can be reached with this user and password."
+    ),
+    ("no such file",): "The file was deleted or moved: put it back, or give another storage.",
 }
 
 
