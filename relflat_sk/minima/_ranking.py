@@ -31,8 +31,8 @@ def rank_minima(
     flat. And it can be compared only between minima that are equally deep. The minima of the
     depth that most of them have therefore come first, then the minima of other depths, then the
     candidates that did not converge, then those that failed or whose value is not finite. Minima
-    of other depths, and candidates that did not converge, are in the order of their depths, the
-    deepest first.
+    of other depths, and candidates that did not converge or failed, are in the order of their
+    depths, the deepest first.
 
     Parameters
     ----------
@@ -95,15 +95,21 @@ def rank_minima(
     converged = np.where(is_converged(table), 0, np.where(of_any_depth, 1, 2))
     group = np.where(finite, converged, 3)
     # lexsort: the last key is the most significant, and the sort is stable
-    within = np.where(finite & (group == 0), values, _shallowness(table, values))
-    order = np.lexsort((np.where(finite, within, 0.0), group))
+    within = np.where(
+        finite & (group == 0), values, _shallowness(table, np.where(finite, values, np.inf))
+    )
+    order = np.lexsort((within, group))
     ranked = table.drop(columns="rank", errors="ignore").iloc[order].reset_index(drop=True)
     ranked["rank"] = np.arange(1, len(ranked) + 1)
     return ranked
 
 
 def _shallowness(table: pd.DataFrame, values: Floats) -> Floats:
-    """Return what ranks candidates that cannot be compared: minus the depth, if there are any."""
+    """Return what ranks candidates that cannot be compared: minus the depth, if there are any.
+
+    Candidates without a depth come last.
+    """
     if "depth" not in table.columns or not np.isfinite(table["depth"]).any():
         return values
-    return -numeric_column(table, "depth", argument="depth")
+    depths = numeric_column(table, "depth", argument="depth")
+    return np.where(np.isfinite(depths), -depths, np.inf)

@@ -25,7 +25,7 @@ BEST: dict[str, Any] = {"color": "black", "linewidth": 2.2, "zorder": 3}
 class TrainingCurvesDisplay(MinimaDisplay):
     """Display of the loss, or the flatness, of all candidates of a search along their training.
 
-    Make one with `from_search`. A dot marks where a training ended. The first in rank is black.
+    Make one with `from_minima`. A dot marks where a training ended. The first in rank is black.
     Candidates that the ranking leaves out, because they did not converge or are of another
     depth, are dotted.
 
@@ -67,9 +67,9 @@ class TrainingCurvesDisplay(MinimaDisplay):
         self.color_by = color_by
 
     @classmethod
-    def from_search(
+    def from_minima(
         cls,
-        search: Any,
+        minima: Any,
         column: str = "train_loss",
         *,
         color_by: str | None = "auto",
@@ -80,9 +80,9 @@ class TrainingCurvesDisplay(MinimaDisplay):
 
         Parameters
         ----------
-        search : optuna.Study or fitted FlatMinimaSearch
-            The candidates. Nets of skorch and multi-layer perceptrons of scikit-learn have
-            curves.
+        minima : optuna.Study or fitted FlatMinimaSearch
+            The candidates; a table has no curves. Nets of skorch and multi-layer perceptrons of
+            scikit-learn have curves.
         column : str, default="train_loss"
             What is drawn: ``"train_loss"`` or ``"valid_loss"``, ``"flatness_penalty"`` of the
             nets with a penalty, or the name of a callback
@@ -107,7 +107,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         ImportError
             If matplotlib is not installed.
         TypeError
-            If `search` is neither a study nor a fitted search.
+            If `minima` is neither a study nor a fitted search.
         ValueError
             If no candidate has a curve of this column.
 
@@ -118,12 +118,12 @@ class TrainingCurvesDisplay(MinimaDisplay):
         >>> X, y = load_iris(return_X_y=True)
         >>> net = RelativeFlatnessRegularizedClassifier(max_epochs=100, verbose=0)
         >>> search = FlatMinimaSearch(net, {"lr": [0.01, 0.02]}, goal=0.5, random_state=0)
-        >>> display = TrainingCurvesDisplay.from_search(search.fit(X, y))
+        >>> display = TrainingCurvesDisplay.from_minima(search.fit(X, y))
         >>> sorted(display.curves)
         [0, 1]
         """
-        found = curves_of(search)
-        table = minima_table(search)
+        found = curves_of(minima)
+        table = minima_table(minima)
         numbers = [int(number) for number in table["trial"] if column in found.get(number, {})]
         if not numbers:
             known = sorted({name for one in found.values() for name in one} - {"epoch"})

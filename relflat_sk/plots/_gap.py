@@ -145,7 +145,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         x = numeric_column(self.minima, self.measure, argument="measure")
         y = numeric_column(self.minima, self.target, argument="target")
         points = Points(self.minima, x, y)
-        points.require_minima()
+        points.require_minima(self.measure, self.target)
         self.ax_ = make_axes(ax)
         self.figure_ = figure_of(self.ax_)
         if needs_log_scale(x[points.converged]):

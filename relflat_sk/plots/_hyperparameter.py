@@ -133,7 +133,7 @@ class HyperparameterDisplay(MinimaDisplay):
         y = numeric_column(self.minima, self.measure, argument="measure")
         x, names = self._positions()
         points = Points(self.minima, x, y)
-        points.require_minima()
+        points.require_minima(self.axis, self.measure)
         self.ax_ = make_axes(ax)
         self.figure_ = figure_of(self.ax_)
         good = points.converged

@@ -153,7 +153,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
         """Draw a panel for each measure, the legend and the color bar."""
         y = numeric_column(self.minima, self.target, argument="target")
         with_target = Points(self.minima, y, y)
-        with_target.require_minima()
+        with_target.require_minima(self.target)
         self.axes_, n_columns = make_panels(ax, len(self.measures))
         self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
         for name, panel in zip(self.measures, self.axes_, strict=True):

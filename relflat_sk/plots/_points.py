@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Points"]
 
+HELD_OUT = {"test_loss", "generalization_gap", "test_score"}  # columns that need held-out data
 MARGIN = 0.06  # of the axis, around the minima
 DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
 CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 1.5}
@@ -40,6 +41,8 @@ class Points:
         Why these are no minima that can be compared, with numbers.
     n_not_drawn : int
         Number of all other rows.
+    n_minima : int
+        Number of minima, also with other coordinates.
     """
 
     def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
@@ -52,20 +55,36 @@ class Points:
         counts = {"not converged": n_open, "at another depth": n_others}
         self.kinds = {name: n for name, n in counts.items() if n}
         self.n_not_drawn = int((~finite).sum())
+        self.n_minima = int((is_complete(minima) & is_converged(minima)).sum())
 
-    def require_minima(self) -> None:
+    def require_minima(self, *columns: str) -> None:
         """Check that there is a minimum to draw.
+
+        Parameters
+        ----------
+        *columns : str
+            The columns of the table that are the coordinates.
 
         Raises
         ------
         ValueError
-            If no minimum converged with finite coordinates.
+            If no candidate is a minimum with finite coordinates.
         """
-        if not self.converged.any():
+        if self.converged.any():
+            return
+        if self.n_minima:
+            names = " and ".join(repr(name) for name in columns)
+            advice = ""
+            if HELD_OUT.intersection(columns):
+                advice = " Held-out data are needed: fit(X, y, X_test, y_test)."
             raise ValueError(
-                f"None of the {len(self.x)} minima converged with finite values, so there is "
-                "nothing to draw. The columns 'converged' and 'reason' of the table say why."
+                f"None of the {self.n_minima} minima has a finite {names}, so there is nothing to "
+                f"draw.{advice}"
             )
+        raise ValueError(
+            f"None of the {len(self.x)} candidates is a minimum, so there is nothing to draw. The "
+            "columns 'converged' and 'reason' of the table say why."
+        )
 
     def y_limits(self) -> tuple[float, float]:
         """Return the limits of a linear y axis around the minima.

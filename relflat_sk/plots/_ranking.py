@@ -176,7 +176,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         """Return the minima with their rank on the x axis and a column on the y axis."""
         rank = self.minima["rank"].to_numpy(dtype=np.float64)
         points = Points(self.minima, rank, numeric_column(self.minima, column, argument=argument))
-        points.require_minima()
+        points.require_minima(column)
         return points
 
 

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._minima_table import mark_depth_band, shorten_parameters
 from relflat_sk._warnings import warn
+from relflat_sk.measures import find_measure
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._provide import check_same, find_trial, provide, provide_same
@@ -29,7 +30,6 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     minima_: pd.DataFrame
     estimator: Any
-    fleet: int | str | None
     study_: optuna.Study
     depth_band: float | None
 
@@ -71,14 +71,14 @@ class FittedSearchMixin(BestEstimatorMixin):
         -------
         estimator
             With the predictions that it had. It is restored from its weights if they were saved
-            (`artifact_store`). Otherwise it is trained again, with the same seed if the search
-            has a `random_state`; the same within rounding after a search with a `fleet`.
+            (`artifact_store`). Otherwise it is trained again with the same seed; the same within
+            rounding after a search with a `fleet`.
 
         Raises
         ------
         ValueError
             If no such trial was trained to its end, or training again leads to another training
-            loss, as without a `random_state`.
+            loss, as it may on another machine.
 
         Examples
         --------
@@ -87,16 +87,15 @@ class FittedSearchMixin(BestEstimatorMixin):
         >>> from relflat_sk import FlatMinimaSearch
         >>> X, y = load_iris(return_X_y=True)
         >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]})
-        >>> search.fit(X, y).get_estimator(1)
-        LogisticRegression(max_iter=1000)
+        >>> search.fit(X, y).get_estimator(1).C
+        1.0
         """
         objective = self._objective_of(X, y, fit_params)
-        trial = find_trial(self.study_, number)
-        best = int(self.minima_["trial"].iloc[0])
-        if trial.number == best and hasattr(self, "best_estimator_"):
+        if number == self.minima_["trial"].iloc[0] and hasattr(self, "best_estimator_"):
             return self.best_estimator_
+        trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
-        return provide_same(objective, trial, of_fleet=self.fleet is not None)
+        return provide_same(objective, trial)
 
     def remeasure(
         self,
@@ -120,7 +119,7 @@ class FittedSearchMixin(BestEstimatorMixin):
             The labels or values that `fit` was given.
         retrain : bool, default=False
             Whether to train minima again, with the same seed, whose weights were not saved or
-            whose files are damaged; damaged files are replaced. Needs `random_state`.
+            whose files are damaged; damaged files are replaced.
         **fit_params
             The other arguments that `fit` was given, such as `sample_weight`; with X only.
 
@@ -138,7 +137,10 @@ class FittedSearchMixin(BestEstimatorMixin):
         """
         objective = self._objective_of(X, y, fit_params)
         remeasure(self.study_, objective, measures, retrain=retrain)
-        self.minima_ = rank_minima(self._table(), by=objective.names[0], depth_band=None)
+        table = self._table()
+        names = [str(find_measure(one)) for one in measures]
+        nowhere = {name: np.nan for name in names if name not in table.columns}
+        self.minima_ = rank_minima(table.assign(**nowhere), by=objective.names[0], depth_band=None)
         return self.minima_
 
     def report(self, path: Any) -> Path:
@@ -193,7 +195,7 @@ class FittedSearchMixin(BestEstimatorMixin):
         else:  # an earlier session trained it
             self.best_estimator_ = provide(objective, best)
             try:
-                check_same(objective, best, self.best_estimator_, of_fleet=self.fleet is not None)
+                check_same(objective, best, self.best_estimator_)
             except ValueError as error:
                 warn(f"best_estimator_ is not the network of the table: {error}")
 

@@ -7,7 +7,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
-from relflat_sk.search._trial import ARTIFACT, DamagedWeightsError, MinimaObjective
+from relflat_sk.search._trial import ARTIFACT, IN_FLEET, DamagedWeightsError, MinimaObjective
 
 __all__ = ["check_same", "find_trial", "provide", "provide_same"]
 
@@ -72,10 +72,10 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
             return objective.restore(params, trial)
         except DamagedWeightsError as error:
             warn(f"{error} The candidate is trained again.")
-    return objective.train(params, trial.params)
+    return objective.train(params, objective.seeds.of(trial))
 
 
-def provide_same(objective: MinimaObjective, trial: FrozenTrial, *, of_fleet: bool) -> Any:
+def provide_same(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     """Provide the estimator of a trial, and check that it is the one that was measured.
 
     Parameters
@@ -84,8 +84,6 @@ def provide_same(objective: MinimaObjective, trial: FrozenTrial, *, of_fleet: bo
         Trained the candidates.
     trial : optuna.trial.FrozenTrial
         A finished trial.
-    of_fleet : bool
-        Whether it was trained together with others, which changes results within rounding.
 
     Returns
     -------
@@ -98,13 +96,11 @@ def provide_same(objective: MinimaObjective, trial: FrozenTrial, *, of_fleet: bo
         If its training loss is another one.
     """
     estimator = provide(objective, trial)
-    check_same(objective, trial, estimator, of_fleet=of_fleet)
+    check_same(objective, trial, estimator)
     return estimator
 
 
-def check_same(
-    objective: MinimaObjective, trial: FrozenTrial, estimator: Any, *, of_fleet: bool
-) -> None:
+def check_same(objective: MinimaObjective, trial: FrozenTrial, estimator: Any) -> None:
     """Check that an estimator is the one that was measured in a trial.
 
     Parameters
@@ -115,8 +111,6 @@ def check_same(
         A finished trial.
     estimator : estimator
         The estimator of the trial, restored or trained again.
-    of_fleet : bool
-        Whether it was trained together with others, which changes results within rounding.
 
     Raises
     ------
@@ -125,12 +119,14 @@ def check_same(
     """
     data = objective.data(objective.space.values(trial))
     name = objective.measures[0]
-    found = objective.measure([name], estimator, data, trial.params)[name].risk
+    found = objective.measure([name], estimator, data, trial)[name].risk
     before = trial.user_attrs["train_loss"]
-    if not np.isclose(found, before, rtol=OF_FLEETS if of_fleet else ROUNDING, atol=0):
+    rounding = OF_FLEETS if trial.user_attrs.get(IN_FLEET) else ROUNDING
+    if not np.isclose(found, before, rtol=rounding, atol=0):
         raise ValueError(
             f"the minimum of trial {trial.number} cannot be had again: its training loss was "
-            f"{before:.8g}, and is {found:.8g} after training again. Give the search a "
-            "random_state, with which training can be repeated, or an artifact_store, which keeps "
-            "the weights, before it trains."
+            f"{before:.8g}, and is {found:.8g} after training again with the same seed. Another "
+            "machine or version of a library computes other bits, and a part of the estimator may "
+            "draw from a random state of its own. An artifact_store keeps the weights: give the "
+            "search one before it trains."
         )

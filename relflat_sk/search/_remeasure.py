@@ -10,6 +10,7 @@ from relflat_sk._minima_table import remeasured_key
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measure
+from relflat_sk.search._provide import check_same
 from relflat_sk.search._trial import (
     ARTIFACT,
     DamagedWeightsError,
@@ -55,11 +56,6 @@ def remeasure(
     if isinstance(measures, str) or callable(measures) or not measures:
         raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
     names = [find_measure(one) for one in measures]
-    if retrain and objective.base_seed is None:
-        raise ValueError(
-            "retrain=True needs a search with random_state: without a seed, training again gives "
-            "another network."
-        )
     check_made_with(study, objective, names=names)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     saved = objective.artifact_store is not None and any(ARTIFACT in t.user_attrs for t in trials)
@@ -134,8 +130,10 @@ def _complete(
         study.set_user_attr(remeasured_key(trial), before | values)
     if damaged:
         warn(
-            "\n".join(damaged) + "\nThe other minima are measured. To train the candidates of "
-            "damaged files again: remeasure(..., retrain=True)."
+            "\n".join(damaged)
+            + "\nThe other minima are measured."
+            + " To train the candidates of damaged files again: remeasure(..., retrain=True)."
+            * (not retrain)
         )
     return lacking
 
@@ -151,10 +149,14 @@ def _bring_back(
     except DamagedWeightsError:
         if not retrain:
             raise
-    estimator = objective.train(params, trial.params)
+    estimator = objective.train(params, objective.seeds.of(trial))
     data = objective.data(params)
     module = to_network(estimator, data.X, data.y, DataOptions()).module
     replace_weights(objective.artifact_store, trial, module)
+    try:
+        check_same(objective, trial, estimator)
+    except ValueError as error:
+        raise DamagedWeightsError(str(error)) from error
     return estimator
 
 
@@ -165,5 +167,5 @@ def _measure(
     if not names:
         return {}
     data = objective.data(objective.space.values(trial))
-    measured = objective.measure(names, estimator, data, trial.params)
+    measured = objective.measure(names, estimator, data, trial)
     return {name: float(one.value) for name, one in measured.items()}

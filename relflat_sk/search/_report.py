@@ -188,7 +188,7 @@ def _plots(search: Any, by: str) -> str:
         gap = FlatnessGapDisplay.from_minima
         drawn["Generalization gap against flatness"] = partial(gap, minima, by, random_state=0)
     if curves_of(search):
-        drawn["Training losses"] = partial(TrainingCurvesDisplay.from_search, search)
+        drawn["Training losses"] = partial(TrainingCurvesDisplay.from_minima, search)
     images = "".join(_image(name, draw) for name, draw in drawn.items())
     return f'<h2>Plots</h2><div class="plots">{images}</div>' if images else ""
 

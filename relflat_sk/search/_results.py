@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pandas as pd
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
@@ -42,7 +42,7 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
 
 
 def check_table(table: pd.DataFrame, interrupted: bool) -> None:
-    """Refuse a table in which no candidate was finished, and warn of one without minima.
+    """Refuse a table in which no candidate was measured, and warn of one without minima.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
     Raises
     ------
     KeyboardInterrupt
-        If no candidate was finished, and Ctrl-C is the reason.
+        If no candidate was measured, and Ctrl-C is the reason.
     ValueError
-        If no candidate was finished otherwise; lists the reasons.
+        If no candidate was measured otherwise; lists the reasons.
     TypeError
         The same, if a TypeError is the reason of every candidate: the data are of a wrong type.
     """
@@ -64,7 +64,8 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
         raise ValueError(
             "no candidate was trained: the search was ended before, by timeout or by a callback."
         )
-    if not table["state"].eq("complete").any():
+    # Optuna takes a network that is no better than a constant for failed, but it has a depth
+    if not (is_complete(table) | table["depth"].notna()).any():
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")
         message = f"none of {len(table)} candidates could be trained and measured:\n"
@@ -84,8 +85,22 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
             "(max_epochs), or to a goal within reach (goal, StopAtLoss). "
             "Reasons:\n" + _list_reasons(table)
         )
-    elif "comparable" in table.columns:
+        return
+    _warn_of_others(table)
+    if "comparable" in table.columns:
         _warn_of_other_depths(table)
+
+
+def _warn_of_others(table: pd.DataFrame) -> None:
+    """Warn of candidates that are no minima, with the reasons, but not of pruned ones."""
+    of_any_depth = table.drop(columns="comparable", errors="ignore")
+    minima = is_converged(of_any_depth) & is_complete(table)
+    others = table[~minima & (table["state"] != STATES[TrialState.PRUNED])]
+    if len(others):
+        warn(
+            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
+            "Reasons:\n" + _list_reasons(others)
+        )
 
 
 def _warn_of_other_depths(table: pd.DataFrame) -> None:

@@ -118,16 +118,15 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         The largest depth over the smallest of the minima that are ranked together, see
         `rank_minima`. None ranks all minima.
     refit : bool, default=True
-        Whether to provide `best_estimator_`: the very network that was measured. If an earlier
-        session trained it, it is restored from its weights if they were saved, and otherwise
-        trained again with the same seed.
+        Whether to provide `best_estimator_`: the network that was measured. If an earlier session
+        trained it, it is restored from saved weights, or trained again with the same seed.
     retry_failed : bool, default=False
         Whether candidates that failed in an earlier session, or were killed twice, are trained
         again. A candidate that fails again replaces its earlier failure in the tables.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
-        candidate trains, so that plain skorch nets can be reproduced too. If None, each candidate
-        has a seed from torch's random state. The study holds the seeds.
+        candidate trains. If None, each candidate has a seed from torch's random state. The study
+        holds the seeds.
     verbose : int, default=0
         1 shows a progress bar with the flattest minimum so far, and how many candidates reached
         their goal, came to a plateau, did not converge and failed; 2 shows Optuna's log as well.

@@ -26,6 +26,8 @@ from relflat_sk import (
     rank_minima,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
 SCORING = EpochScoring(FlatnessScorer(at_minimum="ignore"), name="relative_flatness", on_train=True)
@@ -61,7 +63,7 @@ def legend(display):
 
 
 def test_a_curve_for_every_candidate(search):
-    display = TrainingCurvesDisplay.from_search(search)
+    display = TrainingCurvesDisplay.from_minima(search)
     assert sorted(display.curves) == [0, 1, 2, 3]
     best = int(search.minima_["trial"][0])
     losses = np.array(search.best_estimator_.history[:, "train_loss"])
@@ -81,7 +83,7 @@ def test_a_curve_for_every_candidate(search):
 
 
 def test_flatness_along_training(search):
-    display = TrainingCurvesDisplay.from_search(search, "relative_flatness", color_by="param_lr")
+    display = TrainingCurvesDisplay.from_minima(search, "relative_flatness", color_by="param_lr")
     net = search.best_estimator_
     recorded = -np.array(net.history[:, "relative_flatness"])
     values = display.curves[int(search.minima_["trial"][0])][1]
@@ -89,7 +91,7 @@ def test_flatness_along_training(search):
     assert_allclose(values[-1], search.minima_["relative_flatness"][0], rtol=1e-4)
     assert display.ax_.get_ylabel() == "relative flatness κ (nats)"
     assert "lr" in [ax.get_ylabel() for ax in display.figure_.axes]
-    penalty = TrainingCurvesDisplay.from_search(search, "flatness_penalty", color_by=None)
+    penalty = TrainingCurvesDisplay.from_minima(search, "flatness_penalty", color_by=None)
     assert min(values.min() for _, values in penalty.curves.values()) >= 0
 
 
@@ -98,7 +100,7 @@ def test_long_trainings_are_thinned_out():
         module__hidden_layer_sizes=(), flatness_weight=0, verbose=0, max_epochs=450, batch_size=150
     )
     search = FlatMinimaSearch(model, {"lr": [0.05]}, goal=None, refit=False).fit(X, Y)
-    epochs, values = TrainingCurvesDisplay.from_search(search).curves[0]
+    epochs, values = TrainingCurvesDisplay.from_minima(search).curves[0]
     assert len(epochs) == len(values) == 200
     assert (epochs[0], epochs[-1]) == (1, 450)
 
@@ -109,7 +111,7 @@ def test_scikit_learns_networks_and_studies_have_curves():
     )
     study = optuna.create_study(sampler=optuna.samplers.GridSampler({"alpha": [0.1, 1.0]}, seed=0))
     study.optimize(objective)
-    display = TrainingCurvesDisplay.from_search(study)
+    display = TrainingCurvesDisplay.from_minima(study)
     assert len(lines(display)) == 2
     assert display.ax_.get_legend() is None or "rank 1" not in " ".join(legend(display))
 
@@ -119,18 +121,18 @@ def test_values_that_are_not_finite_are_gaps():
     curves = {"epoch": [1.0, 2.0, 3.0], "train_loss": [1.0, 0.5, None]}
     attrs = {"relative_flatness": 1.0, "train_loss": 0.5, "curves": curves}
     study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attrs))
-    display = TrainingCurvesDisplay.from_search(study)
+    display = TrainingCurvesDisplay.from_minima(study)
     assert display.ax_.lines[1].get_xdata().tolist() == [2.0]
 
 
 def test_curves_that_there_are_not(search):
     with pytest.raises(ValueError, match=r"no candidate has a curve of 'acc'; there are \['flatn"):
-        TrainingCurvesDisplay.from_search(search, "acc")
+        TrainingCurvesDisplay.from_minima(search, "acc")
     with pytest.raises(TypeError, match="A table has no curves: pass the search itself"):
-        TrainingCurvesDisplay.from_search(search.minima_)
+        TrainingCurvesDisplay.from_minima(search.minima_)
     regression = FlatMinimaSearch(LogisticRegression(max_iter=500), {"C": [1.0]}).fit(X, Y)
     with pytest.raises(ValueError, match=r"no candidate has a curve of 'train_loss'; there are \["):
-        TrainingCurvesDisplay.from_search(regression)
+        TrainingCurvesDisplay.from_minima(regression)
 
 
 # -- a measure against a hyper-parameter -------------------------------------------------------
@@ -210,7 +212,7 @@ def test_hyperparameters_that_there_are_not():
 
 def test_they_draw_into_given_axes_and_again(search):
     _, (left, right) = plt.subplots(1, 2)
-    curves = TrainingCurvesDisplay.from_search(search, ax=left)
+    curves = TrainingCurvesDisplay.from_minima(search, ax=left)
     against = HyperparameterDisplay.from_minima(search, ax=right, s=10)
     assert curves.ax_ is left
     assert against.ax_ is right
@@ -220,6 +222,6 @@ def test_they_draw_into_given_axes_and_again(search):
 def test_say_how_to_install_matplotlib(search, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
-        TrainingCurvesDisplay.from_search(search)
+        TrainingCurvesDisplay.from_minima(search)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
         HyperparameterDisplay.from_minima(table())

@@ -199,7 +199,21 @@ def test_a_study_is_accepted():
         (table(), {"measure": "sharpness"}, ValueError, "measure='sharpness' is not a column"),
         (table(), {"target": "reason"}, ValueError, "target='reason' is not numeric"),
         (table(), {"color_by": "seed"}, ValueError, "color_by='seed' is not a column of these"),
-        (table(converged=False), {}, ValueError, "None of the 12 minima converged with finite"),
+        (table(converged=False), {}, ValueError, "None of the 12 candidates is a minimum, so"),
+        (
+            table(test_loss=np.nan),
+            {},
+            ValueError,
+            "None of the 12 minima has a finite 'relative_flatness' and 'generalization_gap', .*"
+            r"Held-out data are needed: fit\(X, y, X_test, y_test\)",
+        ),
+        (
+            table(relative_flatness=np.nan),
+            {"target": "train_loss"},
+            ValueError,
+            "None of the 12 minima has a finite 'relative_flatness' and 'train_loss', so there is "
+            r"nothing to draw\.$",
+        ),
         ([1, 2], {}, TypeError, "minima must be a pandas.DataFrame, an optuna.Study"),
     ],
 )
@@ -273,7 +287,7 @@ def test_the_label_says_what_rank_one_means(by, ending):
 @pytest.mark.parametrize("display", DISPLAYS)
 def test_an_error_leaves_no_empty_figure(display):
     for minima, color_by in [(table(), "seed"), (table(converged=False), None)]:
-        with pytest.raises(ValueError, match=r"color_by='seed'|None of the 12 minima"):
+        with pytest.raises(ValueError, match=r"color_by='seed'|None of the 12 candidates"):
             display.from_minima(minima, color_by=color_by, random_state=0)
     assert plt.get_fignums() == []
 

@@ -208,7 +208,7 @@ def test_a_study_is_accepted():
             make_minima(converged=False),
             {},
             ValueError,
-            "None of the 24 minima converged with finite values",
+            "None of the 24 candidates is a minimum, so",
         ),
         (MeasurePanelsDisplay, [1], {}, TypeError, "minima must be a pandas.DataFrame"),
         (

@@ -13,7 +13,12 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import scale
 
-from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessWarning,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+)
 from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 
 X, Y = load_iris(return_X_y=True)
@@ -85,7 +90,7 @@ def test_the_objective_checks_its_store_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("storage", "match"),
     [
-        ("minima.db", "Could not parse SQLAlchemy URL .* Expected the URL of a database"),
+        ("minima", "Could not parse SQLAlchemy URL .* Expected the URL of a database"),
         ("sqlite:////no/such/folder/m.db", "unable to open .* put it back, or give another stor"),
         (Path("/no/such/folder/m.db"), "unable to open database file"),
     ],
@@ -94,6 +99,22 @@ def test_storages_that_cannot_be_used_are_refused_before_training(storage, match
     monkeypatch.setattr(MinimaObjective, "train", None)
     with pytest.raises(ValueError, match=match):
         make_search(storage=storage).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    "storage",
+    ["minima.db", "minima.sqlite", "minima.log", Path("minima.db"), Path("a"), Path("a.journal")],
+    ids=str,
+)
+def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stored = {"storage": storage, "study_name": "sweep"}
+    first = make_search(**stored).fit(X, Y)
+    is_sqlite = (tmp_path / storage).read_bytes().startswith(b"SQLite format 3")
+    assert is_sqlite == (Path(storage).suffix not in {".log", ".journal"})
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    again = make_search(**stored).set_params(refit=False).fit(X, Y)
+    assert again.minima_.equals(first.minima_)
 
 
 def test_a_password_is_not_shown(monkeypatch):
@@ -164,6 +185,7 @@ class NoMemory(LogisticRegression):
         return super().score(X, y)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_memory_is_a_matter_of_the_candidate():
     search = make_search(estimator=NoMemory(max_iter=1000)).fit(X, Y, X[::2], Y[::2])
     assert search.minima_["state"].tolist() == ["complete", "complete", "failed"]
@@ -218,6 +240,7 @@ class FailsAtFirst(LogisticRegression):
 
 
 @pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "draws"])
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_failed_candidates_are_tried_again(stored, tmp_path, n_trials):
     works = tmp_path / "works"
     parameters = {"estimator": FailsAtFirst(works), "n_trials": n_trials, **stored}
@@ -236,6 +259,7 @@ def test_failed_candidates_are_tried_again(stored, tmp_path, n_trials):
     assert len(make_search(retry_failed=True, **parameters).fit(X, Y).study_.trials) == 5
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_draws_of_ranges_are_tried_again(stored, tmp_path):
     class Fails(LogisticRegression):
         def fit(self, X, y):
@@ -344,15 +368,23 @@ def test_a_best_minimum_with_damaged_weights_is_trained_again(stored, tmp_path):
     np.testing.assert_array_equal(again.predict_proba(X), first.predict_proba(X))
 
 
-def test_weights_that_were_never_saved_can_be_trained_again(stored):
-    search = make_search(**stored).fit(X, Y)
+@pytest.mark.parametrize("random_state", [0, None])
+def test_weights_that_were_never_saved_can_be_trained_again(stored, random_state):
+    search = make_search(**stored).set_params(random_state=random_state).fit(X, Y)
     assert search.remeasure(["l2_norm"], retrain=True)["l2_norm"].notna().all()
 
 
-def test_training_again_needs_a_seed(stored):
-    search = make_search(**stored).set_params(random_state=None).fit(X, Y)
-    with pytest.raises(ValueError, match="retrain=True needs a search with random_state"):
-        search.remeasure(["l2_norm"], retrain=True)
+def test_another_network_is_not_measured(stored, monkeypatch):
+    """Without saved weights, its loss tells that it is another one."""
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=60, verbose=0)
+    search = make_search({"lr": [0.01, 0.02]}, net, goal=0.7, **stored).fit(X, Y)
+    train = MinimaObjective.train
+    monkeypatch.setattr(
+        MinimaObjective, "train", lambda self, params, seed: train(self, params, seed + 1)
+    )
+    with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
+        found = search.remeasure(["l2_norm"], retrain=True)
+    assert found["l2_norm"].isna().all()
 
 
 def test_another_network_does_not_take_the_place_of_the_first(stored, tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from sklearn.preprocessing import scale
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
 

@@ -24,6 +24,8 @@ from skorch.callbacks import Callback
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 5)
 y = X[:, :3].argmax(axis=1)
@@ -254,6 +256,20 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
         "trained one by one: an SQLite database in memory has one thread",
         "trained one by one: the penalty at earlier layers is computed for single nets only",
     ]
+
+
+def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
+    """Sums in another order change a net within rounding, which is no other net."""
+    stored = {"storage": tmp_path / "minima.db", "study_name": "sweep"}
+    space = {"lr": [0.01, 0.02, 0.03]}
+    first = make_search(space=space, fleet=3, **stored).fit(X, y)
+    assert all(trial.user_attrs["in_fleet"] for trial in first.study_.trials)
+    alone = make_search(space={"lr": [0.01, 0.02, 0.03, 0.04]}, fleet=None, **stored).fit(X, y)
+    assert [t.user_attrs["in_fleet"] for t in alone.study_.trials] == [True] * 3 + [False]
+    for number, loss in alone.minima_[["trial", "train_loss"]].itertuples(index=False):
+        found = alone.get_estimator(number).predict_proba(X)
+        again = -np.log(found[np.arange(len(y)), y]).mean()
+        assert again == pytest.approx(loss, rel=1e-2)
 
 
 def test_the_size_is_checked():

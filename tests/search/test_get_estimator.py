@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -98,22 +99,72 @@ def test_a_pickled_search_needs_its_data():
         copied.get_estimator(number, X[::2], Y[::2])
 
 
-def test_without_a_seed_another_network_is_refused():
-    """Trained again without a seed, a network is another one."""
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002  (the nets draw their seeds from it)
-    search = make_search(*ESTIMATORS["net"], random_state=None).fit(X, Y)
+def unseeded(**parameters):
+    return make_search(*ESTIMATORS["net"], random_state=None, **parameters)
+
+
+def test_without_a_random_state_a_minimum_is_trained_again_as_it_was(monkeypatch):
+    found = {}
+    run = MinimaObjective.run
+
+    def remember(self, trial):
+        values, trained = run(self, trial)
+        found[trial.number] = trained.predict_proba(X)
+        return values, trained
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MinimaObjective, "run", remember)
+        search = unseeded().fit(X, Y)
+    for number, expected in found.items():
+        np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
+    copied = pickle.loads(pickle.dumps(search))
+    found_again = copied.get_estimator(int(search.minima_["trial"][1]), X, Y)
+    expected = found[int(search.minima_["trial"][1])]
+    np.testing.assert_array_equal(found_again.predict_proba(X), expected)
+
+
+def fit_in_another_process(path):
+    search = unseeded(storage=f"sqlite:///{path}/minima.db", study_name="sweep").fit(X, Y)
+    np.save(path / "predicted.npy", search.predict_proba(X))
+
+
+def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(tmp_path):
+    """Each session has seeds of its own, and the study holds them."""
+    worker = get_context("spawn").Process(target=fit_in_another_process, args=(tmp_path,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "sweep"}
+    again = unseeded(**stored).fit(X, Y)
+    np.testing.assert_array_equal(again.predict_proba(X), np.load(tmp_path / "predicted.npy"))
+
+
+def test_separate_searches_without_a_random_state_differ():
+    losses = [unseeded(refit=False).fit(X, Y).minima_["train_loss"].tolist() for _ in range(2)]
+    assert not set(losses[0]) & set(losses[1])
+
+
+def test_torchs_random_state_decides_where_there_is_no_other():
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(unseeded(refit=False).fit(X, Y).minima_["train_loss"].tolist())
+    assert losses[0] == losses[1]
+    assert not set(losses[0]) & set(losses[2])
+
+
+def test_other_results_of_the_same_training_are_noticed(tmp_path, monkeypatch):
+    """Another version of a library, or another machine, may train another network."""
+    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    search = make_search(*ESTIMATORS["net"], **stored).fit(X, Y)
+    train = MinimaObjective.train
+    monkeypatch.setattr(
+        MinimaObjective, "train", lambda self, params, seed: train(self, params, seed + 1)
+    )
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
-
-
-def test_a_resumed_search_without_a_seed_says_that_its_best_network_is_another_one(tmp_path):
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002  (the nets draw their seeds from it)
-    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
-    make_search(*ESTIMATORS["net"], random_state=None, **stored).fit(X, Y)
-    again = make_search(*ESTIMATORS["net"], random_state=None, **stored)
+    again = make_search(*ESTIMATORS["net"], **stored)
     with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
         again.fit(X, Y)
 
@@ -133,6 +184,7 @@ class Fails(LogisticRegression):
         ("best", r"trial 'best' has no estimator"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_trials_without_an_estimator(number, match):
     search = make_search(Fails(max_iter=1000), {"C": [1.0, 9.0]}).fit(X, Y)
     with pytest.raises(ValueError, match=match):
@@ -176,6 +228,7 @@ def test_progress_shows_the_best_goals_and_failures():
     assert str(Progress([])).startswith("no minimum yet")
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_the_bar_of_a_search_shows_progress(capfd):
     make_search(Fails(max_iter=1000), {"C": [1.0, 9.0, 1.1]}, verbose=1).fit(X, Y)
     shown = capfd.readouterr().err

@@ -136,6 +136,7 @@ def test_a_loss_as_goal():
     assert isinstance(dict(fitted.callbacks)["goal"], StopAtLoss)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_a_loss_as_goal_holds_for_scikit_learn_too():
     space = {"C": [0.001, 1.0]}
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space, goal=0.3).fit(X, Y)

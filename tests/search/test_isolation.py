@@ -36,10 +36,12 @@ def make_net(module=Dropped, **parameters):
 
 
 def by_seed(study):
-    """All results of each candidate, but for the time that it took."""
+    """All results of each candidate, but for the time that it took, and the trial's own seed."""
     return {
         trial.params["random_state"]: {
-            name: value for name, value in trial.user_attrs.items() if name != "seconds"
+            name: value
+            for name, value in trial.user_attrs.items()
+            if name not in {"seconds", "seed"}
         }
         for trial in study.trials
     }

@@ -8,10 +8,13 @@ import pytest
 import sklearn
 import torch
 from numpy.testing import assert_allclose
+from optuna.storages import InMemoryStorage
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from skorch.callbacks import Callback
+from torch import nn
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -219,3 +222,50 @@ def test_bad_weights_before_training(weights, match):
 def test_bad_arguments_of_fit():
     with pytest.raises(TypeError, match="fit_params must be a dict or None"):
         MinimaObjective(net(), X, Y, {"lr": [0.1]}, fit_params=WEIGHTS)
+
+
+# -- a layer that is not there -----------------------------------------------------------------
+
+
+class CountsEpochs(Callback):
+    n_epochs = 0
+
+    def on_epoch_begin(self, net, **kwargs):
+        CountsEpochs.n_epochs += 1
+
+
+@pytest.mark.parametrize("layer", [2, -3, "head", "layers.1"])
+def test_a_missing_layer_is_found_before_the_first_epoch(layer, tmp_path):
+    CountsEpochs.n_epochs = 0
+    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    search = make(net(callbacks=[CountsEpochs()]), layer=layer, **stored)
+    match = rf"layer={layer!r} cannot be measured: .* a layer that each candidate has"
+    with pytest.raises(RuntimeError, match=match):
+        search.fit(X, Y)
+    assert not CountsEpochs.n_epochs
+    # nothing is recorded: the corrected call goes on
+    found = make(net(callbacks=[CountsEpochs()]), layer=0, **stored).fit(X, Y)
+    assert found.minima_["state"].eq("complete").all()
+    assert CountsEpochs.n_epochs
+    assert [type(one) for one in found.best_estimator_.callbacks] == [CountsEpochs]
+    assert pickle.loads(pickle.dumps(found.best_estimator_)).callbacks
+
+
+def test_a_missing_layer_of_an_estimator_of_scikit_learn_is_no_result():
+    stored = {"storage": InMemoryStorage(), "study_name": "sweep"}
+    logistic, space = LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]}
+    with pytest.raises(RuntimeError, match="layer=1 cannot be measured: .*each candidate has"):
+        make(logistic, space, layer=1, **stored).fit(X, Y)
+    found = make(logistic, space, layer=0, **stored).fit(X, Y)
+    assert found.minima_["state"].eq("complete").all()
+
+
+class Lazy(nn.Sequential):
+    def __init__(self, **sizes):
+        super().__init__(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+
+
+def test_lazy_layers_have_no_type_before_the_first_batch():
+    lazy = net(module=Lazy)
+    found = make(lazy, {"lr": [0.01]}, layer="2").fit(X, Y)
+    assert found.minima_["state"].tolist() == ["complete"]

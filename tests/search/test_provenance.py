@@ -165,6 +165,7 @@ def test_scaled_learning_rates_are_those_of_the_same_batch_size(stored):
         of_nets(make_net(max_epochs=9), space, **stored).fit(X, Y)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_choices_of_the_same_name_with_other_parameters_are_refused(stored):
     """Optuna knows an object by a label only."""
 

@@ -20,6 +20,8 @@ from relflat_sk._minima_table import find_axis
 from relflat_sk.search._report import render
 from relflat_sk.search._report_text import describe_goal
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
 NASTY = '<script>alert(1)</script> & "quotes"'

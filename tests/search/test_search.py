@@ -47,7 +47,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.search._trial import fitting as fitting_module
+from relflat_sk.search._trial import watching
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -182,13 +182,57 @@ def test_objective_records_what_was_trained_on_all_of_the_data():
     assert not net.initialized_
 
 
-def test_early_stopping_of_scikit_learn_holds_nothing_out():
-    net = MLPClassifier((4,), early_stopping=True, max_iter=5, random_state=0)
-    objective = MinimaObjective(net, X, Y, {"alpha": [0.1]})
-    with pytest.warns(ConvergenceWarning):
-        fitted = objective.run(optuna.create_study().ask())[1]
-    assert fitted.early_stopping is False
-    assert net.early_stopping is True
+class NotTrained(MLPClassifier):
+    def fit(self, X, y):
+        raise AssertionError("trained")
+
+
+@pytest.mark.parametrize(
+    ("own", "space"),
+    [
+        (True, {"alpha": [0.1]}),
+        (False, {"early_stopping": [False, True]}),
+    ],
+    ids=["estimator", "space"],
+)
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_early_stopping_of_scikit_learn_is_refused_before_training(own, space, in_pipeline):
+    """The samples that it holds out are not known afterwards."""
+    estimator, prefix = NotTrained((4,), early_stopping=own), ""
+    if in_pipeline:
+        estimator, prefix = Pipeline([("scale", StandardScaler()), ("net", estimator)]), "net__"
+    space = {prefix + name: values for name, values in space.items()}
+    with pytest.raises(
+        ValueError, match=f"{prefix}early_stopping=True holds out .* which are kept"
+    ):
+        make_search(estimator, space).fit(X, Y)
+
+
+def test_early_stopping_may_be_switched_off_by_the_space():
+    net = MLPClassifier((4,), early_stopping=True, max_iter=2000, random_state=0)
+    search = make_search(net, {"early_stopping": [False]}, depth_band=None).fit(X, Y)
+    assert search.minima_["converged"].all()
+
+
+def test_early_stopping_of_a_step_to_choose_is_refused_before_training():
+    steps = [LogisticRegression(max_iter=1000), NotTrained((4,), early_stopping=True)]
+    pipeline = Pipeline([("net", LogisticRegression())])
+    with pytest.raises(ValueError, match="net__early_stopping=True holds out"):
+        make_search(pipeline, {"net": steps}).fit(X, Y)
+
+
+def test_early_stopping_of_a_step_that_is_replaced_does_not_matter():
+    pipeline = Pipeline([("net", NotTrained((4,), early_stopping=True))])
+    steps = [LogisticRegression(max_iter=1000), LogisticRegression(C=2.0, max_iter=1000)]
+    assert len(make_search(pipeline, {"net": steps}, depth_band=None).fit(X, Y).minima_) == 2
+
+
+def test_early_stopping_that_a_function_chooses_is_a_failure():
+    space = {"early_stopping": lambda trial: trial.number == 0}
+    net = MLPClassifier((4,), max_iter=2000, random_state=0)
+    with pytest.warns(FlatnessWarning, match="1 of 2 candidates are no minima, .*\n.*holds out"):
+        search = make_search(net, space, n_trials=2, depth_band=None).fit(X, Y)
+    assert search.minima_["state"].tolist() == ["complete", "failed"]
 
 
 def test_objective_on_a_grid():
@@ -307,9 +351,9 @@ def test_a_candidate_is_the_same_when_it_is_trained_again(make):
 
 def test_seeds_that_are_given_stay():
     objective = MinimaObjective(make_net(random_state=5), X, Y, {"lr": [0.05]}, random_state=0)
-    assert objective.train({"lr": 0.05}, {"lr": 0.05}).random_state == 5
+    assert objective.train({"lr": 0.05}, 7).random_state == 5
     seeds = MinimaObjective(make_net(), X, Y, {"random_state": [1, 2]}, random_state=0)
-    assert seeds.train({"random_state": 2}, {"random_state": 2}).random_state == 2
+    assert seeds.train({"random_state": 2}, 7).random_state == 2
 
 
 def test_choices_are_copied_for_each_candidate():
@@ -682,6 +726,7 @@ def test_ctrl_c_ends_processes_too(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_failing_diverging_and_dead_candidates_come_last():
     def lr(trial):
         value = trial.suggest_categorical("kind", ["good", "early", "dead", "nan", "error", "draw"])
@@ -720,9 +765,17 @@ def test_all_fail():
 
 
 def test_all_are_useless():
-    search = make_search(make_net(max_epochs=3), {"lr": [DEAD]})
-    with pytest.raises(ValueError, match="1 x the training loss is no better than a constant"):
+    """As in GridSearchCV over poor estimators, the best of them predicts."""
+    search = make_search(make_net(max_epochs=3), {"lr": [DEAD, DEAD / 2]})
+    with pytest.warns(FlatnessWarning, match="(?s)no candidate converged: .*is no better"):
         search.fit(X, Y)
+    assert search.minima_["state"].eq("failed").all()
+    assert search.minima_["depth"].is_monotonic_decreasing
+    assert search.best_params_ == {"lr": search.minima_["param_lr"][0]}
+    assert np.isnan(search.best_score_)
+    assert search.predict(X).shape == Y.shape
+    best = int(search.minima_["trial"][0])
+    assert search.get_estimator(best) is search.best_estimator_
 
 
 def test_an_estimator_without_a_network():
@@ -731,6 +784,7 @@ def test_an_estimator_without_a_network():
         search.fit(X, Y)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_failed_candidates_are_not_trained_again(tmp_path):
     works = tmp_path / "works"
 
@@ -757,6 +811,7 @@ def test_none_converged():
     assert search.minima_["depth"].is_monotonic_decreasing
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_scikit_learn_tells_whether_it_converged():
     with pytest.warns(ConvergenceWarning):
         search = logistic({"max_iter": [3, 1000]}).fit(X, Y)
@@ -786,12 +841,13 @@ def test_the_pruner_stops_hopeless_nets(wrap):
     assert len(search.study_.trials[2].intermediate_values) == 1
     # nothing in the result holds on to the study
     net = search.best_estimator_.regressor_ if wrap else search.best_estimator_
-    reporter = fitting_module._ReportToPruner
+    reporter = watching._ReportToPruner
     for callbacks in (net.callbacks or [], [one for _, one in net.callbacks_]):
         assert not any(isinstance(one, reporter) for one in callbacks)
     assert b"ReportToPruner" not in pickle.dumps(search.best_estimator_)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_nets_without_callbacks_are_not_pruned():
     pruner = optuna.pruners.ThresholdPruner(upper=1e-9)
     search = make_search(make_net(callbacks="disable", max_epochs=10), pruner=pruner)
@@ -994,6 +1050,7 @@ def test_a_pipeline_as_candidate():
     assert search.minima_["test_score"][0] == search.score(X_TEST, Y_TEST)
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_regression():
     net = RelativeFlatnessRegularizedRegressor(
         flatness_weight=0, module__hidden_layer_sizes=(8,), max_epochs=10, verbose=0

@@ -5,18 +5,31 @@ import pytest
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
 
-from relflat_sk import FlatMinimaSearch
+from relflat_sk import (
+    FlatMinimaSearch,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+)
+
+
+def search_over(net):
+    """Searches over our nets; the checks have data on which no network is a minimum."""
+    return FlatMinimaSearch(net(verbose=0), {"batch_size": [32]}, random_state=0)
+
 
 SEARCHES = {
     "classifier": FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0]}),
     "regressor": FlatMinimaSearch(Ridge(), {"alpha": [0.1, 1.0]}),
+    "our classifier": search_over(RelativeFlatnessRegularizedClassifier),
+    "our regressor": search_over(RelativeFlatnessRegularizedRegressor),
 }
 
 
 def checks():
     for name, search in SEARCHES.items():
         for one, check in estimator_checks_generator(search):
-            yield pytest.param(one, check, id=f"{name}-{check.func.__name__}")
+            marks = [pytest.mark.slow] if name.startswith("our") else []
+            yield pytest.param(one, check, id=f"{name}-{check.func.__name__}", marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FixedTrial, TrialState, create_trial
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier
-from sklearn.pipeline import Pipeline
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import EarlyStopping
@@ -198,12 +199,23 @@ def test_names_that_an_estimator_has(estimator, name):
         (NESTED, "net__regressor__module__hiden", "MLP takes no argument 'hiden'"),
         (NESTED, "net__lr", "TransformedTargetRegressor has no parameter 'lr'"),
         (NESTED, "nets__lr", "Pipeline has no parameter 'nets__lr'"),
+        (NESTED, "regressor__lr", ".* Did you mean 'net__regressor__lr'"),
+        (make_pipeline(LogisticRegression()), "C", ".* Did you mean 'logisticregression__C'"),
+        (LogisticRegression(), "max_itr", ".*'max_itr'. Did you mean 'max_iter'"),
         (RandomForestClassifier(), "C", "RandomForestClassifier has no parameter 'C'"),
     ],
 )
 def test_unknown_names_are_refused(estimator, name, match):
     with pytest.raises(ValueError, match=f"space names '{name}', but {match}"):
         Space({name: [1]}).check(estimator)
+
+
+def test_names_of_parts_are_not_listed():
+    """skorch's callbacks alone would be a page."""
+    with pytest.raises(ValueError, match="It has") as caught:
+        Space({"nothing": [1]}).check(NeuralNetClassifier(MLP))
+    assert "callbacks__" not in str(caught.value)
+    assert "'max_epochs'" in str(caught.value)
 
 
 def test_arguments_of_a_part_that_varies_are_left_to_training():

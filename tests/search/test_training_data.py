@@ -178,6 +178,7 @@ def test_data_names_can_be_drawn_and_seeded():
     assert search.minima_["converged"].all()
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_too_large_a_confusion_set_fails_its_trial_alone():
     space = {"data__confusion_size": [0, 10]}
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space).fit(X, Y)

@@ -4,7 +4,7 @@ from relflat_sk.search._trial.continuation import check_space, new_choices
 from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 from relflat_sk.search._trial.goal import own_goals
 from relflat_sk.search._trial.isolation import isolated
-from relflat_sk.search._trial.objective import MinimaObjective
+from relflat_sk.search._trial.objective import IN_FLEET, MinimaObjective
 from relflat_sk.search._trial.provenance import check_made_with
 from relflat_sk.search._trial.recording import measure_held_out
 from relflat_sk.search._trial.space import Space
@@ -18,6 +18,7 @@ from relflat_sk.search._trial.weights import last_prefix, last_step
 
 __all__ = [
     "ARTIFACT",
+    "IN_FLEET",
     "CallError",
     "DamagedWeightsError",
     "MinimaObjective",

@@ -6,22 +6,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import optuna
 from sklearn.base import clone
 from skorch import NeuralNet
-from skorch.callbacks import Callback
 
-from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
 from relflat_sk.ensemble import seconds_used
 from relflat_sk.search._trial.curves import record_curves
 from relflat_sk.search._trial.goal import add_goal
 from relflat_sk.search._trial.held_out import (
+    check_early_stopping,
     drop_default_splits,
     explain_missing_validation,
     split_recorded,
 )
 from relflat_sk.search._trial.training_data import TrainingData
+from relflat_sk.search._trial.watching import watched
 
 __all__ = ["fit", "prepare"]
 
@@ -48,10 +47,16 @@ def prepare(
     -------
     estimator
         An unfitted estimator. Its nets hold no data out that nobody asked for.
+
+    Raises
+    ------
+    ValueError
+        If an estimator of scikit-learn holds data out.
     """
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
-    _train_on_all_data(estimator, params)
+    drop_default_splits(_nets(estimator))
+    check_early_stopping(estimator.get_params().items())
     if device is not None and not any(name.split("__")[-1] == "device" for name in params):
         for net in _nets(estimator):
             net.set_params(device=str(device))
@@ -66,7 +71,9 @@ def prepare(
     return estimator
 
 
-def fit(estimator: Any, data: TrainingData, seed: int | None, trial: Any = None) -> Any:
+def fit(
+    estimator: Any, data: TrainingData, seed: int | None, layer: Any = -1, trial: Any = None
+) -> Any:
     """Fit an estimator and record in a trial how long it took.
 
     Parameters
@@ -77,6 +84,8 @@ def fit(estimator: Any, data: TrainingData, seed: int | None, trial: Any = None)
         What to train on.
     seed : int or None
         Seed of torch's random state.
+    layer : int or str, default=-1
+        The layer that is going to be measured; nets without it are not trained.
     trial : optuna.Trial, optional
         Gets the seconds that training took, the curves of loss and flatness, and the training
         loss of each epoch for the study's pruner. If several estimators train together, each has
@@ -86,13 +95,18 @@ def fit(estimator: Any, data: TrainingData, seed: int | None, trial: Any = None)
     -------
     estimator
         The same estimator.
+
+    Raises
+    ------
+    CallError
+        If a net has no such layer.
     """
     started = seconds_used()
     try:
         with (
             _interruptible(),
             seeded(seed),
-            _pruned(estimator, trial),
+            watched(_nets(estimator), estimator, layer, trial),
             split_recorded(estimator, data.X_fit),
         ):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
@@ -109,69 +123,10 @@ def fit(estimator: Any, data: TrainingData, seed: int | None, trial: Any = None)
     return estimator
 
 
-def _train_on_all_data(estimator: Any, params: Mapping[str, Any]) -> None:
-    """Switch off the splits of skorch that nobody asked for, and scikit-learn's early stopping."""
-    drop_default_splits(_nets(estimator))
-    for name, value in estimator.get_params().items():
-        if name.split("__")[-1] == "early_stopping" and value is True and name not in params:
-            estimator.set_params(**{name: False})
-
-
 def _nets(estimator: Any) -> list[NeuralNet]:
     """List the skorch nets among an estimator and its parameters."""
     parts = [estimator, *estimator.get_params().values()]
     return [part for part in parts if isinstance(part, NeuralNet)]
-
-
-class _ReportToPruner(Callback):
-    """Report the training loss of each epoch to the study's pruner."""
-
-    def __init__(self, trial: optuna.Trial) -> None:
-        self.trial = trial
-
-    def __deepcopy__(self, memo: Any) -> "_ReportToPruner":
-        return self  # a copy of the trial would report to a copy of the study
-
-    def __sklearn_clone__(self) -> "_ReportToPruner":
-        return self
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        return {}
-
-    def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
-        self.trial.report(net.history[-1, "train_loss"], len(net.history))
-        if self.trial.should_prune():
-            raise optuna.TrialPruned
-
-
-@contextmanager
-def _pruned(estimator: Any, trial: Any) -> Iterator[None]:
-    """Let the study's pruner, if there is one, stop the nets of an estimator early."""
-    study = getattr(trial, "study", None)
-    if (
-        study is None
-        or len(study.directions) > 1
-        or isinstance(study.pruner, optuna.pruners.NopPruner)
-    ):
-        yield
-        return
-    nets = [net for net in _nets(estimator) if net.callbacks != "disable"]
-    for net in nets:
-        net.set_params(callbacks=[*(net.callbacks or []), _ReportToPruner(trial)])
-    yield
-    if nets:  # a TransformedTargetRegressor fits a copy of its net
-        for net in [*nets, final_estimator(estimator)]:
-            _remove_reporter(net)
-
-
-def _remove_reporter(net: Any) -> None:
-    """Remove the callback, which would keep the whole study in memory and in pickles."""
-    others = [one for one in net.callbacks or [] if not isinstance(one, _ReportToPruner)]
-    net.callbacks = others or None
-    if hasattr(net, "callbacks_"):
-        net.callbacks_ = [
-            (name, one) for name, one in net.callbacks_ if not isinstance(one, _ReportToPruner)
-        ]
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 A search trains on all data. A `train_split` that the user chose stays, and so does skorch's own
 default if a callback monitors validation, such as `EarlyStopping`. Other nets train on all data,
 because skorch's classes hold a fifth out that nobody asked for. Candidates with a split are
-measured on the samples that they are trained on.
+measured on the samples that they are trained on. The `early_stopping` of scikit-learn's estimators
+holds out samples that nobody can name afterwards, so it is refused.
 """
 
 import inspect
@@ -22,6 +23,7 @@ from relflat_sk._models import final_estimator
 from relflat_sk.search._trial.weights import last_step
 
 __all__ = [
+    "check_early_stopping",
     "drop_default_splits",
     "explain_missing_validation",
     "split_recorded",
@@ -40,6 +42,29 @@ def drop_default_splits(nets: Iterable[NeuralNet]) -> None:
     for net in nets:
         if _is_default(net) and not any(map(_monitors_validation, _callbacks(net))):
             net.set_params(train_split=None)
+
+
+def check_early_stopping(params: Iterable[tuple[str, Any]]) -> None:
+    """Refuse parameters by which an estimator of scikit-learn holds data out.
+
+    Parameters
+    ----------
+    params : iterable of (str, object)
+        Parameters, each with a value.
+
+    Raises
+    ------
+    ValueError
+        If an `early_stopping` is True.
+    """
+    for name, value in params:
+        if name.split("__")[-1] == "early_stopping" and isinstance(value, bool) and value:
+            raise ValueError(
+                f"{name}=True holds out a part of the data in each candidate, and does not tell "
+                "which, so that nothing can be measured on the samples that it is trained on. Set "
+                f"{name}=False: candidates stop at the search's goal, or by their tolerance. Or "
+                "search over a skorch net with train_split and EarlyStopping, which are kept."
+            )
 
 
 def _is_default(net: NeuralNet) -> bool:

@@ -16,11 +16,22 @@ from threadpoolctl import threadpool_limits
 
 from relflat_sk.training import EPOCH_TRAINER
 
-__all__ = ["in_isolation", "isolated"]
+__all__ = ["in_fleet", "in_isolation", "isolated"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _LOCK = threading.RLock()
+
+
+def in_fleet() -> bool:
+    """Return whether the nets of this thread are trained together with others.
+
+    Returns
+    -------
+    bool
+        Whether the thread is one of a `Fleet`.
+    """
+    return EPOCH_TRAINER.get() is not None
 
 
 @contextmanager
@@ -39,7 +50,7 @@ def isolated(n_threads: int | None) -> Iterator[None]:
     None
         Other threads of the process that enter such a context wait for the end of this one.
     """
-    if EPOCH_TRAINER.get() is not None:
+    if in_fleet():
         yield
         return
     with _LOCK:

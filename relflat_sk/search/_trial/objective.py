@@ -1,6 +1,5 @@
 """One trial, one minimum: train a candidate on all the data, measure and record it."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,25 +10,28 @@ from sklearn.base import is_classifier
 
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
-from relflat_sk._random import draw_seed, seeded
+from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness
 from relflat_sk.search._trial.arguments import check_data, check_fit_params
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.failures import record_failure
 from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.goal import AUTO, check_goal
-from relflat_sk.search._trial.held_out import split_recorded, trained_rows
-from relflat_sk.search._trial.isolation import in_isolation
+from relflat_sk.search._trial.held_out import check_early_stopping, split_recorded, trained_rows
+from relflat_sk.search._trial.isolation import in_fleet, in_isolation
 from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
 from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.provenance import check_study_of
 from relflat_sk.search._trial.recording import check_names, record_trial
+from relflat_sk.search._trial.seeds import Seeds
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
 from relflat_sk.search._trial.weight_files import as_store, load_weights
 from relflat_sk.search._trial.weights import restore
 
-__all__ = ["MinimaObjective"]
+__all__ = ["IN_FLEET", "MinimaObjective"]
+
+IN_FLEET = "in_fleet"  # user attribute of a trial: whether its net was trained with others
 
 
 class MinimaObjective:
@@ -76,7 +78,8 @@ class MinimaObjective:
         `FlatMinimaSearch`.
     random_state : int, RandomState or None, default=None
         Seeds every `random_state` of the estimator that is None, and torch while a candidate
-        trains. Each combination of parameters always has the same seed of its own.
+        trains. Each combination of parameters always has the same seed of its own. If None, each
+        trial has a seed of its own from torch's random state. Trials record these seeds.
     n_threads : int or None, default=1
         CPU threads that train and measure a candidate; None for torch's own number.
     layer : int or str, default=-1
@@ -110,8 +113,8 @@ class MinimaObjective:
 
     A `train_split` that you chose stays, and so does skorch's default if a callback monitors
     validation (`EarlyStopping`). Losses, scores and measures are then of the samples that are
-    trained on. Otherwise, skorch's default and the `early_stopping` of scikit-learn's MLPs are
-    switched off.
+    trained on. Otherwise, skorch's default is dropped. The `early_stopping` of scikit-learn's
+    estimators is refused.
 
     The jobs of ``study.optimize(objective, n_jobs=2)`` are threads and take turns.
 
@@ -161,6 +164,7 @@ class MinimaObjective:
         self.X, self.y, self.X_test, self.y_test = X, y, X_test, y_test
         self.space = Space(space)
         self.space.check(estimator)
+        check_early_stopping(self.space.possible(estimator))
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)  # names: one objective each
         self.measuring = Measuring(self.measures, layer, measure_params, device)
@@ -169,7 +173,7 @@ class MinimaObjective:
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
         self.goal = goal
-        self.base_seed = None if random_state is None else draw_seed(random_state)
+        self.seeds = Seeds(random_state)
         self.n_threads = n_threads
         self.checked: set[str] = set()  # names of studies
 
@@ -217,7 +221,8 @@ class MinimaObjective:
             params = self.space.suggest(trial)
             for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
                 trial.set_user_attr(f"param_scaled_{name}", lr)
-            estimator = self.train(params, trial.params, trial)
+            trial.set_user_attr(IN_FLEET, in_fleet())
+            estimator = self.train(params, self.seeds.begin(trial), trial)
             found = record_trial(trial, estimator, self.data(params), self)
         except optuna.TrialPruned:
             trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
@@ -231,15 +236,15 @@ class MinimaObjective:
         return (values[0] if len(values) == 1 else values), estimator
 
     @in_isolation
-    def train(self, params: Mapping[str, Any], drawn: Mapping[str, Any], trial: Any = None) -> Any:
+    def train(self, params: Mapping[str, Any], seed: int | None, trial: Any = None) -> Any:
         """Train the estimator with one combination of parameters, on all the data.
 
         Parameters
         ----------
         params : dict
             Values by parameter name, as the estimator takes them.
-        drawn : dict
-            The same values as Optuna stores them; the seed derives from them.
+        seed : int or None
+            The seed of the trial, see `Seeds`.
         trial : optuna.Trial, optional
             Gets the seconds that training took, and the training loss of each epoch for the
             study's pruner.
@@ -249,9 +254,8 @@ class MinimaObjective:
         estimator
             A trained clone.
         """
-        data = self.data(params)
-        seed = self.seed(drawn)
-        return fit(self._prepare(params, seed), data, seed, trial)
+        layer = self.measuring.layer
+        return fit(self._prepare(params, seed), self.data(params), seed, layer, trial)
 
     @in_isolation
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
@@ -275,14 +279,14 @@ class MinimaObjective:
             If no weights of the trial were saved.
         """
         weights = load_weights(self.artifact_store, trial)
-        data, seed = self.data(params), self.seed(trial.params)
+        data, seed = self.data(params), self.seeds.of(trial)
         estimator = self._prepare(params, seed)
         with split_recorded(estimator, data.X_fit):
             return restore(estimator, weights, data, seed)
 
     @in_isolation
     def measure(
-        self, names: Sequence[str], estimator: Any, data: TrainingData, drawn: Mapping[str, Any]
+        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
     ) -> dict[str, Flatness]:
         """Measure a trained candidate, all measures in as few passes over the data as possible.
 
@@ -294,15 +298,15 @@ class MinimaObjective:
             The trained candidate.
         data : TrainingData
             Its training data.
-        drawn : dict
-            Its parameters as Optuna stores them; the seed of random probes derives from them.
+        trial : optuna.trial.FrozenTrial
+            The trial that trained it, whose seed is that of random probes, too.
 
         Returns
         -------
         dict of str to Flatness
             The results, by name of the measure.
         """
-        seed, data = self.seed(drawn), data.only(trained_rows(estimator))
+        seed, data = self.seeds.of(trial), data.only(trained_rows(estimator))
         with seeded(seed):
             return self.measuring(self.measuring.network(estimator, data), names, seed)
 
@@ -322,23 +326,6 @@ class MinimaObjective:
         stratify = is_classifier(self.estimator)
         arguments = split_params(params)[1] | self.per_sample
         return vary_data(self.X, self.y, **arguments, stratify=stratify)
-
-    def seed(self, drawn: Mapping[str, Any]) -> int | None:
-        """Derive the seed of a candidate from its parameters.
-
-        Parameters
-        ----------
-        drawn : dict
-            Values by parameter name, as Optuna stores them.
-
-        Returns
-        -------
-        int or None
-            The same whenever the candidate is trained; None if `random_state` is None.
-        """
-        if self.base_seed is None:
-            return None
-        return zlib.crc32(repr(sorted(drawn.items())).encode(), self.base_seed) >> 1
 
     def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
         own = split_params(params)[0]

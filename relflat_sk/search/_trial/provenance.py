@@ -33,17 +33,19 @@ __all__ = ["MADE_WITH", "check_made_with", "check_study_of"]
 MADE_WITH = "made_with"
 _OLD_DATA = "data"  # studies of earlier versions have the data only
 
-# parameters of the objective that change its results, with the values that are left out
+# parameters of the objective that change its results, with the values that are left out. The number
+# of processes and the size of a fleet are not among them: a fleet changes the order of sums, as
+# another machine does, and trials record whether they were in one (`IN_FLEET`)
 SETTINGS: dict[str, Any] = {
     "lr_scaling": None,
     "goal": "auto",
-    "base_seed": None,
+    "seeds.base": None,
     "measuring.layer": -1,
     "measuring.params": {},
 }
 # as the user knows them
 _NAMES = {
-    "base_seed": "random_state",
+    "seeds.base": "random_state",
     "measuring.layer": "layer",
     "measuring.params": "measure_params",
 }

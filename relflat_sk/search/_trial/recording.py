@@ -14,12 +14,14 @@ from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
+from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import Flatness, find_measure
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
 from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
+from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
 
 __all__ = ["check_names", "measure_held_out", "record_trial"]
@@ -108,6 +110,11 @@ def record_measures(
     -------
     Measured
         The training loss and, if it is finite, the measures.
+
+    Raises
+    ------
+    CallError
+        If the network has no such layer.
     """
     found, error, train_loss = {}, None, np.nan
     if _has_finite_weights(network.module):
@@ -123,6 +130,8 @@ def record_measures(
     if not np.isfinite(train_loss):
         trial.set_user_attr("reason", "the training loss is not finite")
         return Measured(train_loss, {})
+    if isinstance(error, LayerNotFoundError) and measuring.layer != LAST:
+        raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
     for name, measured in found.items():
@@ -151,7 +160,7 @@ def record_trial(
     list of float
         The values of the study's objectives; nan for a candidate that failed.
     """
-    seed, data = objective.seed(trial.params), data.only(trained_rows(estimator))
+    seed, data = objective.seeds.of(trial), data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
         measured = record_measures(trial, network, objective.measures, seed, objective.measuring)

@@ -1,7 +1,8 @@
 """Draw the parameters that a search varies: choices, distributions, functions of a trial."""
 
+import difflib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -103,6 +104,31 @@ class Space:
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}.")
 
+    def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
+        """List the values that parameters may have in a search, as far as they can be listed.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The estimator that a search clones.
+
+        Yields
+        ------
+        name : str
+            A parameter.
+        value : object
+            One of its choices, or its value in the estimator if the space does not vary it.
+        """
+        replaced = tuple(f"{name}__" for name in self.entries)  # parameters of a step that varies
+        own = estimator.get_params().items()
+        found = [(name, value) for name, value in own if not name.startswith(replaced)]
+        for name, entry in self.entries.items():
+            for value in entry.values if is_choice(entry) else ():
+                yield name, value
+                if hasattr(value, "get_params") and not isinstance(value, type):  # of a step
+                    found += ((f"{name}__{one}", x) for one, x in value.get_params().items())
+        yield from ((name, value) for name, value in found if name not in self.entries)
+
     def distributions(self) -> dict[str, BaseDistribution]:
         """Return the distributions that Optuna draws from.
 
@@ -199,9 +225,20 @@ def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "
         return _why_no_argument(part if isinstance(part, type) else type(part), tail)
     if tail and hasattr(params.get(head), "get_params"):
         return _why_not(params[head], tail, varied, f"{prefix}{head}__")
-    return f"{type(estimator).__name__} has no parameter {name!r}. It has {sorted(params)}" + (
+    own = sorted(one for one in params if "__" not in one)
+    known = f"It has {own}" + (
         " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
     )
+    meant = _similar(name, params)
+    question = f" Did you mean {meant}?" if meant else ""
+    return f"{type(estimator).__name__} has no parameter {name!r}.{question} {known}"
+
+
+def _similar(name: str, known: Collection[str]) -> str:
+    """Return the names that a wrong name may stand for, the most similar first; at most three."""
+    without_prefix = [one for one in known if one.endswith(f"__{name}")]
+    found = [*without_prefix, *difflib.get_close_matches(name, known)]
+    return " or ".join(repr(one) for one in list(dict.fromkeys(found))[:3])
 
 
 def _why_no_argument(part: type, name: str) -> str:
