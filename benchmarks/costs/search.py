@@ -113,6 +113,11 @@ def work(storage: str, folder: Path, study_name: str, n_trials: int) -> None:
     search.fit(X, y)
 
 
+def n_complete(study: optuna.Study) -> int:
+    """Count the trials that are finished."""
+    return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+
+
 def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
     """Share a study between two processes and kill them in turn, one every few seconds."""
     context = get_context("forkserver")
@@ -127,11 +132,16 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
             worker.start()
             return worker
 
+        study = optuna.create_study(study_name=study_name, storage=open_storage(storage, folder))
+        n_finished = 0
         workers = [begin(), begin()]
         while True:
             turn = n_killed % 2
             workers[turn].join(every)
             if workers[turn].exitcode is None:
+                if n_complete(study) == n_finished:
+                    continue  # on a busy machine, nothing would ever be finished
+                n_finished = n_complete(study)
                 os.kill(workers[turn].pid, signal.SIGKILL)
                 workers[turn].join()
                 n_killed += 1
@@ -142,7 +152,6 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
             workers[turn] = begin()
         for worker in workers:
             worker.join()
-        study = optuna.load_study(study_name=study_name, storage=open_storage(storage, folder))
         trials = study.get_trials()
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     minima = Counter(trial.system_attrs["candidate"] for trial in complete)
