@@ -126,7 +126,9 @@ def judge(
         verdict = "unchanged, as promised" if change <= TOLERANCE else "changed"
         if other["n"] < one["n"]:
             verdict = f"changed, {other['n']:.0f} of {one['n']:.0f} measured"
-        if name in invariant and not change <= TOLERANCE:
+        if all(np.isnan(which[c]) for which in (one, other) for c in COEFFICIENTS) and other["n"]:
+            verdict = "the same for all networks"
+        elif name in invariant and not change <= TOLERANCE:
             verdict, fine = "CHANGED, AGAINST THE TABLE", False
         if name == DESTROYED:
             destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
