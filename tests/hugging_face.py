@@ -30,6 +30,12 @@ def conv1d(nx, nf):
     return layer
 
 
+def ForCausalLMLoss(logits, labels, vocab_size):
+    """A copy of the loss of causal language models in `transformers.loss.loss_utils`."""
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1), ignore_index=-100)
+
+
 class GPT2(nn.Module):
     """One block, and a head that is tied to the embedding."""
 
@@ -55,3 +61,17 @@ class GPT2(nn.Module):
         h = h + self.c_proj(mixed.transpose(1, 2).flatten(2))
         h = h + self.c_out(F.gelu(self.c_fc(self.ln_2(h)), approximate="tanh"))
         return {"logits": self.lm_head(self.ln_f(h))}
+
+
+class GPT2LMHeadModel(GPT2):
+    """The same with the interface and the loss of transformers."""
+
+    loss_function = staticmethod(ForCausalLMLoss)
+    config = None
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        out = super().forward(input_ids)
+        if labels is not None:
+            vocabulary = out["logits"].shape[-1]
+            out["loss"] = self.loss_function(out["logits"], labels, vocabulary)
+        return out

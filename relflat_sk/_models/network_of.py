@@ -22,6 +22,7 @@ from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._checks import is_integer
+from relflat_sk._models.language_models import is_causal_language_model, next_tokens
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
@@ -108,18 +109,21 @@ def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> 
 
 @to_network.register
 def _(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
-    if options.criterion is None:
+    module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
+    own, batches = None, options.batches(X, y)
+    if options.criterion is None and is_causal_language_model(module):
+        own, batches = nn.CrossEntropyLoss(), next_tokens(batches)
+    elif options.criterion is None:
         raise ValueError(
             "criterion is needed for a bare module, which does not know its loss: pass "
             "criterion=torch.nn.CrossEntropyLoss(), for example, or the fitted skorch net."
         )
-    module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
     check_stored(module)
     if options.device is not None:
         present = next((p.device for p in module.parameters()), None)
         if present is not None and present != torch.device(options.device):
             module = copy.deepcopy(module).to(options.device)
-    return Network(module, options.loss(None), options.batches(X, y))
+    return Network(module, options.loss(own), batches)
 
 
 @to_network.register

@@ -1,0 +1,65 @@
+"""Causal language models of Hugging Face's transformers, which bring their own loss."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._network import Batch, Batches
+
+__all__ = ["is_causal_language_model", "next_tokens"]
+
+_IGNORED = -100  # the label of tokens that do not count, in torch and in transformers
+
+
+def is_causal_language_model(module: nn.Module) -> bool:
+    """Recognise a causal language model of transformers with its usual loss, without importing it.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module.
+
+    Returns
+    -------
+    bool
+        True if its loss is the cross-entropy of each token's logits with the next token.
+    """
+    name = type(module).__name__
+    if not (name.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(module, "config")):
+        return False
+    loss = getattr(module, "loss_function", None)
+    return getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+
+def next_tokens(batches: Batches) -> Batches:
+    """Replace the labels of each token by those of the next one, as transformers does.
+
+    Parameters
+    ----------
+    batches : callable
+        Passes over the data, with labels of shape (n, tokens).
+
+    Returns
+    -------
+    callable
+        The same passes. The last token of each sample has no label that counts.
+    """
+
+    def shifted() -> Iterator[Batch]:
+        for batch in batches():
+            yield replace(batch, y=_shift(batch.y))
+
+    return shifted
+
+
+def _shift(labels: Tensor | None) -> Tensor:
+    if labels is None or labels.ndim != 2:
+        raise ValueError(
+            "a causal language model is measured with labels of shape (samples, tokens) as y, got "
+            f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, with "
+            f"{_IGNORED} for padding: as in transformers, each token is compared with the next."
+        )
+    last = torch.full_like(labels[:, :1], _IGNORED)
+    return torch.cat([labels[:, 1:], last], dim=1)
