@@ -78,7 +78,7 @@ def interaction_factors(
     for a, c, b in norms:
         # (4, n): whole, after, before, mu
         values = torch.cat([part[a, c, b] for _, part in parts], dim=1)
-        worst = values[:, values[3].argmin()].tolist()
+        worst = values[:, values[3].argmin()].cpu().tolist()
         keys = ("whole", "after", "before", "mu")
         rows.append({
             "a": a,

@@ -26,12 +26,15 @@ from relflat_sk import (
     label_constancy,
     measure,
     neuron_robustness,
+    pac_bayes_bound,
     relative_flatness,
     reparameterize,
     representativeness,
+    sharpness_conditions,
     worst_feature_robustness,
 )
 from relflat_sk.measures._flatness import LAYER_MEASURES
+from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
 from tests.devices.simulated import DEVICE, simulated_device
 
 CRITERION = nn.CrossEntropyLoss()
@@ -213,6 +216,17 @@ THEORY = {
             **k,
         ).total
     ),
+    "pac_bayes_bound": lambda *a, **k: (
+        pac_bayes_bound(
+            *a, criterion=CRITERION, sigmas=[0.01, 0.1], n_draws=5, random_state=0, **k
+        ).bound
+    ),
+    "sharpness_bound": lambda *a, **k: sharpness_bound(*a, 1e-3, criterion=CRITERION, **k).total,
+    "sharpness_conditions": lambda model, X, y, **k: sharpness_conditions(
+        model, X, initial=copy.deepcopy(model), **k
+    )[["worst", "initial_worst"]],
+    "interaction_factors": lambda *a, **k: interaction_factors(*a, **k)["mu"],
+    "activation_curve": lambda *a, **k: activation_curve(*a, **k)["mean_share"],
     "label_constancy": lambda *a, **k: label_constancy(*a, **k),
     "label_constancy by loss": lambda *a, **k: label_constancy(
         *a, by="loss", criterion=CRITERION, **k
