@@ -1,12 +1,25 @@
-"""Check scalar arguments and devices in the same way in all modules."""
+"""Check arguments, and what is on a device, in the same way in all modules."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["check_device", "check_integer", "check_number", "is_integer", "is_number"]
+__all__ = [
+    "check_device",
+    "check_integer",
+    "check_number",
+    "gather_checks",
+    "gathers",
+    "is_integer",
+    "is_number",
+    "judge",
+]
 
 
 def is_integer(value: Any) -> bool:
@@ -156,3 +169,88 @@ def check_device(device: Any) -> None:
             f"device={device!r} cannot be used here: {reason}. Pass "
             "device='cpu', or install a torch that supports the device."
         ) from error
+
+
+# -- values on an accelerator, without a wait of the host for each batch --------------------
+
+Judge = Callable[..., None]  # called with numbers; raises if there is something wrong with them
+
+_gathered: ContextVar[list[tuple[Judge, list[Tensor]]] | None] = ContextVar(
+    "gathered", default=None
+)
+
+
+def gathers(tensor: Tensor) -> bool:
+    """Return whether checks of a tensor are made at the end of a `gather_checks`.
+
+    Parameters
+    ----------
+    tensor : Tensor of any shape
+        What is to be checked.
+
+    Returns
+    -------
+    bool
+        False on the CPU, where reading a number costs nothing.
+    """
+    return tensor.device.type != "cpu" and _gathered.get() is not None
+
+
+def judge(raise_if_wrong: Judge, *numbers: Tensor) -> None:
+    """Call a function with numbers, at once or at the end of a `gather_checks`.
+
+    Parameters
+    ----------
+    raise_if_wrong : callable
+        Called with a float for each of the numbers.
+    *numbers : Tensor of shape ()
+        On one device.
+    """
+    check = raise_if_wrong, [number.detach() for number in numbers]
+    pending = _gathered.get()
+    if pending is not None and gathers(numbers[0]):
+        pending.append(check)
+    else:
+        _settle([check])
+
+
+@contextmanager
+def gather_checks() -> Iterator[None]:
+    """Read the numbers of all checks within the context at its end, for which the host waits once.
+
+    Errors of the checks come before others, which a wrong value may have caused. In nested
+    contexts, the outermost one reads.
+
+    Yields
+    ------
+    None
+
+    Examples
+    --------
+    >>> def refuse_negative(number):
+    ...     if number < 0:
+    ...         raise ValueError(f"got {number}")
+    >>> with gather_checks():
+    ...     judge(refuse_negative, torch.tensor(1.0))
+    """
+    if _gathered.get() is not None:
+        yield
+        return
+    pending: list[tuple[Judge, list[Tensor]]] = []
+    token = _gathered.set(pending)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+        _settle(pending)
+
+
+def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
+    """Make the gathered checks, in their order."""
+    if not pending:
+        return
+    device = pending[0][1][0].device
+    numbers = [number.to(device, torch.float64) for _, some in pending for number in some]
+    found = iter(torch.stack(numbers).cpu().tolist())
+    for raise_if_wrong, some in pending:
+        raise_if_wrong(*(next(found) for _ in some))

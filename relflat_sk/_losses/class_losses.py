@@ -1,11 +1,13 @@
 """Rows of the table for softmax cross-entropy in its spellings."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import gathers, judge
 from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.row import Row, Target
 from relflat_sk._losses.softmax import softmax_curvature
@@ -67,35 +69,49 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
             f"{type(criterion).__name__} on outputs of shape {tuple(output.shape)} needs "
             f"targets of shape {expected}, got {tuple(target.shape)}."
         )
-    classes = target.long()
-    if target.is_floating_point() and bool((classes != target).any()):
-        raise ValueError(
-            f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such "
-            f"as {target[classes != target][0].item():g}. Is this a regression target? Then "
-            "use a regression criterion such as MSELoss."
-        )
+    if not target.numel():
+        return Target(target.long(), None)
+    classes = _read_integers(criterion, target)
     n_classes, ignored = output.shape[1], criterion.ignore_index
-    if _are_indices(classes, n_classes):  # the usual case, in which no label is ignored
-        matter = ignored >= 0 or _class_target_matters(criterion)
-        return Target(classes, classes if matter else None)
-    valid = classes[classes != ignored]
-    if not _are_indices(valid, n_classes):
-        raise ValueError(
-            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
-            f"values from {int(valid.min())} to {int(valid.max())}. Encode the labels, for "
-            "instance with sklearn.preprocessing.LabelEncoder, or give the network more "
-            "outputs."
-        )
+    if not gathers(classes):
+        # one operation, since every training step does it
+        low, high = read_numbers(*classes.aminmax())
+        if low >= 0 and high < n_classes:  # the usual case, in which no label is ignored
+            matter = ignored >= 0 or _class_target_matters(criterion)
+            return Target(classes, classes if matter else None)
+    counting = classes.where(classes != ignored, 0)
+    judge(partial(_refuse_other_than_indices, n_classes), *counting.aminmax())
+    if gathers(classes):  # until the error comes, there must be something to compute with
+        classes = classes.where(counting == counting.clamp(0, n_classes - 1), ignored)
     return Target(classes, classes)
 
 
-def _are_indices(classes: Tensor, n_classes: int) -> bool:
-    """Return whether all classes are from 0 to n_classes - 1."""
-    if not classes.numel():
-        return True
-    # one operation, since every training step does it
-    low, high = read_numbers(*classes.aminmax())
-    return low >= 0 and high < n_classes
+def _read_integers(criterion: Any, target: Tensor) -> Tensor:
+    """Return labels as integers; refuse fractions."""
+    classes = target.long()
+    if not target.is_floating_point():
+        return classes
+
+    def refuse_fractions(low: float, high: float) -> None:
+        if not low == high == 0:
+            raise ValueError(
+                f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such "
+                f"as {low or high:g}. Is this a regression target? Then use a regression "
+                "criterion such as MSELoss."
+            )
+
+    judge(refuse_fractions, *target.where(classes != target, 0).aminmax())
+    return classes
+
+
+def _refuse_other_than_indices(n_classes: int, low: float, high: float) -> None:
+    """Refuse labels that are no indices of classes."""
+    if not 0 <= low <= high < n_classes:
+        raise ValueError(
+            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
+            f"values from {low:.0f} to {high:.0f}. Encode the labels, for instance with "
+            "sklearn.preprocessing.LabelEncoder, or give the network more outputs."
+        )
 
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import judge
 from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature
 from relflat_sk._losses.row import BestConstant, CurvatureOf, Row, Target, Task, never
 
@@ -30,23 +31,32 @@ def _squeezed(array: Tensor) -> tuple[int, ...]:
 def _check_shares(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has numbers from 0 to 1."""
     target = _check_numbers(criterion, output, target)
-    if not bool(((target >= 0) & (target <= 1)).all()):
-        raise ValueError(
-            f"{type(criterion).__name__} needs targets from 0 to 1, got values from "
-            f"{target.min().item():g} to {target.max().item():g}. Encode the two classes "
-            "as 0 and 1."
-        )
+
+    def refuse(low: float, high: float) -> None:
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                f"{type(criterion).__name__} needs targets from 0 to 1, got values from "
+                f"{low:g} to {high:g}. Encode the two classes as 0 and 1."
+            )
+
+    if target.numel():
+        judge(refuse, *target.aminmax())
     return target
 
 
 def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has no negative numbers."""
     target = _check_numbers(criterion, output, target)
-    if bool((target < 0).any()):
-        raise ValueError(
-            f"{type(criterion).__name__} needs counts, which are not negative, as targets, got "
-            f"{target.min().item():g}."
-        )
+
+    def refuse(low: float) -> None:
+        if low < 0:
+            raise ValueError(
+                f"{type(criterion).__name__} needs counts, which are not negative, as targets, "
+                f"got {low:g}."
+            )
+
+    if target.numel():
+        judge(refuse, target.amin())
     return target
 
 

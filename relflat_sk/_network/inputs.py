@@ -1,10 +1,14 @@
 """Count, check and convert the inputs of a network, which may be dicts or tuples of arrays."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from relflat_sk._checks import gathers, judge
+from relflat_sk._numerics import read_numbers
 
 __all__ = ["cast_inputs", "check_finite", "count_samples", "floating_parameter"]
 
@@ -112,13 +116,17 @@ def check_finite(x: Any) -> None:
     if isinstance(x, Mapping | tuple | list):
         for part in x.values() if isinstance(x, Mapping) else x:
             check_finite(part)
-    # the sum of finite numbers is nearly always finite, and needs no second array
-    elif (
-        isinstance(x, Tensor)
-        and x.is_floating_point()
-        and not bool(torch.isfinite(x.sum()))
-        and not bool(torch.isfinite(x).all())
-    ):
+    elif isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+        if gathers(x):
+            judge(_refuse_infinite, *x.aminmax())
+        # the sum of finite numbers is nearly always finite, and needs no second array
+        elif not bool(torch.isfinite(x.sum())):
+            _refuse_infinite(*read_numbers(*x.aminmax()))
+
+
+def _refuse_infinite(low: float, high: float) -> None:
+    """Refuse the smallest and the largest number of inputs that are not finite."""
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(
             "X contains NaN or infinity. Impute missing values first, for instance with "
             "sklearn.impute.SimpleImputer in a pipeline."

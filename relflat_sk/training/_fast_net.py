@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
+from relflat_sk._checks import gather_checks
 from relflat_sk.training._array_loader import ArrayLoader, make_loader
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
 from relflat_sk.training._sklearn_net import SklearnNet
@@ -147,14 +148,21 @@ class FastNet(SklearnNet):
         if training and trainer is not None and trainer.train_epoch(self, iterator, fit_params):
             return
         count = 0
-        for count, batch in enumerate(iterator, 1):  # noqa: B007
-            self.notify("on_batch_begin", batch=batch, training=training)
-            step = step_fn(batch, **fit_params)
-            inputs = batch[0] if isinstance(batch, tuple | list) else batch
-            n = len(inputs) if isinstance(inputs, Tensor) else get_len(inputs)
-            record_batch(self.history, {**self._read_step(step, prefix), f"{prefix}_batch_size": n})
-            self.notify("on_batch_end", batch=batch, training=training, **step)
+        with gather_checks():
+            for count, batch in enumerate(iterator, 1):  # noqa: B007
+                self._run_batch(batch, training, prefix, step_fn, fit_params)
         self.history.record(f"{prefix}_batch_count", count)
+
+    def _run_batch(
+        self, batch: Any, training: bool, prefix: str, step_fn: Any, fit_params: Mapping[str, Any]
+    ) -> None:
+        """Make a step with a batch, and record it."""
+        self.notify("on_batch_begin", batch=batch, training=training)
+        step = step_fn(batch, **fit_params)
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        n = len(inputs) if isinstance(inputs, Tensor) else get_len(inputs)
+        record_batch(self.history, {**self._read_step(step, prefix), f"{prefix}_batch_size": n})
+        self.notify("on_batch_end", batch=batch, training=training, **step)
 
     def _read_step(self, step: Mapping[str, Any], prefix: str) -> dict[str, float]:
         """Read from the device what the history records of a step."""

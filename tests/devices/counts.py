@@ -39,9 +39,10 @@ def make_data(n_batches):
     return X, torch.arange(len(X)) % 10
 
 
-def count_step(net, n=3):
-    """Count operations and waits of a training step, labels on the CPU as a loader has them."""
+def count_step(net, n=3, y_device="cpu"):
+    """Count operations and waits of a training step; a loader has labels on the CPU."""
     X, y = make_data(1)
+    y = y.to(y_device)
     net.initialize()
     net.history.new_epoch()
 
@@ -91,12 +92,19 @@ def test_steps(name, skorch_step):
     assert waits == skorch_step[1] == 1
 
 
-def count_batches(compute):
+def test_a_step_does_not_wait_for_labels_on_the_device():
+    net = RelativeFlatnessRegularizedClassifier(LeNet5, device=DEVICE, verbose=0)
+    _, waits = count_step(net, y_device=DEVICE)
+    assert waits == pytest.approx(4 / 3)  # one for each of three steps, one in the end
+
+
+def count_batches(compute, place="cpu"):
     """Count operations and waits of one batch more, and the waits of the call itself."""
     found = []
     for n_batches in (1, 4):
+        X, y = (tensor.to(place) for tensor in make_data(n_batches))
         with count() as counts:
-            compute(*make_data(n_batches))
+            compute(X, y)
         found.append((counts.n_operations, counts.n_waits))
     (few, waits), (many, more_waits) = found
     per_batch = (more_waits - waits) / 3
@@ -120,15 +128,17 @@ def test_a_batch_of_a_score():
     assert of_call <= 3
 
 
+@pytest.mark.parametrize("place", ["cpu", DEVICE], ids=str)
 @pytest.mark.parametrize("layer", [-1, -2])
 @pytest.mark.parametrize("name", TRACE_LIKE)
-def test_measures_do_not_wait_for_a_batch(name, layer):
+def test_measures_do_not_wait_for_a_batch(name, layer, place):
     net = LeNet5().to(DEVICE)
     _, waits, of_call = count_batches(
-        lambda X, y: measure(name, net, X, y, layer=layer, criterion=CRITERION, batch_size=SIZE)
+        lambda X, y: measure(name, net, X, y, layer=layer, criterion=CRITERION, batch_size=SIZE),
+        place,
     )
     assert waits == 0
-    assert of_call <= 6
+    assert of_call <= 7
 
 
 def test_epochs_with_a_goal():

@@ -348,3 +348,57 @@ def test_devices_that_are_mixed_are_refused():
     """Otherwise the tests above would say nothing."""
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(2).to(DEVICE) + torch.ones(2)
+
+
+# -- checks of what is on the device ---------------------------------------------------------
+
+BCE, POISSON, NLL = nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.NLLLoss
+REFUSED = {
+    "class": (CRITERION, torch.tensor([0, 1, 7, 2]), "indices from 0 to 2, .*from 2 to 7"),
+    "negative class": (CRITERION, torch.tensor([0, 1, -1, 2]), "from 0 to 2, .*from -1 to 2"),
+    "fraction": (CRITERION, torch.tensor([0.0, 1, 0.5, 2]), "got fractions such as 0.5"),
+    "share": (BCE(), torch.tensor([[0.0, 1, 3]] * 4), "from 0 to 1, got values from 0 to 3"),
+    "count": (POISSON(), torch.tensor([[0.0, 1, -3]] * 4), "not negative, as targets, got -3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_measures_refuse_labels_on_the_device(case):
+    criterion, y, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(
+            make_mlp().to(DEVICE), torch.randn(4, 6).to(DEVICE), y.to(DEVICE), batch_size=2,
+            criterion=criterion,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_measures_refuse_inputs_on_the_device(wrong):
+    X, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    X[1, 2] = wrong
+    with pytest.raises(ValueError, match="X contains NaN or infinity"):
+        relative_flatness(make_mlp().to(DEVICE), X.to(DEVICE), y.to(DEVICE), criterion=CRITERION)
+
+
+def test_labels_to_ignore_on_the_device():
+    X, y = torch.randn(4, 6), torch.tensor([0, 1, -100, 2])
+    net = make_mlp()
+    expected = relative_flatness(net, X, y, criterion=CRITERION)
+    found = relative_flatness(
+        net.to(DEVICE), X.to(DEVICE), y.to(DEVICE), criterion=CRITERION, batch_size=3
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [7, -1])
+def test_an_epoch_refuses_labels_on_the_device(wrong):
+    X, y = (tensor.to(DEVICE) for tensor in make_data())
+    net = RelativeFlatnessRegularizedClassifier(make_mlp, device=DEVICE, verbose=0).initialize()
+    net.history.new_epoch()
+    y[3] = wrong
+    with pytest.raises(ValueError, match=f"y must hold class indices from 0 to 2.* {wrong}"):
+        net.run_single_epoch([(X, y)] * 2, training=True, prefix="train", step_fn=net.train_step)
+    assert len(net.history[-1]["batches"]) == 2
+    # a single step says it at once
+    with pytest.raises(ValueError, match="y must hold class indices from 0 to 2"):
+        net.train_step((X, y))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import is_integer
+from relflat_sk._checks import gather_checks, is_integer
 from relflat_sk._network import (
     Batch,
     Layer,
@@ -61,8 +61,9 @@ def scan(
         If the layers, the data or the criterion do not fit the network.
     """
     runner = _Runner(network, layers)
-    for batch in network.batches():
-        _visit(runner, batch, visits)
+    with gather_checks():
+        for batch in network.batches():
+            _visit(runner, batch, visits)
     return runner.order
 
 
