@@ -91,17 +91,18 @@ def _read_integers(criterion: Any, target: Tensor) -> Tensor:
     classes = target.long()
     if not target.is_floating_point():
         return classes
-
-    def refuse_fractions(low: float, high: float) -> None:
-        if not low == high == 0:
-            raise ValueError(
-                f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such "
-                f"as {low or high:g}. Is this a regression target? Then use a regression "
-                "criterion such as MSELoss."
-            )
-
-    judge(refuse_fractions, *target.where(classes != target, 0).aminmax())
+    fractions = target.where(classes != target, 0)
+    judge(partial(_refuse_fractions, type(criterion).__name__), *fractions.aminmax())
     return classes
+
+
+def _refuse_fractions(criterion: str, low: float, high: float) -> None:
+    """Refuse labels between the indices of classes."""
+    if not low == high == 0:
+        raise ValueError(
+            f"{criterion} needs class indices 0, 1, ..., got fractions such as {low or high:g}. "
+            "Is this a regression target? Then use a regression criterion such as MSELoss."
+        )
 
 
 def _refuse_other_than_indices(n_classes: int, low: float, high: float) -> None:

@@ -1,6 +1,7 @@
 """Rows of the table for criteria that are sums over outputs: logistic, squared, Poisson."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,33 +32,32 @@ def _squeezed(array: Tensor) -> tuple[int, ...]:
 def _check_shares(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has numbers from 0 to 1."""
     target = _check_numbers(criterion, output, target)
-
-    def refuse(low: float, high: float) -> None:
-        if not (low >= 0 and high <= 1):
-            raise ValueError(
-                f"{type(criterion).__name__} needs targets from 0 to 1, got values from "
-                f"{low:g} to {high:g}. Encode the two classes as 0 and 1."
-            )
-
     if target.numel():
-        judge(refuse, *target.aminmax())
+        judge(partial(_refuse_other_than_shares, type(criterion).__name__), *target.aminmax())
     return target
+
+
+def _refuse_other_than_shares(criterion: str, low: float, high: float) -> None:
+    if not (low >= 0 and high <= 1):
+        raise ValueError(
+            f"{criterion} needs targets from 0 to 1, got values from {low:g} to {high:g}. Encode "
+            "the two classes as 0 and 1."
+        )
 
 
 def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has no negative numbers."""
     target = _check_numbers(criterion, output, target)
-
-    def refuse(low: float) -> None:
-        if low < 0:
-            raise ValueError(
-                f"{type(criterion).__name__} needs counts, which are not negative, as targets, "
-                f"got {low:g}."
-            )
-
     if target.numel():
-        judge(refuse, target.amin())
+        judge(partial(_refuse_other_than_counts, type(criterion).__name__), target.amin())
     return target
+
+
+def _refuse_other_than_counts(criterion: str, lowest: float) -> None:
+    if lowest < 0:
+        raise ValueError(
+            f"{criterion} needs counts, which are not negative, as targets, got {lowest:g}."
+        )
 
 
 def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:

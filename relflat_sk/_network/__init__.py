@@ -8,6 +8,7 @@ from relflat_sk._network.batches import (
     check_weights,
     make_batches,
 )
+from relflat_sk._network.compiled import CompiledBody
 from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
 from relflat_sk._network.convolution_layers import find_convolutions
 from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
@@ -56,6 +57,7 @@ from relflat_sk._network.values import check_stored, find_non_finite
 __all__ = [
     "Batch",
     "Batches",
+    "CompiledBody",
     "Explicit",
     "ExplicitLayers",
     "Layer",

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, as_criterion, weighted_loss
 from relflat_sk._network import (
+    CompiledBody,
     ExplicitLayers,
     Layer,
     Recorder,
+    ReplacedForwards,
     check_weights,
     explicit_attention,
     find_convolutions,
@@ -137,6 +139,7 @@ class RelativeFlatnessPenalty:
         self._recorder: Recorder | None = None
         self._explicit = ExplicitLayers()
         self._plan: Plan | UnfinishedPlan | None = None
+        self._body: CompiledBody | None = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.
@@ -144,12 +147,18 @@ class RelativeFlatnessPenalty:
         Parameters
         ----------
         module : nn.Module
-            The network in training.
+            The network in training; it may be compiled by `torch.compile`.
 
         Returns
         -------
         context manager
             Call the network inside it, once. The penalty can be called inside or after it.
+
+        Notes
+        -----
+        A compiled network runs compiled from the second step on if only the last layer is
+        penalised, and the network returns that layer's output as it is. Otherwise it runs
+        without compilation inside the context.
 
         Examples
         --------
@@ -158,6 +167,9 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
+        original = module._modules.get("_orig_mod")
+        if original is not None:
+            return self.capture_compiled(module, original)
         self._recorder = None  # if the forward pass fails, nothing of an earlier one is used
         asked, plan = self._asked(), self._plan
         if not isinstance(plan, Plan) or not plan.is_of(module, asked):
@@ -167,6 +179,39 @@ class RelativeFlatnessPenalty:
         self._explicit = ExplicitLayers()
         self._recorder = plan.recorder(plan.layers)
         return self._recorder
+
+    @contextmanager
+    def capture_compiled(self, compiled: nn.Module, module: nn.Module) -> Iterator[None]:
+        """Record a forward pass of a compiled network, see `capture`.
+
+        Parameters
+        ----------
+        compiled : nn.Module
+            Made by `torch.compile`.
+        module : nn.Module
+            The network whose layers are penalised, inside `compiled`.
+
+        Yields
+        ------
+        None
+        """
+        code, original = compiled.forward, compiled._modules["_orig_mod"]
+        assert original is not None
+        outputs: list[Any] = []  # of the network and its last layer, in a step without compilation
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._body is not None:
+                return self._body.run(code, *args, **kwargs)
+            output = original(*args, **kwargs)
+            if self._recorder is not None and self._recorder.calls:
+                outputs[:] = output, self._recorder[self._recorder.calls[-1]].output
+            return output
+
+        with self.capture(module), ReplacedForwards([(compiled, run)]):
+            yield
+        plan = self._plan
+        if outputs and outputs[0] is outputs[1] and isinstance(plan, Plan) and not plan.earlier:
+            self._body = CompiledBody(module, list(plan.layers)[-1])
 
     @contextmanager
     def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
@@ -183,6 +228,7 @@ class RelativeFlatnessPenalty:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
+        self._body = None
         parts = list(module.modules())
         explicit = [*find_norms(module), *find_convolutions(module)]
         with explicit_attention(module), ExplicitLayers(explicit) as self._explicit:
@@ -286,8 +332,8 @@ class RelativeFlatnessPenalty:
         if recorder is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
                 "the penalty has recorded no forward pass. Call the network inside `with "
-                "penalty.capture(module):` before each call of the penalty. A network compiled "
-                "by torch.compile cannot be recorded: capture and call the original module."
+                "penalty.capture(module):` before each call of the penalty. If the network is "
+                "compiled by torch.compile, capture the compiled module."
             )
         device = output.device.type
         if torch.is_autocast_enabled(device):

@@ -133,11 +133,10 @@ class PenalisedNet(MeasuredNet):
             x = cast_inputs(to_tensor(x, device=self.device), module)
         if not (with_gradients and self.flatness_weight > 0):
             return _full_precision(super().infer(x, **fit_params))
-        if "_orig_mod" in module._modules:
-            with self._uncompiled("module_"):  # not `self.infer`, which a subclass may override
-                return PenalisedNet.infer(self, x, **fit_params)
-        state = self._state()
-        with self._penalty(state).capture(unwrap(module)):
+        state, network = self._state(), unwrap(module)
+        penalty = self._penalty(state)
+        compiled = "_orig_mod" in module._modules
+        with penalty.capture_compiled(module, network) if compiled else penalty.capture(network):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
         return output
@@ -151,20 +150,15 @@ class PenalisedNet(MeasuredNet):
         return None if found[1] is None else found[1].dtype
 
     @contextmanager
-    def _uncompiled(self, name: str) -> Iterator[None]:
-        """Replace a compiled module or criterion by the original one.
-
-        Compiled code ignores the recording if it was compiled without it, possibly for another
-        instance of the class. The graph of compiled code does not show what follows a layer, and
-        can be differentiated only once.
-        """
-        compiled = getattr(self, name)
+    def _uncompiled_criterion(self) -> Iterator[None]:
+        """Replace a compiled criterion by the original one, which can be differentiated twice."""
+        compiled = self.criterion_
         # past __setattr__, with which skorch registers components
-        self.__dict__[name] = getattr(compiled, "_modules", {}).get("_orig_mod", compiled)
+        self.__dict__["criterion_"] = getattr(compiled, "_modules", {}).get("_orig_mod", compiled)
         try:
             yield
         finally:
-            self.__dict__[name] = compiled
+            self.__dict__["criterion_"] = compiled
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
         """Compute the loss of a batch, with the penalty added in training."""
@@ -183,7 +177,7 @@ class PenalisedNet(MeasuredNet):
         def loss_of(output: Tensor) -> Tensor:
             if weight is not None:
                 return weighted_loss(criterion, output, target.values, weight)
-            with self._uncompiled("criterion_") if recorded else nullcontext():
+            with self._uncompiled_criterion() if recorded else nullcontext():
                 value: Tensor = plain_loss(output, target.values, X=X, training=training)
                 return value
 

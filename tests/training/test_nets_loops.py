@@ -103,25 +103,58 @@ def test_a_penalty_that_starts_after_compilation(backend):
     assert penalties(nets[0])[3:] == pytest.approx(penalties(nets[1])[3:], rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
-def test_what_is_compiled():
-    runs = []
+class GraphLog:
+    """A backend of torch.compile that notes for each graph and run whether gradients are on."""
 
-    def backend(graph, inputs):
-        network = "linear" in graph.code  # and not the criterion
+    def __init__(self):
+        self.graphs, self.runs = [], []
+
+    def __call__(self, graph, inputs):
+        if "linear" not in graph.code:  # the criterion's
+            return graph.forward
+        self.graphs.append(torch.is_grad_enabled())
 
         def run(*args):
-            runs.extend([torch.is_grad_enabled()] * network)
+            self.runs.append(torch.is_grad_enabled())
             return graph.forward(*args)
 
         return run
 
-    net = make(module=Own, compile=True, compile__backend=backend, batch_size=42).fit(X, NAMES)
-    assert runs.count(True) == 0  # steps with a penalty
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
+@pytest.mark.parametrize(("layer", "compiled"), [(-1, 5), (0, 0)])
+def test_what_is_compiled(layer, compiled):
+    torch._dynamo.reset()
+    backend = GraphLog()
+    params = {"flatness_layer": layer, "flatness_weight": 1.0, "batch_size": 14, "max_epochs": 2}
+    net = make(module=Own, compile=True, compile__backend=backend, **params).fit(X, NAMES)
+    assert len(X) == 3 * 14
+    assert backend.runs.count(True) == compiled  # all steps but the first
+    assert backend.graphs.count(True) == min(compiled, 1)
     net.predict(X)
-    assert runs.count(False) > 0
+    assert backend.runs.count(False) > 0
+    net.partial_fit(X, NAMES)
+    assert backend.graphs.count(True) == min(compiled, 1)  # predictions in between change nothing
     net.set_params(flatness_weight=0).partial_fit(X, NAMES)
-    assert runs.count(True) == 3
+    assert backend.runs.count(True) >= 3 + compiled
+
+
+class ScaledOutput(Own):
+    scale = 2.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
+def test_a_network_that_does_more_behind_the_last_layer_is_not_compiled():
+    torch._dynamo.reset()
+    backend = GraphLog()
+    net = make(module=ScaledOutput, compile=True, compile__backend=backend).fit(X, NAMES)
+    assert backend.runs.count(True) == 0
+    assert penalties(net) == pytest.approx(
+        penalties(make(module=ScaledOutput).fit(X, NAMES)), rel=1e-4
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
