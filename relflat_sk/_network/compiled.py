@@ -72,8 +72,8 @@ class CompiledBody:
 
 def _make_twin(layer: nn.Module) -> nn.Module:
     """Make a layer with everything of another one but what it computes."""
-    twin = copy.copy(layer)
-    twin.__class__ = _twin_of_class(type(layer))
+    twin, kind = copy.copy(layer), type(layer)
+    twin.__class__ = _twin_of_class(kind)  # type: ignore[arg-type]  # classes are hashable
     # the layer's hooks run when the layer itself does
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         vars(twin)[hooks] = type(vars(layer)[hooks])()

@@ -6,8 +6,8 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, as_criterion, weighted_loss
 from relflat_sk._network import (
-    CompiledBody,
-    ExplicitLayers,
     Layer,
-    Recorder,
-    ReplacedForwards,
     check_weights,
-    explicit_attention,
-    find_convolutions,
-    find_norms,
     primary_output,
-    weight_layers,
 )
 from relflat_sk._penalty.batch_flatness import batch_flatness
+from relflat_sk._penalty.capture import Capture
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
-from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -136,10 +128,7 @@ class RelativeFlatnessPenalty:
         self.weight = weight
         self.clip = clip
         self._limit: PenaltyLimit | None = None
-        self._recorder: Recorder | None = None
-        self._explicit = ExplicitLayers()
-        self._plan: Plan | UnfinishedPlan | None = None
-        self._body: CompiledBody | None = None
+        self._capture = Capture()
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.
@@ -170,18 +159,11 @@ class RelativeFlatnessPenalty:
         original = module._modules.get("_orig_mod")
         if original is not None:
             return self.capture_compiled(module, original)
-        self._recorder = None  # if the forward pass fails, nothing of an earlier one is used
-        asked, plan = self._asked(), self._plan
-        if not isinstance(plan, Plan) or not plan.is_of(module, asked):
-            return self._make_plan(module, asked)
-        if plan.in_attention or plan.explicit:
-            return self._record_explicitly(module, plan)
-        self._explicit = ExplicitLayers()
-        self._recorder = plan.recorder(plan.layers)
-        return self._recorder
+        return self._capture.open(module, self._asked())
 
-    @contextmanager
-    def capture_compiled(self, compiled: nn.Module, module: nn.Module) -> Iterator[None]:
+    def capture_compiled(
+        self, compiled: nn.Module, module: nn.Module
+    ) -> AbstractContextManager[None]:
         """Record a forward pass of a compiled network, see `capture`.
 
         Parameters
@@ -191,62 +173,12 @@ class RelativeFlatnessPenalty:
         module : nn.Module
             The network whose layers are penalised, inside `compiled`.
 
-        Yields
-        ------
-        None
+        Returns
+        -------
+        context manager
+            As from `capture`.
         """
-        code, original = compiled.forward, compiled._modules["_orig_mod"]
-        assert original is not None
-        outputs: list[Any] = []  # of the network and its last layer, in a step without compilation
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._body is not None:
-                return self._body.run(code, *args, **kwargs)
-            output = original(*args, **kwargs)
-            if self._recorder is not None and self._recorder.calls:
-                outputs[:] = output, self._recorder[self._recorder.calls[-1]].output
-            return output
-
-        with self.capture(module), ReplacedForwards([(compiled, run)]):
-            yield
-        plan = self._plan
-        if outputs and outputs[0] is outputs[1] and isinstance(plan, Plan) and not plan.earlier:
-            self._body = CompiledBody(module, list(plan.layers)[-1])
-
-    @contextmanager
-    def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
-        """Record a forward pass that runs attention and normalisations step by step."""
-        attention = explicit_attention(module) if plan.in_attention else nullcontext()
-        with attention, ExplicitLayers(plan.explicit) as self._explicit:
-            # the projections inside attention are new modules in each step
-            layers = {name: module.get_submodule(name) for name in plan.layers}
-            with plan.recorder(layers) as self._recorder:
-                yield
-
-    @contextmanager
-    def _make_plan(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
-        """Record all layers in a first forward pass, and find those that later ones need."""
-        # the order of the calls is known only afterwards; training keeps the inputs of all
-        # layers for the backward pass anyway
-        self._body = None
-        parts = list(module.modules())
-        explicit = [*find_norms(module), *find_convolutions(module)]
-        with explicit_attention(module), ExplicitLayers(explicit) as self._explicit:
-            layers = weight_layers(module)
-            names = find_names(module, asked, list(layers))
-            # behind the last layer, attention is hardly ever to be differentiated twice
-            twice = names if asked == (-1,) else layers
-            with make_recorder(layers, names, twice) as recorder:
-                self._recorder = recorder
-                self._plan = UnfinishedPlan(asked, parts, explicit, recorder)
-                yield
-            self._finish_plan()
-
-    def _finish_plan(self) -> Plan | None:
-        """Return the plan; make it if the first forward pass has just shown the layers."""
-        if isinstance(self._plan, UnfinishedPlan):
-            self._plan = self._plan.finish()
-        return self._plan
+        return self._capture.open_compiled(compiled, module, self._asked())
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""
@@ -328,7 +260,7 @@ class RelativeFlatnessPenalty:
         RuntimeError
             If there was no forward pass inside `capture` since the last call.
         """
-        recorder = self._recorder
+        recorder = self._capture.recorder
         if recorder is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
                 "the penalty has recorded no forward pass. Call the network inside `with "
@@ -339,11 +271,8 @@ class RelativeFlatnessPenalty:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device_type=device, enabled=False):
                 return self.of_batch(loss, output, target, sample_weight, scale)
-        self._recorder, plan = None, self._finish_plan()
-        assert plan is not None  # there is one for every recorder
+        plan, recorder = self._capture.finish(output)
         records = [recorder[name] for name in plan.layers]
-        if plan.twice is None:
-            self._plan = plan.complete(output, records[-1])
         if self.clip is not None:
             self._limit = plan.limit(self.clip, records[-1])
         return batch_flatness(
@@ -352,7 +281,7 @@ class RelativeFlatnessPenalty:
             target,
             records,
             plan.penalised,
-            self._explicit,
+            self._capture.explicit,
             probes=self.probes,
             normalize=self.normalize,
             sample_weight=sample_weight,

@@ -1,0 +1,162 @@
+"""Record the penalised layers in each step of a training, and keep what the first one found."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from relflat_sk._network import (
+    CompiledBody,
+    ExplicitLayers,
+    Layer,
+    Recorder,
+    ReplacedForwards,
+    explicit_attention,
+    find_convolutions,
+    find_norms,
+    weight_layers,
+)
+from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
+
+__all__ = ["Capture"]
+
+
+class Capture:
+    """The forward passes of one training.
+
+    Attributes
+    ----------
+    recorder : Recorder or None
+        Of the last forward pass; None if it has failed, or its penalty has been computed.
+    explicit : ExplicitLayers
+        The context in which that pass ran.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.explicit = ExplicitLayers()
+        self._plan: Plan | UnfinishedPlan | None = None
+        self._body: CompiledBody | None = None
+
+    def open(
+        self, module: nn.Module, asked: tuple[Layer, ...] | None
+    ) -> AbstractContextManager[Any]:
+        """Record a forward pass.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The network in training.
+        asked : tuple of int, str or nn.Module, or None
+            The layers as the user names them; None for all.
+
+        Returns
+        -------
+        context manager
+            For the forward pass.
+        """
+        self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
+        plan = self._plan
+        if not isinstance(plan, Plan) or not plan.is_of(module, asked):
+            return self._make_plan(module, asked)
+        if plan.in_attention or plan.explicit:
+            return self._record_explicitly(module, plan)
+        self.explicit = ExplicitLayers()
+        self.recorder = plan.recorder(plan.layers)
+        return self.recorder
+
+    @contextmanager
+    def open_compiled(
+        self, compiled: nn.Module, module: nn.Module, asked: tuple[Layer, ...] | None
+    ) -> Iterator[None]:
+        """Record a forward pass of a compiled network.
+
+        Parameters
+        ----------
+        compiled : nn.Module
+            Made by `torch.compile`.
+        module : nn.Module
+            The network whose layers are penalised, inside `compiled`.
+        asked : tuple of int, str or nn.Module, or None
+            The layers as the user names them; None for all.
+
+        Yields
+        ------
+        None
+        """
+        code, original = compiled.forward, compiled._modules["_orig_mod"]
+        assert original is not None
+        outputs: list[Any] = []  # of the network and its last layer, in a step without compilation
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._body is not None:
+                return self._body.run(code, *args, **kwargs)
+            output = original(*args, **kwargs)
+            if self.recorder is not None and self.recorder.calls:
+                outputs[:] = output, self.recorder[self.recorder.calls[-1]].output
+            return output
+
+        with self.open(module, asked), ReplacedForwards([(compiled, run)]):
+            yield
+        plan = self._plan
+        if outputs and outputs[0] is outputs[1] and isinstance(plan, Plan) and not plan.earlier:
+            self._body = CompiledBody(module, list(plan.layers)[-1])
+
+    @contextmanager
+    def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
+        """Record a forward pass that runs attention and normalisations step by step."""
+        attention = explicit_attention(module) if plan.in_attention else nullcontext()
+        with attention, ExplicitLayers(plan.explicit) as self.explicit:
+            # the projections inside attention are new modules in each step
+            layers = {name: module.get_submodule(name) for name in plan.layers}
+            with plan.recorder(layers) as self.recorder:
+                yield
+
+    @contextmanager
+    def _make_plan(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
+        """Record all layers in a first forward pass, and find those that later ones need."""
+        # the order of the calls is known only afterwards; training keeps the inputs of all
+        # layers for the backward pass anyway
+        self._body = None
+        parts = list(module.modules())
+        explicit = [*find_norms(module), *find_convolutions(module)]
+        with explicit_attention(module), ExplicitLayers(explicit) as self.explicit:
+            layers = weight_layers(module)
+            names = find_names(module, asked, list(layers))
+            # behind the last layer, attention is hardly ever to be differentiated twice
+            twice = names if asked == (-1,) else layers
+            with make_recorder(layers, names, twice) as recorder:
+                self.recorder = recorder
+                self._plan = UnfinishedPlan(asked, parts, explicit, recorder)
+                yield
+            self._finish_plan()
+
+    def _finish_plan(self) -> Plan | None:
+        """Return the plan; make it if the first forward pass has just shown the layers."""
+        if isinstance(self._plan, UnfinishedPlan):
+            self._plan = self._plan.finish()
+        return self._plan
+
+    def finish(self, output: Tensor) -> tuple[Plan, Recorder]:
+        """End the step: return what was recorded, and what is known of the network.
+
+        Parameters
+        ----------
+        output : Tensor of shape (n, ...)
+            The criterion's input, with its graph.
+
+        Returns
+        -------
+        plan : Plan
+            The structure of the network.
+        recorder : Recorder
+            The records of the layers.
+        """
+        recorder, self.recorder = self.recorder, None
+        plan = self._finish_plan()
+        assert recorder is not None
+        assert plan is not None  # there is one for every recorder
+        if plan.twice is None:
+            self._plan = plan.complete(output, recorder[list(plan.layers)[-1]])
+        return plan, recorder
