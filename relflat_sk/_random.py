@@ -19,12 +19,15 @@ __all__ = [
     "as_random_state",
     "draw_seed",
     "draw_seeds",
+    "draw_words",
     "fork_rng",
     "make_generator",
+    "n_words",
     "rademacher",
     "seed_from",
     "seed_torch",
     "seeded",
+    "signs_of",
 ]
 
 RandomState = int | np.random.RandomState | None
@@ -242,9 +245,62 @@ def rademacher(
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    size = prod(shape)
-    words = torch.randint(
-        -(2**63), 2**63 - 1, (-(-size // 64),), device=like.device, generator=generator
-    )
-    signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like))
-    return signs.flatten()[:size].view(tuple(shape))
+    words = draw_words(n_words(shape), like.device, generator)
+    return signs_of(words, shape, like)
+
+
+def n_words(shape: Sequence[int]) -> int:
+    """Return how many words `rademacher` draws.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape of the signs.
+
+    Returns
+    -------
+    int
+        Each word has 64 signs.
+    """
+    return -(-prod(shape) // 64)
+
+
+def draw_words(n: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Draw random integers, whose bits are random signs.
+
+    Parameters
+    ----------
+    n : int
+        Their number.
+    device : torch.device
+        Where they are drawn.
+    generator : torch.Generator, optional
+        On that device; torch's global random state if None.
+
+    Returns
+    -------
+    Tensor of shape (n,)
+        Of 64 bits. On the CPU, several calls draw the numbers of one call for all.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (n,), device=device, generator=generator)
+
+
+def signs_of(words: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Turn random integers into random signs.
+
+    Parameters
+    ----------
+    words : Tensor of shape (..., `n_words(shape)`)
+        From `draw_words`.
+    shape : sequence of int
+        Shape of the signs, without leading axes.
+    like : Tensor of any shape
+        Has the dtype and the device of the result.
+
+    Returns
+    -------
+    Tensor of shape (..., *shape)
+        Values 1 and -1.
+    """
+    signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like)).flatten(-2)
+    return signs[..., : prod(shape)].reshape(*words.shape[:-1], *shape)

@@ -43,6 +43,7 @@ from relflat_sk._network import LayerRecord, layer_map
 from relflat_sk._numerics import full_precision
 
 __all__ = [
+    "AT_EARLIER_LAYERS",
     "AT_LAST_LAYER",
     "EarlierLayerLimit",
     "LastLayerLimit",
@@ -53,7 +54,7 @@ __all__ = [
 # The largest penalty, for a limit of 1, as a share of what the network has gained over a constant
 # output: benchmarks.worth.stability shows what it does.
 AT_LAST_LAYER = 1 / 5
-_AT_EARLIER_LAYERS = 1 / 50
+AT_EARLIER_LAYERS = 1 / 50
 
 
 class PenaltyLimit(ABC):
@@ -109,7 +110,7 @@ class EarlierLayerLimit(PenaltyLimit):
         loss = loss.detach()
         # a loss that can be negative does not tell how much is left to learn
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        return _AT_EARLIER_LAYERS * room / penalty.detach().abs()
+        return AT_EARLIER_LAYERS * room / penalty.detach().abs()
 
 
 class LastLayerLimit(PenaltyLimit):

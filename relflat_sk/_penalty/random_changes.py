@@ -30,12 +30,28 @@ from relflat_sk._network import LayerMap, select_channels
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import rademacher
 
-__all__ = ["RandomChanges"]
+__all__ = ["RandomChanges", "n_shared"]
 
 # number of vectors v that all samples of a batch share
 _SHARED = 32
 # number of columns u of each sample, for slopes
 _CHANNELS = 16
+
+
+def n_shared(m: int) -> int:
+    """Return how many vectors ``v`` all samples share, for slopes.
+
+    Parameters
+    ----------
+    m : int
+        Number of columns of the weight.
+
+    Returns
+    -------
+    int
+        0 for all columns of the weight instead, which cost no more and have no variance.
+    """
+    return 0 if m <= 2 * _SHARED else _SHARED
 
 
 class RandomChanges:
@@ -96,10 +112,9 @@ class RandomChanges:
             Slopes. The sum of their squares is the estimate, summed over samples.
         """
         d, m = self.weight.shape
-        if m <= 2 * _SHARED:  # all columns of the weight cost no more, and have no variance
-            scale, columns = 1.0, self.weight
-        else:
-            scale, columns = _SHARED**-0.5, self.weight @ rademacher((_SHARED, m), self.weight).T
+        scale, columns, n = 1.0, self.weight, n_shared(m)
+        if n:
+            scale, columns = n**-0.5, self.weight @ rademacher((n, m), self.weight).T
         if self.layer.is_flat(self.features):
             return (gradient * self._sizes(scale)) @ columns
         blocks = self._in_blocks(self.layer.to_rows(gradient))

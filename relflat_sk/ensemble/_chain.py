@@ -6,12 +6,13 @@ linear layers and activations is known, and goes to arrays that are there alread
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Chain", "find_chain"]
+__all__ = ["Chain", "Trace", "find_chain"]
 
 _ops: Any = torch.ops.aten
 
@@ -34,7 +35,8 @@ class _Linear(_Step):
     """A linear layer."""
 
     def __init__(self, name: str) -> None:
-        self.names = f"{name}.weight", f"{name}.bias"
+        self.name = name
+        self.names = _join(name, "weight"), _join(name, "bias")
 
     def bind(self, weights: Tensors, gradients: Tensors) -> None:
         """Use the weights of a stack, and write gradients to it."""
@@ -164,14 +166,66 @@ def find_chain(module: nn.Module, inputs: Tensor) -> "Chain | None":
     return Chain(steps) if ends else None
 
 
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
 def _layers(module: nn.Module, name: str) -> list[tuple[str, Any]]:
     """List the layers of nested sequences; None for what is no sequence."""
     if type(module).forward is not nn.Sequential.forward:
         return [(name, module if not module._modules else None)]
-    prefix = f"{name}." if name else ""
     return [
-        layer for child, part in module.named_children() for layer in _layers(part, prefix + child)
+        layer
+        for child, part in module.named_children()
+        for layer in _layers(part, _join(name, child))
     ]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A linear layer in a forward pass: inputs (k, n, m), output (k, n, d), weight (k, d, m)."""
+
+    inputs: Tensor
+    output: Tensor
+    weight: Tensor
+
+
+class Trace:
+    """A forward pass with its graph.
+
+    Parameters
+    ----------
+    layers : dict of str to _Traced
+        The linear layers by name, in the order of their calls.
+    leaves : dict of str to Tensor of shape (k, ...)
+        The weights, which begin the graph.
+    gradients : dict of str to Tensor of shape (k, ...)
+        Where gradients go.
+    """
+
+    def __init__(self, layers: Mapping[str, _Traced], leaves: Tensors, gradients: Tensors) -> None:
+        self.layers = layers
+        self._leaves, self._gradients = leaves, gradients
+
+    @property
+    def last(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, inputs and weight of the last layer."""
+        last = list(self.layers.values())[-1]
+        return last.output, last.inputs, last.weight
+
+    def backward(self, tensors: Sequence[Tensor], outer: Sequence[Tensor]) -> None:
+        """Compute the gradients of the weights.
+
+        Parameters
+        ----------
+        tensors : sequence of Tensor
+            Tensors of the graph.
+        outer : sequence of Tensor
+            The gradient in each of them.
+        """
+        found = torch.autograd.grad(tensors, list(self._leaves.values()), outer)
+        for name, gradient in zip(self._leaves, found, strict=True):
+            self._gradients[name].copy_(gradient)
 
 
 class Chain:
@@ -200,9 +254,33 @@ class Chain:
         weights, gradients, buffers : dict of str to Tensor of shape (k, ...)
             As in a stack.
         """
+        self._weights, self._gradients = weights, gradients
         for step in self._steps:
             if isinstance(step, _Linear):
                 step.bind(weights, gradients)
+
+    def trace(self, x: Tensor) -> Trace:
+        """Compute outputs with a graph that can be differentiated twice.
+
+        Parameters
+        ----------
+        x : Tensor of shape (k, n, ...)
+            Inputs.
+
+        Returns
+        -------
+        Trace
+            The forward pass.
+        """
+        leaves = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
+        layers = {}
+        for step in self._steps:
+            if isinstance(step, _Linear):
+                step.bind(leaves, self._gradients)
+            inputs, x = x, step.forward(x)
+            if isinstance(step, _Linear):
+                layers[step.name] = _Traced(inputs, x, step.weight)
+        return Trace(layers, leaves, self._gradients)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with the features and the weight of the last layer.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from relflat_sk._numerics import safe_root
+
 __all__ = ["Criterion", "Slopes", "find_criterion"]
 
 
@@ -108,6 +110,45 @@ class Criterion(ABC):
         """
         raise NotImplementedError
 
+    def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
+        """Multiply vectors by roots of the curvatures of the samples' losses, with their graph.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, d)
+            Outputs.
+        vectors : Tensor of shape (k, n, d)
+            One vector for each sample.
+
+        Returns
+        -------
+        Tensor of shape (k, n, d)
+            Products ``R_i v_i`` with ``R_i R_i^T = B_i``.
+        """
+        raise NotImplementedError
+
+    def gain(self, loss: Tensor, z: Tensor, target: Tensor) -> Tensor:
+        """Compute what the members have gained over a constant output.
+
+        Parameters
+        ----------
+        loss : Tensor of shape (k,)
+            Their losses.
+        z : Tensor of shape (k, n, ...)
+            Their outputs.
+        target : Tensor of shape (k, n, ...)
+            Targets.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            Not negative; infinite for a single sample, whose output is the mean.
+        """
+        if z.shape[1] == 1:
+            return torch.full_like(loss, torch.inf)
+        constant = self.loss(z.mean(1, keepdim=True).expand_as(z), target)
+        return (constant - loss).clamp_(min=0)
+
     @property
     def is_curved(self) -> bool:
         """Whether `curvature` is known."""
@@ -158,6 +199,11 @@ class _CrossEntropy(Criterion):
         towards = pairs.sum(-1, keepdim=True) * rows - pairs @ rows
         return Slopes(value, weighted * (slope - forms), phi * (forms * scale), towards)
 
+    def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
+        p = z.softmax(-1)
+        parts = safe_root(p) * vectors
+        return parts - p * parts.sum(-1, keepdim=True)
+
 
 class _Outputs(Criterion):
     """A criterion that is a mean over all outputs of all samples."""
@@ -175,6 +221,9 @@ class _Outputs(Criterion):
             phi * (forms * (2 * scale)),
             weight * (totals * (2 * scale)),
         )
+
+    def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
+        return safe_root(self.derivatives(z)[0]) * vectors
 
     @abstractmethod
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,7 @@ class Fleet(EpochTrainer):
         member.draw()
         self._waiting[routine] = member
         routine.pause()
+        torch.set_rng_state(member.random_state)
         return True
 
     def release(self, net: Any) -> None:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relflat_sk._penalty import n_shared
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
 from relflat_sk.ensemble._data import Data
+from relflat_sk.ensemble._earlier import EarlierPenalty
 from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member, NotStackable
-from relflat_sk.ensemble._penalty import Penalty
-from relflat_sk.ensemble._probe import probe
+from relflat_sk.ensemble._penalty import LastPenalty
+from relflat_sk.ensemble._probe import Probe, probe
+from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._size import memory_of_member
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._vmapped import Vmapped
@@ -58,19 +61,28 @@ class Group:
             net.criterion_, found.output, found.target, ignores=member.has_ignored
         )
         self._output = found.output[:1]
-        self._penalty = None
-        if member.is_penalised:
-            if not self._criterion.is_curved:
-                raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
-            self._penalty = Penalty(self._criterion, found.divisor)
         with fork_rng(x.device):
             self.memory = memory_of_member(copy.deepcopy(module), x)
         self.device = x.device
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
+        self._penalty = self._make_penalty(net, found) if member.is_penalised else None
         self._masks = Masks(module, self._body, x)
         self._stack: Stack | None = None
         self._data: Data | None = None
         self._try(member, x, found.target)
+
+    def _make_penalty(self, net: Any, found: Probe) -> LastPenalty | EarlierPenalty:
+        """Make the penalty at the layers that the probe has found."""
+        if not self._criterion.is_curved:
+            raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
+        if not found.earlier:
+            return LastPenalty(self._criterion, found.divisor)
+        if not isinstance(self._body, Chain):
+            raise NotStackable("with a penalty at earlier layers, it must be a chain of layers")
+        shared = [(n_shared(m), m) for m in found.earlier.values() if n_shared(m)]
+        signs = Signs(found.output.shape[1], shared, net.flatness_probes)
+        arguments = found.divisor, found.earlier, found.at_last, signs
+        return EarlierPenalty(self._criterion, *arguments)
 
     def _try(self, member: Member, x: Tensor, target: Tensor) -> None:
         """Refuse a network or a criterion that cannot be stacked."""
@@ -116,12 +128,16 @@ class Group:
         device = data.inputs.device
         update = stack.make_update(device.type in _FUSED_ON)
         factors, limits = self._penalty_settings(members, data.inputs)
+        if self._penalty is not None:
+            self._penalty.start(members, data.sizes)
         recorded = []
         with torch.no_grad():
             for step, (x, target) in enumerate(data):
                 self._masks.set(step, x.shape[1])
                 recorded.append(self._step(x, self._in_shape(target), factors, limits))
                 update.step()
+        if self._penalty is not None:
+            self._penalty.finish()
         stack.hand_over()
         _record(members, torch.stack(recorded), data.sizes)
 
@@ -129,14 +145,13 @@ class Group:
         self, x: Tensor, target: Tensor, factors: Tensor | None, limits: Tensor | None
     ) -> Tensor:
         """Compute the gradients of a batch; return losses, penalties and shares of them."""
-        z, phi, weight = self._body.forward(x)
+        if self._penalty is not None and factors is not None:
+            body: Any = self._body
+            return self._penalty.step(body, x, target, factors, limits)
+        z, _, _ = self._body.forward(x)
         slopes = self._criterion.slopes(z, target)
-        if self._penalty is None or factors is None:
-            self._body.backward(slopes.z, None, None)
-            return slopes.value[None]
-        slopes, term, share = self._penalty.add(slopes, z, target, phi, weight, factors, limits)
-        self._body.backward(slopes.z, slopes.phi, slopes.weight)
-        return torch.stack([slopes.value, term, share])
+        self._body.backward(slopes.z, None, None)
+        return slopes.value[None]
 
     def _penalty_settings(
         self, members: Sequence[Member], like: Tensor

@@ -67,6 +67,8 @@ class Member:
         Rows of the next epoch, in their order.
     seed : int
         Seed of the dropout masks of the next epoch.
+    random_state : Tensor
+        Torch's random state on the CPU, in which the next epoch begins, or has ended.
     """
 
     net: Any
@@ -76,6 +78,7 @@ class Member:
     targets: Tensor = field(init=False)
     order: Tensor = field(init=False)
     seed: int = field(init=False, default=0)
+    random_state: Tensor = field(init=False)
 
     @property
     def has_ignored(self) -> bool:
@@ -140,6 +143,7 @@ class Member:
         self.order = self.loader.draw_order()
         if any(isinstance(part, nn.Dropout) and part.p for part in self.module.modules()):
             self.seed = int(torch.randint(2**63 - 1, ()))
+        self.random_state = torch.get_rng_state()
 
 
 def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:

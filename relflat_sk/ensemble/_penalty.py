@@ -3,16 +3,21 @@
 Shapes are those of `relflat_sk.ensemble._criteria`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from relflat_sk._penalty import AT_LAST_LAYER
+from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion, Slopes
+from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._vmapped import Vmapped
 
-__all__ = ["Penalty"]
+__all__ = ["LastPenalty"]
 
 
-class Penalty:
+class LastPenalty:
     """The penalty at the last layer, with its limit.
 
     Parameters
@@ -27,30 +32,38 @@ class Penalty:
         self.criterion = criterion
         self.divisor = divisor
 
-    def add(
-        self,
-        loss: Slopes,
-        z: Tensor,
-        target: Tensor,
-        phi: Tensor,
-        weight: Tensor,
-        factors: Tensor,
-        limits: Tensor | None,
-    ) -> tuple[Slopes, Tensor, Tensor]:
-        """Add the penalties to the losses, as far as the limit lets them.
+    def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
+        """Begin an epoch, which draws nothing.
 
         Parameters
         ----------
-        loss : Slopes
-            The losses.
-        z : Tensor of shape (k, n, d)
-            Outputs.
+        members : sequence of Member
+            The nets.
+        sizes : sequence of int
+            The number of samples in each batch.
+        """
+
+    def finish(self) -> None:
+        """End an epoch."""
+
+    def step(
+        self,
+        body: Chain | Vmapped,
+        x: Tensor,
+        target: Tensor,
+        factors: Tensor,
+        limits: Tensor | None,
+    ) -> Tensor:
+        """Compute the gradients of a batch.
+
+        Parameters
+        ----------
+        body : Chain or Vmapped
+            The networks.
+        x : Tensor of shape (k, n, ...)
+            Inputs.
         target : Tensor of shape (k, n, ...)
             Targets.
-        phi : Tensor of shape (k, n, m)
-            Features of the last layer.
-        weight : Tensor of shape (k, d, m)
-            Weight of the last layer.
         factors : Tensor of shape (k,)
             Weights of the penalties.
         limits : Tensor of shape (k,) or None
@@ -58,11 +71,11 @@ class Penalty:
 
         Returns
         -------
-        objective : Slopes
-            The sums; their values are the losses alone.
-        penalty, share : Tensor of shape (k,)
-            The penalties before the limit, and the shares that the limit leaves of them.
+        Tensor of shape (3, k)
+            Losses, penalties before the limit, and the shares that the limit leaves of them.
         """
+        z, phi, weight = body.forward(x)
+        loss = self.criterion.slopes(z, target)
         n, m = z.shape[1], weight.shape[2]
         scale = (factors / (self.divisor * n * 2 * m)).view(-1, 1, 1)
         term = self.criterion.curvature(z, phi, weight, scale)
@@ -73,8 +86,8 @@ class Penalty:
         each = share.view(-1, 1, 1)
         assert term.phi is not None
         assert term.weight is not None
-        slopes = loss.z + term.z.mul_(each), term.phi.mul_(each), term.weight.mul_(each)
-        return Slopes(loss.value, *slopes), term.value, share
+        body.backward(loss.z + term.z.mul_(each), term.phi.mul_(each), term.weight.mul_(each))
+        return torch.stack([loss.value, term.value, share])
 
     def _share(
         self,
@@ -87,11 +100,7 @@ class Penalty:
         limits: Tensor,
     ) -> Tensor:
         """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`."""
-        if z.shape[1] == 1:
-            gain = torch.full_like(loss.value, torch.inf)
-        else:
-            constant = self.criterion.loss(z.mean(1, keepdim=True).expand_as(z), target)
-            gain = (constant - loss.value).clamp_(min=0)
+        gain = self.criterion.gain(loss.value, z, target)
         assert term.phi is not None
         assert term.weight is not None
         ratios = [(AT_LAST_LAYER * gain / term.value.abs())[:, None]]

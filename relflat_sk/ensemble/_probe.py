@@ -1,6 +1,7 @@
 """Run one network on one batch, to find out how its nets can be stacked."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from relflat_sk._losses import Loss, explain_ending
 from relflat_sk._network import (
     Recorder,
+    Tail,
+    choose_curvatures,
     find_ending,
     find_layer,
     find_link,
@@ -16,6 +19,7 @@ from relflat_sk._network import (
     primary_output,
     record_order,
 )
+from relflat_sk._numerics import full_precision
 from relflat_sk.ensemble._member import NotStackable
 
 __all__ = ["Probe", "probe"]
@@ -32,7 +36,11 @@ class Probe:
     target : Tensor of shape (n, ...)
         Targets, as the criterion takes them.
     last : str or None
-        Name of the last layer, if it is penalised.
+        Name of the last layer, if there is a penalty.
+    at_last : bool, default=True
+        Whether the penalty is at the last layer.
+    earlier : dict of str to int
+        The penalised layers before the last one, with the number of their inputs.
     divisor : float, default=1.0
         What each sample adds to the divisor of the criterion's mean.
     """
@@ -40,6 +48,8 @@ class Probe:
     output: Tensor
     target: Tensor
     last: str | None
+    at_last: bool = True
+    earlier: Mapping[str, int] = field(default_factory=dict)
     divisor: float = 1.0
 
 
@@ -81,10 +91,10 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         module(x)
     order = recorder.order
     layers = order if net.flatness_layer == "all" else net._layers()
-    if {find_layer(module, layer, order) for layer in layers} != {order[-1]}:
-        raise NotStackable("the penalty at earlier layers is computed for single nets only")
+    names = list(dict.fromkeys(find_layer(module, layer, order) for layer in layers))
     last = module.get_submodule(order[-1])
-    with torch.enable_grad(), Recorder({order[-1]: last}, keep_graph) as recorder:
+    recorded = {name: module.get_submodule(name) for name in (*names, order[-1])}
+    with torch.enable_grad(), Recorder(recorded, keep_graph) as recorder:
         output = primary_output(module(x))
     if find_link(output, recorder[order[-1]].node) != "identity":
         raise NotStackable("with a penalty, its last layer must be its output")
@@ -94,4 +104,28 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     each = loss.each_divisor(output, target.relevant)
     if isinstance(each, Tensor):
         raise NotStackable("with a penalty, its criterion must weigh all samples equally")
-    return Probe(output.detach(), target.values, order[-1], float(each))
+    earlier = [recorder[name] for name in names if name != order[-1]]
+    tail = Tail(loss, output, target, recorder[order[-1]], full_precision)
+    if earlier and choose_curvatures(tail, earlier, _Ways(), together=True) != ["gradients"]:
+        raise NotStackable("behind a penalised layer, its network is not piecewise linear")
+    return Probe(
+        output.detach(),
+        target.values,
+        order[-1],
+        order[-1] in names,
+        {record.name: record.check()[0].shape[-1] for record in earlier},
+        float(each),
+    )
+
+
+class _Ways:
+    """The names of the ways to a curvature."""
+
+    def closed_form(self, record: Any, features: Tensor, curvature: Any) -> str:
+        return "closed form"
+
+    def gradients(self, records: Any, base: Tensor, curvature: Any) -> str:
+        return "gradients"
+
+    def products(self, records: Any) -> str:
+        return "products"

@@ -42,9 +42,9 @@ class EnsembleTrainer(BaseEstimator):
     -----
     Nets are stacked if they have equal architectures, numbers of samples, batch sizes and
     optimizers, one of SGD, Adam and AdamW. Not stacked are nets with sample weights, with
-    callbacks that are called in each step, with a penalty at earlier layers, with random
-    operations other than `torch.nn.Dropout`, and networks that `torch.func.vmap` refuses. The log
-    of the logger "relflat_sk" names the reason.
+    callbacks that are called in each step, with random operations other than `torch.nn.Dropout`,
+    with a penalty at earlier layers unless they are chains of linear layers and ReLUs, and
+    networks that `torch.func.vmap` refuses. The log of the logger "relflat_sk" names the reason.
 
     Examples
     --------

@@ -89,6 +89,47 @@ def test_penalties_and_initialisations_are_each_members_own():
     assert np.mean(curve(nets[0], "flatness_clipped")) > 0
 
 
+@pytest.mark.parametrize("layer", [0, [1, 0], [0, -1], "all"], ids=str)
+@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
+def test_penalties_at_earlier_layers(layer, optimizer):
+    hidden = {"module__hidden_layer_sizes": (70, 5)}  # from 65 inputs on, columns are drawn
+    nets = classifiers(3, flatness_layer=layer, flatness_weight=0.1, **hidden)
+    compare([net.set_params(**OPTIMIZERS[optimizer]) for net in nets])
+
+
+def test_settings_of_penalties_at_earlier_layers():
+    settings = [{"flatness_weight": 1000.0}, {"flatness_warmup": 5}, {"flatness_clip": 2.0}]
+    nets = [classifiers(1, flatness_layer="all", **one)[0] for one in settings]
+    trained = compare(nets, fleet=2)  # the third net begins later
+    assert np.mean(curve(trained[0], "flatness_clipped")) > 0
+    both = {"flatness_clip": None, "flatness_probes": 3, "batch_size": 7}
+    compare(classifiers(3, flatness_layer=0, iterator_train__drop_last=True, **both))
+    compare(classifiers(3, flatness_layer=0, batch_size=1, max_epochs=1))
+
+
+class Leaky(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        inside = nn.Sequential(nn.Linear(n_features, 9), nn.LeakyReLU(0.1), nn.Identity())
+        super().__init__(inside, nn.Linear(9, 70), nn.ReLU(), nn.Linear(70, n_outputs, bias=False))
+        self.double()
+
+
+@pytest.mark.parametrize("layer", ["0.0", "all"])
+def test_penalties_at_layers_of_nested_sequences(layer):
+    compare(classifiers(3, module=Leaky, flatness_layer=layer))
+
+
+@pytest.mark.parametrize("layer", [0, "all"])
+def test_penalties_at_earlier_layers_of_other_tasks(layer):
+    settings = {"flatness_layer": layer, "flatness_weight": 0.1, **STEPS}
+    X, y = data(n_classes=2)
+    for kind, target in [
+        (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
+        (RelativeFlatnessRegularizedBinaryClassifier, y),
+    ]:
+        compare([kind(random_state=seed, **settings) for seed in range(3)], X=X, y=target)
+
+
 def test_data_are_each_members_own():
     X, y = data()
     each = [(X, y), (X, 2 - y), (X[::-1].copy(), y), (X[:20], y[:20]), (X[:20], y[-20:])]
@@ -131,6 +172,8 @@ def test_nested_sequences_and_layers_without_bias():
 
 def test_linear_models():
     compare(classifiers(3, module__hidden_layer_sizes=()))
+    sizes = {"module__in_features": 6, "module__out_features": 3}
+    compare(classifiers(3, module=nn.Linear, module__dtype=torch.float64, **sizes))
 
 
 class Convolution(nn.Module):
@@ -365,11 +408,28 @@ class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
     pass
 
 
+class Residual(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.first, self.last = nn.Linear(n_features, 6), nn.Linear(6, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(x + torch.relu(self.first(x)))
+
+
 REASONS = {
     "its callback GradientNormClipping is called in each step": {
         "callbacks": [GradientNormClipping(1.0)]
     },
-    "the penalty at earlier layers is computed for single nets only": {"flatness_layer": 0},
+    "behind a penalised layer, its network is not piecewise linear": {
+        "flatness_layer": 0,
+        "module__activation": "tanh",
+    },
+    "with a penalty at earlier layers, it must be a chain of layers": {
+        "flatness_layer": 0,
+        "module": Residual,
+    },
     "flatness_normalize=True is computed for single nets only": {"flatness_normalize": True},
     "the penalty of CrossEntropyLoss is not known": {"criterion__label_smoothing": 0.1},
     "its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']": {

@@ -8,11 +8,14 @@ from relflat_sk._random import (
     as_random_state,
     draw_seed,
     draw_seeds,
+    draw_words,
     fork_rng,
     make_generator,
+    n_words,
     rademacher,
     seed_from,
     seed_torch,
+    signs_of,
 )
 
 
@@ -73,3 +76,16 @@ def test_signs_are_balanced_independent_and_repeatable():
     assert rows.mean(dim=0).abs().max() < 5 / 3001**0.5
     again = rademacher((3001, 7, 5), signs, make_generator(0, torch.device("cpu")))
     assert torch.equal(signs, again)
+
+
+def test_signs_of_several_draws_are_drawn_at_once():
+    shapes, like = [(3, 50), (7,), (64,)], torch.zeros((), dtype=torch.float64)
+    each = [rademacher(shape, like) for shape in shapes]
+    torch.manual_seed(0)
+    sizes = [n_words(shape) for shape in shapes]
+    words = draw_words(sum(sizes), like.device)
+    parts = torch.stack([words, words.flip(0)]).split(sizes, 1)
+    for part, shape, signs in zip(parts, shapes, each, strict=True):
+        together = signs_of(part, shape, like)
+        assert together.shape == (2, *shape)
+        torch.testing.assert_close(together[0], signs, rtol=0, atol=0)

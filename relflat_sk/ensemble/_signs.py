@@ -1,0 +1,89 @@
+"""The random signs of a penalty: each net draws those that it draws if it is trained alone."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from relflat_sk._random import draw_words, n_words, signs_of
+from relflat_sk.ensemble._member import Member
+
+__all__ = ["Signs"]
+
+# words that are drawn at a time, for each net
+_AT_ONCE = 2**13
+
+
+class Signs:
+    """The signs of the steps of an epoch.
+
+    Parameters
+    ----------
+    n_outputs : int
+        Number of outputs of the network; a draw begins with a sign for each of them and each
+        sample.
+    others : sequence of tuple of int
+        The shapes of the other signs of a draw.
+    n_draws : int
+        Number of draws in a step.
+    """
+
+    def __init__(self, n_outputs: int, others: Sequence[tuple[int, int]], n_draws: int) -> None:
+        self._n_outputs = n_outputs
+        self._others = list(others)
+        self._n_draws = n_draws
+
+    def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
+        """Begin an epoch.
+
+        Parameters
+        ----------
+        members : sequence of Member
+            Their random states are those in which the epoch's first step draws.
+        sizes : sequence of int
+            The number of samples in each batch.
+        """
+        self._members = list(members)
+        self._generators = [torch.Generator() for _ in members]
+        for member, generator in zip(members, self._generators, strict=True):
+            generator.set_state(member.random_state)
+        self._words = self._drawn(sizes)
+
+    def finish(self) -> None:
+        """Hand the random states over to the members, as the last step leaves them."""
+        for member, generator in zip(self._members, self._generators, strict=True):
+            member.random_state = generator.get_state()
+
+    def step(self, n: int, like: Tensor) -> Iterator[list[Tensor]]:
+        """Draw the signs of the next step.
+
+        Parameters
+        ----------
+        n : int
+            Number of samples in its batch.
+        like : Tensor of any shape
+            Has the dtype and the device of the signs.
+
+        Yields
+        ------
+        list of Tensor of shape (k, ...)
+            The signs of a draw for all members: (k, n, n_outputs) and the others.
+        """
+        words, shapes = next(self._words).to(like.device), self._shapes(n)
+        for draw in words.chunk(self._n_draws, 1):
+            parts = torch.split(draw, [n_words(shape) for shape in shapes], 1)
+            yield [signs_of(part, one, like) for part, one in zip(parts, shapes, strict=True)]
+
+    def _shapes(self, n: int) -> list[tuple[int, int]]:
+        return [(n, self._n_outputs), *self._others]
+
+    def _drawn(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Draw the words of one step after the other, those of several steps at once."""
+        needed = [self._n_draws * sum(map(n_words, self._shapes(n))) for n in sizes]
+        while needed:
+            at_once = max(1, _AT_ONCE // needed[0])
+            chunk, needed = needed[:at_once], needed[at_once:]
+            words = torch.stack([
+                draw_words(sum(chunk), torch.device("cpu"), one) for one in self._generators
+            ])
+            yield from torch.split(words, chunk, 1)
