@@ -19,8 +19,6 @@ from relflat_sk.training import EPOCH_TRAINER, EpochTrainer
 __all__ = ["Fleet"]
 
 _LOG = logging.getLogger("relflat_sk")
-# epochs of each kind that a timed trial takes
-_TRIALS = 2
 
 
 class Fleet(EpochTrainer):
@@ -33,16 +31,15 @@ class Fleet(EpochTrainer):
     ----------
     size : int
         Number of trainings at a time. When one ends, the next one begins.
-    timed : bool, default=False
-        Whether the first epochs of each group are a trial: if nets are faster one by one, they
-        are trained one by one. The nets then take half of the free memory at most.
+    auto : bool, default=False
+        Whether nets that are faster one by one are trained one by one, and the others take half
+        of the free memory at most.
     """
 
-    def __init__(self, size: int, *, timed: bool = False) -> None:
+    def __init__(self, size: int, *, auto: bool = False) -> None:
         self.size = size
-        self.timed = timed
+        self.auto = auto
         self._groups: dict[tuple[Any, ...], Group | None] = {}
-        self._trials: dict[tuple[Any, ...], _Trial] = {}
         self._members: dict[int, Member | None] = {}
         self._waiting: dict[Routine, Member] = {}
         self._reasons: set[str] = set()
@@ -121,18 +118,6 @@ class Fleet(EpochTrainer):
         member = self._members[id(net)]
         if member is None:
             return False
-        trial = self._trials.get(member.key)
-        if trial is not None and trial.wants_single(member):
-            token = EPOCH_TRAINER.set(None)
-            started = time.perf_counter()
-            try:
-                net.run_single_epoch(iterator, True, "train", net.train_step, **fit_params)
-            finally:
-                EPOCH_TRAINER.reset(token)
-            trial.single.append(time.perf_counter() - started)
-            if trial.is_slower:
-                routine.pause()  # others have their turn as well
-            return True
         net._set_training(True)
         member.draw()
         self._waiting[routine] = member
@@ -158,17 +143,19 @@ class Fleet(EpochTrainer):
             member = make_member(net, iterator, fit_params)
             if member.key not in self._groups:
                 self._groups[member.key] = None
-                self._groups[member.key] = group = Group(member)
-                if self.timed:
-                    self._trials[member.key] = _Trial()
-                    self._limit(group)
+                group = Group(member)
+                if self.auto:
+                    self._choose(group)
+                self._groups[member.key] = group
         except NotStackable as reason:
             self._say(f"trained one by one: {reason}")
             return None
         return None if self._groups[member.key] is None else member
 
-    def _limit(self, group: Group) -> None:
-        """Let no more nets begin than fit into half of the free memory."""
+    def _choose(self, group: Group) -> None:
+        """Refuse nets that are faster one by one, and limit the memory of the others."""
+        if group.slower is not None:
+            raise NotStackable(group.slower)
         free = free_memory(group.device)
         if free is not None:
             self.size = min(self.size, max(1, free // 2 // group.memory))
@@ -176,7 +163,7 @@ class Fleet(EpochTrainer):
     def _say(self, text: str) -> None:
         if text not in self._reasons:
             self._reasons.add(text)
-            _LOG.log(logging.INFO if self.timed else logging.WARNING, text)
+            _LOG.log(logging.INFO if self.auto else logging.WARNING, text)
 
     # -- called by the fleet itself ------------------------------------------------------------
 
@@ -197,37 +184,3 @@ class Fleet(EpochTrainer):
             share = (time.perf_counter() - started) / len(routines)
             for routine in routines:
                 routine.seconds += share
-            trial = self._trials.get(key)
-            if trial is not None and not trial.is_decided and len(routines) > 1:
-                trial.stacked.append(share)
-                if trial.is_slower:
-                    self._say(
-                        "trained one by one: an epoch of the stacked model takes "
-                        f"{min(trial.stacked):.3g} s for each net, and one of a single net "
-                        f"{min(trial.single):.3g} s"
-                    )
-
-
-class _Trial:
-    """A comparison of the times of an epoch, which decides how a group is trained."""
-
-    def __init__(self) -> None:
-        self.single: list[float] = []
-        self.stacked: list[float] = []
-        self._first: Member | None = None
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether both kinds of epochs have been timed."""
-        return min(len(self.single), len(self.stacked)) >= _TRIALS
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the stacked model is known to be slower than single nets."""
-        return self.is_decided and min(self.single) < min(self.stacked)
-
-    def wants_single(self, member: Member) -> bool:
-        """Return whether a net is to train its next epoch by itself."""
-        if self._first is None:
-            self._first = member
-        return self.is_slower or (member is self._first and len(self.single) < _TRIALS)

@@ -20,7 +20,7 @@ from relflat_sk.ensemble._member import Member, NotStackable
 from relflat_sk.ensemble._penalty import LastPenalty
 from relflat_sk.ensemble._probe import Probe, probe
 from relflat_sk.ensemble._signs import Signs
-from relflat_sk.ensemble._size import memory_of_member
+from relflat_sk.ensemble._size import memory_of_member, why_slower
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._vmapped import Vmapped
 
@@ -41,6 +41,8 @@ class Group:
     ----------
     memory : int
         Estimate of the bytes that each net needs.
+    slower : str or None
+        Why the nets train faster one by one; None if they do not.
     device : torch.device
         The device of the nets.
 
@@ -63,6 +65,7 @@ class Group:
         self._output = found.output[:1]
         with fork_rng(x.device):
             self.memory = memory_of_member(copy.deepcopy(module), x)
+            self.slower = why_slower(copy.deepcopy(module), x)
         self.device = x.device
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
         self._penalty = self._make_penalty(net, found) if member.is_penalised else None

@@ -67,7 +67,7 @@ class Member:
         Rows of the next epoch, in their order.
     seed : int
         Seed of the dropout masks of the next epoch.
-    random_state : Tensor
+    random_state : Tensor of shape (n_bytes,)
         Torch's random state on the CPU, in which the next epoch begins, or has ended.
     """
 

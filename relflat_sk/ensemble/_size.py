@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from relflat_sk._checks import check_integer
 
-__all__ = ["fleet_size", "free_memory", "memory_of_member"]
+__all__ = ["fleet_size", "free_memory", "memory_of_member", "why_slower"]
 
 _AT_MOST = 32
+# Floating-point operations of a batch's convolutions, up to which a CPU is faster if nets are
+# stacked. Without convolutions, none of the networks of `benchmarks.costs.stacking` is slower.
+_FEW = 2e7
 
 
 def fleet_size(fleet: Any) -> int | None:
@@ -68,6 +72,30 @@ def memory_of_member(module: nn.Module, inputs: Tensor) -> int:
         module(inputs)
     weights = sum(_bytes(one) for one in (*module.parameters(), *module.buffers()))
     return 5 * weights + 2 * sum(saved)
+
+
+def why_slower(module: nn.Module, inputs: Tensor) -> str | None:
+    """Return why networks train faster one by one than stacked, from their shapes.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A network; it may be changed.
+    inputs : Tensor of shape (n, ...)
+        A batch.
+
+    Returns
+    -------
+    str or None
+        The reason; None if stacked networks are faster.
+    """
+    if inputs.device.type != "cpu":
+        return None
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(inputs)
+    counts = counter.get_flop_counts()["Global"]
+    n = sum(count for kind, count in counts.items() if "convolution" in str(kind))
+    return f"its convolutions take {n:.2g} operations per batch" if n > _FEW else None
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -26,8 +26,8 @@ class EnsembleTrainer(BaseEstimator):
         cloned. What cannot be stacked is fitted one by one.
     fleet : int, "auto" or None, default="auto"
         Number of estimators at a time. "auto" fits as many as half of the free memory allows, 32
-        at most, and times a few epochs to find out whether nets of a group are faster one by one.
-        None fits one after the other.
+        at most, and nets with large convolutions on a CPU one after the other, because these are
+        faster so. None fits all one after the other.
 
     Attributes
     ----------
@@ -140,6 +140,6 @@ class EnsembleTrainer(BaseEstimator):
             while train():
                 pass
         else:
-            Fleet(size, timed=self.fleet == "auto").run(train)
+            Fleet(size, auto=self.fleet == "auto").run(train)
         self.estimators_ = fitted
         return self

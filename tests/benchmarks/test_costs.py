@@ -25,8 +25,9 @@ from tests.benchmarks.commands import run
         ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
         ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
         ("benchmarks.costs.fleet", ["64-128-64-10, batch 32, fleet / torch loop"]),
+        ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
     ],
-    ids=["scoring", "training", "layers", "fitting", "fleet"],
+    ids=["scoring", "training", "layers", "fitting", "fleet", "stacking"],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")

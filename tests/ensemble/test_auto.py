@@ -1,14 +1,15 @@
-"""fleet="auto" keeps within the memory, and trains one by one where that is faster."""
+"""fleet="auto" keeps within the memory, and trains large convolutions one by one."""
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier
 from relflat_sk.ensemble import _fleet
-from relflat_sk.ensemble._size import free_memory, memory_of_member
+from relflat_sk.ensemble._size import free_memory, memory_of_member, why_slower
 from tests.ensemble.compare import compare, data
 
 
@@ -21,30 +22,36 @@ def nets(n=6):
     ]
 
 
-@pytest.mark.parametrize("slower", [False, True])
-def test_the_timed_trial_decides_and_changes_no_result(monkeypatch, caplog, slower):
+class Convolutions(nn.Sequential):
+    def __init__(self, channels):
+        super().__init__(
+            nn.Conv2d(1, channels, 3, padding=1), nn.Flatten(), nn.Linear(256 * channels, 3)
+        )
+
+
+# 2 * 9 multiplications and additions for each of 256 numbers, 256 samples and channel
+@pytest.mark.parametrize(("channels", "operations"), [(8, None), (32, "3.8e+07")])
+def test_large_convolutions_are_trained_one_by_one(caplog, channels, operations):
     caplog.set_level(logging.INFO, logger="relflat_sk")
-    seconds = {"single": 1.0, "stacked": 2.0 if slower else 0.5}
+    settings = {"max_epochs": 1, "batch_size": 256, "verbose": 0, "module__channels": channels}
+    net = RelativeFlatnessRegularizedClassifier(Convolutions, flatness_weight=0, **settings)
+    X = np.random.default_rng(0).normal(size=(256, 1, 16, 16)).astype(np.float32)
+    EnsembleTrainer([net, net], fleet="auto").fit(X, np.arange(256) % 3)
+    reason = f"trained one by one: its convolutions take {operations} operations per batch"
+    assert [record.getMessage() for record in caplog.records] == [reason] * bool(operations)
 
-    class Rigged(_fleet._Trial):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, Constant(seconds[name]) if name in seconds else value)
 
-    class Constant(list):
-        def __init__(self, value):
-            super().__init__()
-            self.value = value
+def test_what_is_large_depends_on_shapes_alone_and_on_the_device():
+    net = Convolutions(32)
+    images = torch.zeros(256, 1, 16, 16)
+    assert why_slower(net, images[:100]) is None
+    assert "3.8e+07 operations" in why_slower(net, images)
+    assert why_slower(net.to("meta"), images.to("meta")) is None
+    assert why_slower(nn.Sequential(nn.Flatten(), nn.Linear(256, 4000)), images) is None
 
-        def append(self, _):
-            super().append(self.value)
 
-    monkeypatch.setattr(_fleet, "_Trial", Rigged)
+def test_no_result_depends_on_the_choice():
     compare(nets(), fleet="auto")
-    expected = [
-        "trained one by one: an epoch of the stacked model takes 2 s for each net, and one of a "
-        "single net 1 s"
-    ]
-    assert [record.getMessage() for record in caplog.records] == expected * slower
 
 
 def test_no_more_nets_begin_than_half_of_the_memory_holds(monkeypatch):

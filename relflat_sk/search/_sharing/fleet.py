@@ -47,7 +47,7 @@ def train_together(
             pass
         return
     with isolated(n_threads):
-        Fleet(size, timed=fleet == "auto").run(train)
+        Fleet(size, auto=fleet == "auto").run(train)
 
 
 def _why_not(study: optuna.Study, estimator: Any) -> str | None:
