@@ -106,7 +106,10 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         raise NotStackable("with a penalty, its criterion must weigh all samples equally")
     earlier = [recorder[name] for name in names if name != order[-1]]
     tail = Tail(loss, output, target, recorder[order[-1]], full_precision)
-    if earlier and choose_curvatures(tail, earlier, _Ways(), together=True) != ["gradients"]:
+    ways = choose_curvatures(tail, [*earlier, recorder[order[-1]]], _Ways(), together=True)
+    if "many classes" in ways:
+        raise NotStackable("with a penalty, it has too many classes")
+    if earlier and ways != ["gradients", "closed form"]:
         raise NotStackable("behind a penalised layer, its network is not piecewise linear")
     return Probe(
         output.detach(),
@@ -123,6 +126,9 @@ class _Ways:
 
     def closed_form(self, record: Any, features: Tensor, curvature: Any) -> str:
         return "closed form"
+
+    def many_classes(self, record: Any, features: Tensor, curvature: Any) -> str:
+        return "many classes"
 
     def gradients(self, records: Any, base: Tensor, curvature: Any) -> str:
         return "gradients"

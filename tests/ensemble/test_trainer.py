@@ -445,6 +445,13 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_onc
     caplog.expected = [f"trained one by one: {reason}"]
 
 
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_penalties_of_many_classes_are_trained_one_by_one(layer, monkeypatch, caplog):
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    compare(classifiers(2, max_epochs=2, flatness_layer=layer))
+    caplog.expected = ["trained one by one: with a penalty, it has too many classes"]
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [(Noisy, "torch.func cannot stack it: vmap: called random"), (Counting, "torch.func cannot")],
