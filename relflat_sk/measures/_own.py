@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from relflat_sk._minima_table import is_reserved
 from relflat_sk._network import Network, borrowed
@@ -96,7 +97,8 @@ class OwnMeasure(str):
             params["sample_weight"] = source.sample_weight
         with borrowed(network.module):
             result = self.function(source.model, source.X, source.y, **params)
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
+        both = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
+        pair = [one.detach() if isinstance(one, Tensor) else one for one in both]
         if any(isinstance(one, str) or np.ndim(one) for one in pair):
             raise self._no_number(result)
         try:

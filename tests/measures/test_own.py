@@ -35,7 +35,7 @@ def size_of_weights(model, X, y, *, order=2):
 
 
 def with_error(model, X, y):
-    return torch.tensor(3.5), np.float32(0.25)
+    return torch.tensor(3.5, requires_grad=True), np.float32(0.25)
 
 
 @pytest.fixture(autouse=True)
