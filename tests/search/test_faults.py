@@ -321,7 +321,7 @@ N_PROCESSES = 50
 
 
 def work(make_storage, barrier):
-    barrier.wait(120)
+    barrier.wait(600)
     search = FlatMinimaSearch(
         LogisticRegression(max_iter=1000),
         {"C": np.linspace(0.1, 2.0, N_PROCESSES).tolist()},
