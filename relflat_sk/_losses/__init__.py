@@ -9,6 +9,7 @@ from relflat_sk._losses.endings import explain_ending, warn_of_ending
 from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.row import LINKS, Target
+from relflat_sk._losses.softmax import TotalSlopes, total_slopes
 from relflat_sk._losses.table import TABLE
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "ProbabilityNLLLoss",
     "Rows",
     "Target",
+    "TotalSlopes",
     "as_criterion",
     "constant_risk",
     "explain_ending",
     "name_criterion",
     "product_curvature",
     "pull_back",
+    "total_slopes",
     "warn_of_ending",
     "weighted_loss",
 ]

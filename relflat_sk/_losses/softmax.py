@@ -9,7 +9,7 @@ usual formula ``E[v^2] - E[v]^2`` cancels to nothing where one class has nearly 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,13 @@ from torch import Tensor
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
 from relflat_sk._numerics import safe_root
 
-__all__ = ["Softmax", "differentiable_backward", "softmax_curvature"]
+__all__ = [
+    "Softmax",
+    "TotalSlopes",
+    "differentiable_backward",
+    "softmax_curvature",
+    "total_slopes",
+]
 
 # differences between rows of a matrix are written out up to this number
 _FEW = 2**16
@@ -134,8 +140,45 @@ class Softmax(ClosedForm):
         return array if self.scale is None else array * self.scale[:, None]
 
 
+class TotalSlopes(NamedTuple):
+    """The slopes of `ClosedForm.total` in each of its arguments, the others held fixed.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, d)
+        Gradient in the logits.
+    along : Tensor of shape (n,)
+        The gradient in the features of sample i is ``along_i phi_i``.
+    factor : Tensor of shape (d, k)
+        Gradient in the matrix F.
+    """
+
+    z: Tensor
+    along: Tensor
+    factor: Tensor
+
+
+def total_slopes(total: Tensor) -> TotalSlopes | None:
+    """Return the slopes that `ClosedForm.total` has computed together with the total.
+
+    Parameters
+    ----------
+    total : Tensor of shape ()
+        From `ClosedForm.total`.
+
+    Returns
+    -------
+    TotalSlopes or None
+        None if they were not computed.
+    """
+    return getattr(total.grad_fn, "slopes", None)
+
+
 class _SoftmaxTotal(torch.autograd.Function):
     """`ClosedForm.total` of a softmax, with its gradient, in few operations.
+
+    The gradient is computed together with the total, because the limit of a penalty needs it
+    before the backward pass does.
 
     It uses how far the rows of F lie apart:
       Tr(F^T B_i F) = sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2 = 1/2 p^T D p.
@@ -161,8 +204,12 @@ class _SoftmaxTotal(torch.autograd.Function):
         forms = (slope * p).sum(dim=0)  # twice the variances
         each = each.reshape(-1) if isinstance(each, Tensor) else each
         norms = (features * features).sum(dim=1) * each
-        ctx.save_for_backward(z, features, factor, gaps, p, slope, forms, norms)
+        weighted = p * norms
+        pairs = p @ (weighted + weighted).T
+        towards = _summed_gaps(pairs, factor) if gaps is None else (pairs[:, :, None] * gaps).sum(1)
+        ctx.save_for_backward(z, features, factor)
         ctx.each = each
+        ctx.slopes = TotalSlopes((weighted * (slope - forms)).T, forms * each, towards)
         return 0.5 * forms.dot(norms)
 
     @staticmethod
@@ -172,15 +219,9 @@ class _SoftmaxTotal(torch.autograd.Function):
             each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
             by_forms = partial(_total_by_forms, each=each)
             return (*differentiable_backward(by_forms, ctx, outer, n_inputs=3), None)
-        _, features, factor, gaps, p, slope, forms, norms = ctx.saved_tensors
-        weighted = p * (norms * outer)
-        pairs = p @ (weighted + weighted).T
-        if gaps is None:
-            towards = _summed_gaps(pairs, factor)
-        else:
-            towards = (pairs.unsqueeze(2) * gaps).sum(dim=1)
-        of_features = features * (forms * (ctx.each * outer)).unsqueeze(1)
-        return (weighted * (slope - forms)).T, of_features, towards, None
+        _, features, _ = ctx.saved_tensors
+        of_z, along, of_factor = ctx.slopes
+        return of_z * outer, features * (along * outer)[:, None], of_factor * outer, None
 
 
 def _total_by_forms(z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor) -> Tensor:

@@ -27,6 +27,9 @@ in many directions and cancel in the weights of the network below, while those o
 shrink the features and add up. At earlier layers, gradients would need another pass through the
 network, and the small share of the loss does as well.
 
+At a linear layer, the gradients follow from those in its output, which take no pass through the
+layer: for the loss by its own backward pass, for the penalty from its closed form.
+
 Each step computes the limit anew. Where one limit was held for four or eight steps, networks that
 were trained at high rates lost accuracy.
 """
@@ -36,9 +39,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import pull_back
+from relflat_sk._losses import TotalSlopes, pull_back, total_slopes
 from relflat_sk._network import LayerRecord, layer_map
 from relflat_sk._numerics import full_precision
 
@@ -130,11 +134,9 @@ class LastLayerLimit(PenaltyLimit):
     def __init__(self, limit: float, last: LayerRecord, *, tied: bool) -> None:
         super().__init__(limit)
         self._features = last.check()[0]
-        weight: Any = last.layer.weight
-        variables = [(self._features, self._norms_of_shift_and_gain)]
-        variables += [] if tied else [(weight, _norms)]
-        self._variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
-        self._layer = layer_map(last.layer)
+        self._last = last
+        self._weight: Any = last.layer.weight
+        self._compares_weight = not tied and self._weight.requires_grad
 
     def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
         of_values = AT_LAST_LAYER * gain / penalty.detach().abs()
@@ -142,13 +144,59 @@ class LastLayerLimit(PenaltyLimit):
 
     def _compare_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
         """Compute the ratios of the norms in each group of variables."""
-        if not (self._variables and penalty.requires_grad):
+        if not (self._compares_weight or self._features.requires_grad):
             return []
-        tensors = [tensor for tensor, _ in self._variables]
+        if not penalty.requires_grad:
+            return []
+        slopes = self._own_slopes(penalty)
+        if slopes is not None:
+            return self._compare_at_linear(loss, slopes)
+        return self._compare_by_autograd(loss, penalty)
+
+    def _own_slopes(self, penalty: Tensor) -> TotalSlopes | None:
+        """Return the slopes of a penalty in output, features and weight of a linear layer."""
+        slopes, node = total_slopes(penalty), penalty.grad_fn
+        if slopes is None or node is None or type(self._last.layer) is not nn.Linear:
+            return None
+        # the graph shows whether the slopes are in these or in something computed from them
+        of_output, of_features, of_weight = (source for source, _ in node.next_functions[:3])
+        weight = self._weight if self._weight.requires_grad else None
+        is_own = (
+            of_output is self._last.node
+            and of_features is self._features.grad_fn
+            and getattr(of_weight, "variable", None) is weight
+        )
+        return slopes if is_own else None
+
+    def _compare_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
+        """Compute the ratios from gradients in the layer's output."""
+        features, weight = self._features.detach(), self._weight.detach()
+        edge = GradientEdge(self._last.node, self._last.output_nr)
+        (of_loss,) = pull_back([loss], [edge], create_graph=False)
+        pair = torch.stack([torch.zeros_like(slopes.z) if of_loss is None else of_loss, slopes.z])
+        in_weight = pair.transpose(1, 2) @ features
+        shift, gain = pair.sum(dim=1) @ weight, (in_weight * weight).sum(dim=1)
+        # the penalty depends on features and weight not only by the output
+        shift[1].addmv_(features.T, slopes.along)
+        gain[1].addmv_((features * features).T, slopes.along)
+        in_weight[1].add_(slopes.factor)
+        norms = []
+        if self._features.requires_grad:
+            norms.append(torch.linalg.vector_norm(torch.stack([shift, gain], dim=1), dim=2))
+        if self._compares_weight:
+            norms.append(_norms(in_weight))
+        return [torch.div(*both) for both in norms]
+
+    def _compare_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the ratios at a layer of any kind."""
+        variables = [(self._features, self._norms_of_shift_and_gain)]
+        variables += [(self._weight, _norms)] if self._compares_weight else []
+        variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
+        tensors = [tensor for tensor, _ in variables]
         of_loss = pull_back([loss], tensors, create_graph=False)
         of_penalty = pull_back([penalty], tensors, create_graph=False)
         ratios = []
-        for a, b, (_, norms) in zip(of_loss, of_penalty, self._variables, strict=True):
+        for a, b, (_, norms) in zip(of_loss, of_penalty, variables, strict=True):
             if b is not None:
                 pair = torch.stack([torch.zeros_like(b) if a is None else a, b])
                 ratios.append(torch.div(*norms(full_precision(pair))))
@@ -156,8 +204,9 @@ class LastLayerLimit(PenaltyLimit):
 
     def _norms_of_shift_and_gain(self, pair: Tensor) -> Tensor:
         """Compute the norms in a shift and a gain of the features from gradients in them."""
-        features = full_precision(self._layer.channels(self._features.detach()))
-        columns = self._layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
+        layer = layer_map(self._last.layer)
+        features = full_precision(layer.channels(self._features.detach()))
+        columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
         sums = torch.stack([columns.sum(dim=1), (columns * features).sum(dim=1)], dim=1)
         norms: Tensor = torch.linalg.vector_norm(sums, dim=2)
         return norms

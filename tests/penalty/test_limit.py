@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
 from relflat_sk._penalty import constant_loss
+from relflat_sk._penalty.limit import LastLayerLimit
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
@@ -94,6 +95,54 @@ def test_the_last_layer_is_limited_by_gradients_and_gain(weight, clip):
     parameters = list(net.parameters())
     for unlimited, scaled in zip(*(gradients(v, parameters) for v in values), strict=True):
         assert_close(scaled, share * unlimited)
+
+
+CASES = {  # name -> (what is changed in the network, whether the closed form is used)
+    "linear": (lambda net: None, True),
+    "frozen body": (lambda net: net[:-1].requires_grad_(False), True),
+    "frozen weight": (lambda net: net[-1].weight.requires_grad_(False), True),
+    "many outputs": (
+        lambda net: net.extend([nn.Linear(3, 90).double(), nn.Linear(90, 80).double()]),
+        True,
+    ),
+    "more outputs than features": (lambda net: net.append(nn.Linear(3, 9).double()), False),
+    "half precision": (lambda net: net.bfloat16(), False),
+    "normalised": (lambda net: None, False),
+    "scaled weight": (lambda net: nn.utils.parametrizations.weight_norm(net[-1]), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_closed_form_of_the_gradients_is_that_of_autograd(name, monkeypatch):
+    change, uses_closed_form = CASES[name]
+    net, (X, y) = make_net(), make_batch()
+    train_a_little(net, X, y, 40)
+    change(net)
+    if "outputs" in name:  # it has new layers
+        train_a_little(net, X, y, 40)
+    X = X.to(next(net.parameters()).dtype)
+    compare = LastLayerLimit._compare_by_autograd
+    found = []
+    for closed_form in (True, False):
+        calls = []
+        with monkeypatch.context() as patch:
+            if not closed_form:
+                patch.setattr(LastLayerLimit, "_own_slopes", lambda *_: None)
+            patch.setattr(
+                LastLayerLimit,
+                "_compare_by_autograd",
+                lambda *args, calls=calls: calls.append(args) or compare(*args),
+            )
+            penalty = RelativeFlatnessPenalty(weight=HUGE, clip=0.5, normalize=name == "normalised")
+            with penalty.capture(net):
+                output = net(X)
+            value = penalty(CRITERION, output, y)
+        assert bool(calls) == (not closed_form or not uses_closed_form)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        found.append((value.detach(), *gradients(CRITERION(output, y) + value, trained)))
+    assert found[0][0] > 0
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("layer", [0, 1, "all"])
