@@ -137,7 +137,7 @@ def _gradients(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
             distances = torch.addmm(rows.norms[part].T, mean, x.T, alpha=-2).add_(offset)
             slopes[:, part] = distances.mul_(shares)
         if moves is not None or stretch is not None:
-            x = x.mul_(shares.sum(dim=0)[:, None]).sub_(shares.T @ mean).mul_(2)
+            x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, mean, alpha=-2)
             if stretch is not None:
                 stretch += (x * rows.plain(part)).sum(dim=0)
             if moves is not None:

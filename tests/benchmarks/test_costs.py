@@ -23,11 +23,12 @@ from tests.benchmarks.commands import run
             ["LeNet-5, last layer / no penalty", "MLP, first layer / no penalty"],
         ),
         ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
+        ("benchmarks.costs.heads", ["relative_flatness / forward"]),
         ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
         ("benchmarks.costs.fleet", ["64-128-64-10, batch 32, fleet / torch loop"]),
         ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
     ],
-    ids=["scoring", "training", "layers", "fitting", "fleet", "stacking"],
+    ids=["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking"],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")
