@@ -242,7 +242,9 @@ class Loss:
         curvature = None if row is None else row.links.get(link or "")
         return None if curvature is None or z.ndim != 2 else curvature(self.criterion, z, target)
 
-    def terms(self, output: Tensor, target: Tensor, *, each: bool = False) -> tuple[Tensor, Tensor]:
+    def terms(
+        self, output: Tensor, target: Tensor | Target, *, each: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Compute the losses of the samples and the divisors of the criterion's mean.
 
         The mean is ``losses.sum() / divisors.sum()``.
@@ -251,8 +253,9 @@ class Loss:
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input.
-        target : Tensor of shape (n, ...)
-            The labels, from `check_target`.
+        target : Tensor of shape (n, ...) or Target
+            The labels, from `check_target`; with what `read_target` knows of them, divisors take
+            fewer operations.
         each : bool, default=False
             Whether each sample's own loss is needed. If not, a criterion that returns nothing
             but a mean is accepted, and that mean is every sample's loss.
@@ -272,10 +275,11 @@ class Loss:
         """
         n = len(output)
         row = self.row
-        losses = call_criterion(self.criterion, output, target, each=each or row is not None)
-        divisors = self.divisors(output, target)
+        values, relevant = target if isinstance(target, Target) else (target, target)
+        losses = call_criterion(self.criterion, output, values, each=each or row is not None)
+        divisors = self.divisors(output, relevant)
         if row is not None:
-            return losses.reshape(n, -1).sum(dim=1), divisors
+            return (losses if losses.ndim == 1 else losses.reshape(n, -1).sum(dim=1)), divisors
         reduction = getattr(self.criterion, "reduction", "mean")
         summed = reduction == "sum"
         if losses.numel() == 1 and not (each and n > 1):

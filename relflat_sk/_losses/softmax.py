@@ -95,6 +95,16 @@ class Softmax(ClosedForm):
         forms = (spread - (first - r * c).square()).clamp_min(0)
         return self._scaled(forms)
 
+    def trace(self, factor: Any) -> Tensor:
+        if factor is None or factor.shape[0] * factor.numel() > _FEW:
+            return super().trace(factor)
+        # 1/2 p^T D p with the squared distances D of the rows of F: there are no negative terms,
+        # and few operations, whose launches take a GPU's time
+        gaps = factor.unsqueeze(1) - factor
+        distances = (gaps * gaps).sum(dim=2)
+        forms: Tensor = 0.5 * ((self.p @ distances) * self.p).sum(dim=1)
+        return forms if self.scale is None else forms * self.scale
+
     def product(self, vectors: Tensor) -> Tensor:
         spread = vectors - (self.p * vectors).sum(dim=1, keepdim=True)
         return self._scaled(self.p * spread)

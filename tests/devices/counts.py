@@ -123,7 +123,7 @@ def test_a_batch_of_a_score():
     operations, waits, of_call = count_batches(
         lambda X, y: relative_flatness(net, X, y, criterion=CRITERION, batch_size=SIZE)
     )
-    assert operations <= 4.75 * count_forward_pass(net)
+    assert operations <= 3.1 * count_forward_pass(net)
     assert waits == 0
     assert of_call <= 3
 

@@ -76,7 +76,9 @@ class ForwardPass:
         Tensor of shape (n,)
             One weight for each row of the layer's features, in float64.
         """
-        return self.sample_weight.repeat_interleave(len(layer.features) // len(self))
+        repeats = len(layer.features) // len(self)
+        # each small operation is a launch on a GPU
+        return self.sample_weight.repeat_interleave(repeats) if repeats > 1 else self.sample_weight
 
 
 def make_forward_pass(
@@ -119,11 +121,14 @@ def make_forward_pass(
     curvatures = choose_curvatures(tail, records, _Ways(tail, losses.sum()))
     passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
     weights = sample_weight(batch, len(output), output.device)
+    totals = torch.stack([divisors.detach(), losses.detach()])
     return ForwardPass(
         layers={record.name: passes[record.name] for record in records},
         curvatures=curvatures,
         sample_weight=weights,
-        totals=torch.stack([divisors.detach(), losses.detach()]).double() @ weights,
+        totals=totals.sum(1, dtype=weights.dtype)
+        if batch.weight is None
+        else totals.double() @ weights,
         output_shape=output.shape[1:],
         link=link,
     )
@@ -146,7 +151,7 @@ def _losses(
     if target is None:
         return output.new_full((len(output),), torch.nan), loss.divisors(output, None)
     with torch.enable_grad():
-        return loss.terms(output, target.values, each=each)
+        return loss.terms(output, target, each=each)
 
 
 def _check_samples(record: LayerRecord, output: Tensor) -> None:
