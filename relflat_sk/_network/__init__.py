@@ -29,6 +29,7 @@ from relflat_sk._network.layers import (
     weight_kind,
     weight_layers,
 )
+from relflat_sk._network.lipschitz import find_faster_step
 from relflat_sk._network.network import (
     Network,
     Outcome,
@@ -84,6 +85,7 @@ __all__ = [
     "explicit_attention",
     "find_convolutions",
     "find_ending",
+    "find_faster_step",
     "find_layer",
     "find_link",
     "find_non_finite",

@@ -16,7 +16,10 @@ __all__ = [
     "find_link",
     "has_fused_attention",
     "is_piecewise_linear",
+    "kind_of",
+    "moves_axes",
     "only_moves_axes",
+    "tail",
 ]
 
 # nodes whose output holds the same numbers as their input, in the same order
@@ -183,12 +186,12 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
     >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
     False
     """
-    return all(_keeps_linear(step, reached) for step, reached in _tail(base, *nodes))
+    return all(_keeps_linear(step, reached) for step, reached in tail(base, *nodes))
 
 
 def _keeps_linear(step: Any, reached: list[bool]) -> bool:
     """Return whether a node is linear in pieces in those of its inputs that are `reached`."""
-    kind = _kind(step)
+    kind = kind_of(step)
     if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
         return True
     if kind in _MULTILINEAR:
@@ -214,7 +217,7 @@ def has_fused_attention(base: Tensor, *nodes: Any) -> bool:
     bool
         False also where attention was computed by other functions than torch's.
     """
-    return any(step.name().startswith("ScaledDotProduct") for step, _ in _tail(base, *nodes))
+    return any(step.name().startswith("ScaledDotProduct") for step, _ in tail(base, *nodes))
 
 
 # torch's second derivatives of these take statistics of the input for constants
@@ -237,8 +240,8 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
     ValueError
         If there is a normalisation that is called as a function.
     """
-    for step, _ in _tail(base, *nodes):
-        if _kind(step) in _STATISTICS and getattr(step, "_saved_training", True):
+    for step, _ in tail(base, *nodes):
+        if kind_of(step) in _STATISTICS and getattr(step, "_saved_training", True):
             raise ValueError(
                 f"a normalisation behind the layer ({step.name()}) is called as a function. The "
                 "gradient of the penalty needs its third derivative, which torch gets wrong. Use "
@@ -246,15 +249,55 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
             )
 
 
-def _kind(step: Any) -> str:
-    """Return a node's name without its number: "Relu" for "ReluBackward0"."""
+def moves_axes(step: Any) -> bool:
+    """Return whether a node's output holds the numbers of its input, with axes moved at most.
+
+    Parameters
+    ----------
+    step : torch.autograd.graph.Node
+        A node of the graph.
+
+    Returns
+    -------
+    bool
+        True for views, copies, transposes and permutations.
+    """
+    return step.name() in _SAME_BUT_FOR_AXES
+
+
+def kind_of(step: Any) -> str:
+    """Return a node's name without its number: "Relu" for "ReluBackward0".
+
+    Parameters
+    ----------
+    step : torch.autograd.graph.Node
+        A node of the graph.
+
+    Returns
+    -------
+    str
+        The name.
+    """
     name: str = step.name()
     kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
     return kind.removesuffix("Backward")
 
 
-def _tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
-    """List the nodes between layers and `base`, each with which inputs depend on the layers."""
+def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
+    """List the nodes between layers and `base`, each with which inputs depend on the layers.
+
+    Parameters
+    ----------
+    base : Tensor of any shape
+        Computed from the layers' outputs, with its graph.
+    *nodes : torch.autograd.graph.Node
+        `LayerRecord.node` of each layer.
+
+    Returns
+    -------
+    list of (torch.autograd.graph.Node, list of bool)
+        A node comes after the nodes of its inputs.
+    """
     starts = set(nodes)
     depends: dict[Any, bool] = {None: False}
     stack: list[Any] = [base.grad_fn]

@@ -237,6 +237,57 @@ def test_robustness_needs_inputs_with_distances():
                 criterion=CE)  # fmt: skip
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(x + self.hidden(x).relu())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 3)
+        self.register_buffer("matrix", 10 * torch.eye(3))
+
+    def forward(self, x):
+        return self.out(x @ self.matrix)
+
+
+NO_CHAINS = {
+    "residual": (Residual(), "linf", "AddBackward0 joins 2 branches"),
+    "GELU": (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), "linf", "GeluBackward0"),
+    "steep": (nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(-2.0)), "linf", "LeakyReluBackward0"),
+    "matrix": (Scaled(), "linf", "outside of layers"),
+    "windows": (nn.Sequential(nn.Unflatten(1, (1, 3)), nn.MaxPool1d(2, 1), nn.Flatten(),
+                              nn.Linear(2, 3)), "l2", "MaxPool2DWithIndicesBackward0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CHAINS)
+def test_robustness_needs_a_chain(name):
+    net, norm, message = NO_CHAINS[name]
+    X, y = torch.randn(8, 3), torch.arange(8) % 3
+    with pytest.raises(ValueError, match=f"needs a Lipschitz constant.*{message}"):
+        measure("log_robustness", net, X, y, criterion=CE, norm=norm, percentile=50)
+
+
+def test_robustness_of_a_chain_of_all_kinds():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.LeakyReLU(), nn.MaxPool2d(2),
+        nn.Dropout(), nn.Conv2d(3, 4, 2), nn.Hardtanh(), nn.AvgPool2d(2, 1), nn.Flatten(),
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Identity(),
+    )  # fmt: skip
+    X = torch.randn(20, 1, 6, 6)
+    y = net.eval()(X).argmax(dim=1)
+    for norm in ("linf", "l2"):
+        found = measure("log_robustness", net, X, y, criterion=CE, norm=norm, percentile=0)
+        assert 0 < found < math.inf
+
+
 def test_a_report_takes_the_percentile_for_all_norms():
     net = mlp()
     X, y = data(net)

@@ -14,11 +14,13 @@ References
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Network
+from relflat_sk._network import Network, borrowed, find_faster_step
+from relflat_sk._rescaling import AffineLayer
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._norms.over_margin import PERCENTILE, positive_margin
 from relflat_sk.measures._norms.products import log_largest_rows, log_spectral_norms, only_layers
@@ -62,7 +64,10 @@ def log_robustness(
     Raises
     ------
     ValueError
-        If there is no such norm, or the inputs are not tensors of floating-point numbers.
+        If there is no such norm, the inputs are not tensors of floating-point numbers, or the
+        product of the layers' norms does not limit the changes of the outputs: the network has
+        branches, attention, an activation that may be steeper than 1, such as GELU, or, with
+        ``norm="l2"``, a maximum over windows that overlap.
 
     Examples
     --------
@@ -85,6 +90,7 @@ def log_robustness(
         log_spectral_norms(layers, rtol) if norm == "l2" else (log_largest_rows(layers), 0.0)
     )
     ranges = _ranges(network)
+    _check_chain(network, layers, norm)
     gamma = positive_margin(network, percentile)
     # a cube of side s has diameter s in the maximum norm, and s sqrt(n) in the Euclidean norm
     corner = math.sqrt(len(ranges)) if norm == "l2" else 1.0
@@ -93,6 +99,20 @@ def log_robustness(
     cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
     method = "lanczos" if tolerance else "exact"
     return Estimate(float(cells.sum()), tolerance * len(ranges), method)
+
+
+def _check_chain(network: Network, layers: Sequence[AffineLayer], norm: str) -> None:
+    """Refuse a network whose outputs may change faster than the product of its layers' norms."""
+    with borrowed(network.module), torch.enable_grad():
+        x = next(network.batches()).x[:1].detach().clone().requires_grad_()
+        n_folded = sum(layer.norm is not None for layer in layers)
+        why = find_faster_step(network(x), x, len(layers), n_folded, euclidean=norm == "l2")
+    if why is not None:
+        raise ValueError(
+            "log_robustness needs a Lipschitz constant of the network. The product of the layers' "
+            "norms is one for a chain of layers with activations of slope at most 1, and this "
+            f"network is another: {why}. Use 'inverse_margin' or a norm over the margin."
+        )
 
 
 def _ranges(network: Network) -> Tensor:
