@@ -20,14 +20,24 @@ def _does_not_overlap(step: Any) -> bool:
     return all(stride >= size and dilation == 1 for size, stride, dilation in windows)
 
 
+def _averages(step: Any) -> bool:
+    """Return whether the weights of an average pooling's windows add up to 1 or less."""
+    return step._saved_divisor_override is None
+
+
+def _averages_equally(step: Any) -> bool:
+    """Return whether, besides, windows at the border weigh an input no more than others do."""
+    return _averages(step) and (step._saved_count_include_pad or not any(step._saved_padding))
+
+
 def _any(step: Any) -> bool:
     return True
 
 
 # steps whose outputs change at most as fast as their inputs, in the maximum norm
 _SLOW: dict[str, Callable[[Any], bool]] = {
-    "AvgPool2D": _any,
-    "AvgPool3D": _any,
+    "AvgPool2D": _averages,
+    "AvgPool3D": _averages,
     "ConstantPadNd": _any,
     "Hardtanh": _any,
     "LeakyRelu": lambda step: abs(step._saved_negative_slope) <= 1,
@@ -43,6 +53,8 @@ _SLOW: dict[str, Callable[[Any], bool]] = {
 }
 # and in the Euclidean norm, in which an input counts in each window that it belongs to
 _SLOW_EUCLIDEAN = _SLOW | {
+    "AvgPool2D": _averages_equally,
+    "AvgPool3D": _averages_equally,
     "MaxPool2DWithIndices": _does_not_overlap,
     "MaxPool3DWithIndices": _does_not_overlap,
 }

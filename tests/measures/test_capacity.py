@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import FlatnessWarning, flatness_report, measure
+from relflat_sk._network import find_faster_step
 from relflat_sk.measures._api import evaluate
 from tests.measures.test_norms import value
 
@@ -263,6 +264,11 @@ NO_CHAINS = {
     "matrix": (Scaled(), "linf", "outside of layers"),
     "windows": (nn.Sequential(nn.Unflatten(1, (1, 3)), nn.MaxPool1d(2, 1), nn.Flatten(),
                               nn.Linear(2, 3)), "l2", "MaxPool2DWithIndicesBackward0"),
+    "sums": (nn.Sequential(nn.Unflatten(1, (1, 1, 3)), nn.AvgPool2d((1, 2), divisor_override=1),
+                           nn.Flatten(), nn.Linear(1, 3)), "linf", "AvgPool2DBackward0"),
+    "border": (nn.Sequential(nn.Unflatten(1, (1, 3)),
+                             nn.AvgPool1d(2, 1, 1, count_include_pad=False), nn.Flatten(),
+                             nn.Linear(4, 3)), "l2", "AvgPool2DBackward0"),
 }  # fmt: skip
 
 
@@ -286,6 +292,29 @@ def test_robustness_of_a_chain_of_all_kinds():
     for norm in ("linf", "l2"):
         found = measure("log_robustness", net, X, y, criterion=CE, norm=norm, percentile=0)
         assert 0 < found < math.inf
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("include", [True, False])
+def test_average_pooling_that_passes_is_no_faster_than_its_input(norm, include):
+    pool = nn.AvgPool1d(2, 1, 1, count_include_pad=include)
+    net = nn.Sequential(nn.Unflatten(1, (1, 3)), pool, nn.Flatten(), nn.Linear(4, 3))
+    matrix = pool(torch.eye(3)[:, None])[:, 0].T
+    largest = torch.linalg.matrix_norm(matrix, math.inf if norm == "linf" else 2)
+    X = torch.randn(1, 3, requires_grad=True)
+    refused = find_faster_step(net(X), X, 1, euclidean=norm == "l2") is not None
+    assert refused == bool(largest > 1 + 1e-6)
+
+
+def test_the_standard_error_of_an_infinite_product_is_zero():
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    for layer in net:
+        layer.weight.data = 1e20 * torch.eye(4)
+    with pytest.warns(FlatnessWarning, match="too large for a float"):
+        report = flatness_report(net, torch.randn(5, 4), torch.randn(5, 4), criterion=nn.MSELoss(),
+                                 measures=["spectral_product", "l2_lipschitz_product"])  # fmt: skip
+    assert report["value"].tolist() == [math.inf, math.inf]
+    assert report["stderr"].tolist() == [0.0, 0.0]
 
 
 def test_a_report_takes_the_percentile_for_all_norms():

@@ -142,7 +142,7 @@ def spectral_product(
     sizes = sum(math.log(layer.output_shape.numel()) for layer in layers)
     norms, tolerance = log_spectral_norms(layers, rtol)
     product = estimate_from_log(sizes + 2 * norms, network, over_margin, percentile)
-    return Estimate(product.value, 2 * tolerance * product.value, _method(tolerance))
+    return _with_tolerance(product, 2 * tolerance)
 
 
 def l2_lipschitz_product(
@@ -189,7 +189,7 @@ def l2_lipschitz_product(
     """
     norms, tolerance = log_spectral_norms(only_layers("l2_lipschitz_product", network), rtol)
     product = estimate_from_log(norms, network, over_margin, percentile, power=1)
-    return Estimate(product.value, tolerance * product.value, _method(tolerance))
+    return _with_tolerance(product, tolerance)
 
 
 def linf_lipschitz_product(
@@ -328,5 +328,6 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
     return layers
 
 
-def _method(tolerance: float) -> str:
-    return "lanczos" if tolerance else "exact"
+def _with_tolerance(product: Estimate, share: float) -> Estimate:
+    """Return a product whose standard error is a share of it; exact if the share is 0."""
+    return Estimate(product.value, share * product.value, "lanczos") if share else product

@@ -66,8 +66,9 @@ def log_robustness(
     ValueError
         If there is no such norm, the inputs are not tensors of floating-point numbers, or the
         product of the layers' norms does not limit the changes of the outputs: the network has
-        branches, attention, an activation that may be steeper than 1, such as GELU, or, with
-        ``norm="l2"``, a maximum over windows that overlap.
+        branches, attention, an activation that may be steeper than 1, such as GELU, an average
+        pooling with a divisor of its own, or, with ``norm="l2"``, a maximum over windows that
+        overlap or an average that leaves padding out.
 
     Examples
     --------
