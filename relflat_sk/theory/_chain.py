@@ -19,6 +19,8 @@ __all__ = ["Chain", "chain_networks", "map_chains", "norms_in_c1", "relative_siz
 
 _T = TypeVar("_T")
 
+_ROUNDING = 0.02  # of the slope of a leaky ReLU in bfloat16
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -201,7 +203,15 @@ def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
     """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
     if after.shape == z.shape:
         slopes = torch.where(z == 0, 0.0, after / z)
-        if bool((slopes[z > 0] == 1).all()) and bool((after[z == 0] == 0).all()):
+        least = torch.where(z < 0, slopes, torch.inf).amin(dim=0)
+        most = torch.where(z < 0, slopes, -torch.inf).amax(dim=0)
+        # of each unit, up to rounding; minus infinity where z is negative for no sample
+        is_constant = most - least <= _ROUNDING * most.abs()
+        if (
+            bool((slopes[z > 0] == 1).all())
+            and bool((after[z == 0] == 0).all())
+            and bool(is_constant.all())
+        ):
             return slopes
     raise ValueError(
         "the sharpness conditions need a chain of layers with ReLU in between, but the input of "

@@ -147,13 +147,15 @@ def _rise_by_neighbours(network: Network, model: Any, layer: Layer, n_neighbors:
         loss = found[0].loss
         output = torch.cat([one.output for one in found])
         target = torch.cat([one.target for one in found])
-        own, divisors = loss.terms(output, target, each=True)
-        rises, shares = [], []
+        own, own_divisors = loss.terms(output, target, each=True)
+        rises = []
         for of_samples in torch.from_numpy(near.T.copy()).to(output.device):
             other, divisors = loss.terms(output[of_samples], target, each=True)
-            rises.append(other.double().sum() / divisors.double().sum())
-            shares.append(own[of_samples].double().sum() / divisors.double().sum())
-    return float(torch.stack(rises).mean() - torch.stack(shares).mean())
+            with_other = other.double().sum() / divisors.double().sum()
+            # class weights of the neighbours' own labels have another sum
+            of_own = own_divisors[of_samples].double().sum()
+            rises.append(with_other - own[of_samples].double().sum() / of_own)
+    return float(torch.stack(rises).mean())
 
 
 def _features(network: Network, layer: Layer) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -27,7 +27,7 @@ from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer, mean_loss
 from relflat_sk._random import RandomState, as_random_state
 from relflat_sk.theory._feature_moves import Site, check_delta, find_site
-from relflat_sk.theory._smoothing import Smoothing, check_alphas, find_bandwidth
+from relflat_sk.theory._smoothing import Smoothing, check_alphas, check_bandwidth
 
 __all__ = ["default_delta", "representativeness"]
 
@@ -122,7 +122,8 @@ def representativeness(  # noqa: PLR0913
         Smooth all samples by a Gaussian kernel density estimate with this bandwidth, in the unit
         of the features and the same for all samples, in place of a kernel whose radius is in
         proportion to the features. The rules of Scott and Silverman take the root mean variance
-        of the features times ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``.
+        of the features times ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``; with `refit`, of
+        each new model on the samples that it was fitted to.
     alphas : array of shape (n,), optional
         Weights ``alpha_i`` of the samples in the smoothed distribution, divided by their sum;
         equal if None.
@@ -193,6 +194,7 @@ def representativeness(  # noqa: PLR0913
     """
     options = DataOptions(criterion, batch_size, device)
     site = find_site(model, X, y, layer, options)
+    check_bandwidth(bandwidth)
     if bandwidth is not None and delta is not None:
         raise ValueError(
             f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
@@ -201,7 +203,7 @@ def representativeness(  # noqa: PLR0913
     delta = default_delta(site) if delta is None else check_delta(delta)
     rng = as_random_state(random_state)
     splits = _splits(site.n_samples, n_splits, test_size, rng)
-    smooth = Smoothing(kernel, sigma, n_draws, label_noise, rng, find_bandwidth(site, bandwidth))
+    smooth = Smoothing(kernel, sigma, n_draws, label_noise, rng, bandwidth)
     shares = check_alphas(alphas, site.n_samples)
     if not refit:
         smoothed = smooth(site, delta, shares)

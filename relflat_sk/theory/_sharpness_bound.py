@@ -149,7 +149,7 @@ def sharpness_bound(  # noqa: PLR0913
     n, widths = len(norms), [shapes[0][1], *(shape[0] for shape in shapes)]
     mu, c_2, c_3 = _worst(network)
     gammas = tuple(
-        one * math.sqrt(width * before) / (mu**2 * size) if mu else math.inf
+        one * math.sqrt(width * before) / (mu**2 * size) if mu and size else math.inf
         for one, size, (width, before) in zip(sigmas, sizes, shapes, strict=True)
     )
     c_delta = 2 * math.sqrt(math.log(len(sizes) * max(widths) / delta))

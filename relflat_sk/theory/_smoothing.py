@@ -14,7 +14,7 @@ from relflat_sk._random import make_generator
 from relflat_sk.theory._feature_moves import Site, move_features, split_at
 from relflat_sk.theory._kernels import gaussian, make_kernel
 
-__all__ = ["Smoothed", "Smoothing", "check_alphas", "find_bandwidth"]
+__all__ = ["Smoothed", "Smoothing", "check_alphas", "check_bandwidth", "find_bandwidth"]
 
 Floats = NDArray[np.float64]
 
@@ -82,7 +82,7 @@ class Smoothing:
     Parameters
     ----------
     kernel : str
-        A key of `relflat_sk.theory._schemes.KERNELS`.
+        A key of `relflat_sk.theory._kernels.KERNELS`.
     sigma : float
         Its width.
     n_draws : int
@@ -91,9 +91,9 @@ class Smoothing:
         Moves labels, see `representativeness`.
     rng : RandomState
         Decides the draws.
-    bandwidth : float, optional
+    bandwidth : float, "scott" or "silverman", optional
         Deviation of a normal distribution that is the same for all samples, in place of the
-        kernel.
+        kernel; or the rule by which it follows from the features.
     """
 
     kernel: str
@@ -101,7 +101,7 @@ class Smoothing:
     n_draws: int
     label_noise: Callable[[Any, np.random.RandomState], Any] | None
     rng: np.random.RandomState
-    bandwidth: float | None = None
+    bandwidth: float | str | None = None
 
     def __call__(self, site: Site, delta: float, shares: Floats) -> Smoothed:
         """Compute the losses of all samples before and after the smoothing.
@@ -122,8 +122,9 @@ class Smoothing:
         """
         generator = make_generator(self.rng, site.network.device)
         scheme = make_kernel(self.kernel, site.size, self.sigma, self.n_draws, generator)
-        if self.bandwidth is not None:
-            scheme, delta = gaussian(self.n_draws, generator), self.bandwidth
+        bandwidth = find_bandwidth(site, self.bandwidth)
+        if bandwidth is not None:
+            scheme, delta = gaussian(self.n_draws, generator), bandwidth
         relabel = None if self.label_noise is None else self._relabel
         with borrowed(site.network.module):
             batches = list(move_features(site, scheme, delta, each=True, relabel=relabel))
@@ -146,35 +147,45 @@ class Smoothing:
         return torch.as_tensor(np.asarray(self.label_noise(labels.cpu().numpy(), self.rng)))
 
 
+def check_bandwidth(bandwidth: float | str | None) -> None:
+    """Refuse a bandwidth that is neither a positive number nor the name of a rule.
+
+    Parameters
+    ----------
+    bandwidth : float, "scott", "silverman" or None
+        As the user gave it.
+
+    Raises
+    ------
+    ValueError
+        If it is none of these.
+    """
+    if isinstance(bandwidth, str):
+        if bandwidth not in ("scott", "silverman"):
+            raise ValueError(
+                f'bandwidth must be a positive number, "scott" or "silverman", got {bandwidth!r}.'
+            )
+    elif bandwidth is not None:
+        check_number("bandwidth", bandwidth)
+
+
 def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
-    """Find the bandwidth of a Gaussian kernel density estimate by a rule, in one pass.
+    """Find the bandwidth of a Gaussian kernel density estimate, by a rule in one pass.
 
     Parameters
     ----------
     site : Site
         The layer that receives the features.
     bandwidth : float, "scott", "silverman" or None
-        As the user gave it.
+        As the user gave it, after `check_bandwidth`.
 
     Returns
     -------
     float or None
         In the unit of the features; None for none.
-
-    Raises
-    ------
-    ValueError
-        If it is neither a positive number nor one of the rules.
     """
-    if bandwidth is None:
-        return None
     if not isinstance(bandwidth, str):
-        check_number("bandwidth", bandwidth)
-        return float(bandwidth)
-    if bandwidth not in ("scott", "silverman"):
-        raise ValueError(
-            f'bandwidth must be a positive number, "scott" or "silverman", got {bandwidth!r}.'
-        )
+        return bandwidth
     with borrowed(site.network.module):
         features = torch.cat([split_at(site, batch)[0] for batch in site.network.batches()])
     n, m = features.shape

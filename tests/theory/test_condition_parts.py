@@ -239,3 +239,16 @@ def test_bad_deltas_and_single_layers():
     single = nn.Sequential(nn.Linear(4, 3)).double()
     with pytest.raises(ValueError, match="sharpness_bound needs a network of two layers or more"):
         sharpness_bound(single, X, torch.zeros(9).long(), 0.1, criterion=CE)
+
+
+def test_a_layer_of_zeros_has_no_finite_bound():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 3)
+    ).double()  # fmt: skip
+    nn.init.zeros_(net[4].weight)
+    X = torch.randn(20, 4).double()
+    found = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
+    assert all(map(math.isfinite, found.gammas[:2]))
+    assert found.gammas[2] == math.inf
+    assert not math.isfinite(found.total)

@@ -151,6 +151,7 @@ class Residual(nn.Module):
     ("net", "message"),
     [
         (network(nn.Tanh), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
+        (network(nn.ELU), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
         (Residual().double(), "behind 'one' is not a ReLU"),
         (
             nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()).double(),
@@ -161,3 +162,11 @@ class Residual(nn.Module):
 def test_networks_of_other_kinds_are_refused(net, message):
     with pytest.raises(ValueError, match=message):
         sharpness_conditions(net, torch.randn(5, 4).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaky_slopes_may_be_rounded(dtype):
+    torch.manual_seed(0)
+    hidden = nn.Linear(4, 9)
+    net = nn.Sequential(hidden, nn.LeakyReLU(0.3), nn.Linear(9, 2)).to(dtype)
+    assert len(sharpness_conditions(net, torch.randn(50, 4).to(dtype)))

@@ -5,7 +5,9 @@ import pytest
 import torch
 from scipy.integrate import quad
 from scipy.stats import chi2
+from sklearn.base import clone
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import ShuffleSplit
 from torch import nn
 
 from relflat_sk import (
@@ -105,6 +107,22 @@ def test_gaussian_kernel_density_estimates(bandwidth):
     )
     assert value == pytest.approx(-(h**2) * (model.coef_**2).sum(), abs=5 * stderr)
     assert stderr < 0.2 * abs(value)
+
+
+def test_each_new_model_has_a_bandwidth_of_its_own_samples():
+    model, X, y = regression()
+    arguments = {"bandwidth": "scott", "n_splits": 2, "n_draws": 3000, "refit": True}
+    value, _ = representativeness(model, X, y, random_state=0, **arguments)
+    # the same splits, as the splits are drawn first
+    found, rng = [], np.random.RandomState(0)
+    for rest, held in ShuffleSplit(2, test_size=0.25, random_state=rng).split(X):
+        fitted = clone(model).fit(X[rest], y[rest])
+        n, m = len(rest), X.shape[1]
+        h = np.sqrt(X[rest].var(axis=0, ddof=1).mean()) * n ** (-1 / (m + 4))
+        losses = (fitted.predict(X) - y) ** 2
+        rise = h**2 * (fitted.coef_**2).sum()
+        found.append(losses[held].mean() - losses[rest].mean() - rise)
+    assert value == pytest.approx(np.mean(found), rel=0.01)
 
 
 def test_shares_of_samples():
@@ -229,6 +247,17 @@ def test_constancy_by_loss_from_all_pairs():
     for batch_size in (30, 7):
         found = label_constancy(net, X, y, n_neighbors=3, by="loss", batch_size=batch_size, **CE)
         assert found == pytest.approx(np.mean(expected), rel=1e-9)
+
+
+def test_constancy_by_loss_with_class_weights_is_the_difference_of_two_means():
+    torch.manual_seed(0)
+    net, X, y = mlp(4), torch.randn(30, 5).double(), torch.arange(30) % 4
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 8.0, 2.0, 0.5]).double())
+    features, output = net[:-1](X).detach(), net(X).detach()
+    near = torch.cdist(features, features).fill_diagonal_(torch.inf).argmin(dim=1)
+    expected = criterion(output[near], y) - criterion(output[near], y[near])
+    found = label_constancy(net, X, y, n_neighbors=1, by="loss", criterion=criterion)
+    assert found == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_constancy_by_loss_of_a_regression_and_of_classes_apart():
