@@ -195,7 +195,7 @@ def test_errors():
         measure(train_loss, MODEL, X, Y)
 
 
-@pytest.mark.parametrize("name", ["l2_norm", "rank", "param_lr", "artifact_id"])
+@pytest.mark.parametrize("name", ["l2_norm", "rank", "param_lr", "artifact_id", "seed", "in_fleet"])
 def test_registration_refuses_names_with_a_meaning(name):
     with pytest.raises(ValueError, match=f"'{name}' is a measure or a column of relflat_sk"):
         register_measure(name, size_of_weights)
