@@ -17,7 +17,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import _check_feature_names, check_is_fitted
 from skorch import NeuralNet
 from torch import nn
 
@@ -76,6 +76,7 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
             "of these estimators, and a fitted Pipeline, search object (GridSearchCV, ...) or "
             "TransformedTargetRegressor around one of them."
         ) from None
+    _check_feature_names(model, X, reset=False)
     if hasattr(X, "shape") and len(X.shape) == 2 and X.shape[1] != model.n_features_in_:
         raise ValueError(
             f"X has {X.shape[1]} features, but {type(model).__name__} was fitted with "

@@ -7,12 +7,19 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
-from relflat_sk.search._trial import ARTIFACT, IN_FLEET, DamagedWeightsError, MinimaObjective
+from relflat_sk.ensemble import Fleet
+from relflat_sk.search._trial import (
+    ARTIFACT,
+    IN_FLEET,
+    DamagedWeightsError,
+    MinimaObjective,
+    isolated,
+)
 
-__all__ = ["check_same", "find_trial", "provide", "provide_same"]
+__all__ = ["check_same", "find_trial", "provide", "provide_same", "train_again"]
 
 ROUNDING = 1e-5  # of the training loss, on another machine
-OF_FLEETS = 1e-2  # of nets that were trained together, and are trained again alone
+OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
 
 
 def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
@@ -72,7 +79,39 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
             return objective.restore(params, trial)
         except DamagedWeightsError as error:
             warn(f"{error} The candidate is trained again.")
-    return objective.train(params, objective.seeds.of(trial))
+    return train_again(objective, trial)
+
+
+def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
+    """Train the candidate of a trial again, with the same seed and in the same way.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+        Trained the candidates.
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+
+    Returns
+    -------
+    estimator
+        The trained estimator. A net of a fleet is trained in a fleet of one: there, dropout
+        draws the masks that it drew among the others, and alone it would draw different ones.
+    """
+    params, seed = objective.space.values(trial), objective.seeds.of(trial)
+    if not trial.user_attrs.get(IN_FLEET):
+        return objective.train(params, seed)
+    trained: list[Any] = []
+
+    def train_once() -> bool:
+        if not trained:
+            trained.append(objective.train(params, seed))
+            return True
+        return False
+
+    with isolated(objective.n_threads):
+        Fleet(1).run(train_once)
+    return trained[0]
 
 
 def provide_same(objective: MinimaObjective, trial: FrozenTrial) -> Any:

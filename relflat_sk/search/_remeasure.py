@@ -10,7 +10,7 @@ from relflat_sk._minima_table import remeasured_key
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measure
-from relflat_sk.search._provide import check_same
+from relflat_sk.search._provide import check_same, train_again
 from relflat_sk.search._trial import (
     ARTIFACT,
     DamagedWeightsError,
@@ -149,7 +149,7 @@ def _bring_back(
     except DamagedWeightsError:
         if not retrain:
             raise
-    estimator = objective.train(params, objective.seeds.of(trial))
+    estimator = train_again(objective, trial)
     data = objective.data(params)
     module = to_network(estimator, data.X, data.y, DataOptions()).module
     replace_weights(objective.artifact_store, trial, module)

@@ -255,3 +255,12 @@ def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
     model = LogisticRegression().fit(X, Y)
     with pytest.raises(LayerNotFoundError, match="not part of the network"):
         relative_flatness(model, X, Y, layer=nn.Linear(4, 3), device="cpu")
+
+
+def test_columns_of_estimators_keep_their_names_and_order():
+    frame = pd.DataFrame(X, columns=list("abcd"))
+    model = LogisticRegression(max_iter=500).fit(frame, Y)
+    with pytest.raises(ValueError, match="feature names should match"):
+        relative_flatness(model, frame[list("dcba")], Y)
+    with pytest.warns(UserWarning, match="does not have valid feature names"):
+        assert relative_flatness(model, X, Y) == relative_flatness(model, frame, Y)

@@ -21,8 +21,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
+from torch import nn
 
-from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import (
+    FlatMinimaSearch,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    relative_flatness,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
@@ -250,11 +256,12 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
     search = make_search(LogisticRegression(), {"C": [0.1, 1.0]}).fit(X, y)
     assert len(search.minima_) == 2
     make_search(space={"lr": [0.01, 0.03]}, storage="sqlite:///:memory:").fit(X, y)
-    make_search(make_net(flatness_layer=0), {"lr": [0.01, 0.03]}).fit(X, y)
+    tanh = {"flatness_layer": 0, "module__activation": "tanh"}
+    make_search(make_net(**tanh), {"lr": [0.01, 0.03]}).fit(X, y)
     assert [record.getMessage() for record in caplog.records] == [
         "trained one by one: LogisticRegression holds no net of relflat_sk",
         "trained one by one: an SQLite database in memory has one thread",
-        "trained one by one: the penalty at earlier layers is computed for single nets only",
+        "trained one by one: behind a penalised layer, its network is not piecewise linear",
     ]
 
 
@@ -270,6 +277,23 @@ def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
         found = alone.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(y)), y]).mean()
         assert again == pytest.approx(loss, rel=1e-2)
+
+
+class Dropping(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def test_a_net_with_dropout_is_trained_again_in_a_fleet():
+    """Alone it would draw other masks, and the goal would hide it: the losses are alike."""
+    net = RelativeFlatnessRegularizedClassifier(module=Dropping, max_epochs=60, verbose=0, lr=0.02)
+    search = make_search(net, {"random_state": [0, 1, 2]}, goal=0.4, refit=False).fit(X, y)
+    assert all(trial.user_attrs["in_fleet"] for trial in search.study_.trials)
+    table = search.minima_.set_index("trial")["relative_flatness"]
+    assert table.nunique() == 3
+    for number, before in table.items():
+        found = relative_flatness(search.get_estimator(number), X, y)
+        assert found == pytest.approx(before, rel=1e-4)
 
 
 def test_the_size_is_checked():
