@@ -45,6 +45,7 @@ STOCHASTIC = {
 }
 QUICK = {
     "fisher_rao_norm": {},
+    "joint_eigenvalue_flatness": {"random_state": 0},
     **{name: {**arguments, "random_state": 0} for name, arguments in STOCHASTIC.items()},
 }
 
