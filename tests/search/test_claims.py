@@ -20,6 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
+from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search._sharing import processes as processes_module
 from relflat_sk.search._sharing import study as study_module
 from relflat_sk.search._sharing import workers as workers_module
@@ -314,9 +315,9 @@ class Dies(LogisticRegression):
 @pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
 def test_of_a_killed_process_only_the_culprit_is_lost():
     space = {"C": [1.0, 0.01, 0.1, 0.2, 0.5]}
-    search = FlatMinimaSearch(
-        Dies(max_iter=1000), space, n_jobs=2, depth_band=None, random_state=0
-    ).fit(X, Y)
+    search = FlatMinimaSearch(Dies(max_iter=1000), space, n_jobs=2, depth_band=None, random_state=0)
+    with pytest.warns(FlatnessWarning, match="1 of 5 candidates are no minima"):
+        search.fit(X, Y)
     reasons = search.minima_.set_index("param_C")["reason"]
     assert len(reasons) == 5
     assert "the process that trained was killed twice" in reasons[1.0]
