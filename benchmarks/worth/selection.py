@@ -18,6 +18,7 @@ one fit of every candidate. The data are split into training and test data sever
 table has means and standard errors over the splits.
 
     python -m benchmarks.worth.selection --results FILE    # 1 hour
+    python -m benchmarks.worth.selection --results FILE --work all    # nothing held out
     python -m benchmarks.worth.selection --quick           # a smoke run
 
 Finished work is read from the file and not repeated.
@@ -271,17 +272,19 @@ class Results:
         return [self.rows[key] for key in keys]
 
 
-def train(name: str, task: Task, n_splits: int, results: Results, n_jobs: int) -> None:
-    """Do all missing work of a task in parallel processes."""
+def train(
+    name: str, task: Task, work: list[str], n_splits: int, results: Results, n_jobs: int
+) -> None:
+    """Do the missing work of a task in parallel processes."""
     for at, data in enumerate(task.splits(n_splits)):
         missing = [
             (what, index)
-            for what in WORK
+            for what in work
             for index in range(len(task.candidates()))
             if (name, at, what, index) not in results.rows
         ]
-        work = (delayed(run)(task, data, what, i) for what, i in missing)
-        done = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(work)
+        calls = (delayed(run)(task, data, what, i) for what, i in missing)
+        done = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(calls)
         for row in tqdm(done, total=len(missing), desc=f"{name}, split {at}", disable=not missing):
             results.add({"task": name, "split": at, **row})
 
@@ -313,7 +316,7 @@ def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]
         way: int(rank_minima(minima.assign(value=value), by="value")["trial"].iloc[0])
         for way, value in flat.items()
     }
-    for way in ("5-fold CV", "hold-out"):
+    for way in [what for what in rows if what != "all"]:
         found[way] = int(column(rows[way], "score").argmax())
     return found
 
@@ -324,6 +327,7 @@ def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[li
     costs: dict[str, list[float]] = {}
     for at in range(n_splits):
         rows = {what: results.of(name, at, what) for what in WORK}
+        rows = {what: found for what, found in rows.items() if len(found) == len(rows["all"])}
         scores = column(rows["all"], "test_score")
         once = column(rows["all"], "seconds").sum()
         for way, index in picks(rows, task.n_train).items():
@@ -358,6 +362,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one split of one data set")
     parser.add_argument("--results", metavar="FILE", help="file of finished work")
     parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
+    parser.add_argument(
+        "--work", nargs="*", default=[*WORK], choices=WORK, help="fits (default: for all ways)"
+    )
     parser.add_argument("--tasks", nargs="*", help="names of data sets (default: all)")
     parser.add_argument("--n-jobs", type=int, default=2, help="processes (default: 2)")
     add_data_argument(parser)
@@ -365,11 +372,12 @@ def main() -> int:
     known = tasks(arguments.data)
     names = ["breast cancer"] if arguments.quick else arguments.tasks or list(known)
     n_splits = 1 if arguments.quick else arguments.splits
+    work = ["all", *(what for what in WORK if what in arguments.work and what != "all")]
     results = Results(arguments.results)
     print(environment())
     rows = [["data set", "way to choose", "regret, points of score", "cost, fits"]]
     for name in names:
-        train(name, known[name], n_splits, results, arguments.n_jobs)
+        train(name, known[name], work, n_splits, results, arguments.n_jobs)
         fits = [row for at in range(n_splits) for row in results.of(name, at, "all")]
         print(
             f"{name}: {len(known[name].candidates())} candidates, {n_splits} splits, "

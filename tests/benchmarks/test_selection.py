@@ -56,6 +56,9 @@ def test_regrets_and_costs(tmp_path):
     assert rows["5-fold CV"] == ["0.00 +- nan", "4.20"]  # 40 s, and 2 s for the pick, of 10 s
     assert rows["hold-out"] == ["20.00 +- nan", "0.60"]
     assert rows["random"] == ["17.50 +- nan", "0.25"]
+    del again.rows["made up", 0, "hold-out", 0]  # a way whose fits are not all done is left out
+    found = {row[1] for row in selection.summarize("made up", task, 1, again)}
+    assert found == rows.keys() - {"hold-out"}
 
 
 def test_a_candidate_is_trained_in_all_the_ways(tmp_path):
