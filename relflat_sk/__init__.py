@@ -1,6 +1,6 @@
 """Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
 
-from relflat_sk.ensemble import EnsembleTrainer
+from relflat_sk.ensemble import EnsembleTrainer, stacked_training
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
 from relflat_sk.measures import (
     FlatnessScorer,
@@ -73,6 +73,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "StopAtGradientNorm",
     "RelativeFlatnessPenalty",
     "EnsembleTrainer",
+    "stacked_training",
     # searching and ranking
     "MinimaObjective",
     "FlatMinimaSearch",

@@ -4,6 +4,7 @@
 from relflat_sk.ensemble._fleet import Fleet as Fleet
 from relflat_sk.ensemble._routine import seconds_used as seconds_used
 from relflat_sk.ensemble._size import fleet_size as fleet_size
+from relflat_sk.ensemble._stacked_training import stacked_training
 from relflat_sk.ensemble._trainer import EnsembleTrainer
 
-__all__ = ["EnsembleTrainer"]
+__all__ = ["EnsembleTrainer", "stacked_training"]

@@ -43,8 +43,12 @@ class Fleet(EpochTrainer):
         self._members: dict[int, Member | None] = {}
         self._waiting: dict[Routine, Member] = {}
         self._reasons: set[str] = set()
+        self._routines: list[Routine] = []
+        with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
+            self._seeds = count(int(torch.randint(2**62, ())))
+        self._drew = False  # whether a routine has moved its random state on
 
-    def run(self, train: Callable[[], bool]) -> None:
+    def run(self, train: Callable[[], bool], is_enough: Callable[[], bool] = lambda: False) -> None:
         """Train until there is nothing left to train.
 
         Parameters
@@ -52,37 +56,47 @@ class Fleet(EpochTrainer):
         train : callable
             Fits one estimator, or returns False if there is nothing to fit at the moment. It is
             asked again when another fit has ended.
+        is_enough : callable, optional
+            Asked after each epoch. If it returns True, the trainings pause where they are, and
+            the next call of `run` goes on with them.
 
         Raises
         ------
         BaseException
             What `train` raises, and KeyboardInterrupt on Ctrl-C. All trainings are ended.
         """
-        routines: list[Routine] = []
-        with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
-            seeds = count(int(torch.randint(2**62, ())))
-        drew = False
+        may_be_more = True
         try:
-            may_be_more = True
-            while may_be_more or routines:
-                while may_be_more and len(routines) < self.size:
-                    routine = Routine(lambda: self._call(train), next(seeds))
-                    routines.append(routine)
-                    if not routine.resume():
-                        routines.remove(routine)
+            while (may_be_more or self._routines) and not is_enough():
+                while may_be_more and len(self._routines) < self.size:
+                    routine = Routine(lambda: self._call(train), next(self._seeds))
+                    self._routines.append(routine)
+                    if self._has_ended(routine):
                         may_be_more = bool(routine.result)
-                        drew |= routine.drew
                 self._train_epoch()
-                for routine in list(routines):
-                    if not routine.resume():
-                        routines.remove(routine)
-                        may_be_more = True
-                        drew |= routine.drew
+                for routine in list(self._routines):
+                    may_be_more |= self._has_ended(routine)
+        except BaseException:
+            self.end()
+            raise
         finally:
-            for routine in routines:
-                routine.cancel()
-            if drew:
+            if self._drew:
                 torch.randint(2, ())
+                self._drew = False
+
+    def _has_ended(self, routine: Routine) -> bool:
+        """Let a routine go on, and return whether it has ended."""
+        if routine.resume():
+            return False
+        self._routines.remove(routine)
+        self._drew |= routine.drew
+        return True
+
+    def end(self) -> None:
+        """End all trainings that have begun."""
+        for routine in self._routines:
+            routine.cancel()
+        self._routines.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
         token = EPOCH_TRAINER.set(self)

@@ -3,11 +3,13 @@
 A net is trained by one call of `fit`, and many nets are to be trained together. Each call of
 `fit` therefore runs in a thread, which pauses at the beginning of every epoch. No two threads
 run at the same time, and each has its own random state of torch, so that a net draws what it
-draws if it is trained alone.
+draws if it is trained alone. Each has its own filters of warnings as well, which Python holds
+once for all threads: `warnings.catch_warnings` would otherwise give back those of another thread.
 """
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -50,7 +52,7 @@ class Routine:
         self._function = function
         # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
         self._condition, self._turn = threading.Condition(), False
-        self._states: list[torch.Tensor] | None = None
+        self._states: _States | None = None
         self._seed = seed
         self._error: BaseException | None = None
         self._cancelled = False
@@ -94,21 +96,21 @@ class Routine:
         BaseException
             What the function raises.
         """
-        outside = _get_states()
+        outside = _States()
         if self._states is None:
             seed_torch(self._seed)
             self._first_state = torch.get_rng_state()
             self._thread.start()
         else:
-            _set_states(self._states)
+            self._states.restore()
         try:
             self._switch()
         except BaseException:  # Ctrl-C while the function runs
             self.cancel()
             raise
         finally:
-            self._states = _get_states()
-            _set_states(outside)
+            self._states = _States()
+            outside.restore()
         if self.is_done:
             self._thread.join()
             if self._error is not None:
@@ -118,7 +120,7 @@ class Routine:
     @property
     def drew(self) -> bool:
         """Whether the function has moved its random state on, rather than used seeds only."""
-        return self._states is not None and not torch.equal(self._states[0], self._first_state)
+        return self._states is not None and not torch.equal(self._states.cpu, self._first_state)
 
     def _switch(self) -> None:
         self.resumed = time.perf_counter()
@@ -176,15 +178,31 @@ def seconds_used() -> float:
     return now if routine is None else routine.seconds + now - routine.resumed
 
 
-def _get_states() -> list[torch.Tensor]:
-    """Copy torch's random states, of the CPU and of the current CUDA device if it is in use."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
+# what `warnings.catch_warnings` changes and gives back
+_OF_WARNINGS = [
+    name for name in ("filters", "showwarning", "_showwarnmsg_impl") if hasattr(warnings, name)
+]
 
 
-def _set_states(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
+class _States:
+    """What is held once for all threads, as it is now.
+
+    These are torch's random states, of the CPU and of the current CUDA device if it is in use,
+    and what is done with warnings.
+    """
+
+    def __init__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state() if on_cuda else None
+        self._of_warnings = [getattr(warnings, name) for name in _OF_WARNINGS]
+
+    def restore(self) -> None:
+        """Give all of it back."""
+        torch.set_rng_state(self.cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        for name, value in zip(_OF_WARNINGS, self._of_warnings, strict=True):
+            setattr(warnings, name, value)
+        with warnings.catch_warnings():  # Python notes that the filters have changed
+            pass

@@ -7,6 +7,7 @@ import pandas as pd
 
 from relflat_sk._minima_table import measure_columns, numeric_column
 from relflat_sk.minima import FEWEST_MINIMA, correlate
+from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._points import Points
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def show_correlation(
     correlation: "pd.Series[Any] | None",
     names: Sequence[str] = ("pearson", "kendall"),
     fontsize: str = "medium",
+    between: tuple[str, str] | None = None,
 ) -> None:
     """Write coefficients with their intervals above the axes.
 
@@ -103,6 +105,8 @@ def show_correlation(
         The coefficients to show.
     fontsize : str, default="medium"
         Size of the text.
+    between : tuple of str, optional
+        The two columns that are correlated, to be named above.
     """
     if correlation is None:
         return
@@ -111,4 +115,6 @@ def show_correlation(
         value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
         parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
     text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
+    if between is not None:
+        text = " and ".join(label_of(name, "") for name in between) + f"\n{text}"
     ax.set_title(text, fontsize=fontsize, pad=9)

@@ -22,7 +22,8 @@ __all__ = ["FlatnessGapDisplay"]
 class FlatnessGapDisplay(MinimaDisplay):
     """Display of the generalization gap of many minima against their flatness.
 
-    Make one with `from_minima`. The title shows correlation coefficients with 95% intervals.
+    Make one with `from_minima`. The title shows the correlation coefficients of the two axes, with
+    95% intervals.
     Candidates that did not converge are crosses, drawn on the frame if they lie outside it, and
     are left out of the correlations.
 
@@ -155,4 +156,4 @@ class FlatnessGapDisplay(MinimaDisplay):
         colors.draw_bar([self.ax_])
         self.ax_.set_xlabel(label_of(self.measure, loss_unit))
         self.ax_.set_ylabel(label_of(self.target, loss_unit))
-        show_correlation(self.ax_, self.correlation)
+        show_correlation(self.ax_, self.correlation, between=(self.measure, self.target))

@@ -170,7 +170,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         self.target_ax_.set_ylabel(label_of(self.target, loss_unit))
         best = "flattest" if self.by in measure_columns(self.minima) else "best"
         self.target_ax_.set_xlabel(f"rank by {label_of(self.by, '')}, 1 is {best}")
-        show_correlation(self.ax_, self.correlation)
+        show_correlation(self.ax_, self.correlation, between=(self.by, self.target))
 
     def _points(self, argument: str, column: str) -> Points:
         """Return the minima with their rank on the x axis and a column on the y axis."""

@@ -11,7 +11,9 @@ TEXT = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["penalty", "plain torch", "ensemble", "sam"])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=["penalty", "plain torch", "ensemble", "grid search", "sam"]
+)
 def test_block_runs(block, tmp_path, capsys):
     script = tmp_path / "block.py"
     script.write_text(block)

@@ -88,6 +88,9 @@ def test_the_gap_is_drawn_against_the_measure():
     assert f"= {expected['pearson']:z.2f} [" in title
     assert f"{expected['kendall']:z.2f} [{expected['kendall_low']:z.2f}" in title
     assert "= 12" in title
+    assert title.startswith("relative flatness κ and test loss − training loss\n")  # noqa: RUF001
+    ranking = MinimaRankingDisplay.from_minima(minima, random_state=0)
+    assert ranking.ax_.get_title().startswith("relative flatness κ and test loss\n")
 
 
 def test_the_ranking_is_that_of_rank_minima():
