@@ -26,6 +26,7 @@ from relflat_sk._models.language_models import is_causal_language_model, next_to
 from relflat_sk._models.options import DataOptions
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
+from relflat_sk._models.transformed_rows import transform
 from relflat_sk._network import Layer, Network, Source, check_stored, find_layer
 
 __all__ = [
@@ -137,7 +138,7 @@ def _(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
 def _(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
     for _name, step in model.steps[:-1]:
         if step not in {None, "passthrough"} and hasattr(step, "transform"):
-            X = step.transform(X)  # a sampler has no transform: it works in fit only
+            X = transform(step, X)  # a sampler has no transform: it works in fit only
     return to_network(model.steps[-1][1], X, y, options)
 
 

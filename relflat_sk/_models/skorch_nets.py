@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from relflat_sk._losses import ProbabilityNLLLoss
 from relflat_sk._models.options import DataOptions
-from relflat_sk._network import Batches, Network, make_batches
+from relflat_sk._network import Batches, LoadedBatches, Network, RowSource, make_batches
 
 __all__ = ["CRITERION_ALONE", "skorch_batches", "skorch_network"]
 
@@ -86,7 +86,7 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     ----------
     net : skorch.NeuralNet
         An initialised net.
-    X, y : array-like or Dataset
+    X, y : array-like, Dataset or DataLoader
         Data as the net takes them; y may be None.
     options : DataOptions
         Batch size and sample weights.
@@ -101,10 +101,12 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     ValueError
         If there are no samples, or sample weights for data that are not arrays.
     """
-    arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple) or issparse(X)
+    arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple | RowSource) or issparse(X)
     params = net.get_params_for("iterator_valid")
     usual_loader = net.iterator_valid is DataLoader and not (params.keys() - {"batch_size"})
     if arrays and net.dataset is SkorchDataset and usual_loader:
+        return options.batches(X, y)
+    if isinstance(X, DataLoader | LoadedBatches):
         return options.batches(X, y)
     if options.sample_weight is not None:
         raise ValueError("sample_weight needs X and y as arrays, not a dataset.")

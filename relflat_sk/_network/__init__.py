@@ -5,6 +5,7 @@ from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.batches import (
     Batch,
     Batches,
+    LoadedBatches,
     check_weights,
     make_batches,
 )
@@ -15,7 +16,12 @@ from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import check_thrice, find_ending, find_link, has_fused_attention
 from relflat_sk._network.input_kinds import check_kind
-from relflat_sk._network.inputs import cast_inputs, count_samples, floating_parameter
+from relflat_sk._network.inputs import (
+    cast_inputs,
+    check_finite,
+    count_samples,
+    floating_parameter,
+)
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
     Layer,
@@ -51,6 +57,13 @@ from relflat_sk._network.recording import (
     record_order,
     record_tail,
 )
+from relflat_sk._network.row_source import (
+    RowSource,
+    as_row_source,
+    copy_rows,
+    is_row_source,
+    mapped_file,
+)
 from relflat_sk._network.source import Source
 from relflat_sk._network.tail import Tail, choose_curvatures
 from relflat_sk._network.values import check_stored, find_non_finite
@@ -64,16 +77,20 @@ __all__ = [
     "Layer",
     "LayerMap",
     "LayerRecord",
+    "LoadedBatches",
     "MathAttention",
     "Network",
     "Outcome",
     "Recorder",
     "ReplacedForwards",
+    "RowSource",
     "Source",
     "Tail",
+    "as_row_source",
     "best_constant_loss",
     "borrowed",
     "cast_inputs",
+    "check_finite",
     "check_kind",
     "check_layer",
     "check_stored",
@@ -81,6 +98,7 @@ __all__ = [
     "check_unshared",
     "check_weights",
     "choose_curvatures",
+    "copy_rows",
     "count_samples",
     "explicit_attention",
     "find_convolutions",
@@ -93,6 +111,7 @@ __all__ = [
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
+    "is_row_source",
     "is_tied",
     "is_weight_layer",
     "keep_copies",
@@ -101,6 +120,7 @@ __all__ = [
     "layer_map",
     "layer_names",
     "make_batches",
+    "mapped_file",
     "mean_loss",
     "outcome_of",
     "outcomes",

@@ -14,10 +14,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from relflat_sk._checks import check_integer
 from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import count_samples
+from relflat_sk._network.row_source import (
+    RowSource,
+    as_row_source,
+    copy_rows,
+    is_row_source,
+    mapped_file,
+)
 
 __all__ = [
     "Batch",
     "Batches",
+    "LoadedBatches",
     "check_weights",
     "make_batches",
 ]
@@ -42,10 +50,28 @@ class Batch:
     weight: Tensor | None
 
 
+class LoadedBatches(IterableDataset[Any]):
+    """The batches of a data loader, as a data set that can be passed on in its place.
+
+    Parameters
+    ----------
+    loader : DataLoader
+        Gives pairs of inputs and labels.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 _READ_AGAIN = (
     " X is a stream (an IterableDataset), which is read from its beginning for each measurement: "
     "let its __iter__ return a new iterator each time."
 )
+
+_NOT_FINITE = "y contains NaN or infinity."
 
 Batches = Callable[[], Iterator[Batch]]
 
@@ -58,7 +84,8 @@ def make_batches(
     Parameters
     ----------
     X : array, data frame, tensor, sparse matrix, dict or tuple of these, Dataset, DataLoader
-        The inputs; a Dataset or DataLoader gives (x, y) pairs, and may be a stream.
+        The inputs; a Dataset or DataLoader gives (x, y) pairs, and may be a stream. Arrays on disk
+        and memory-mapped files are read batch by batch.
     y : array or tensor, optional
         The labels, one per sample; None with a Dataset or DataLoader.
     batch_size : int, default=1024
@@ -85,6 +112,8 @@ def make_batches(
     [2, 2, 1]
     """
     check_integer("batch_size", batch_size, minimum=1)
+    if isinstance(X, LoadedBatches):
+        X = X.loader
     if isinstance(X, Dataset | DataLoader):
         if y is not None or sample_weight is not None:
             raise ValueError(
@@ -114,15 +143,19 @@ def check_labels(y: Any, n: int) -> Any:
 
     Returns
     -------
-    ndarray or Tensor
-        Of the type of `y` if that is an array or a tensor.
+    ndarray, Tensor or RowSource
+        Of the type of `y` if that is an array or a tensor. Whether labels on disk are finite is
+        checked when they are read.
 
     Raises
     ------
     ValueError
         If the length is wrong, or the labels are not finite numbers.
     """
-    y = y if isinstance(y, Tensor) else np.asarray(y)
+    if is_row_source(y) and y.dtype.kind in "biuf":
+        y = as_row_source(y)
+    else:
+        y = y if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 0 or len(y) != n:
         raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.")
     if isinstance(y, np.ndarray):
@@ -133,10 +166,15 @@ def check_labels(y: Any, n: int) -> Any:
                 "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
             )
         if not np.isfinite(y).all():
-            raise ValueError("y contains NaN or infinity.")
-    elif y.is_floating_point() and not bool(torch.isfinite(y).all()):
-        raise ValueError("y contains NaN or infinity.")
+            raise ValueError(_NOT_FINITE)
+    elif isinstance(y, Tensor):
+        _check_finite_labels(y)
     return y
+
+
+def _check_finite_labels(y: Tensor) -> None:
+    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError(_NOT_FINITE)
 
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
@@ -180,6 +218,8 @@ def _sliceable(X: Any) -> Any:
         return {name: _sliceable(value) for name, value in X.items()}
     if isinstance(X, tuple):
         return tuple(_sliceable(value) for value in X)
+    if is_row_source(X):
+        return as_row_source(X)
     array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
     if array.dtype.kind not in "biuf":
         try:
@@ -200,11 +240,11 @@ def _from_arrays(
     """Iterate over the batches of arrays."""
     for start in range(0, n, batch_size):
         rows = slice(start, min(start + batch_size, n))
-        yield Batch(
-            _take(X, rows),
-            None if y is None else _take(y, rows),
-            None if weights is None else torch.from_numpy(weights[rows]),
-        )
+        labels = None if y is None else _take(y, rows)
+        if labels is not None and isinstance(y, RowSource):
+            _check_finite_labels(labels)
+        weight = None if weights is None else torch.from_numpy(weights[rows])
+        yield Batch(_take(X, rows), labels, weight)
 
 
 def _take(X: Any, rows: slice) -> Any:
@@ -213,7 +253,7 @@ def _take(X: Any, rows: slice) -> Any:
         return {name: _take(value, rows) for name, value in X.items()}
     if isinstance(X, tuple):
         return tuple(_take(value, rows) for value in X)
-    part = X[rows]
+    part: Any = copy_rows(X, rows) if mapped_file(X) is not None else X[rows]
     if isinstance(part, Tensor):
         return part.clone() if part.is_inference() else part.detach()
     if issparse(part):

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from relflat_sk._losses import constant_risk
 from relflat_sk._network.network import Network, borrowed, outcome_of, sample_weight
@@ -53,6 +54,15 @@ def best_constant_loss(network: Network, shape: torch.Size, link: str | None) ->
             return math.nan
         n, device = len(batch.y), batch.y.device
         output = torch.empty((n, *shape), dtype=torch.float64, device=device)
-        targets.append(network.loss.check_target(output, batch.y))
-        weights.append(sample_weight(batch, n, device))
+        target, weight = network.loss.check_target(output, batch.y), sample_weight(batch, n, device)
+        if network.loss.row is not None and target.ndim == 1 and not target.is_floating_point():
+            target, weight = _merge_equal(target, weight)
+        targets.append(target)
+        weights.append(weight)
     return constant_risk(network.loss, torch.cat(targets), torch.cat(weights), shape, link)
+
+
+def _merge_equal(labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the weights of samples of one class: losses are computed for all classes of a label."""
+    classes, positions = torch.unique(labels, return_inverse=True)
+    return classes, weight.new_zeros(len(classes)).index_add_(0, positions, weight)

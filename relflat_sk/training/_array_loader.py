@@ -1,5 +1,6 @@
 """A data loader that cuts batches out of arrays, instead of collating them from single samples."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from relflat_sk._network import RowSource
 from relflat_sk.training._sample_weights import Weighted, WeightedDataset
+from relflat_sk.training._stored_rows import StoredRows
 
 __all__ = ["ArrayLoader", "make_loader"]
 
@@ -29,7 +32,7 @@ class ArrayLoader(DataLoader[Any]):
     ----------
     dataset : torch Dataset
         The data set; `inputs`, `targets` and `rows` are its data.
-    inputs, targets : Tensor or sparse rows, or dict or list of these
+    inputs, targets : Tensor, sparse or stored rows, or dict or list of these
         The data that batches are cut from, along the first axis. Batches are dense.
     rows : Tensor of shape (n,)
         The row of each sample of `dataset`.
@@ -106,7 +109,11 @@ class ArrayLoader(DataLoader[Any]):
         if not self._shuffle:
             return self._rows
         generator = torch.Generator().manual_seed(_draw_seed())
-        return self._rows[torch.randperm(len(self._rows), generator=generator)]
+        order = self._rows[torch.randperm(len(self._rows), generator=generator)]
+        for leaf in _leaves(self._parts[0]):
+            if isinstance(leaf, StoredRows):
+                return leaf.together(order, generator)
+        return order
 
 
 def _draw_seed() -> int:
@@ -189,7 +196,7 @@ class _SparseRows:
 
 
 # what rows are taken of
-_Leaf = Tensor | _SparseRows
+_Leaf = Tensor | _SparseRows | StoredRows
 
 
 def _tensors(data: Any, n: int) -> Any:
@@ -205,9 +212,14 @@ def _tensor(data: Any, n: int) -> _Leaf:
     """Turn an array of n rows into a tensor that shares its memory."""
     if issparse(data) and data.ndim == 2 and data.shape[0] == n:
         return _SparseRows(data)
-    if type(data) in (np.ndarray, np.memmap) and data.flags.writeable:  # torch warns of others
+    if isinstance(data, RowSource) and len(data) == n:
+        return StoredRows(data)
+    if type(data) in (np.ndarray, np.memmap):
         try:
-            data = torch.from_numpy(data)
+            with warnings.catch_warnings():
+                # torch warns of arrays that it may not write to, and nobody writes to these
+                warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+                data = torch.from_numpy(data)
         except (TypeError, ValueError) as error:  # such as strings, and negative strides
             raise _NotArrays from error
     if type(data) is not Tensor or data.layout is not torch.strided or data.is_quantized:

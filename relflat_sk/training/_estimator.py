@@ -75,11 +75,11 @@ class EstimatorNet(TaskNet):
 
         Parameters
         ----------
-        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
-            Training inputs.
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict, Dataset or DataLoader
+            Training inputs. Arrays on disk, such as zarr's, are read batch by batch.
         y : array-like of shape (n,) or (n, n_outputs)
-            Labels, or the values of a regression. None if X is a Dataset (a stream included),
-            whose labels must be class indices or numbers.
+            Labels, or the values of a regression. None if X is a Dataset (a stream included) or
+            a DataLoader, whose labels must be class indices or numbers.
         sample_weight : array-like of shape (n,), optional
             Weight of each sample in the loss and in the penalty. The loss of a batch is the
             mean weighted by the weights in that batch, as in scikit-learn's networks. Weights
@@ -98,7 +98,7 @@ class EstimatorNet(TaskNet):
             If a parameter is out of its range, the data do not fit the task, or torch cannot use
             the device.
         TypeError
-            If X is a data loader, or holds no numbers.
+            If X holds no numbers.
         LayerNotFoundError
             If `flatness_layer` names no layer.
         """

@@ -12,9 +12,10 @@ from skorch.history import History
 from skorch.utils import to_device
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import gather_checks
+from relflat_sk._network import LoadedBatches
 from relflat_sk.training._array_loader import ArrayLoader, make_loader
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
 from relflat_sk.training._sklearn_net import SklearnNet
@@ -52,14 +53,17 @@ class FastNet(SklearnNet):
         Returns
         -------
         iterable
-            A data loader. Arrays are cut into batches without torch's loader, unless the user
-            chose a loader or passed it arguments such as `collate_fn`.
+            A data loader: the user's own if the data are one. Arrays are cut into batches without
+            torch's loader, unless the user chose a loader or passed it arguments such as
+            `collate_fn`.
 
         Raises
         ------
         ValueError
             If `batch_size` is -1, and the data are a stream without a length.
         """
+        if isinstance(dataset, LoadedBatches):
+            return dataset.loader
         name = "iterator_train" if training else "iterator_valid"
         iterator, arguments = getattr(self, name), self.get_params_for(name)
         if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
@@ -88,8 +92,18 @@ class FastNet(SklearnNet):
             Output of a batch. Batches of arrays are large, up to 1,024 samples, where the
             `batch_size` of training does not matter to the outputs and the user chose no other
             for `iterator_valid`.
+
+        Raises
+        ------
+        ValueError
+            If a data loader gives the samples in random order.
         """
         iterator = self.get_iterator(self.get_dataset(X), training=training)
+        if isinstance(X, LoadedBatches) and isinstance(iterator.sampler, RandomSampler):
+            raise ValueError(
+                "X is a data loader that gives the samples in random order, so that nobody knows "
+                "which prediction is whose. Pass a loader with shuffle=False, or loader.dataset."
+            )
         chosen = self.get_params_for("iterator_valid")
         if isinstance(iterator, ArrayLoader) and not (
             training or chosen or any(map(_knows_its_batch, self._all_parts()))

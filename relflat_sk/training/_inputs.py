@@ -12,7 +12,14 @@ from skorch.dataset import ValidSplit
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network import check_kind
+from relflat_sk._network import (
+    LoadedBatches,
+    RowSource,
+    as_row_source,
+    check_kind,
+    is_row_source,
+    mapped_file,
+)
 
 __all__ = ["check_inputs", "check_stream", "with_sizes"]
 
@@ -24,41 +31,48 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     ----------
     net : NeuralNet
         Gets the attributes `n_features_in_`, `n_inputs_` and `is_double_`.
-    X : array-like, sparse matrix, tensor, dict or tuple of these, or Dataset
+    X : array-like, sparse matrix, tensor, dict or tuple of these, Dataset or DataLoader
         Inputs as a user passes them.
     reset : bool
         Whether to learn the size, rather than compare it.
 
     Returns
     -------
-    ndarray, csr_matrix, or the type of X
-        Array-likes as arrays, sparse ones as a csr_matrix; tensors, mappings, tuples and data sets
-        as they are.
+    ndarray, csr_matrix, RowSource, LoadedBatches, or the type of X
+        Array-likes as arrays, those on disk as a RowSource, sparse ones as a csr_matrix, a data
+        loader as its batches; tensors, mappings, tuples and data sets as they are.
 
     Raises
     ------
     ValueError
-        If X is not finite, has no samples, or has other features than those learned.
+        If X is not finite, has no samples, or has other features than those learned, or if the
+        net's parameters contradict a data loader.
     TypeError
-        If X is a data loader, or holds no numbers.
+        If X holds no numbers.
     """
+    if isinstance(X, DataLoader):
+        _check_loader(net, X)
+        return LoadedBatches(X)
     if isinstance(X, Dataset):
         return X
-    _refuse_loader(X)
     check_kind(X)
-    if isinstance(X, Mapping | tuple) and not issparse(X):  # a dok_matrix is a Mapping too
-        for part in X.values() if isinstance(X, Mapping) else X:
-            _check_finite(part)
-        return X
-    if isinstance(X, Tensor):
-        _check_tensor(net, X, reset)
+    if isinstance(X, Mapping) and not issparse(X):  # a dok_matrix is a Mapping too
+        return _check_parts(X)
+    if isinstance(X, tuple):
+        return tuple(_check_parts(dict(enumerate(X))).values())
+    if is_row_source(X):
+        X = as_row_source(X)
+        _check_shape(net, X, reset)
+    elif isinstance(X, Tensor):
+        _check_finite(X)
+        _check_shape(net, X, reset)
     else:
         X = validate_data(
             net, X, reset=reset, dtype="numeric", accept_sparse="csr", allow_nd=True, order="C"
         )
         if issparse(X):
             X = csr_matrix(X)  # skorch's data set takes no rows of a csr_array
-        elif not X.flags.writeable:  # such as joblib's memory maps: torch warns of them
+        elif not X.flags.writeable and mapped_file(X) is None:  # torch warns of them
             X = X.copy()
     if reset:
         net.n_inputs_ = int(np.prod(X.shape[1:]))
@@ -66,14 +80,24 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     return X
 
 
-def _refuse_loader(X: Any) -> None:
-    """Refuse data loaders, because a net makes its own from its parameters."""
-    if isinstance(X, DataLoader):
-        raise TypeError(
-            f"X is a {type(X).__name__}, but a net makes its own batches. Pass the data set, "
-            f"loader.dataset, and the loader's arguments as parameters of the net, here "
-            f"batch_size={X.batch_size}; others begin with iterator_train__ or iterator_valid__."
+def _check_loader(net: Any, loader: DataLoader[Any]) -> None:
+    """Refuse parameters of a net that a data loader would leave without effect."""
+    usual = inspect.signature(type(net)).parameters.get("batch_size")
+    sizes = {loader.batch_size, usual.default if usual is not None else 32}
+    if net.batch_size not in sizes:
+        raise ValueError(
+            f"X is a {type(loader).__name__} with batch_size={loader.batch_size}, which makes the "
+            f"batches, but the net has batch_size={net.batch_size!r}. Leave the net's batch_size "
+            "out, or pass the data set, loader.dataset, in place of the loader."
         )
+    for name in ("iterator_train", "iterator_valid"):
+        chosen = net.get_params_for(name).keys() - {"batch_size", "shuffle"}
+        if chosen:
+            raise ValueError(
+                f"X is a {type(loader).__name__}, which makes the batches, so that "
+                f"{name}__{min(chosen)} of the net has no effect. Leave it out, or pass the data "
+                "set, loader.dataset, in place of the loader."
+            )
 
 
 def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
@@ -84,7 +108,7 @@ def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
     net : NeuralNet
         Its `train_split` must work without a length.
     X : object
-        Training data; anything but an `IterableDataset` without a length passes.
+        Training data; anything but a data loader and an `IterableDataset` without a length passes.
     sample_weight : array-like or None
         Must be None with a stream.
 
@@ -93,9 +117,12 @@ def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
     ValueError
         If there are sample weights, or samples are to be held out.
     """
-    if not isinstance(X, IterableDataset) or hasattr(X, "__len__"):
+    if isinstance(X, DataLoader):
+        stream = f"the {type(X).__name__} is read as a stream"
+    elif isinstance(X, IterableDataset) and not hasattr(X, "__len__"):
+        stream = f"the {type(X).__name__} is a stream without a length"
+    else:
         return
-    stream = f"the {type(X).__name__} is a stream without a length"
     if sample_weight is not None:
         raise ValueError(
             f"sample_weight has one weight for each sample, but {stream}. Pass a Dataset with a "
@@ -120,15 +147,23 @@ def _check_finite(X: Any) -> None:
         raise ValueError("Input X contains NaN or infinity.")
 
 
-def _check_tensor(net: Any, X: Tensor, reset: bool) -> None:
-    """Check a tensor as validate_data checks arrays, without a copy to numpy."""
-    _check_finite(X)
+def _check_parts(X: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Check several inputs; those on disk become sources of rows."""
+    for part in X.values():
+        _check_finite(part)
+    if not any(map(is_row_source, X.values())):
+        return X
+    return {name: as_row_source(x) if is_row_source(x) else x for name, x in X.items()}
+
+
+def _check_shape(net: Any, X: Tensor | RowSource, reset: bool) -> None:
+    """Check the shape of inputs as validate_data does, without a copy to numpy."""
     if X.ndim < 2:
         raise ValueError(
             f"X must have shape (n_samples, n_features, ...), got {tuple(X.shape)}. Use "
             "X.reshape(-1, 1) if there is a single feature."
         )
-    if not X.numel():
+    if 0 in X.shape:
         raise ValueError(f"X has shape {tuple(X.shape)}, and there is nothing to learn from.")
     if reset:
         net.n_features_in_ = X.shape[1]

@@ -12,11 +12,18 @@ import torch
 from scipy.sparse import issparse
 from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
-from skorch.utils import data_from_dataset, is_skorch_dataset
+from skorch.utils import data_from_dataset, is_skorch_dataset, multi_indexing
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from relflat_sk._models import DataOptions, skorch_batches, skorch_network
-from relflat_sk._network import Batch, Batches, Network
+from relflat_sk._network import (
+    Batch,
+    Batches,
+    Network,
+    as_row_source,
+    is_row_source,
+    mapped_file,
+)
 from relflat_sk.training._outputs import check_measurable
 
 __all__ = [
@@ -164,7 +171,7 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     base, rows, weights = _base_of(dataset)
     options = DataOptions(sample_weight=weights)
     if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):
-        X, y = data_from_dataset(base if rows is None else Subset(base, rows))
+        X, y = data_from_dataset(base) if rows is None else _chosen(base, rows)
         if issparse(X) and net.batch_size > 0:  # made dense by the batch: no larger than a step's
             options = replace(options, batch_size=min(options.batch_size, int(net.batch_size)))
         batches = skorch_batches(net, X, y, options)
@@ -173,6 +180,15 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     else:
         batches = _weighted_batches(net, dataset, options.batch_size)
     return skorch_network(net, batches, options)
+
+
+def _chosen(dataset: Any, rows: Any) -> tuple[Any, Any]:
+    """Return some samples of a data set of arrays; those on disk are not read."""
+    X, y = data_from_dataset(dataset)
+    if is_row_source(X) or mapped_file(X) is not None:
+        return as_row_source(X).subset(rows), multi_indexing(y, rows)
+    chosen: tuple[Any, Any] = data_from_dataset(Subset(dataset, rows))
+    return chosen
 
 
 def _has_arrays(dataset: Any) -> bool:

@@ -33,6 +33,7 @@ OPTIONAL = {
     "pytest",
     "sqlalchemy",  # declared, but slow to import, and needed for some storages only
     "torchvision",
+    "zarr",
 }
 
 

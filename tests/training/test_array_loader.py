@@ -118,8 +118,11 @@ def test_other_data_go_through_torchs_loader(name):
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_read_only_arrays_go_through_torchs_loader():
-    _same_batches(SkorchDataset(READ_ONLY, Y), kind=DataLoader, batch_size=5)
+def test_read_only_arrays_are_cut_without_a_warning_of_torch(recwarn):
+    dataset = SkorchDataset(READ_ONLY, Y)
+    make_loader(dataset, {"batch_size": 5})
+    assert not recwarn
+    _same_batches(dataset, batch_size=5)
 
 
 @pytest.mark.parametrize(

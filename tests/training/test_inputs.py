@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from skorch import NeuralNetClassifier
 from skorch.dataset import ValidSplit
 from skorch.helper import predefined_split
 from torch import nn
@@ -125,21 +126,44 @@ def test_what_needs_a_length_is_refused_before_training(params, fit_params, mess
 # -- data loaders --------------------------------------------------------------------------
 
 
-def test_refuses_data_loaders():
-    loader = DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), batch_size=30)
-    message = r"X is a DataLoader, but a net makes .* loader.dataset, .* here batch_size=30"
-    with pytest.raises(TypeError, match=message):
-        make().fit(loader)
-    net = make().fit(loader.dataset)
-    for call in [
-        lambda: net.predict(loader),
-        lambda: net.score(loader, Y),
-        lambda: relative_flatness(net, loader),
-        lambda: net.partial_fit(loader),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            call()
-    assert relative_flatness(net.module_, loader, criterion=nn.CrossEntropyLoss()) > 0
+def _loader(**arguments):
+    pairs = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    return DataLoader(pairs, **{"batch_size": 30, **arguments})
+
+
+def test_a_data_loader_makes_the_batches():
+    net = make().fit(_loader())
+    fitted = make(batch_size=30, iterator_train__shuffle=False).fit(X, Y)
+    assert net.history[:, "train_loss"] == fitted.history[:, "train_loss"]
+    assert_allclose(net.relative_flatness_, fitted.relative_flatness_, rtol=1e-6)
+    assert net.predict(_loader()).tolist() == fitted.predict(X).tolist()
+    assert net.score(_loader(), Y) == fitted.score(X, Y)
+    assert_allclose(relative_flatness(net, _loader(shuffle=True)), relative_flatness(net, X, Y))
+    assert_allclose(FlatnessScorer()(net, _loader()), FlatnessScorer()(net, X, Y))
+
+
+def test_a_plain_net_of_skorch_is_measured_on_a_data_loader():
+    net = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
+    net.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
+    assert_allclose(relative_flatness(net, _loader()), relative_flatness(net, X, Y), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"batch_size": 10}, "with batch_size=30, which makes the .* net has batch_size=10"),
+        ({"iterator_train__num_workers": 2}, "so that iterator_train__num_workers of the net has"),
+        ({"train_split": ValidSplit(3)}, "holds out a share"),
+    ],
+)
+def test_parameters_that_a_data_loader_would_leave_without_effect(params, message):
+    with pytest.raises(ValueError, match=message):
+        make(**params).fit(_loader())
+
+
+def test_no_prediction_in_random_order():
+    with pytest.raises(ValueError, match="nobody knows which prediction is whose"):
+        make().fit(X, Y).predict(_loader(shuffle=True))
 
 
 # -- devices -------------------------------------------------------------------------------

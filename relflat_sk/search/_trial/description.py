@@ -9,6 +9,7 @@ only: another version of a library may continue a study.
 import functools
 import inspect
 import io
+import math
 import re
 import sys
 import textwrap
@@ -24,6 +25,8 @@ import torch
 from scipy import sparse
 from torch import nn
 
+from relflat_sk._network import as_row_source, copy_rows, is_row_source
+
 __all__ = ["changed_params", "describe", "digest", "same"]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -32,6 +35,7 @@ _SOURCE = re.compile(r" \(source [0-9a-f]{8}\)")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST = 300  # characters; a longer text is cut, and ends in a checksum
 _DEEPEST = 6
+_BLOCK = 2**24  # bytes of an array that are read at a time
 # parameters that change the time that training takes, or what it shows, but not its result
 _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
@@ -267,11 +271,12 @@ def digest(data: Any) -> str | None:
         data = data.detach().cpu()
         # numpy has no bfloat16
         data = (data if data.dtype != torch.bfloat16 else data.view(torch.int16)).numpy()
-    if not hasattr(data, "__array__") and not isinstance(data, list):
+    on_disk = is_row_source(data)
+    if not (on_disk or hasattr(data, "__array__") or isinstance(data, list)):
         return None
     try:
-        array = np.asarray(data)
-    except ValueError:  # lists of unequal length
+        array = as_row_source(data) if on_disk else np.asarray(data)
+    except (TypeError, ValueError):  # no numbers; lists of unequal length
         return None
     if not array.ndim:
         return None
@@ -279,9 +284,17 @@ def digest(data: Any) -> str | None:
 
 
 def _checksum(array: Any) -> int:
+    """Compute the checksum of an array's bytes, block by block: it may be on disk."""
     if array.dtype == object:
         array = array.astype(str)
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    if 0 in array.shape:
+        return zlib.crc32(b"")
+    rows = max(1, _BLOCK // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
+    checksum = 0
+    for start in range(0, len(array), rows):
+        block = copy_rows(array, slice(start, start + rows))
+        checksum = zlib.crc32(block.reshape(-1).view(np.uint8).data, checksum)
+    return checksum
 
 
 def same(then: str | None, now: str | None) -> bool:

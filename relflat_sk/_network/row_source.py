@@ -1,0 +1,228 @@
+"""Arrays of which rows are read when they are needed: on disk, memory-mapped, or computed."""
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.sparse import issparse
+from torch import Tensor
+
+__all__ = ["RowSource", "as_row_source", "copy_rows", "is_row_source", "mapped_file"]
+
+Array = NDArray[Any]
+
+
+def is_row_source(X: Any) -> bool:
+    """Return whether rows of an array have to be read before they can be used.
+
+    Parameters
+    ----------
+    X : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        True for array-likes with a shape, a NumPy dtype and slices that are no arrays in memory,
+        such as those of zarr and h5py.
+    """
+    if isinstance(X, RowSource):
+        return True
+    if isinstance(X, np.ndarray | Tensor | pd.Series | pd.DataFrame) or issparse(X):
+        return False
+    return (
+        isinstance(getattr(X, "shape", None), tuple)
+        and len(X.shape) > 0
+        and isinstance(getattr(X, "dtype", None), np.dtype)
+        and hasattr(X, "__getitem__")
+    )
+
+
+def as_row_source(X: Any) -> "RowSource":
+    """Wrap an array of which rows are to be read when they are needed.
+
+    Parameters
+    ----------
+    X : array-like of shape (n, ...)
+        The array; a `RowSource` is returned as it is.
+
+    Returns
+    -------
+    RowSource
+        The same rows.
+    """
+    return X if isinstance(X, RowSource) else RowSource(X)
+
+
+class RowSource:
+    """An array of which rows are read when they are needed.
+
+    Parameters
+    ----------
+    array : array-like of shape (n, ...)
+        Has `shape`, a NumPy `dtype` and slices along the first axis. Rows in any order are read
+        by `oindex` if it has this attribute, as zarr's arrays do, and otherwise slice by slice.
+    numbers : ndarray of shape (m,), optional
+        The rows of `array` that count, in their order; all of them if None.
+
+    Raises
+    ------
+    TypeError
+        If the array holds no numbers.
+
+    Examples
+    --------
+    >>> rows = RowSource(np.arange(12).reshape(4, 3))
+    >>> rows[1:3].tolist(), rows.subset(np.array([3, 0])).shape
+    ([[3, 4, 5], [6, 7, 8]], (2, 3))
+    """
+
+    def __init__(self, array: Any, numbers: NDArray[np.intp] | None = None) -> None:
+        if array.dtype.kind not in "biuf":
+            raise TypeError(
+                f"X must hold numbers, got {type(array).__name__} of {array.dtype}. Encode "
+                "categories before the array is stored."
+            )
+        self._array = array
+        self._numbers = numbers
+        n = array.shape[0] if numbers is None else len(numbers)
+        self.shape: tuple[int, ...] = (int(n), *map(int, array.shape[1:]))
+        self.dtype: np.dtype[Any] = array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """How many rows are stored together and read in one go; None if this is not known."""
+        chunks = getattr(self._array, "chunks", None)
+        return chunks[0] if isinstance(chunks, tuple) and isinstance(chunks[0], int) else None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __getitem__(self, rows: Any) -> Array:
+        """Read some rows: a row by its number, or several by a slice or an array of numbers."""
+        if isinstance(rows, tuple):  # scikit-learn asks for array[rows, ...]
+            rows = rows[0]
+        if np.ndim(rows) == 0 and not isinstance(rows, slice):
+            position = range(len(self))[int(rows)]
+            row: Array = self[position : position + 1][0]
+            return row
+        if self._numbers is None and isinstance(rows, slice):
+            return copy_rows(self._array, slice(*rows.indices(len(self))))
+        return self._read(self.locate(np.arange(len(self))[rows]))
+
+    def subset(self, rows: NDArray[np.intp]) -> "RowSource":
+        """Choose rows without reading them.
+
+        Parameters
+        ----------
+        rows : ndarray of shape (m,)
+            Their numbers.
+
+        Returns
+        -------
+        RowSource
+            The chosen rows in this order.
+        """
+        return RowSource(self._array, self.locate(rows))
+
+    def locate(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return which rows of the stored array some rows are.
+
+        Parameters
+        ----------
+        rows : ndarray of shape (m,)
+            Numbers of rows of this source.
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Their numbers in the array.
+        """
+        return rows if self._numbers is None else self._numbers[rows]
+
+    def read_chunk(self, chunk: int) -> Array:
+        """Read the rows that are stored together.
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk.
+
+        Returns
+        -------
+        ndarray of shape (k, ...)
+            Rows of the stored array, whether they count or not.
+        """
+        assert self.chunk_rows is not None
+        return copy_rows(self._array, slice(chunk * self.chunk_rows, (chunk + 1) * self.chunk_rows))
+
+    def _read(self, numbers: NDArray[np.intp]) -> Array:
+        """Read rows of the stored array, each of them once and in its order."""
+        wanted, positions = np.unique(numbers, return_inverse=True)
+        if isinstance(self._array, np.ndarray) or not len(wanted):
+            found = copy_rows(self._array, wanted)
+        elif hasattr(self._array, "oindex"):
+            found = np.asarray(self._array.oindex[wanted])
+        else:
+            runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
+            parts = [copy_rows(self._array, slice(int(run[0]), int(run[-1]) + 1)) for run in runs]
+            found = np.concatenate(parts)
+        return found[positions]
+
+
+def copy_rows(array: Any, rows: Any) -> Array:
+    """Copy some rows into memory, and let go of the pages of a memory-mapped file.
+
+    Without that, every page that was read would count into the memory of the process until the
+    system needs it.
+
+    Parameters
+    ----------
+    array : array-like of shape (n, ...)
+        A memory-mapped array, or any other.
+    rows : slice or ndarray of shape (m,)
+        The rows to copy.
+
+    Returns
+    -------
+    ndarray of shape (m, ...)
+        May be written to, and is in the order of C.
+    """
+    part = np.asarray(array[rows])
+    mapped = mapped_file(array)
+    if mapped is not None or not (part.flags.writeable and part.flags.c_contiguous):
+        part = np.array(part, order="C")
+    # pages that were changed but not written to the file would be lost in mode "c"
+    if mapped is not None and mapped.mode != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return part
+
+
+def mapped_file(array: Any) -> "np.memmap[Any, Any] | None":
+    """Find the memory-mapped file that an array is a part of.
+
+    Parameters
+    ----------
+    array : object
+        Anything.
+
+    Returns
+    -------
+    memmap or None
+        None for arrays in memory.
+    """
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and getattr(array, "_mmap", None) is not None:
+            return array
+        array = array.base
+    return None
