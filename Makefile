@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,5 +40,19 @@ format: $(READY)  ## format the code and fix what can be fixed
 bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
 
+dist: $(READY)  ## build wheel and sdist into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
+test-dist: dist  ## install wheel and sdist into empty environments, and use them
+	for file in dist/*.whl dist/*.tar.gz; do \
+		$(PYTHON) -m venv --clear dist/venv \
+		&& dist/venv/bin/python -m pip install --quiet --constraint constraints.txt torch \
+		&& dist/venv/bin/python -m pip install --quiet --constraint constraints.txt $$file \
+		&& (cd dist && venv/bin/python -m relflat_sk && venv/bin/python ../tests/installed.py) \
+		|| exit 1; \
+	done
+	rm -rf dist/venv
+
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

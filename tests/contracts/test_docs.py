@@ -11,8 +11,7 @@ from relflat_sk.measures._registry import invariance_table
 ROOT = Path(__file__).parents[2]
 MEASURES = ROOT / "docs" / "measures.md"
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]

@@ -1,0 +1,38 @@
+"""`python -m relflat_sk` describes the installation; files that name the version agree."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+import relflat_sk
+from relflat_sk import __main__ as command
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_command_prints_versions_devices_and_extras():
+    run = [sys.executable, "-m", "relflat_sk"]
+    found = subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()
+    rows = dict(line.split(": ", 1) for line in found)
+    assert rows["relflat_sk"] == relflat_sk.__version__
+    assert rows["devices"].startswith("cpu")
+    assert f"torch {torch.__version__}" in rows["required"]
+    assert f"matplotlib {version('matplotlib')}" in rows["extra 'plot'"]
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    lines = ["numpy>=1", "no-such-package>=2; extra == 'more'"]
+    monkeypatch.setattr(command, "requires", lambda name: lines)
+    assert command.requirements() == {"": ["numpy"], "more": ["no-such-package"]}
+    assert "extra 'more': no-such-package (not installed)" in command.describe()
+
+
+@pytest.mark.parametrize("file", ["CITATION.cff", "recipe/recipe.yaml"])
+def test_files_that_name_the_version_agree(file):
+    found = re.search(r"^ *version: (\d\S*)$", (ROOT / file).read_text(), re.MULTILINE)
+    assert found[1] == relflat_sk.__version__
