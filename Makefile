@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench dist test-dist clean
+.PHONY: help install demo test lint format bench docs dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,6 +40,11 @@ format: $(READY)  ## format the code and fix what can be fixed
 bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
 
+docs: $(READY)  ## build the site into out/site; runs the examples of the gallery
+	$(PIP) --editable '.[docs]'
+	rm -rf docs/api docs/gallery
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
+
 dist: $(READY)  ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -49,7 +54,7 @@ test-dist: dist  ## install wheel and sdist into empty environments, and use the
 		$(PYTHON) -m venv --clear dist/venv \
 		&& dist/venv/bin/python -m pip install --quiet --constraint constraints.txt torch \
 		&& dist/venv/bin/python -m pip install --quiet --constraint constraints.txt $$file \
-		&& (cd dist && venv/bin/python -m relflat_sk && venv/bin/python ../tests/installed.py) \
+		&& (cd dist && venv/bin/python -I -m relflat_sk && venv/bin/python -I ../tests/installed.py) \
 		|| exit 1; \
 	done
 	rm -rf dist/venv

@@ -158,7 +158,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         Class labels of `best_estimator_`, if it is a classifier.
     n_features_in_ : int
         Number of features in X.
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the features, if X was a data frame.
 
     See Also

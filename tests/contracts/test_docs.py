@@ -1,10 +1,12 @@
 """What the documentation says of measures, files and commands is true."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+import relflat_sk
 from relflat_sk import get_measure_names
 from relflat_sk.measures._registry import invariance_table
 
@@ -30,6 +32,13 @@ def test_every_measure_is_defined():
     definitions = MEASURES.read_text(encoding="utf-8").split("##")[0]
     for name in get_measure_names():
         assert f"`{name}`" in definitions
+
+
+def test_the_reference_lists_every_public_name():
+    listed = set(re.findall(r"^   ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert listed >= set(relflat_sk.__all__)
+    for name in listed:
+        assert attrgetter(name)(relflat_sk)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

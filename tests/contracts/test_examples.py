@@ -1,12 +1,23 @@
 """The examples as a user runs them, the demo in its small version."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 ROOT = Path(__file__).parents[2]
+GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", GALLERY, ids=lambda path: path.stem)
+def test_what_an_example_of_the_gallery_asserts_is_true(script):
+    runpy.run_path(str(script), run_name="__main__")
+    assert plt.get_fignums()
+    plt.close("all")
 
 
 @pytest.mark.slow

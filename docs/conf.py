@@ -1,0 +1,40 @@
+"""Settings of Sphinx: `make docs` builds the site into out/site."""
+
+import relflat_sk
+
+project = "relflat_sk"
+author = "The relflat_sk developers"
+version = release = relflat_sk.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "numpydoc",
+    "myst_parser",
+    "sphinx_gallery.gen_gallery",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["README.md"]
+
+myst_heading_anchors = 3
+numpydoc_show_class_members = False  # the class pages list them
+# scikit-learn adds these methods; their docstrings refer to its own site
+autodoc_default_options = {
+    "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request",
+}
+autodoc_typehints = "none"  # the docstrings have types in words
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "show_memory": False,
+    "remove_config_comments": True,
+}
+
+html_theme = "pydata_sphinx_theme"
+html_title = "relflat_sk"
+html_theme_options = {"show_prev_next": False, "show_toc_level": 2}
+html_sidebars = {"start": []}
+html_show_sourcelink = False

@@ -1,0 +1,48 @@
+"""
+A flat model among the good ones: a scorer in GridSearchCV
+==========================================================
+
+``FlatnessScorer`` is a scorer like any other. ``flattest_within(0.01)`` selects the flattest
+candidate among those whose accuracy is at most one percentage point below the best.
+"""
+
+import matplotlib.pyplot as plt
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from relflat_sk import FlatnessScorer, flattest_within
+
+X, y = load_digits(return_X_y=True)
+model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+search = GridSearchCV(
+    model,
+    {"logisticregression__C": [1e-4, 1e-3, 1e-2, 1e-1, 1.0]},
+    scoring={"accuracy": "accuracy", "flatness": FlatnessScorer()},
+    refit=flattest_within(0.01),
+    cv=3,
+).fit(X, y)
+
+# %%
+# Accuracy against flatness
+# -------------------------
+# The score is minus the measure, so that greater is flatter.
+
+results = search.cv_results_
+accuracy, flatness = results["mean_test_accuracy"], -results["mean_test_flatness"]
+fig, ax = plt.subplots(layout="constrained")
+ax.axhspan(accuracy.max() - 0.01, accuracy.max(), color="0.9", label="within one point")
+ax.semilogx(flatness, accuracy, "o")
+for C, x, height in zip(results["param_logisticregression__C"], flatness, accuracy, strict=True):
+    where = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}
+    ax.annotate(f"C={C:g}", (x, height), **where)
+ax.plot(flatness[search.best_index_], accuracy[search.best_index_], "o", ms=15, mfc="none")
+ax.set(xlabel="relative flatness (small is flat)", ylabel="accuracy of three folds")
+ax.legend(loc="lower right")
+print(search.best_params_)
+
+good = accuracy >= accuracy.max() - 0.01
+assert good[search.best_index_]
+assert flatness[search.best_index_] == flatness[good].min()

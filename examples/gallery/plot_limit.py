@@ -1,0 +1,52 @@
+"""
+A large penalty with and without its limit
+==========================================
+
+The flattest network is a dead one. The published objective, the loss plus a multiple of relative
+flatness, therefore ruins the network if the multiple is large. By default, the nets limit the
+penalty by the loss (``flatness_clip=0.5``), so that weights can be searched freely.
+"""
+
+import warnings
+
+import matplotlib.pyplot as plt
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
+
+X, y = load_digits(return_X_y=True)
+X, X_test, y, y_test = train_test_split(X / 16, y, random_state=0)
+
+# %%
+# Weights over four orders of magnitude
+# -------------------------------------
+
+warnings.simplefilter("ignore", FlatnessWarning)  # some nets without limit end dead
+weights = [0.1, 1.0, 10.0, 100.0, 1000.0]
+accuracy = {
+    clip: [
+        RelativeFlatnessRegularizedClassifier(
+            flatness_weight=weight,
+            flatness_clip=clip,
+            max_epochs=8,
+            random_state=0,
+            verbose=0,
+        )
+        .fit(X, y)
+        .score(X_test, y_test)
+        for weight in weights
+    ]
+    for clip in (0.5, None)
+}
+
+fig, ax = plt.subplots(layout="constrained")
+for clip, label in ((0.5, "flatness_clip=0.5, the default"), (None, "flatness_clip=None")):
+    ax.semilogx(weights, accuracy[clip], "o-", label=label)
+ax.set(xlabel="flatness_weight", ylabel="accuracy on other images", ylim=(0, 1))
+ax.legend(loc="lower left")
+
+assert min(accuracy[0.5]) > 0.95
+assert np.argmin(accuracy[None]) == len(weights) - 1
+assert min(accuracy[None]) < 0.9
