@@ -23,7 +23,7 @@ def explain_ending(criterion: Any, ending: str | None) -> str | None:
     criterion : nn.Module or callable
         The criterion.
     ending : str or None
-        From `relflat_sk._network.find_ending` or `relflat_sk._network.find_link`.
+        From `relflat_sk._network.find_ending`.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
     criterion : nn.Module or callable
         The criterion.
     ending : str or None
-        From `relflat_sk._network.find_link`.
+        From `relflat_sk._network.find_ending`.
 
     Warns
     -----

@@ -5,6 +5,7 @@ the table with these functions only.
 """
 
 from relflat_sk._minima_table.columns import (
+    column_of,
     is_complete,
     is_converged,
     is_reserved,
@@ -43,6 +44,7 @@ __all__ = [
     "NO_REASON",
     "STATES",
     "check_depth_band",
+    "column_of",
     "curves_of",
     "depth_of",
     "find_axes",

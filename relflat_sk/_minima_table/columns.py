@@ -1,5 +1,6 @@
 """The columns of a table of minima, which `relflat_sk.minima` documents for users."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ __all__ = [
     "PARAM_PREFIX",
     "SCORES",
     "STATUS",
+    "column_of",
     "is_complete",
     "is_converged",
     "is_reserved",
@@ -51,6 +53,40 @@ def is_reserved(name: str) -> bool:
     (True, True, False)
     """
     return name in FIXED or name in _OTHERS or name.startswith(PARAM_PREFIX)
+
+
+def column_of(measure: str | Callable[..., Any]) -> str:
+    """Return the column of a measure: its name, or that of its function.
+
+    Parameters
+    ----------
+    measure : str or callable
+        As the user gave it.
+
+    Returns
+    -------
+    str
+        The ``__name__`` of a function; anything else as it is.
+
+    Raises
+    ------
+    ValueError
+        If a function has no name, such as a lambda or a `functools.partial`.
+
+    Examples
+    --------
+    >>> column_of("l2_norm"), column_of(measure_columns)
+    ('l2_norm', 'measure_columns')
+    """
+    if not callable(measure):
+        return measure
+    name = str(getattr(measure, "__name__", "<lambda>"))
+    if name == "<lambda>":
+        raise ValueError(
+            f"the measure {measure!r} has no name for its column: define it by def, or name it by "
+            "register_measure(name, function), and pass that name."
+        )
+    return name
 
 
 def measure_columns(table: pd.DataFrame) -> list[str]:

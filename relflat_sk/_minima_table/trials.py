@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
+from sklearn.exceptions import NotFittedError
 
 from relflat_sk._checks import is_number
 from relflat_sk._minima_table.columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
@@ -51,6 +52,8 @@ def minima_table(source: Any) -> pd.DataFrame:
     ------
     TypeError
         If `source` is none of these.
+    NotFittedError
+        If it is a search that is not fitted.
 
     Examples
     --------
@@ -73,6 +76,10 @@ def minima_table(source: Any) -> pd.DataFrame:
     table = getattr(source, "minima_", None)
     if isinstance(table, pd.DataFrame):
         return table
+    if hasattr(type(source), "remeasure"):
+        raise NotFittedError(
+            f"this {type(source).__name__} holds no minima yet: call fit first, with X and y."
+        )
     raise TypeError(
         f"minima must be a pandas.DataFrame, an optuna.Study or a fitted FlatMinimaSearch, "
         f"got {type(source).__name__}. Pass the `minima_` or the `study_` of a fitted search."

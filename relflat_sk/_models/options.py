@@ -24,12 +24,15 @@ class DataOptions:
         Where to compute; where the model is if None.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss.
+    in_order : bool, default=False
+        Whether to refuse loaders that may shuffle the samples.
     """
 
     criterion: Any = None
     batch_size: int = 1024
     device: Any = None
     sample_weight: Any = None
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a device that torch cannot use, before anything is computed."""
@@ -48,7 +51,13 @@ class DataOptions:
         callable
             Each call starts a new pass over the data.
         """
-        return make_batches(X, y, batch_size=self.batch_size, sample_weight=self.sample_weight)
+        return make_batches(
+            X,
+            y,
+            batch_size=self.batch_size,
+            sample_weight=self.sample_weight,
+            in_order=self.in_order,
+        )
 
     def loss(self, own: Any) -> Loss:
         """Choose between the criterion in these options and the model's own.

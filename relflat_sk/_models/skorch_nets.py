@@ -99,7 +99,8 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     Raises
     ------
     ValueError
-        If there are no samples, or sample weights for data that are not arrays.
+        If there are no samples, sample weights for data that are not arrays, or samples that must
+        be in order are shuffled.
     """
     arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple | RowSource) or issparse(X)
     params = net.get_params_for("iterator_valid")
@@ -113,4 +114,5 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     dataset = net.get_dataset(X, y)
     if hasattr(dataset, "__len__") and len(dataset) == 0:  # a stream has no length
         raise ValueError("X has no samples, and flatness is a mean over samples.")
-    return make_batches(net.iterator_valid(dataset, **{**params, "batch_size": options.batch_size}))
+    loader = net.iterator_valid(dataset, **{**params, "batch_size": options.batch_size})
+    return make_batches(loader, in_order=options.in_order)

@@ -14,7 +14,13 @@ from relflat_sk._network.constant_prediction import best_constant_loss, output_s
 from relflat_sk._network.convolution_layers import find_convolutions
 from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
-from relflat_sk._network.graph import check_thrice, find_ending, find_link, has_fused_attention
+from relflat_sk._network.graph import (
+    check_thrice,
+    find_ending,
+    find_link,
+    has_fused_attention,
+    is_piecewise_linear,
+)
 from relflat_sk._network.input_kinds import check_kind
 from relflat_sk._network.inputs import (
     cast_inputs,
@@ -111,6 +117,7 @@ __all__ = [
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
+    "is_piecewise_linear",
     "is_row_source",
     "is_tied",
     "is_weight_layer",

@@ -1,6 +1,6 @@
 """Cut (X, y) into batches, checked and of the type that the network takes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,13 @@ import pandas as pd
 import torch
 from scipy.sparse import issparse
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from relflat_sk._checks import check_integer
 from relflat_sk._network.input_kinds import check_kind
@@ -77,7 +83,12 @@ Batches = Callable[[], Iterator[Batch]]
 
 
 def make_batches(
-    X: Any, y: Any = None, *, batch_size: int = 1024, sample_weight: Any = None
+    X: Any,
+    y: Any = None,
+    *,
+    batch_size: int = 1024,
+    sample_weight: Any = None,
+    in_order: bool = False,
 ) -> Batches:
     """Prepare passes over the data.
 
@@ -92,6 +103,8 @@ def make_batches(
         Samples per batch, which does not change results. A DataLoader has its own batch size.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss.
+    in_order : bool, default=False
+        Whether the samples must come in an order that the user knows.
 
     Returns
     -------
@@ -101,8 +114,8 @@ def make_batches(
     Raises
     ------
     ValueError
-        If lengths differ, there are no samples, y is not numeric, or `batch_size` is not a
-        positive integer.
+        If lengths differ, there are no samples, y is not numeric, `batch_size` is not a positive
+        integer, or a DataLoader may shuffle samples that must be in order.
     TypeError
         If X holds no numbers, or cannot be cut into batches.
 
@@ -120,6 +133,8 @@ def make_batches(
                 "a Dataset or DataLoader has its own labels: leave y and sample_weight out."
             )
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
+        if in_order:
+            _check_order(loader)
         return lambda: _from_loader(loader)
     check_kind(X)
     inputs = _sliceable(X)
@@ -129,6 +144,21 @@ def make_batches(
     targets = None if y is None else check_labels(y, n)
     weights = None if sample_weight is None else check_weights(sample_weight, n)
     return lambda: _from_arrays(inputs, targets, weights, n, batch_size)
+
+
+def _check_order(loader: Any) -> None:
+    """Refuse a DataLoader that may shuffle; a stream has the order that the user gave it."""
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if not isinstance(sampler, SequentialSampler | Sequence):
+        raise ValueError(
+            "the terms of single samples must be in a known order, but the "
+            f"{type(sampler).__name__} of the DataLoader may draw the samples in any. Pass a "
+            "loader with shuffle=False, or arrays."
+        )
 
 
 def check_labels(y: Any, n: int) -> Any:

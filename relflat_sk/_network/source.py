@@ -8,7 +8,7 @@ __all__ = ["Source"]
 
 @dataclass(frozen=True)
 class Source:
-    """The model and the data that a network was made of, for measures of the user's own.
+    """The model and the data that a network was made of, for measures of your own.
 
     Parameters
     ----------

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import Loss, Target, as_criterion, weighted_loss
+from relflat_sk._losses import Loss, Target, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._network import (
     Layer,
     check_weights,
+    find_ending,
     primary_output,
 )
 from relflat_sk._penalty.batch_flatness import batch_flatness
@@ -209,12 +210,18 @@ class RelativeFlatnessPenalty:
         Tensor of shape ()
             In the unit of the loss, with its graph. It is summed over samples if the criterion
             is, and a mean otherwise.
+
+        Warns
+        -----
+        FlatnessWarning
+            If probabilities reach a criterion that takes logits.
         """
         loss = Loss(as_criterion(criterion))
         output = primary_output(y_pred)
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
+        warn_of_ending(loss.criterion, find_ending(output))
         target = loss.read_target(output, y)
         penalty = self.of_batch(loss, output, target, sample_weight, self.weight)
         weight = None if sample_weight is None else sample_weight.to(output)

@@ -1,6 +1,6 @@
 """Fit several estimators at the same time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 from sklearn.base import BaseEstimator, clone
@@ -112,6 +112,9 @@ class EnsembleTrainer(BaseEstimator):
             If `estimators` is empty, `fleet` is not valid, an estimator does not fit its data, or
             there are more or fewer data than estimators.
         """
+        n = len(self._checked())
+        if isinstance(data, Sized) and len(data) != n:  # before any is trained
+            raise _wrong_number(n, str(len(data)))
         return self._fit((*one, {})[:3] for one in data)
 
     def _checked(self) -> Sequence[Any]:
@@ -127,7 +130,7 @@ class EnsembleTrainer(BaseEstimator):
 
     def _fit(self, data: Iterable[tuple[Any, ...]]) -> "EnsembleTrainer":
         fitted = [clone(estimator) for estimator in self._checked()]
-        jobs = zip(fitted, data, strict=True)
+        jobs = _pair(fitted, data)
         size = fleet_size(self.fleet)
 
         def train() -> bool:
@@ -143,3 +146,21 @@ class EnsembleTrainer(BaseEstimator):
             Fleet(size, auto=self.fleet == "auto").run(train)
         self.estimators_ = fitted
         return self
+
+
+def _pair(estimators: Sequence[Any], data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each estimator with its data, which may be made one after the other."""
+    others = iter(data)
+    for number, estimator in enumerate(estimators):
+        one = next(others, None)
+        if one is None:
+            raise _wrong_number(len(estimators), str(number))
+        yield estimator, one
+    if next(others, None) is not None:
+        raise _wrong_number(len(estimators), "more")
+
+
+def _wrong_number(n_estimators: int, n_data: str) -> ValueError:
+    return ValueError(
+        f"fit_each needs one (X, y) for each of the {n_estimators} estimators, got {n_data}."
+    )

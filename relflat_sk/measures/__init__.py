@@ -1,20 +1,23 @@
 """Measures of flatness, by name and as a scikit-learn scorer."""
 
 # for the packages above, not public
-from relflat_sk.measures._api import evaluate, measure, relative_flatness
+from relflat_sk.measures._api import measure, relative_flatness
+from relflat_sk.measures._evaluate import evaluate
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._flatness import find_measured_layer as find_measured_layer
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
 from relflat_sk.measures._history import flatness_columns as flatness_columns
 from relflat_sk.measures._measure_network import check_arguments as check_arguments
+from relflat_sk.measures._measure_network import check_layers as check_layers
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
+from relflat_sk.measures._names import find_measure as find_measure
+from relflat_sk.measures._names import find_measures as find_measures
+from relflat_sk.measures._names import get_measure_names, register_measure
+from relflat_sk.measures._names import hold_functions as hold_functions
 from relflat_sk.measures._own import OwnMeasure as OwnMeasure
-from relflat_sk.measures._own import find_measure as find_measure
-from relflat_sk.measures._own import find_measures as find_measures
-from relflat_sk.measures._own import get_measure_names, register_measure
 from relflat_sk.measures._report import flatness_report
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sharpness import Weights as Weights

@@ -6,93 +6,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relflat_sk._models import DataOptions, name_layer, to_network_with_source
 from relflat_sk._network import Layer
-from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
-from relflat_sk.measures._measure_network import check_layers, measure_network
+from relflat_sk.measures._evaluate import evaluate
+from relflat_sk.measures._flatness import LARGEST_NEURON
+from relflat_sk.measures._measure_network import is_of_network
+from relflat_sk.measures._names import NEURONS, find_measure
 from relflat_sk.measures._non_finite import warn_of_non_finite
-from relflat_sk.measures._own import NEURONS, find_measure
 from relflat_sk.measures._report import flatness_report
 
-__all__ = ["evaluate", "measure", "relative_flatness"]
+__all__ = ["measure", "relative_flatness"]
 
 Floats = NDArray[np.float64]
 
 # nan if one of the values is nan
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": np.max, "sum": np.sum}
-
-
-def evaluate(  # noqa: PLR0913
-    name: Any,
-    model: Any,
-    X: Any,
-    y: Any = None,
-    *,
-    layer: Layer = -1,
-    criterion: Any = None,
-    batch_size: int = 1024,
-    device: Any = None,
-    sample_weight: Any = None,
-    **params: Any,
-) -> Flatness:
-    """Measure a model, and return the value with the mean loss from the same pass over the data.
-
-    Parameters
-    ----------
-    name : str or callable
-        One of `get_measure_names`, or a function of model, X and y; see `register_measure`.
-    model : nn.Module or fitted estimator
-        The trained model; see `relative_flatness`.
-    X : array, data frame, tensor, dict or Dataset of n samples
-        The inputs, as the model takes them.
-    y : array of shape (n, ...), optional
-        Labels, as in training; may be left out where they do not matter.
-    layer : int, str or nn.Module, default=-1
-        Position among the layers with a weight matrix, in forward order, dotted name, or the
-        module itself.
-    criterion : torch loss, optional
-        The loss; needed for a bare module only.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
-    sample_weight : array of shape (n,), optional
-        Weight of each sample in the mean loss; one if None.
-    **params : dict
-        Further arguments of the measure, such as `method` or `n_probes`.
-
-    Returns
-    -------
-    Flatness
-        With attributes `value`, `stderr`, `risk` (the mean loss), `n_samples` and `method`, and
-        the method `constant_risk`; with ``per_sample=True`` also `terms` and `term_stderrs`, see
-        `relative_flatness`.
-
-    Raises
-    ------
-    TypeError
-        If there are several layers.
-    ValueError
-        If there is no measure of that name, or one of the whole network is to have a `layer`.
-
-    Examples
-    --------
-    >>> from sklearn.linear_model import LinearRegression
-    >>> X, y = [[0.0], [1.0], [2.0]], [0.0, 1.0, 3.0]
-    >>> found = evaluate("relative_flatness", LinearRegression().fit(X, y), X, y)
-    >>> round(found.risk, 4), round(found.constant_risk(), 4)
-    (0.0556, 1.5556)
-    """
-    name = find_measure(name)
-    if "layers" in params:
-        raise TypeError(
-            f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
-        )
-    check_layers([name], layer)
-    options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network_with_source(model, X, y, options)
-    (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
-    return found
 
 
 def measure(
@@ -128,7 +55,8 @@ def measure(
     per_sample : bool, default=False
         Return the samples' terms, whose mean is the value, see `relative_flatness`. Only for
         measures that are means over samples: relative flatness, the Hessian's trace and the
-        neurons' flatness. `neuron_flatness_max` has the terms of the least flat neuron.
+        neurons' flatness. `neuron_flatness_max` has the terms of the least flat neuron. A
+        DataLoader that shuffles is refused.
     **params : dict
         Further arguments, see `relative_flatness`. `weight_decay` is the optimiser's, to be
         counted into the loss as ``weight_decay / 2 * |W|^2``.
@@ -143,7 +71,8 @@ def measure(
     Raises
     ------
     ValueError
-        If there is no measure or aggregate of that name, no terms of single samples, or no layer.
+        If there is no measure or aggregate of that name, no terms of single samples, or no layer;
+        or if a measure of the whole network is to be taken over layers.
 
     Examples
     --------
@@ -169,6 +98,12 @@ def measure(
         )
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
+    name = find_measure(name)
+    if is_of_network(name):
+        raise ValueError(
+            f"aggregate={aggregate!r} is over layers, but {name} measures the network as a whole: "
+            "leave aggregate out."
+        )
     report = flatness_report(model, X, y, measures=[name], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
 
@@ -252,11 +187,12 @@ def relative_flatness(  # noqa: PLR0913
         Weight of each sample in the mean loss; one if None. Whole numbers have the effect of
         repeated samples. Not with a Dataset.
     random_state : int, RandomState or None, default=None
-        Seeds the probes.
+        Seeds the probes, which differ from call to call if None.
     per_sample : bool, default=False
         Return the terms :math:`|\phi(x_i)|^2 \mathrm{Tr}(W^\top B_i W)` of the samples instead of
         their mean. Weights of samples and classes are in, so that the plain mean of the terms
-        is the value. A sample with several positions or tokens has one term.
+        is the value. A sample with several positions or tokens has one term. The terms are in
+        the order of the samples; a DataLoader that shuffles is refused.
     return_stderr : bool, default=False
         Whether to return the standard error as well, which is 0 for exact values; with
         `per_sample`, one for each term.

@@ -1,8 +1,8 @@
 """A measured number with its standard error."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Estimate"]
+__all__ = ["Estimate", "with_tolerance"]
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,21 @@ class Estimate:
     value: float
     stderr: float = 0.0
     method: str = "exact"
+
+
+def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:
+    """Return an estimate with the tolerance of the iteration for norms that led to it.
+
+    Parameters
+    ----------
+    estimate : Estimate
+        Computed from the norms.
+    stderr : float
+        How far the iteration may be off, in the unit of the estimate; 0 if there was none.
+
+    Returns
+    -------
+    Estimate
+        The estimate itself if it is exact.
+    """
+    return replace(estimate, stderr=stderr, method="lanczos") if stderr > 0 else estimate

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
@@ -30,13 +30,16 @@ __all__ = [
     "check_arguments",
     "check_layers",
     "counts_decay",
+    "is_of_network",
     "measure_network",
 ]
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
-# arguments that every measure accepts, also where they have no effect
-_GENERAL = {"method", "n_probes", "rtol", "random_state"}
+# arguments of the measures of layers, which measures of the whole network accept without effect
+_OF_LAYERS = {"method", "n_probes", "rtol"}
+# an argument that every measure accepts, also where it has no effect
+_SEED = {"random_state"}
 # measures that are zero where the loss has no curvature
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
 _NONE = Estimate(math.nan, math.nan, "none")
@@ -66,7 +69,7 @@ def measure_network(
     network : Network
         The network, with its loss and data.
     names : sequence of str
-        Some of `get_measure_names`; an `OwnMeasure` for those of the user's own, which need the
+        Some of `get_measure_names`; an `OwnMeasure` for those that the user wrote, which need the
         network's source.
     layers : sequence of int, str or nn.Module, or "all"
         Where to measure what belongs to a layer.
@@ -97,7 +100,7 @@ def measure_network(
     check_number("weight_decay", weight_decay, positive=False)
     check_arguments(names, params)
     _check_decay(names, weight_decay)
-    some = {key: value for key, value in params.items() if key in _GENERAL}
+    some = {key: value for key, value in params.items() if key in _OF_LAYERS | _SEED}
     some["weight_decay"] = weight_decay
     if per_sample:
         _check_per_sample(names)
@@ -132,6 +135,22 @@ def counts_decay(name: str) -> bool:
     return not _is_whole(name) and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
 
 
+def is_of_network(name: str) -> bool:
+    """Return whether a measure belongs to the network as a whole, so that it has no layer.
+
+    Parameters
+    ----------
+    name : str
+        One of `get_measure_names`, or an `OwnMeasure`.
+
+    Returns
+    -------
+    bool
+        False for the measures of a layer.
+    """
+    return name == "network_flatness" or _is_whole(name)
+
+
 def _is_whole(name: str) -> bool:
     """Return whether a measure is a function of the whole network, with arguments of its own."""
     return name in NETWORK_WIDE or isinstance(name, OwnMeasure)
@@ -163,8 +182,7 @@ def check_layers(names: Sequence[str], layers: Any) -> None:
         If no measure takes a layer.
     """
     is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
-    of_network = {"network_flatness", *NETWORK_WIDE}
-    if not is_default and all(name in of_network for name in names):
+    if not is_default and all(map(is_of_network, names)):
         raise ValueError(
             f"{', '.join(names)} measures the network as a whole, which has no layers to choose; "
             f"got {layers!r}. Leave the layer out, or choose a measure of a layer, such as "
@@ -197,18 +215,22 @@ def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     TypeError
         If there is such an argument.
     """
-    known = _GENERAL.union(*(_arguments(name) for name in names if _is_whole(name)))
+    known = _SEED.union(*map(_arguments, names))
+    if not all(isinstance(name, OwnMeasure) for name in names):
+        known |= _OF_LAYERS
     for key in params:
         if key not in known:
             raise TypeError(
-                f"{key!r} is no argument of {', '.join(names)}, which take {sorted(known)}."
+                f"{key!r} is no argument of {', '.join(names)}. Expected some of {sorted(known)}."
             )
 
 
-def _arguments(name: str) -> set[str]:
+def _arguments(name: str) -> Set[str]:
     """List the arguments of a measure of the whole network."""
     if isinstance(name, OwnMeasure):
         return name.arguments
+    if name not in NETWORK_WIDE:
+        return set()
     return {
         key
         for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()

@@ -132,7 +132,9 @@ def find_objection(
         The end of a sentence about the model. None if it is at a minimum that has a curvature, as
         far as this can be told.
     """
-    problem = _why_no_minimum(model, flatness, comparison) if comparison.is_known else None
+    if not math.isfinite(flatness) and (math.isfinite(comparison.loss) or not comparison.is_known):
+        return f"cannot be scored: the measure {measure!r} is {flatness:.3g}"
+    problem = _why_no_minimum(model, comparison) if comparison.is_known else None
     if problem is not None:
         return f"is not at a minimum of its loss, so its flatness means nothing: {problem}"
     if _has_vanished(measure, flatness, comparison):
@@ -155,11 +157,11 @@ def _has_vanished(measure: str, flatness: float, comparison: ConstantComparison)
     return abs(flatness) <= (1 if comparison.is_lower_by(1 - _VANISHED) else _VANISHED) * scale
 
 
-def _why_no_minimum(model: Any, flatness: float, comparison: ConstantComparison) -> str | None:
+def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
     """Explain why a model is not at a minimum."""
     risk = comparison.loss
-    if not (math.isfinite(risk) and math.isfinite(flatness)):
-        return f"its mean loss is {risk:.3g}, its flatness {flatness:.3g}; has training diverged?"
+    if not math.isfinite(risk):
+        return f"its mean loss is {risk:.3g}; has training diverged?"
     loss = f"its mean loss of {risk:.6g}"
     constant = f"the best constant prediction's, {comparison.constant_loss:.6g}"
     if not comparison.beats_constant:

@@ -32,11 +32,14 @@ def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
     if parameter is not None:
         cause = f"{parameter!r} of the network contains nan or infinite numbers"
     elif names.keys() & {*TRACE_LIKE, "gradient_norm"} and not math.isfinite(one.risk):
-        cause = f"the network's outputs are too large: the mean loss is {one.risk}"
+        cause = (
+            f"the mean loss is {one.risk}: the network's outputs are too large, or not of the kind "
+            "that the criterion takes, such as logits in place of probabilities"
+        )
     if cause is not None:
         first, *others = names
         and_others = f" and {len(others)} more" if others else ""
         warn(
-            f"the value of {first}{and_others} is nan or infinite, because {cause}. Has training "
-            "diverged? Train again, with a lower learning rate for example."
+            f"the value of {first}{and_others} is nan or infinite, because {cause}. If training "
+            "has diverged, train again, with a lower learning rate for example."
         )

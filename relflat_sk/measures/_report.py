@@ -9,8 +9,9 @@ from relflat_sk._models import DataOptions, name_layers, to_network_with_source
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
 from relflat_sk.measures._measure_network import check_layers, counts_decay, measure_network
+from relflat_sk.measures._names import NEURONS, find_measures, get_measure_names
 from relflat_sk.measures._non_finite import warn_of_non_finite
-from relflat_sk.measures._own import NEURONS, OwnMeasure, find_measures, get_measure_names
+from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._registry import describe_invariance
 
 __all__ = ["flatness_report"]

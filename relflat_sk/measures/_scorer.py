@@ -14,14 +14,14 @@ from relflat_sk._models import DataOptions, describe, final_estimator, to_networ
 from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures._evaluate import evaluate
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._minimum import (
     ConstantComparison,
     compare_with_constant,
     find_objection,
 )
-from relflat_sk.measures._own import find_measure, get_measure_names
+from relflat_sk.measures._names import find_measure, hold_functions
 
 __all__ = ["FlatnessScorer"]
 
@@ -212,6 +212,9 @@ class FlatnessScorer(BaseEstimator):
             return math.nan
         return 0.0 - flatness
 
+    def __getstate__(self) -> Any:
+        return {**super().__getstate__(), "measure": hold_functions(self.measure)}
+
     def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
         """Measure the model on the data that the scorer is called with."""
         return evaluate(
@@ -227,7 +230,8 @@ class FlatnessScorer(BaseEstimator):
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn if the flatness of a model is no score, or may be none; return False for none."""
         name = describe(model)
-        objection = find_objection(model, self.measure, flatness, comparison)
+        measure = find_measure(self.measure)
+        objection = find_objection(model, str(measure), flatness, comparison)
         if objection is not None:
             outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
             warn(f"the {name} {objection}. With at_minimum={self.at_minimum!r}, {outcome}.")
@@ -241,12 +245,8 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
-        if callable(self.measure):
-            find_measure(self.measure)
-        choices = {"data": DATA, "at_minimum": AT_MINIMUM}
-        if not callable(self.measure):
-            choices["measure"] = tuple(get_measure_names())
-        for name, known in choices.items():
+        find_measure(self.measure)
+        for name, known in {"data": DATA, "at_minimum": AT_MINIMUM}.items():
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}={value!r}, expected one of {', '.join(known)}.")

@@ -30,7 +30,7 @@ __all__ = ["correlate"]
 
 def correlate(
     minima: Any,
-    target: str = "generalization_gap",
+    target: str | Callable[..., Any] = "generalization_gap",
     *,
     n_bootstrap: int = 1000,
     random_state: int | np.random.RandomState | np.random.Generator | None = None,
@@ -44,8 +44,8 @@ def correlate(
     ----------
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
         The minima; `relflat_sk.minima` describes the columns of a table.
-    target : str, default="generalization_gap"
-        The numeric column to predict.
+    target : str or callable, default="generalization_gap"
+        The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None

@@ -14,7 +14,7 @@ name                   shape        meaning
 Two copies of the same minimum in a resample differ in no hyper-parameter and form no pair.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ def granulated_kendall(
     minima: Any,
     axes: str | Sequence[str] | None = None,
     *,
-    target: str = "generalization_gap",
+    target: str | Callable[..., Any] = "generalization_gap",
     n_bootstrap: int = 1000,
     random_state: int | np.random.RandomState | np.random.Generator | None = None,
 ) -> pd.DataFrame:
@@ -55,8 +55,8 @@ def granulated_kendall(
         The hyper-parameters, as ``"batch_size"`` or ``"param_batch_size"``. None takes every
         parameter that was varied, and the first of several that were only varied together.
         Leave out the random seed, so that runs with different seeds count as repeats.
-    target : str, default="generalization_gap"
-        The numeric column to predict.
+    target : str or callable, default="generalization_gap"
+        The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None

@@ -18,7 +18,7 @@ the order of its values in S, so every unordered pair is counted once, with its 
 order of their values. A pair with equal values counts half in either order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -47,7 +47,7 @@ def conditional_mutual_information(
     minima: Any,
     axes: str | Sequence[str] | None = None,
     *,
-    target: str = "generalization_gap",
+    target: str | Callable[..., Any] = "generalization_gap",
     n_bootstrap: int = 1000,
     random_state: int | np.random.RandomState | np.random.Generator | None = None,
 ) -> pd.DataFrame:
@@ -68,8 +68,8 @@ def conditional_mutual_information(
         The hyper-parameters, as ``"batch_size"`` or ``"param_batch_size"``. None takes every
         parameter that was varied, and the first of several that were only varied together.
         Leave out the random seed, which has no systematic effect on the gap.
-    target : str, default="generalization_gap"
-        The numeric column to predict.
+    target : str or callable, default="generalization_gap"
+        The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None

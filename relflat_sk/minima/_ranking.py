@@ -1,5 +1,6 @@
 """Minima in order of flatness."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from relflat_sk._minima_table import (
     DEPTH_BAND,
     check_depth_band,
+    column_of,
     is_complete,
     is_converged,
     is_score,
@@ -23,7 +25,10 @@ Floats = NDArray[np.float64]
 
 
 def rank_minima(
-    minima: Any, by: str = "relative_flatness", *, depth_band: float | None = DEPTH_BAND
+    minima: Any,
+    by: str | Callable[..., Any] = "relative_flatness",
+    *,
+    depth_band: float | None = DEPTH_BAND,
 ) -> pd.DataFrame:
     """Rank minima, flattest first.
 
@@ -39,9 +44,9 @@ def rank_minima(
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
         The minima; `relflat_sk.minima` describes the columns of a table. Without a column
         ``converged`` every row counts as a minimum. The input is not changed.
-    by : str, default="relative_flatness"
-        The numeric column to rank by, smallest value first; of the two scores,
-        ``"train_score"`` and ``"test_score"``, the largest comes first.
+    by : str or callable, default="relative_flatness"
+        The numeric column to rank by, or the function of which it is the measure, smallest value
+        first; of the two scores, ``"train_score"`` and ``"test_score"``, the largest comes first.
     depth_band : float or None, default=3
         The largest depth over the smallest of the minima that are compared. The depth is the
         loss of the best constant prediction over the training loss. Of all such bands, the
@@ -86,6 +91,7 @@ def rank_minima(
     2      1                0.0      False     3
     """
     check_depth_band(depth_band)
+    by = column_of(by)
     table = mark_depth_band(minima_table(minima), depth_band)
     values = numeric_column(table, by, argument="by")
     if is_score(by):

@@ -1,5 +1,6 @@
 """The minima that a statistic uses: converged, with finite values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import (
+    column_of,
     is_complete,
     is_converged,
     measure_columns,
@@ -84,15 +86,17 @@ class SelectedMinima:
         return [name for name in self.measures if name not in columns]
 
 
-def select_minima(minima: Any, target: str, n_bootstrap: int) -> SelectedMinima:
+def select_minima(
+    minima: Any, target: str | Callable[..., Any], n_bootstrap: int
+) -> SelectedMinima:
     """Select the minima with which measures can be compared to a target.
 
     Parameters
     ----------
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
         The minima.
-    target : str
-        The numeric column to predict.
+    target : str or callable
+        The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int
         The caller's number of bootstrap resamples, which is only checked.
 
@@ -109,7 +113,7 @@ def select_minima(minima: Any, target: str, n_bootstrap: int) -> SelectedMinima:
         If there is no numeric column `target`, fewer than 3 converged minima have a finite
         target, or `n_bootstrap` is not a positive integer.
     """
-    table = minima_table(minima)
+    table, target = minima_table(minima), column_of(target)
     reason = "it is the number of resamples behind each interval, usually 1000"
     check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)
     y = numeric_column(table, target, argument="target")

@@ -1,11 +1,11 @@
 """Which measures a display compares, and their correlation coefficients as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import measure_columns, numeric_column
+from relflat_sk._minima_table import column_of, measure_columns, numeric_column
 from relflat_sk.minima import FEWEST_MINIMA, correlate
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._points import Points
@@ -22,14 +22,18 @@ SYMBOLS = {
 }
 
 
-def choose_measures(minima: pd.DataFrame, measures: Sequence[str] | None, target: str) -> list[str]:
+def choose_measures(
+    minima: pd.DataFrame,
+    measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
+    target: str,
+) -> list[str]:
     """Return the measures to draw.
 
     Parameters
     ----------
     minima : pandas.DataFrame
         The table of minima.
-    measures : str, sequence of str or None
+    measures : str, callable, sequence of these or None
         The user's choice; None for all measures in the table.
     target : str
         The column to predict, which is not compared to itself.
@@ -47,7 +51,8 @@ def choose_measures(minima: pd.DataFrame, measures: Sequence[str] | None, target
     if measures is None:
         names = [name for name in measure_columns(minima) if name != target]
     else:
-        names = [measures] if isinstance(measures, str) else list(measures)
+        given = [measures] if isinstance(measures, str) or callable(measures) else measures
+        names = [column_of(measure) for measure in given]
     for name in names:
         numeric_column(minima, name, argument="measures")
     if not names:

@@ -1,10 +1,11 @@
 """The generalization gap of many minima against one measure."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import minima_table, numeric_column
+from relflat_sk._minima_table import column_of, minima_table, numeric_column
 from relflat_sk.plots._coefficients import correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay
@@ -73,8 +74,8 @@ class FlatnessGapDisplay(MinimaDisplay):
     def from_minima(
         cls,
         minima: Any,
-        measure: str = "relative_flatness",
-        target: str = "generalization_gap",
+        measure: str | Callable[..., Any] = "relative_flatness",
+        target: str | Callable[..., Any] = "generalization_gap",
         *,
         color_by: str | None = "auto",
         random_state: Any = None,
@@ -87,10 +88,11 @@ class FlatnessGapDisplay(MinimaDisplay):
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima; `relflat_sk.minima` describes the columns of a table.
-        measure : str, default="relative_flatness"
-            The numeric column on the x axis, logarithmic if it spans more than a decade.
-        target : str, default="generalization_gap"
-            The numeric column on the y axis.
+        measure : str or callable, default="relative_flatness"
+            The numeric column on the x axis, or the function of which it is the measure. The
+            axis is logarithmic if it spans more than a decade.
+        target : str or callable, default="generalization_gap"
+            The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
             The column that colors the minima. "auto" takes the batch size if it was varied, or
             else the first parameter that was; None uses one color.
@@ -130,6 +132,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         'relative flatness κ (nats)'
         """
         table = minima_table(minima)
+        measure, target = column_of(measure), column_of(target)
         display = cls(
             minima=table,
             measure=measure,

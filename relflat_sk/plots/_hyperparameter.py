@@ -1,11 +1,12 @@
 """A measure against one hyper-parameter."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import find_axes, find_axis, minima_table, numeric_column
+from relflat_sk._minima_table import column_of, find_axes, find_axis, minima_table, numeric_column
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of, shorten
@@ -65,7 +66,7 @@ class HyperparameterDisplay(MinimaDisplay):
         cls,
         minima: Any,
         axis: str | None = None,
-        measure: str = "relative_flatness",
+        measure: str | Callable[..., Any] = "relative_flatness",
         *,
         color_by: str | None = "auto",
         ax: "Axes | None" = None,
@@ -80,8 +81,9 @@ class HyperparameterDisplay(MinimaDisplay):
         axis : str or None, default=None
             The hyper-parameter, such as ``"batch_size"``. None takes the batch size if it was
             varied, or else the first parameter that was.
-        measure : str, default="relative_flatness"
-            The numeric column on the y axis, logarithmic if it spans more than a decade.
+        measure : str or callable, default="relative_flatness"
+            The numeric column on the y axis, or the function of which it is the measure. The
+            axis is logarithmic if it spans more than a decade.
         color_by : str or None, default="auto"
             The column that colors the minima. "auto" takes another varied parameter, if there is
             one; None uses one color.
@@ -122,9 +124,8 @@ class HyperparameterDisplay(MinimaDisplay):
             column = find_axis(table, axis, argument="axis")
         if color_by == "auto":
             color_by = color_column(table.drop(columns=column), "auto")
-        return cls(minima=table, axis=column, measure=measure, color_by=color_by).plot(
-            ax=ax, **kwargs
-        )
+        display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

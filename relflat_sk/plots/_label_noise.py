@@ -1,12 +1,12 @@
 """Correlation of measures with the generalization gap, against the share of random labels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import find_axis, minima_table, numeric_column
+from relflat_sk._minima_table import column_of, find_axis, minima_table, numeric_column
 from relflat_sk.minima import FEWEST_MINIMA, correlate, select_minima
 from relflat_sk.plots._coefficients import SYMBOLS, choose_measures
 from relflat_sk.plots._labels import label_of
@@ -64,8 +64,8 @@ class LabelNoiseDisplay:
     def from_minima(
         cls,
         minima: Any,
-        measures: Sequence[str] | None = None,
-        target: str = "generalization_gap",
+        measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+        target: str | Callable[..., Any] = "generalization_gap",
         *,
         by: str = "random_labels",
         n_bootstrap: int = 1000,
@@ -80,10 +80,11 @@ class LabelNoiseDisplay:
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, several for every share of random labels; `relflat_sk.minima` describes
             the columns of a table.
-        measures : sequence of str or None, default=None
-            The measures, with a panel for each. None takes every measure of the table.
-        target : str, default="generalization_gap"
-            The numeric column to predict.
+        measures : str, callable, sequence of these or None, default=None
+            The measures, or their functions, with a panel for each. None takes every measure of
+            the table.
+        target : str or callable, default="generalization_gap"
+            The numeric column to predict, in the same way.
         by : str, default="random_labels"
             The numeric column with the share of random labels, such as
             ``param_data__random_labels``, with or without its prefixes; or any other numeric
@@ -128,7 +129,7 @@ class LabelNoiseDisplay:
         0    0.0  relative_flatness     1.00  3
         1    0.5  relative_flatness     0.33  3
         """
-        table = minima_table(minima)
+        table, target = minima_table(minima), column_of(target)
         by = find_axis(table, by, argument="by")
         shares = numeric_column(table, by, argument="by")
         names = [name for name in choose_measures(table, measures, target) if name != by]

@@ -1,6 +1,6 @@
 """Flatness of one model, layer by layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +69,9 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         X: Any,
         y: Any = None,
         *,
-        measures: str | Sequence[str] = ("relative_flatness",),
+        measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (
+            "relative_flatness",
+        ),
         layers: Layer | Sequence[Layer] = "all",
         measure_params: Mapping[str, Any] | None = None,
         ax: "Axes | None" = None,
@@ -85,8 +87,9 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             Samples in the form the estimator takes.
         y : array-like of shape (n, ...), default=None
             Labels or targets, as in fit.
-        measures : str or sequence of str, default=("relative_flatness",)
-            Names of measures, see `get_measure_names`, with a panel for each.
+        measures : str, callable or sequence of these, default=("relative_flatness",)
+            Names of measures, see `get_measure_names`, or functions of model, X and y, see
+            `register_measure`, with a panel for each.
         layers : int, str, nn.Module, a sequence of these, or "all", default="all"
             The layers to measure.
         measure_params : dict or None, default=None

@@ -1,11 +1,11 @@
 """The generalization gap of many minima against every measure, to compare the measures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import minima_table, numeric_column
+from relflat_sk._minima_table import column_of, minima_table, numeric_column
 from relflat_sk.plots._coefficients import choose_measures, correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay
@@ -76,8 +76,8 @@ class MeasurePanelsDisplay(MinimaDisplay):
     def from_minima(
         cls,
         minima: Any,
-        measures: Sequence[str] | None = None,
-        target: str = "generalization_gap",
+        measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+        target: str | Callable[..., Any] = "generalization_gap",
         *,
         color_by: str | None = "auto",
         random_state: Any = None,
@@ -90,11 +90,12 @@ class MeasurePanelsDisplay(MinimaDisplay):
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima; `relflat_sk.minima` describes the columns of a table.
-        measures : sequence of str or None, default=None
-            The numeric columns on the x axes, each logarithmic if it spans more than a
-            decade. None takes every measure of the table.
-        target : str, default="generalization_gap"
-            The numeric column on the y axis.
+        measures : str, callable, sequence of these or None, default=None
+            The numeric columns on the x axes, or the functions of which they are the measures.
+            Each axis is logarithmic if it spans more than a decade. None takes every measure of
+            the table.
+        target : str or callable, default="generalization_gap"
+            The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
             The column that colors the minima. "auto" takes the batch size if it was varied, or
             else the first parameter that was; None uses one color.
@@ -134,7 +135,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
         >>> [panel.get_xlabel() for panel in display.axes_]
         ['relative flatness κ (nats)', 'Hessian trace']
         """
-        table = minima_table(minima)
+        table, target = minima_table(minima), column_of(target)
         names = choose_measures(table, measures, target)
         display = cls(
             minima=table,

@@ -1,11 +1,12 @@
 """Minima in order of flatness, with their loss on held-out data."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import measure_columns, numeric_column
+from relflat_sk._minima_table import column_of, measure_columns, numeric_column
 from relflat_sk.minima import rank_minima
 from relflat_sk.plots._coefficients import correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
@@ -77,8 +78,8 @@ class MinimaRankingDisplay(MinimaDisplay):
     def from_minima(
         cls,
         minima: Any,
-        by: str = "relative_flatness",
-        target: str | None = None,
+        by: str | Callable[..., Any] = "relative_flatness",
+        target: str | Callable[..., Any] | None = None,
         *,
         color_by: str | None = "auto",
         random_state: Any = None,
@@ -91,11 +92,12 @@ class MinimaRankingDisplay(MinimaDisplay):
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, in any order; `relflat_sk.minima` describes the columns of a table.
-        by : str, default="relative_flatness"
-            The numeric column to rank by, flattest first.
-        target : str or None, default=None
-            The numeric column in the lower panel. None takes the test loss or, if no minimum
-            has one, the training loss.
+        by : str or callable, default="relative_flatness"
+            The numeric column to rank by, flattest first, or the function of which it is the
+            measure.
+        target : str, callable or None, default=None
+            The numeric column in the lower panel, in the same way. None takes the test loss or,
+            if no minimum has one, the training loss.
         color_by : str or None, default="auto"
             The column that colors the minima. "auto" takes the batch size if it was varied, or
             else the first parameter that was; None uses one color.
@@ -134,9 +136,11 @@ class MinimaRankingDisplay(MinimaDisplay):
         >>> display.minima["rank"].tolist(), display.minima["param_batch_size"].tolist()
         ([1, 2, 3], [8, 64, 512])
         """
+        by = column_of(by)
         table = rank_minima(minima, by=by)
         if target is None:
             target = "test_loss" if _any_finite(table, "test_loss") else "train_loss"
+        target = column_of(target)
         display = cls(
             minima=table,
             by=by,

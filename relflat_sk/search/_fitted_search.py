@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._minima_table import mark_depth_band, shorten_parameters
 from relflat_sk._warnings import warn
-from relflat_sk.measures import find_measure
+from relflat_sk.measures import find_measures, hold_functions
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._provide import check_same, find_trial, provide, provide_same
@@ -30,6 +30,7 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     minima_: pd.DataFrame
     estimator: Any
+    measure: Any
     study_: optuna.Study
     depth_band: float | None
 
@@ -138,7 +139,7 @@ class FittedSearchMixin(BestEstimatorMixin):
         objective = self._objective_of(X, y, fit_params)
         remeasure(self.study_, objective, measures, retrain=retrain)
         table = self._table()
-        names = [str(find_measure(one)) for one in measures]
+        names = map(str, find_measures(measures))
         nowhere = {name: np.nan for name in names if name not in table.columns}
         self.minima_ = rank_minima(table.assign(**nowhere), by=objective.names[0], depth_band=None)
         return self.minima_
@@ -201,4 +202,6 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_objective"}
+        state = {name: value for name, value in state.items() if name != "_objective"}
+        # a registered name is known in this process only
+        return state | {"measure": hold_functions(self.measure)}

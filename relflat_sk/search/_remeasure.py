@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._minima_table import remeasured_key
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
-from relflat_sk.measures import find_measure
+from relflat_sk.measures import find_measures
 from relflat_sk.search._provide import check_same, train_again
 from relflat_sk.search._trial import (
     ARTIFACT,
@@ -55,7 +55,7 @@ def remeasure(
     """
     if isinstance(measures, str) or callable(measures) or not measures:
         raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
-    names = [find_measure(one) for one in measures]
+    names = find_measures(measures)
     check_made_with(study, objective, names=names)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     saved = objective.artifact_store is not None and any(ARTIFACT in t.user_attrs for t in trials)

@@ -16,13 +16,13 @@ from typing import Any
 import pandas as pd
 
 from relflat_sk._minima_table import (
+    column_of,
     curves_of,
     is_complete,
     is_converged,
     parameter_columns,
     plain_name,
 )
-from relflat_sk.measures import find_measure
 from relflat_sk.minima import FEWEST_MINIMA, correlate
 from relflat_sk.plots import (
     FlatnessGapDisplay,
@@ -64,7 +64,7 @@ def render(search: Any) -> str:
     minima = search.minima_
     kind = type(search.estimator).__name__
     first = listed(search.measure)[0]
-    by = first if isinstance(first, str) else str(find_measure(first))
+    by = column_of(first)
     page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=html.escape(f"Minima of {kind}, ranked by {by}"),

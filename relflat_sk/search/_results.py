@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
 from relflat_sk.search._sharing import is_cut_short, is_superseded
-from relflat_sk.search._trial import Space
+from relflat_sk.search._trial import NO_MEASURE, Space
 
 __all__ = ["candidate_table", "check_table", "cv_results"]
 
@@ -79,12 +79,16 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
             "finished. To train the others, fit again with the same storage and study_name."
         )
     if not is_converged(table).any():
-        warn(
-            "no candidate converged: the ranking is of networks that had not finished training, "
-            f"not of minima, by their training loss ({_losses(table)}). Train longer "
-            "(max_epochs), or to a goal within reach (goal, StopAtLoss). "
-            "Reasons:\n" + _list_reasons(table)
-        )
+        if table["reason"].astype(str).str.startswith(NO_MEASURE).all():
+            what = "no candidate has a finite measure: the ranking is by their training loss"
+            advice = "Rank by another measure, or mend the function that returns such values."
+        else:
+            what = (
+                "no candidate converged: the ranking is of networks that had not finished "
+                "training, not of minima, by their training loss"
+            )
+            advice = "Train longer (max_epochs), or to a goal within reach (goal, StopAtLoss)."
+        warn(f"{what} ({_losses(table)}). {advice} Reasons:\n" + _list_reasons(table))
         return
     _warn_of_others(table)
     if "comparable" in table.columns:

@@ -112,7 +112,8 @@ def generalization_bound(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides splits and draws, but not fits: the estimator has its own random state.
+        Decides splits and draws, which differ from call to call if None, but not fits: the
+        estimator has its own random state.
 
     Returns
     -------

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Network, Recorder, borrowed, keep_copies
+from relflat_sk._network import (
+    LayerRecord,
+    Network,
+    Recorder,
+    borrowed,
+    is_piecewise_linear,
+    layer_input,
+)
 from relflat_sk._rescaling import AffineLayer, fold_layers
 
 __all__ = ["Chain", "chain_networks", "map_chains", "norms_in_c1", "relative_sizes"]
 
 _T = TypeVar("_T")
 
-_ROUNDING = 0.02  # of the slope of a leaky ReLU in bfloat16
+_ROUNDING = 4  # units in the last place, of an activation's value
 
 
 @dataclass(frozen=True)
@@ -182,37 +189,48 @@ def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
         if name is not None
     }
     for batch in network.batches():
-        with Recorder(modules, keep_copies) as recorder:
+        with torch.enable_grad(), Recorder(modules, _start_step) as recorder:
             network(batch.x)
-        inputs = [recorder[layer.name].check()[0].double() for layer in layers]
-        outputs = [recorder[layer.norm or layer.name].check()[1].double() for layer in layers]
-        slopes = [
-            _slopes(layer.name, z, after)
-            for layer, z, after in zip(layers[:-1], outputs[:-1], inputs[1:], strict=True)
-        ]
+        inputs = [recorder[layer.name].check()[0] for layer in layers]
+        steps = [recorder[layer.norm or layer.name] for layer in layers]
+        slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
+        outputs = [step.check()[1].detach().double() for step in steps]
         yield Chain(
             [layer.name for layer in layers],
-            inputs[0],
+            inputs[0].detach().double(),
             [layer.weight for layer in layers],
             outputs,
             [*slopes, torch.ones_like(outputs[-1])],
         )
 
 
-def _slopes(layer: str, z: Tensor, after: Tensor) -> Tensor:
-    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
-    if after.shape == z.shape:
-        slopes = torch.where(z == 0, 0.0, after / z)
-        least = torch.where(z < 0, slopes, torch.inf).amin(dim=0)
-        most = torch.where(z < 0, slopes, -torch.inf).amax(dim=0)
-        # of each unit, up to rounding; minus infinity where z is negative for no sample
-        is_constant = most - least <= _ROUNDING * most.abs()
-        if (
-            bool((slopes[z > 0] == 1).all())
-            and bool((after[z == 0] == 0).all())
-            and bool(is_constant.all())
-        ):
-            return slopes
+def _start_step(
+    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Keep copies of input and output, and start a graph that ends at the next layer."""
+    record.calls += 1
+    record.features = layer_input(args, kwargs).clone()
+    record.version = record.features._version
+    record.output = output.detach().clone().requires_grad_()
+    passed_on = record.output.clone()  # which an activation may overwrite
+    record.node = passed_on.grad_fn
+    return passed_on
+
+
+def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
+    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else.
+
+    Values alone do not tell a ReLU from a function that is close to one at these samples; the
+    graph does.
+    """
+    z, layer = step.check()[1], step.name
+    if after.shape == z.shape and after.requires_grad and is_piecewise_linear(after, step.node):
+        (slopes,) = torch.autograd.grad(after, z, torch.ones_like(after))
+        z, after = z.detach(), after.detach()
+        error = (after - slopes * z).abs()
+        is_relu = (error <= _ROUNDING * torch.finfo(z.dtype).eps * z.abs()).all()
+        if bool(is_relu & (slopes[z > 0] == 1).all()):
+            return torch.where(z == 0, 0.0, slopes.double())
     raise ValueError(
         "the sharpness conditions need a chain of layers with ReLU in between, but the input of "
         f"the layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."

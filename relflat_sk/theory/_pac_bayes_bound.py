@@ -123,7 +123,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides the noise.
+        Decides the noise, which differs from call to call if None.
 
     Returns
     -------
@@ -132,6 +132,8 @@ def pac_bayes_bound(  # noqa: PLR0913
 
     Raises
     ------
+    TypeError
+        If `initial` is neither a module nor a mapping.
     ValueError
         If the model is no classifier, an argument is out of its range, the initial weights do not
         fit or are the trained ones, or the model has buffers that training changed, such as
@@ -180,6 +182,11 @@ def pac_bayes_bound(  # noqa: PLR0913
         raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
     check_integer("n_draws", n_draws, minimum=1)
     grid = _check_sigmas(sigmas)
+    if initial is not None and not isinstance(initial, nn.Module | Mapping):
+        raise TypeError(
+            "initial must be a module or its state dict, got "
+            f"{type(initial).__name__}. Pass a copy of the net's module_ from before training."
+        )
     _refuse_preprocessing(model)
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
     _refuse_statistics(network.module, initial)

@@ -126,7 +126,7 @@ def representativeness(  # noqa: PLR0913
         each new model on the samples that it was fitted to.
     alphas : array of shape (n,), optional
         Weights ``alpha_i`` of the samples in the smoothed distribution, divided by their sum;
-        equal if None.
+        equal if None. Some may be zero, but not those of all samples in one part of a split.
     label_noise : callable, optional
         Moves the labels, too: from an array of labels, as the criterion takes them, and a
         RandomState to an array of noisy labels of the same shape. Each draw has its own noise.
@@ -139,7 +139,8 @@ def representativeness(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides splits and draws, but not fits: the estimator has its own random state.
+        Decides splits and draws, which differ from call to call if None, but not fits: the
+        estimator has its own random state.
 
     Returns
     -------

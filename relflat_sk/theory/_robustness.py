@@ -83,7 +83,7 @@ def feature_robustness(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides the draws.
+        Decides the draws, which differ from call to call if None.
 
     Returns
     -------

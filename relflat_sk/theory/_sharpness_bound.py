@@ -153,9 +153,12 @@ def sharpness_bound(  # noqa: PLR0913
         for one, size, (width, before) in zip(sigmas, sizes, shapes, strict=True)
     )
     c_delta = 2 * math.sqrt(math.log(len(sizes) * max(widths) / delta))
-    spread = _product(gammas, 1.0) - 1
-    switched = _product(gammas, c_2 * c_delta) * (_product(gammas, c_3 * c_delta) - 1)
-    sharpness = (spread + switched) * slope * float(norms.mean())
+    if math.inf in (c_2, c_3, *gammas):
+        sharpness = math.inf  # no constants satisfy the conditions
+    else:
+        spread = _product(gammas, 1.0) - 1
+        switched = _product(gammas, c_2 * c_delta) * (_product(gammas, c_3 * c_delta) - 1)
+        sharpness = (spread + switched) * slope * float(norms.mean())
     weights = sum((size / one) ** 2 for one, size in zip(sigmas, sizes, strict=True))
     complexity = math.sqrt((weights + math.log(2 * n / delta)) / n)
     risk = mean_loss(network)

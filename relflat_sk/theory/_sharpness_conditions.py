@@ -176,7 +176,9 @@ def _constants(chain: Chain) -> dict[tuple[str, str, int], Tensor]:
             constants["C2", name, k] = _switches(chain.outputs[k], chain.x)
         rows = chain.weights[k].norm(dim=1)
         active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample
-        constants["C3", name, k] = len(rows) ** 0.5 * rows.max() / active
+        largest = len(rows) ** 0.5 * rows.max()
+        # weights of zero have no largest row, and the condition holds for any constant
+        constants["C3", name, k] = largest / active if largest > 0 else active
     return constants
 
 

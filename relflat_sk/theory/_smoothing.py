@@ -56,7 +56,7 @@ class Smoothed:
         float
             In the unit of the loss.
         """
-        return float(self.loss[rows].sum() / self.divisor[rows].sum())
+        return _ratio(self.loss[rows].sum(), self.divisor[rows].sum())
 
     def mean_smooth_loss(self, rows: Any) -> float:
         """Compute the mean loss of some samples after the smoothing, with their shares.
@@ -72,7 +72,17 @@ class Smoothed:
             In the unit of the loss.
         """
         shares = self.shares[rows]
-        return float(shares @ self.smooth_loss[rows] / (shares @ self.divisor[rows]))
+        return _ratio(shares @ self.smooth_loss[rows], shares @ self.divisor[rows])
+
+
+def _ratio(loss: float, divisor: float) -> float:
+    """Compute a mean loss, if any sample counts in it."""
+    if divisor == 0:
+        raise ValueError(
+            "no sample of one part of a split counts: their alphas are zero, or their labels are "
+            "ignored. Give more samples a positive share."
+        )
+    return float(loss / divisor)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def worst_feature_robustness(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides the random starts.
+        Decides the random starts, which differ from call to call if None.
 
     Returns
     -------

@@ -563,5 +563,12 @@ def test_estimators_are_a_list_of_at_least_one():
 
 
 def test_data_must_be_as_many_as_estimators():
-    with pytest.raises(ValueError, match="shorter"):
-        EnsembleTrainer(classifiers(2), fleet=None).fit_each([data()])
+    trainer = EnsembleTrainer(classifiers(2), fleet=None)
+    for n in (1, 3):
+        message = rf"one \(X, y\) for each of the 2 estimators, got {n}"
+        with pytest.raises(ValueError, match=message):
+            trainer.fit_each([data()] * n)
+    # one data set after the other
+    for n, given in ((1, "1"), (3, "more")):
+        with pytest.raises(ValueError, match=f"for each of the 2 estimators, got {given}"):
+            trainer.fit_each(data() for _ in range(n))

@@ -16,7 +16,7 @@ from relflat_sk import (
     reparameterize,
 )
 from relflat_sk._network import weight_layers
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.hugging_face import GPT2, Conv1D, conv1d
 from tests.measures.test_layer_kinds import CE

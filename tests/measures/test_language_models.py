@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from relflat_sk import flatness_report, measure
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.hugging_face import GPT2LMHeadModel
 from tests.measures.test_layer_kinds import CE

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import relflat_sk
 from relflat_sk import LayerNotFoundError, relative_flatness
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.cases import CASES, mlp
 
@@ -247,6 +247,14 @@ def test_probabilities_under_nll_are_doubtful():
     net, criterion, X, y, _ = make("nll of softmax, as torch computes it")
     with pytest.warns(relflat_sk.FlatnessWarning, match="takes log-probabilities, but the network"):
         relative_flatness(net, X, y, criterion=criterion)
+
+
+def test_probabilities_under_cross_entropy_are_doubtful_at_every_layer():
+    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.Softmax(dim=1))
+    X, y = torch.randn(6, 5), torch.arange(6) % 3
+    for layer in (0, -1):
+        with pytest.warns(relflat_sk.FlatnessWarning, match="takes logits, .* ends in a softmax"):
+            relative_flatness(net, X, y, layer=layer, criterion=nn.CrossEntropyLoss())
 
 
 def test_a_lone_last_sample_squeezed_away():

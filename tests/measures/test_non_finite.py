@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_iris
+from skorch import NeuralNetClassifier
 from torch import nn
 
 from relflat_sk import (
@@ -86,8 +87,29 @@ def test_overflowing_outputs_warn():
     with torch.no_grad():
         net.hidden0.weight.mul_(1e30)
         net.output.weight.mul_(1e30)
-    with pytest.warns(FlatnessWarning, match="outputs are too large: the mean loss is nan"):
+    with pytest.warns(FlatnessWarning, match="the mean loss is nan: .* outputs are too large"):
         assert not math.isfinite(relative_flatness(net, X, y, criterion=CE))
+
+
+def test_without_a_loss_there_is_no_curvature():
+    # skorch takes the logarithm of what its classifiers put out, which logits do not survive
+    net = NeuralNetClassifier(
+        MLP, module__n_features=4, module__n_outputs=3, max_epochs=1, verbose=0
+    )
+    net.initialize()
+    data, labels = X.numpy(), y.numpy()
+    for layer in (0, -1):
+        message = "because the mean loss is nan: .* such as logits in place of probabilities"
+        with pytest.warns(FlatnessWarning, match=message):
+            assert math.isnan(relative_flatness(net, data, labels, layer=layer))
+    with pytest.warns(FlatnessWarning, match="because the mean loss is nan"):
+        assert np.isnan(measure("neuron_flatness", net, data, labels)).all()
+    with pytest.warns(FlatnessWarning, match="because the mean loss is nan"):
+        terms, errors = relative_flatness(net, data, labels, per_sample=True, return_stderr=True)
+    assert np.isnan(terms).all()
+    assert np.isnan(errors).all()
+    # the last layer's closed form needs no labels, and without them there is no loss to see
+    assert math.isfinite(relative_flatness(MLP(4, 3), X, criterion=CE))
 
 
 def test_the_scorer_says_it_in_its_own_words():

@@ -24,7 +24,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, borrowed
 from relflat_sk._rescaling.folding import fold_layers
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from relflat_sk.measures._norms.margin import margin, sample_margins
 from relflat_sk.measures._norms.norms import NORM_MEASURES
 from relflat_sk.measures._norms.operator_norm import operator_norm

@@ -1,11 +1,15 @@
-"""Measures of one's own work wherever a measure's name does."""
+"""Measures of your own work wherever a measure's name does."""
 
+import inspect
 import pickle
 from functools import partial
 
 import numpy as np
+import optuna
+import pandas as pd
 import pytest
 import torch
+from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_validate
@@ -14,16 +18,26 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessGapDisplay,
     FlatnessScorer,
+    HyperparameterDisplay,
+    LabelNoiseDisplay,
     LayerFlatnessDisplay,
+    MeasurePanelsDisplay,
+    MinimaObjective,
+    MinimaRankingDisplay,
+    correlate,
     flatness_report,
     get_measure_names,
     measure,
+    rank_minima,
     register_measure,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures import evaluate
-from relflat_sk.measures._own import _REGISTERED, OwnMeasure, find_measure
+from relflat_sk.measures import evaluate, measure_network
+from relflat_sk.measures._names import _REGISTERED, find_measure
+from relflat_sk.measures._own import TAKEN, OwnMeasure
 
 X, Y = load_iris(return_X_y=True)
 MODEL = LogisticRegression(max_iter=1000).fit(X, Y)
@@ -73,7 +87,6 @@ def test_by_function_and_by_name():
     assert found.risk == pytest.approx(evaluate("l2_norm", MODEL, X, Y).risk, rel=1e-12)
     one = measure("coefficients", MODEL, X, Y, order=1)
     assert one == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
-    assert measure("coefficients", MODEL, X, Y, aggregate="max") == found.value
 
 
 def test_standard_errors_and_reports():
@@ -87,7 +100,8 @@ def test_standard_errors_and_reports():
     assert report["invariance"].tolist() == ["layer, own neurons", "unknown", "layer, own neurons"]
     every = flatness_report(MODEL, X, Y, n_draws=2, n_steps=2)
     assert "coefficients" in set(every["measure"])
-    register_measure("coefficients", with_error, invariance=[])  # the new one counts
+    register_measure("coefficients", None)
+    register_measure("coefficients", with_error, invariance=[])
     again = flatness_report(MODEL, X, Y, measures="coefficients")
     assert again[["value", "invariance"]].to_numpy().tolist() == [[3.5, "none"]]
     register_measure("coefficients", None)
@@ -149,12 +163,133 @@ def test_a_module_is_in_evaluation_mode_and_returned_as_it_was():
 
 def test_names_hold_their_function_in_other_processes():
     register_measure("coefficients", size_of_weights)
-    name = find_measure("coefficients")
-    copy = pickle.loads(pickle.dumps(name))
+    expected = measure(size_of_weights, MODEL, X, Y)
+    scorer = FlatnessScorer("coefficients")
+    search = FlatMinimaSearch(MODEL, {"C": [1.0]}, measure=["relative_flatness", "coefficients"])
+    objective = MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=["coefficients"])
+    pickles = [
+        pickle.dumps(one) for one in (find_measure("coefficients"), scorer, search, objective)
+    ]
+    assert type(search.measure[1]) is str
     _REGISTERED.clear()
-    assert isinstance(copy, OwnMeasure)
-    assert copy == "coefficients"
-    assert measure(copy, MODEL, X, Y) == measure(size_of_weights, MODEL, X, Y)
+    name, scorer, search, objective = map(pickle.loads, pickles)
+    assert isinstance(name, OwnMeasure)
+    assert name == "coefficients"
+    assert measure(name, MODEL, X, Y) == expected
+    assert scorer(MODEL, X, Y) == clone(scorer)(MODEL, X, Y) == -expected
+    assert search.fit(X, Y).minima_["coefficients"].item() == pytest.approx(expected, rel=0.1)
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1)
+    assert study.best_value == search.minima_["coefficients"].item()
+
+
+def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
+    class Norm:
+        def __call__(self, model, X, y, order=2):
+            return size_of_weights(model, X, y, order=order)
+
+    expected = measure(size_of_weights, MODEL, X, Y, order=1)
+    functions = [partial(size_of_weights, order=1), lambda *data: expected]
+    for one in functions:
+        assert measure(one, MODEL, X, Y) == expected
+        assert FlatnessScorer(one)(MODEL, X, Y) == -expected
+    assert measure(Norm(), MODEL, X, Y, order=1) == expected
+    for one in [*functions, Norm()]:
+        for use in (
+            lambda one=one: flatness_report(MODEL, X, Y, measures=one),
+            lambda one=one: MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=[one]),
+            lambda one=one: rank_minima(pd.DataFrame({"l2_norm": [1.0]}), by=one),
+        ):
+            with pytest.raises(ValueError, match=r"has no name for its column: define it by def"):
+                use()
+        register_measure("size", one)
+        assert flatness_report(MODEL, X, Y, measures="size")["value"].item() > 0
+        register_measure("size", None)
+
+
+def test_a_table_of_minima_knows_the_columns_of_functions():
+    minima = pd.DataFrame({"size_of_weights": [2.0, 1.0, 3.0], "with_error": [1.0, 2.0, 4.0]})
+    assert rank_minima(minima, by=size_of_weights)["size_of_weights"].tolist() == [1.0, 2.0, 3.0]
+    expected = correlate(minima, "with_error", random_state=0)
+    pd.testing.assert_frame_equal(correlate(minima, with_error, random_state=0), expected)
+    pytest.importorskip("matplotlib")
+    minima["param_random_labels"] = [0.0] * 3
+    gap = FlatnessGapDisplay.from_minima(minima, size_of_weights, with_error)
+    assert (gap.measure, gap.target) == ("size_of_weights", "with_error")
+    ranking = MinimaRankingDisplay.from_minima(minima, size_of_weights, with_error)
+    assert (ranking.by, ranking.target) == ("size_of_weights", "with_error")
+    panels = MeasurePanelsDisplay.from_minima(minima, size_of_weights, with_error)
+    assert panels.measures == ["size_of_weights"]
+    noise = LabelNoiseDisplay.from_minima(minima, [size_of_weights], with_error)
+    assert noise.correlations["measure"].tolist() == ["size_of_weights"]
+    axis = HyperparameterDisplay.from_minima(minima, "random_labels", size_of_weights)
+    assert axis.measure == "size_of_weights"
+
+
+def test_arguments_that_get_no_value_are_refused():
+    for name in sorted(TAKEN):
+        namespace = {}
+        exec(f"def mine(model, X, y, *, {name}=3): return {name}", namespace)
+        with pytest.raises(ValueError, match=f"has an argument '{name}', which the functions that"):
+            measure(namespace["mine"], MODEL, X, Y)
+
+
+def test_arguments_of_the_library_are_not_those_of_functions():
+    own = set()
+    for function in (measure, flatness_report, evaluate, measure_network):
+        own |= inspect.signature(function).parameters.keys()
+    assert own - {"params", "model", "X", "y", "sample_weight"} == TAKEN - {"measure"}
+
+
+def test_all_arguments_behind_model_and_data_reach_the_function():
+    def mine(net, inputs, labels, scale=1.0, /, power=1, *, random_state=None, n_probes=0):
+        return scale + 10 * power + 100 * random_state + 1000 * n_probes
+
+    assert measure(mine, MODEL, X, Y, power=2, random_state=3, n_probes=4) == 4321.0
+    with pytest.raises(TypeError, match=r"'rtol' .*\['n_probes', 'power', 'random_state'\]"):
+        measure(mine, MODEL, X, Y, rtol=0.1)
+
+
+def test_the_model_is_restored():
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    data, options = torch.from_numpy(X), {"criterion": nn.CrossEntropyLoss()}
+    first, second = net[0].weight, net[2].weight
+    first.grad = gradient = torch.ones_like(first)
+    second.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+    def rude(model, X, y):
+        model(X).sum().backward()
+        model[0].weight.data.mul_(2)
+        model[2].weight = nn.Parameter(torch.zeros(3, 5))
+        model.half()
+        return 1.0
+
+    assert measure(rude, net, data, torch.from_numpy(Y), **options) == 1.0
+    assert net[0].weight is first
+    assert net[2].weight is second
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert first.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(first))
+    assert net[0].bias.grad is None
+    assert not second.requires_grad
+
+    def trains(model, X, y):
+        model.coef_ *= 2
+        model.fit(X, y == 1)
+        raise RuntimeError("broken")
+
+    model = LogisticRegression(max_iter=1000).fit(X, Y)
+    coefficients = model.coef_.copy()
+    with pytest.raises(RuntimeError, match="broken"):
+        measure(trains, model, X, Y)
+    assert (model.coef_ == coefficients).all()
+    assert model.classes_.tolist() == [0, 1, 2]
+
+
+def test_a_measure_that_is_nan_is_no_sign_of_divergence():
+    with pytest.warns(FlatnessWarning, match="cannot be scored: the measure 'own' is nan. With"):
+        assert np.isnan(FlatnessScorer(returns(np.nan))(MODEL, X, Y))
 
 
 def returns(value):
@@ -176,10 +311,16 @@ def test_what_is_no_number_is_refused(value):
 def test_errors():
     with pytest.raises(ValueError, match=r"the measure 'own' returned a standard error of -1"):
         measure(returns((1.0, -1.0)), MODEL, X, Y)
-    for one in (lambda model, X, y: 1.0, partial(size_of_weights, order=1)):
-        with pytest.raises(ValueError, match=r"has no name for its column: define it by def"):
-            measure(one, MODEL, X, Y)
-    with pytest.raises(TypeError, match=r"'radius' is no argument of size_of_weights"):
+    named_twice = "two measures have the name 'own', which is that of one column"
+    with pytest.raises(ValueError, match=named_twice):
+        flatness_report(MODEL, X, Y, measures=[returns(1.0), returns(2.0)])
+    with pytest.raises(ValueError, match="aggregate='max' is over layers, but size_of_weights mea"):
+        measure(size_of_weights, MODEL, X, Y, aggregate="max")
+    with pytest.raises(ValueError, match=r"size_of_weights measures the network as a whole.*got 0"):
+        measure(size_of_weights, MODEL, X, Y, layer=0)
+    with pytest.raises(TypeError, match=r"a measure must be a function of model.*\(model, X\)"):
+        measure(lambda model, X: 1.0, MODEL, X, Y)
+    with pytest.raises(TypeError, match=r"'radius' is no .* size_of_weights. .*\['order', 'ran"):
         measure(size_of_weights, MODEL, X, Y, radius=1)
     with pytest.raises(ValueError, match=r"weight_decay cannot be counted into size_of_weights"):
         measure(size_of_weights, MODEL, X, Y, weight_decay=0.1)
@@ -209,6 +350,20 @@ def test_registration_errors():
     with pytest.raises(ValueError, match=r"invariance must name some of .* got 'all'"):
         register_measure("mine", size_of_weights, invariance="all")
     assert "mine" not in get_measure_names()
+    register_measure("mine", size_of_weights)
+    register_measure("mine", size_of_weights)
+    with pytest.raises(
+        ValueError, match="'mine' is the name of <function size_of_weights .*already"
+    ):
+        register_measure("mine", with_error)
+
+
+def test_a_function_that_is_defined_again_replaces_the_earlier_one():
+    for value in (1, 2):
+        namespace = {"__name__": "__main__"}
+        exec(f"def cell(model, X, y): return {value}", namespace)
+        register_measure("of a notebook", namespace["cell"])
+        assert measure("of a notebook", MODEL, X, Y) == value
 
 
 def test_in_a_report_of_everything_a_function_that_fails_is_nan():

@@ -7,9 +7,17 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier
 from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
+from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._flatness import TRACE_LIKE
@@ -186,6 +194,38 @@ def test_any_model():
     # samples of the class that is apart from the others are flat
     assert terms[y == 0].mean() < 0.5 * terms[y != 0].mean()
     assert terms.mean() == pytest.approx(relative_flatness(model, X, y), rel=SUM)
+
+
+def test_samples_that_a_loader_may_shuffle_have_no_terms():
+    net, data, labels = make("mlp tanh", n=6)
+    samples = TensorDataset(data, labels)
+    options = {"criterion": CE, "batch_size": 4}
+    expected = relative_flatness(net, data, labels, per_sample=True, **options)
+    loaders = [
+        DataLoader(samples, batch_size=4),
+        DataLoader(samples, batch_size=4, sampler=range(6)),
+        DataLoader(samples, batch_sampler=[[0, 1, 2, 3], [4, 5]]),
+        DataLoader(TensorDataset(data[None], labels[None]), batch_size=None),
+    ]
+    for loader in loaders:
+        found = relative_flatness(net, loader, per_sample=True, criterion=CE)
+        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    batches = BatchSampler(RandomSampler(samples), 4, drop_last=False)
+    for order, sampler in [
+        ({"shuffle": True}, "RandomSampler"),
+        ({"sampler": WeightedRandomSampler([1.0] * 6, 6)}, "WeightedRandomSampler"),
+        ({"batch_sampler": batches}, "RandomSampler"),
+    ]:
+        loader = DataLoader(samples, **order)
+        with pytest.raises(ValueError, match=f"but the {sampler} of the DataLoader may draw"):
+            relative_flatness(net, loader, per_sample=True, criterion=CE)
+        assert relative_flatness(net, loader, criterion=CE) > 0
+    net = NeuralNetClassifier(MLP, module__n_features=4, module__n_outputs=3, max_epochs=1)
+    with pytest.warns(UserWarning, match="iterator_valid__shuffle=True; this is most likely not"):
+        net.set_params(criterion=nn.CrossEntropyLoss, iterator_valid__shuffle=True).initialize()
+    iris = load_iris(return_X_y=True)
+    with pytest.raises(ValueError, match="but the RandomSampler of the DataLoader may draw"):
+        relative_flatness(net, iris[0].astype(np.float32), iris[1], per_sample=True)
 
 
 def test_what_has_no_terms_says_so():

@@ -16,7 +16,7 @@ from relflat_sk import (
     get_measure_names,
     measure,
 )
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from relflat_sk.measures._flatness import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS, invariance_table

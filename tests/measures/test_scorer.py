@@ -44,7 +44,7 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
 
@@ -457,7 +457,7 @@ BAD = {  # name -> (parameters of the candidate, why it is rejected)
     "dead": ({"module": Dead}, "mean loss of .* is no better than the best constant"),
     "diverged": (
         {"optimizer": torch.optim.SGD, "lr": 1e20},
-        "mean loss is (nan|inf), .*; has training diverged",
+        "mean loss is (nan|inf); has training diverged",
     ),
     "untrained": (
         {"max_epochs": 0, "module": Lucky},
@@ -813,7 +813,7 @@ def test_no_random_initialisation_passes(data_set, epochs):
 
 def test_an_infinite_loss_is_reported():
     ridge = Ridge().fit(X, TARGET)
-    with pytest.warns(FlatnessWarning, match=r"its mean loss is inf, its flatness \d"):
+    with pytest.warns(FlatnessWarning, match="its mean loss is inf; has training"):
         assert math.isnan(SCORER(ridge, X, np.full(len(X), 1e200)))
 
 
@@ -865,7 +865,7 @@ def test_recorded_value_is_that_of_the_training_data(measure_, parameters, at_mi
 def test_a_recorded_nan_is_rejected():
     model = flat_net().fit(X, NAMES)
     model.relative_flatness_ = math.nan  # recorded where measuring fails
-    with pytest.warns(FlatnessWarning, match="its flatness nan"):
+    with pytest.warns(FlatnessWarning, match="the measure 'relative_flatness' is nan"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
 
 
@@ -966,7 +966,7 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
     [
         (
             {"measure": "flatness"},
-            "measure='flatness', expected one of .*normalized_relative_flatness, .*relative_fl",
+            "no measure 'flatness'; choose from .*'normalized_relative_flatness', .*'relative_fl",
         ),
         ({"data": "test"}, "data='test', expected one of given, train"),
         ({"at_minimum": False}, "at_minimum=False, expected one of ignore, reject, warn"),

@@ -18,7 +18,7 @@ from relflat_sk import FlatnessScorer, flatness_report, measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from relflat_sk.measures._sharpness.perturbation import draw_noise, weights_of
 from relflat_sk.measures._sharpness.sharpness import (
     SHARPNESS_MEASURES,

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from relflat_sk import flatness_report, measure, relative_flatness
 from relflat_sk._network.attention import explicit_attention
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.measures.test_layer_kinds import CE
 

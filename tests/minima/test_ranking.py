@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import rank_minima
+from relflat_sk import FlatMinimaSearch, rank_minima
 from relflat_sk._minima_table import minima_table
 from relflat_sk._minima_table.columns import FIXED
 
@@ -122,6 +124,9 @@ def test_says_which_measures_there_are(by, message):
 
 
 def test_says_which_types_can_be_ranked():
+    search = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
+    with pytest.raises(NotFittedError, match="this FlatMinimaSearch holds no minima yet: call fit"):
+        rank_minima(search)
     with pytest.raises(TypeError, match=r"must be a pandas.DataFrame.*got list"):
         rank_minima([1.0, 2.0])
 

@@ -12,7 +12,7 @@ from relflat_sk import FlatnessWarning, relative_flatness
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures import evaluate
 
 CE = nn.CrossEntropyLoss()
 

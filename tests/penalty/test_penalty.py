@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import LayerNotFoundError, RelativeFlatnessPenalty
+from relflat_sk import FlatnessWarning, LayerNotFoundError, RelativeFlatnessPenalty
 from tests import oracles
 from tests.cases import CASES, mlp
+
+pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
 
 EXACT = 1e-10  # float64: both sum the same terms
 SLOPE = 1e-6  # central differences in float64, step 1e-5: truncation 1e-10, rounding 1e-11
@@ -31,6 +33,15 @@ def evaluate(penalty, net, criterion, X, y, seed=0):
     with penalty.capture(net):
         output = net(X)
     return penalty(criterion, output, y)
+
+
+def test_probabilities_under_cross_entropy_are_doubtful():
+    net = nn.Sequential(nn.Linear(5, 3), nn.Softmax(dim=1))
+    with pytest.warns(FlatnessWarning, match="CrossEntropyLoss takes logits, .* ends in a softmax"):
+        evaluate(
+            RelativeFlatnessPenalty(), net, nn.CrossEntropyLoss(), torch.randn(4, 5),
+            torch.arange(4) % 3,
+        )  # fmt: skip
 
 
 def expected(net, name, criterion, X, y):

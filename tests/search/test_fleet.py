@@ -29,6 +29,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
+from relflat_sk.search._provide import OF_FLEETS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
@@ -276,7 +277,7 @@ def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
     for number, loss in alone.minima_[["trial", "train_loss"]].itertuples(index=False):
         found = alone.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(y)), y]).mean()
-        assert again == pytest.approx(loss, rel=1e-2)
+        assert again == pytest.approx(loss, rel=OF_FLEETS)
 
 
 class Dropping(nn.Sequential):

@@ -95,6 +95,7 @@ def test_device(monkeypatch):
         ({"measure_params": {"layer": 0}}, ValueError, "give it as layer=... instead"),
         ({"measure_params": {"random_state": 0}}, ValueError, "give it as random_state=..."),
         ({"measure_params": {"batch_size": 0}}, ValueError, "batch_size must be"),
+        ({"measure": ["joint_eigenvalue_flatness"], "layer": 0}, ValueError, "has no layers to ch"),
         ({"device": "tpu9"}, ValueError, "device"),
     ],
 )

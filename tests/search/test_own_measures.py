@@ -1,4 +1,4 @@
-"""Searches rank by measures of one's own: tables, processes, remeasuring, resumed studies."""
+"""Searches rank by measures of your own: tables, processes, remeasuring, resumed studies."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from relflat_sk import (
     correlate,
     register_measure,
 )
-from relflat_sk.measures._own import _REGISTERED
+from relflat_sk.measures._names import _REGISTERED
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X)
@@ -100,6 +100,7 @@ def test_remeasuring_by_name_and_by_function(tmp_path):
         return float(np.abs(model.coef_).min())
 
     # under the same name, another function would add numbers that cannot be compared
+    register_measure("size", None)
     register_measure("size", largest_weight_of_another_kind)
     message = r"own measures, size: coefficients \(source .* then, largest_weight_of_another_kind"
     with pytest.raises(ValueError, match=message):
@@ -189,6 +190,7 @@ def test_a_measure_that_is_not_finite_is_no_minimum():
     def nowhere(model, X, y):
         return np.inf
 
-    with pytest.warns(FlatnessWarning, match="3 x a measure is not finite"):
+    message = r"no candidate has a finite measure.*\n  3 x cannot be ranked: nowhere is inf"
+    with pytest.warns(FlatnessWarning, match=message):
         search = FlatMinimaSearch(MODEL, SPACE, measure=nowhere).fit(X, Y)
     assert not search.minima_["converged"].any()

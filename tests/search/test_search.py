@@ -866,6 +866,11 @@ def test_nets_without_callbacks_are_not_pruned():
         ({"space": {"C": lambda trial: 1}}, ValueError, "n_trials is needed: the space has"),
         ({"space": {"D": [1]}}, ValueError, "space names 'D', but LogisticRegression"),
         ({"space": []}, TypeError, "space must be a dict"),
+        (
+            {"storage": "nodir/minima.db"},
+            ValueError,
+            "no folder 'nodir' for the storage 'nodir/min",
+        ),
         ({"estimator": LogisticRegression}, TypeError, "estimator must be an instance"),
         ({"measure": "flat"}, ValueError, "there is no measure 'flat'"),
         ({"measure": []}, ValueError, "measures must be a sequence"),

@@ -251,4 +251,10 @@ def test_a_layer_of_zeros_has_no_finite_bound():
     found = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
     assert all(map(math.isfinite, found.gammas[:2]))
     assert found.gammas[2] == math.inf
-    assert not math.isfinite(found.total)
+    assert (found.sharpness, found.total) == (math.inf, math.inf)
+    for linear in (net[0], net[2]):
+        nn.init.zeros_(linear.weight)
+        nn.init.constant_(linear.bias, -1.0)
+    # no unit is active: infinite norms of C1's products, times constants of C3 that are zero
+    dead = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
+    assert (dead.sharpness, dead.total) == (math.inf, math.inf)

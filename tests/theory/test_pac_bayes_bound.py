@@ -271,6 +271,12 @@ def test_bad_arguments(arguments, message):
         pac_bayes_bound(net, X, y, **{"criterion": CE, **arguments})
 
 
+def test_initial_weights_are_a_module_or_its_state():
+    net, _, X, y = trained()
+    with pytest.raises(TypeError, match="initial must be a module or its state dict, got Logistic"):
+        pac_bayes_bound(net, X, y, initial=LogisticRegression(), criterion=CE)
+
+
 def test_refuses_labels_that_are_too_few_or_belong_together():
     net, _, X, y = trained()
     with pytest.raises(ValueError, match="needs 8 labelled samples or more, got 7"):

@@ -164,6 +164,28 @@ def test_networks_of_other_kinds_are_refused(net, message):
         sharpness_conditions(net, torch.randn(5, 4).double())
 
 
+@pytest.mark.parametrize("activation", [nn.ELU, nn.GELU, nn.Softplus, lambda: nn.ELU(alpha=1e-9)])
+def test_smooth_activations_do_not_pass_by_luck(activation):
+    # one sample shows one slope, and ELU is the identity for positive numbers
+    net = nn.Sequential(nn.Linear(2, 3), activation(), nn.Linear(3, 2))
+    with torch.no_grad():
+        net[0].weight.abs_()
+        net[0].bias.fill_(30.0)
+    for X in (torch.rand(1, 2), -100 * torch.rand(1, 2), torch.rand(5, 2)):
+        with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
+            sharpness_conditions(net, X)
+
+
+def test_piecewise_linear_functions_that_are_no_relu_are_refused():
+    class Bent(nn.Module):
+        def forward(self, x):
+            return torch.maximum(x, 0.1 * x - 0.01)
+
+    net = nn.Sequential(nn.Linear(2, 3), Bent(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
+        sharpness_conditions(net, torch.randn(5, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaky_slopes_may_be_rounded(dtype):
     torch.manual_seed(0)

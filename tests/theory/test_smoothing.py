@@ -182,6 +182,14 @@ def test_smoothing_says_what_is_wrong(arguments, message):
         representativeness(model, X, y, **arguments)
 
 
+def test_a_split_in_which_no_sample_counts_is_refused():
+    model, X, y = regression()
+    alphas = np.zeros(40)
+    alphas[0] = 1.0
+    with pytest.raises(ValueError, match="no sample of one part of a split counts: their alphas"):
+        representativeness(model, X, y, alphas=alphas, random_state=0)
+
+
 # the bound
 
 

@@ -21,6 +21,7 @@ References
    Neural Networks", 2020.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,9 @@ def measure_layers(  # noqa: PLR0913
             )
         for group in groups:
             found |= group.finish(summary, weight_decay)
+    if summary.has_labels and math.isnan(summary.loss):
+        # closed forms do not see the loss, which may not be defined at these outputs
+        found = {key: one.without_value() for key, one in found.items()}
     return {(layer, name): found[layer, name] for layer in summary.layer_weights for name in names}
 
 

@@ -13,6 +13,7 @@ from relflat_sk._network import (
     Network,
     Tail,
     choose_curvatures,
+    find_ending,
     find_link,
     layer_map,
     sample_weight,
@@ -51,6 +52,8 @@ class ForwardPass:
         Shape of the output for one sample.
     link : str or None
         Function from the last recorded layer to the output, see `find_link`.
+    has_labels : bool
+        Whether the batch has labels.
     """
 
     layers: dict[str, LayerPass]
@@ -59,6 +62,7 @@ class ForwardPass:
     totals: Tensor
     output_shape: torch.Size
     link: str | None
+    has_labels: bool
 
     def __len__(self) -> int:
         return len(self.sample_weight)
@@ -113,7 +117,7 @@ def make_forward_pass(
     output = loss.classes_second(output, batch.y)
     target = _read_target(loss, output, batch)
     link = find_link(output, records[-1].node)
-    warn_of_ending(loss.criterion, link)
+    warn_of_ending(loss.criterion, find_ending(output))
     if target is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
     losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
@@ -131,6 +135,7 @@ def make_forward_pass(
         else totals.double() @ weights,
         output_shape=output.shape[1:],
         link=link,
+        has_labels=target is not None,
     )
 
 

@@ -28,6 +28,8 @@ class Summary:
         Shape of the output for one sample.
     link : str or None, default=None
         Function from the last measured layer to the output, see `find_link`.
+    has_labels : bool, default=False
+        Whether the data have labels.
     layer_weights : dict of str to Tensor of shape (d, m)
         Weights of the measured layers: in float64, or as they are with very many classes.
     order : list of str
@@ -38,6 +40,7 @@ class Summary:
     n_samples: int = 0
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
+    has_labels: bool = False
     layer_weights: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
@@ -66,6 +69,7 @@ class Summary:
         self.totals = forward.totals if self.totals is None else self.totals + forward.totals
         self.n_samples += len(forward)
         self.output_shape, self.link = forward.output_shape, forward.link
+        self.has_labels = forward.has_labels
         if not self.layer_weights:
             self.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
 
@@ -115,6 +119,18 @@ class Flatness:
     term_stderrs: NDArray[np.float64] | None = None
     neurons: NDArray[np.float64] | None = None
     neuron_stderrs: NDArray[np.float64] | None = None
+
+    def without_value(self) -> "Flatness":
+        """Return the same result with nan in place of every value.
+
+        Returns
+        -------
+        Flatness
+            To be returned where there is no mean loss, so that there is no curvature of it.
+        """
+        arrays = (self.terms, self.term_stderrs, self.neurons, self.neuron_stderrs)
+        lost = [None if array is None else np.full_like(array, np.nan) for array in arrays]
+        return Flatness(np.nan, np.nan, self.method, self.network, self.summary, *lost)
 
     @property
     def risk(self) -> float:

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from relflat_sk._checks import is_number
 from relflat_sk._network import Network, borrowed
 from relflat_sk._rescaling import AffineLayer, fold_layers
-from relflat_sk.measures._estimate import Estimate
+from relflat_sk.measures._estimate import Estimate, with_tolerance
 from relflat_sk.measures._norms.operator_norm import is_iterated, operator_norm
 from relflat_sk.measures._norms.over_margin import PERCENTILE, estimate_from_log, log
 
@@ -142,7 +142,7 @@ def spectral_product(
     sizes = sum(math.log(layer.output_shape.numel()) for layer in layers)
     norms, tolerance = log_spectral_norms(layers, rtol)
     product = estimate_from_log(sizes + 2 * norms, network, over_margin, percentile)
-    return _with_tolerance(product, 2 * tolerance)
+    return with_tolerance(product, 2 * tolerance * product.value)
 
 
 def l2_lipschitz_product(
@@ -189,7 +189,7 @@ def l2_lipschitz_product(
     """
     norms, tolerance = log_spectral_norms(only_layers("l2_lipschitz_product", network), rtol)
     product = estimate_from_log(norms, network, over_margin, percentile, power=1)
-    return _with_tolerance(product, tolerance)
+    return with_tolerance(product, tolerance * product.value)
 
 
 def linf_lipschitz_product(
@@ -326,8 +326,3 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
             f"but the network has other weights: {', '.join(others)}."
         )
     return layers
-
-
-def _with_tolerance(product: Estimate, share: float) -> Estimate:
-    """Return a product whose standard error is a share of it; exact if the share is 0."""
-    return Estimate(product.value, share * product.value, "lanczos") if share else product

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from relflat_sk._network import Network, borrowed, find_faster_step
 from relflat_sk._rescaling import AffineLayer
-from relflat_sk.measures._estimate import Estimate
+from relflat_sk.measures._estimate import Estimate, with_tolerance
 from relflat_sk.measures._norms.over_margin import PERCENTILE, positive_margin
 from relflat_sk.measures._norms.products import log_largest_rows, log_spectral_norms, only_layers
 
@@ -98,8 +98,7 @@ def log_robustness(
     logs = ranges.log() + (math.log(2 * corner / gamma) + log_lipschitz)
     # from 2^52 cells on, rounding up changes nothing in floating point
     cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
-    method = "lanczos" if tolerance else "exact"
-    return Estimate(float(cells.sum()), tolerance * len(ranges), method)
+    return with_tolerance(Estimate(float(cells.sum())), tolerance * len(ranges))
 
 
 def _check_chain(network: Network, layers: Sequence[AffineLayer], norm: str) -> None:

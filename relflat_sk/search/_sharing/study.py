@@ -50,6 +50,8 @@ def open_storage(storage: Any) -> BaseStorage:
     ------
     TypeError
         If `storage` is none of these.
+    ValueError
+        If there is no folder for the file.
 
     Examples
     --------
@@ -75,6 +77,12 @@ def _open(storage: Any) -> BaseStorage:
         )
     if is_file(storage):
         file = str(storage)
+        folder = Path(file).expanduser().parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"there is no folder {str(folder)!r} for the storage {file!r}: make it first, or "
+                "give a file in another folder."
+            )
         is_journal_file = Path(file).suffix in _OF_JOURNALS
         storage = (
             JournalStorage(JournalFileBackend(file)) if is_journal_file else f"sqlite:///{file}"

@@ -6,7 +6,7 @@ from typing import Any
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, to_network_with_source
 from relflat_sk._network import Network
-from relflat_sk.measures import Flatness, check_arguments, measure_network
+from relflat_sk.measures import Flatness, check_arguments, check_layers, measure_network
 from relflat_sk.search._trial.training_data import TrainingData
 
 __all__ = ["Measuring"]
@@ -39,7 +39,8 @@ class Measuring:
     TypeError
         If no measure takes an argument, or `layer` is neither a position nor a name.
     ValueError
-        If an argument is one of the search's own, or torch cannot use the device.
+        If an argument is one of the search's own, no measure takes a layer, or torch cannot use
+        the device.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Measuring:
             )
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"measure_params must be a dict or None, got {params!r}.")
+        check_layers(names, layer)
         check_device(device)
         self.layer = layer
         self.params = dict(params or {})

@@ -1,6 +1,6 @@
 """Measure a trained candidate, and record in its trial what the table of minima shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -15,7 +15,7 @@ from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures import Flatness, find_measure
+from relflat_sk.measures import Flatness, find_measures
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
@@ -24,9 +24,11 @@ from relflat_sk.search._trial.training_data import TrainingData
 from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
 
-__all__ = ["check_names", "measure_held_out", "record_trial"]
+__all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial"]
 
 TRAIN_LOSS = "train_loss"
+# how the reason of a minimum begins whose measures are nan or infinite
+NO_MEASURE = "cannot be ranked: "
 
 
 class _Attributes(dict[str, Any]):
@@ -74,11 +76,12 @@ def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
     """
     if isinstance(given, str) or callable(given) or not given:
         raise ValueError(f"measures must be a sequence of names, got {given!r}.")
-    names = tuple(one if one == TRAIN_LOSS else find_measure(one) for one in given)
-    measures = tuple(name for name in names if name != TRAIN_LOSS)
-    if not measures:
+    others = [one for one in given if one != TRAIN_LOSS]
+    if not others:
         raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
-    return names, measures
+    measures = iter(find_measures(others))
+    names = tuple(one if one == TRAIN_LOSS else next(measures) for one in given)
+    return names, tuple(name for name in names if name != TRAIN_LOSS)
 
 
 def record_measures(
@@ -173,6 +176,12 @@ def record_trial(
     values["train_loss"] = measured.train_loss
     objectives = [values[name] for name in objective.names]
     return record_verdict(trial, estimator, objective.goal, measured, objectives)
+
+
+def _name_non_finite(found: Mapping[str, Flatness]) -> str:
+    """Say which measures are nan or infinite, as the reason of a candidate."""
+    values = {name: one.value for name, one in found.items() if not np.isfinite(one.value)}
+    return NO_MEASURE + ", ".join(f"{name} is {value}" for name, value in values.items())
 
 
 def _has_finite_weights(module: nn.Module) -> bool:
@@ -284,7 +293,7 @@ def record_verdict(
         ending = Ending("", "the training loss is no better than a constant prediction's")
         checked = [np.nan] * len(checked)
     elif not np.isfinite(values).all():
-        ending = Ending("", "a measure is not finite")
+        ending = Ending("", _name_non_finite(measured.found))
     else:
         ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
     reason = ending.reason

@@ -1,0 +1,263 @@
+"""The names of measures, and the measures that users wrote, with or without a name."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from relflat_sk._minima_table import column_of, is_reserved
+from relflat_sk.measures._own import OwnMeasure
+from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS
+
+__all__ = [
+    "NEURONS",
+    "find_measure",
+    "find_measures",
+    "get_measure_names",
+    "hold_functions",
+    "register_measure",
+]
+
+# the name of an array of measures, one for each neuron, which is no name of a single number
+NEURONS = "neuron_flatness"
+
+_REGISTERED: dict[str, OwnMeasure] = {}
+
+
+def register_measure(
+    name: str,
+    function: Callable[..., Any] | None,
+    *,
+    invariance: Iterable[str] | None = None,
+) -> None:
+    """Give a name to a measure of your own, which all functions take from then on.
+
+    Functions that take the name of a measure also take a function itself, without registration:
+    its column in tables then has the function's ``__name__``. Functions without such a name
+    (lambdas, `functools.partial`, other objects that can be called) need a name in tables only.
+
+    Parameters
+    ----------
+    name : str
+        The name, as of a column.
+    function : callable or None
+        ``f(model, X, y)``, which returns a number, small where the minimum is good, or a pair of
+        a number and its standard error. It gets the model and the data as they were passed; a
+        torch module is in evaluation mode, and the model is restored afterwards. Further
+        arguments of the function become arguments of the measure, as in
+        ``measure(name, model, X, y, radius=0.1)``. Those named `sample_weight` and
+        `random_state` get the weights and the seed of the call. None forgets the name.
+    invariance : iterable of str, optional
+        Changes of the weights that change neither the network's function nor the measure:
+        "layer", "feature neurons", "own neurons", see docs/measures.md. Reports show them.
+
+    Raises
+    ------
+    TypeError
+        If the function cannot be called with model, X and y.
+    ValueError
+        If the name is that of another column or of another function, an argument of the function
+        is named like one that is not passed on, such as `layer`, or there is no such change of
+        the weights.
+
+    See Also
+    --------
+    get_measure_names : Lists the names, registered ones included.
+
+    Notes
+    -----
+    Weight decay cannot be counted into such a measure, and it belongs to the network as a whole:
+    it has no layer.
+
+    A function that is defined again, as in a notebook, replaces its earlier definition.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sklearn.linear_model import LinearRegression
+    >>> from relflat_sk import measure, register_measure
+    >>> def coefficient_norm(model, X, y, order=2):
+    ...     return np.linalg.norm(model.coef_, ord=order)
+    >>> model = LinearRegression().fit([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], [0.0, 3.0, 4.0])
+    >>> round(measure(coefficient_norm, model, [[1.0, 1.0]], [7.0]), 4)
+    5.0
+    >>> register_measure("coefficients", coefficient_norm)
+    >>> round(measure("coefficients", model, [[1.0, 1.0]], [7.0], order=1), 4)
+    7.0
+    >>> register_measure("coefficients", None)
+    """
+    if function is None:
+        _REGISTERED.pop(name, None)
+        return
+    if not callable(function):
+        raise TypeError(f"function must be a function of model, X and y, got {function!r}.")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a text, got {name!r}.")
+    _check_free(name)
+    verdict = "unknown"
+    if invariance is not None:
+        changes = [invariance] if isinstance(invariance, str) else list(invariance)
+        unknown = [change for change in changes if change not in REPARAMETERIZATIONS]
+        if unknown:
+            raise ValueError(
+                f"invariance must name some of {list(REPARAMETERIZATIONS)}, got {unknown[0]!r}."
+            )
+        verdict = ", ".join(change for change in REPARAMETERIZATIONS if change in changes)
+    before = _REGISTERED.get(name)
+    if before is not None and not _is_redefined(before.function, function):
+        raise ValueError(
+            f"{name!r} is the name of {before.function!r} already. Choose another name for "
+            f"{function!r}, or free this one by register_measure({name!r}, None)."
+        )
+    _REGISTERED[name] = OwnMeasure(name, function, verdict or "none")
+
+
+def _is_redefined(before: Any, function: Any) -> bool:
+    """Return whether a function is an earlier one, or a later definition of it."""
+    if function == before:
+        return True
+    places = [
+        (getattr(f, "__module__", None), getattr(f, "__qualname__", "")) for f in (before, function)
+    ]
+    return places[0] == places[1] and bool(places[0][1]) and "<" not in places[0][1]
+
+
+def get_measure_names() -> list[str]:
+    """List the names that `measure` and `FlatnessScorer` take.
+
+    Returns
+    -------
+    list of str
+        The names in alphabetical order, those of `register_measure` included.
+
+    Examples
+    --------
+    >>> "relative_flatness" in get_measure_names()
+    True
+    """
+    return sorted([*INVARIANCES, *map(str, _REGISTERED)])
+
+
+def find_measure(measure: Any) -> str:
+    """Find a measure by its name, or by the user's own function, which needs no name.
+
+    Parameters
+    ----------
+    measure : str or callable
+        As the user gave it.
+
+    Returns
+    -------
+    str
+        The name; an `OwnMeasure` if it is the user's own.
+
+    Raises
+    ------
+    TypeError
+        If it is a function, but not of model, X and y.
+    ValueError
+        If there is no such measure, with a list of the measures; or if the function has the name
+        of another column.
+    """
+    measure = hold_functions(measure)
+    if isinstance(measure, OwnMeasure):
+        return measure
+    if isinstance(measure, str) and measure in INVARIANCES:
+        return measure
+    if isinstance(measure, str) and measure == NEURONS:
+        raise ValueError(
+            f"{NEURONS} is an array, not a number: only measure() and flatness_report take it. Use "
+            "neuron_flatness_max or neuron_flatness_sum."
+        )
+    if not callable(measure):
+        raise ValueError(
+            f"there is no measure {measure!r}; choose from {get_measure_names()}, or pass a "
+            "function of model, X and y."
+        )
+    name = getattr(measure, "__name__", type(measure).__name__)
+    _check_free(name)
+    return OwnMeasure(name, measure)
+
+
+def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
+    """Find the measures of a table, after a check of each of them.
+
+    Parameters
+    ----------
+    measures : str, callable or iterable of these
+        As the user gave them.
+    neurons : bool, default=False
+        Whether `NEURONS` may be among the names.
+
+    Returns
+    -------
+    list of str
+        At least one name, see `find_measure`.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a measure nor a list of measures.
+    ValueError
+        If there is none, or no measure of one of the names; if a function has no name, or two
+        functions have the same.
+    """
+    if callable(measures):
+        measures = [measures]
+    if not isinstance(measures, Iterable):
+        raise TypeError(
+            "measures must be a name or a list of names, as listed by get_measure_names(), got "
+            f"{measures!r} of type {type(measures).__name__}."
+        )
+    given = [measures] if isinstance(measures, str) else list(measures)
+    if not given:
+        raise ValueError(
+            f"measures must name at least one measure, got {measures!r}. Leave it out to compute "
+            "all measures."
+        )
+    names = [
+        one if neurons and isinstance(one, str) and one == NEURONS else find_measure(one)
+        for one in given
+    ]
+    functions: dict[str, Any] = {}
+    for one, name in zip(given, names, strict=True):
+        column_of(one)  # refuses a function without a name
+        if (
+            isinstance(name, OwnMeasure)
+            and functions.setdefault(name, name.function) != name.function
+        ):
+            raise ValueError(
+                f"two measures have the name {str(name)!r}, which is that of one column: "
+                f"{functions[name]!r} and {name.function!r}. Give one of them another name by "
+                "register_measure(name, function), and pass that name."
+            )
+    return names
+
+
+def hold_functions(measures: Any) -> Any:
+    """Let the registered names among measures hold their functions, for other processes.
+
+    Parameters
+    ----------
+    measures : str, callable or sequence of these
+        As the user gave them.
+
+    Returns
+    -------
+    str, callable or sequence of these
+        The same, with an `OwnMeasure` in place of each registered name.
+    """
+    if isinstance(measures, OwnMeasure):
+        return measures
+    if isinstance(measures, str):
+        return _REGISTERED.get(measures, measures)
+    if isinstance(measures, list | tuple):
+        return type(measures)(map(hold_functions, measures))
+    return measures
+
+
+def _check_free(name: str) -> None:
+    """Refuse the name of a measure of this library, or of another column of a table of minima."""
+    if name in INVARIANCES or name == NEURONS or is_reserved(name):
+        raise ValueError(
+            f"{name!r} is a measure or a column of relflat_sk: choose another name for yours, by "
+            "register_measure(name, function) for example."
+        )
