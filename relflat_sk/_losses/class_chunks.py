@@ -1,7 +1,8 @@
 r"""Sums over very many classes of a softmax, in little memory.
 
-The head of a language model has 50,000 classes and more. Nothing of the shape of its weight, and
-no probabilities of all classes, are stored here: sums over the classes run over chunks of them.
+The head of a language model has 50,000 classes and more. This module computes sums over the
+classes chunk by chunk. It stores neither an array of the shape of the weight nor the probabilities
+of all classes.
 
 Let ``t`` be the most probable class of a sample, ``z_n`` the greatest of its other logits, and
 
@@ -15,10 +16,10 @@ classes but ``t`` give the variance of the rows under ``p``:
 .. math:: V = \sum_k p_k |x_k|^2 - \Big|\sum_k p_k x_k\Big|^2
     = g \big(Q - g |S|^2 + p_t (U |x_t|^2 - 2 x_t \cdot S)\big) .
 
-It is the trace ``Tr(F^T B F)``, and the same without the sum over columns gives the quadratic
-forms of the columns. Nothing cancels where ``p`` is nearly one-hot, since ``g`` is a factor, and
-nothing underflows. Therefore float32 is enough for the sums of a chunk. Sums of chunks are added
-up in float64.
+``V`` is the trace ``Tr(F^T B F)``; without the sum over columns, the formula gives the quadratic
+form of each column. Where ``p`` is nearly one-hot, no digits cancel, because ``g`` is a factor, and
+no exponential underflows. Therefore float32 is enough within a chunk. The sums of the chunks are
+added up in float64.
 """
 
 from collections.abc import Iterator
@@ -32,17 +33,17 @@ from relflat_sk._numerics import full_precision
 
 __all__ = ["Odds", "Rows", "Sums", "chunks"]
 
-# most classes in a chunk, and most numbers in its arrays, by whether on a GPU. A product of
-# matrices loses digits with the number of terms that it adds up, but small ones take long on a GPU
+# largest number of classes in a chunk, and of numbers in its arrays, on a CPU and on a GPU. Large
+# chunks lose digits, because a matrix product adds up more terms; small chunks take long on a GPU
 _CLASSES = {False: 2**10, True: 2**13}
 _NUMBERS = {False: 2**23, True: 2**26}
-# number of rows whose mean is subtracted from all rows
+# number of rows from which the row that is subtracted is computed, as their mean
 _CENTRED = 1024
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows ``x_k`` of a factor without a common part, which would cancel.
+    """The rows ``x_k`` of a factor, minus a common row, whose squares would cost digits.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ class Rows:
     centre : Tensor of shape (m,)
         Row to subtract from all rows.
     spread : Tensor of shape (m,) or None, default=None
-        Multiplies the columns then; ones if None.
+        Factor of each column after the subtraction; None leaves the columns as they are.
     """
 
     factor: Tensor
@@ -139,7 +140,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Odds:
-    """The most probable class of each sample, and the probability of others relative to it.
+    """The most probable class of each sample, and how probable the other classes are beside it.
 
     Parameters
     ----------
@@ -286,7 +287,7 @@ class Sums:
                 total = total + u.sum(dim=1, keepdim=True)
                 first = first + u @ full_precision(rows.factor[part])
                 second = second + u @ (rows[part].square_() if columns else rows.norms[part])
-        # a common part of the rows makes squares inexact, not these sums: it can be subtracted last
+        # the common row costs digits in squares, but not in sums, where it is subtracted at the end
         first = rows.stretch(first - total * rows.centre)
         return cls(odds, total, first, second, rows[odds.top[:, 0]].double())
 

@@ -13,9 +13,9 @@ __all__ = ["largest_eigenvalue"]
 
 Vector = NDArray[np.float64]
 
-# a matrix of at most as many rows is cheaper to compute than the vectors of Lanczos' iteration
+# up to this number of rows, the whole matrix costs less than the iteration
 _SMALL = 24
-# most products in an iteration
+# largest number of products in an iteration
 _MAX_PRODUCTS = 1000
 
 
@@ -72,7 +72,7 @@ def largest_eigenvalue(
     def checked(vector: Vector) -> Vector:
         found = product(np.asarray(vector, dtype=np.float64).reshape(-1))
         if not np.isfinite(found).all():
-            raise _NotFiniteError  # LAPACK prints messages of its own
+            raise _NotFiniteError  # LAPACK would print a message
         return found
 
     try:
@@ -112,7 +112,7 @@ def _iterate(
             f"the largest eigenvalue {where} did not converge to a relative tolerance of "
             f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
         )
-    except ArpackError:  # a matrix of zeros, of a dead layer, leaves nothing of the start
+    except ArpackError:  # the matrix of a dead layer is zero, on which the iteration fails
         if product(start).any():
             raise
         values, vectors = np.zeros(1), start[:, None]

@@ -214,12 +214,14 @@ def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
             "all measures."
         )
     names = [
-        one if neurons and isinstance(one, str) and one == NEURONS else find_measure(one)
-        for one in given
+        measure
+        if neurons and isinstance(measure, str) and measure == NEURONS
+        else find_measure(measure)
+        for measure in given
     ]
     functions: dict[str, Any] = {}
-    for one, name in zip(given, names, strict=True):
-        column_of(one)  # refuses a function without a name
+    for measure, name in zip(given, names, strict=True):
+        column_of(measure)  # refuses a function without a name
         if (
             isinstance(name, OwnMeasure)
             and functions.setdefault(name, name.function) != name.function

@@ -77,7 +77,7 @@ def flatness_report(  # noqa: PLR0913
     TypeError
         If an argument is of the wrong type.
     ValueError
-        If there is no measure of one of the names, `measures` or `layers` is empty, or layers are
+        If a name is not that of a measure, `measures` or `layers` is empty, or layers are
         chosen for measures of the whole network only.
 
     Warns
@@ -131,18 +131,18 @@ def _rows(
     name: str, found: Mapping[tuple[str, str], Flatness], layer: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of a measure at a layer, or a row for each neuron; none if it is no layer's."""
-    one = found.get((layer, LARGEST_NEURON if name == NEURONS else name))
-    if one is None:
+    result = found.get((layer, LARGEST_NEURON if name == NEURONS else name))
+    if result is None:
         return
-    known = {"method": one.method, "n_samples": one.n_samples}
+    known = {"method": result.method, "n_samples": result.n_samples}
     if isinstance(name, OwnMeasure):
         known["invariance"] = name.invariance
     else:
         known["invariance"] = describe_invariance(LARGEST_NEURON if name == NEURONS else name)
     if name != NEURONS:
-        yield {"value": one.value, "stderr": one.stderr, **known}
+        yield {"value": result.value, "stderr": result.stderr, **known}
         return
-    assert one.neurons is not None
-    assert one.neuron_stderrs is not None
-    for j, (value, stderr) in enumerate(zip(one.neurons, one.neuron_stderrs, strict=True)):
+    assert result.neurons is not None
+    assert result.neuron_stderrs is not None
+    for j, (value, stderr) in enumerate(zip(result.neurons, result.neuron_stderrs, strict=True)):
         yield {"value": float(value), "stderr": float(stderr), **known, "neuron": j}

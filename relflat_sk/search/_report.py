@@ -111,7 +111,7 @@ def _minima(minima: pd.DataFrame) -> str:
     first = ["rank", "trial"]
     table = minima[[*first, *(name for name in minima.columns if name not in first)]]
     good = is_converged(minima) & is_complete(minima)
-    return _table(table, ["" if one else "poor" for one in good])
+    return _table(table, ["" if is_good else "poor" for is_good in good])
 
 
 def _table(table: pd.DataFrame, classes: list[str] | None = None) -> str:

@@ -126,7 +126,7 @@ class Space:
             for value in entry.values if is_choice(entry) else ():
                 yield name, value
                 if hasattr(value, "get_params") and not isinstance(value, type):  # of a step
-                    found += ((f"{name}__{one}", x) for one, x in value.get_params().items())
+                    found += ((f"{name}__{inner}", x) for inner, x in value.get_params().items())
         yield from ((name, value) for name, value in found if name not in self.entries)
 
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -225,7 +225,7 @@ def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "
         return _why_no_argument(part if isinstance(part, type) else type(part), tail)
     if tail and hasattr(params.get(head), "get_params"):
         return _why_not(params[head], tail, varied, f"{prefix}{head}__")
-    own = sorted(one for one in params if "__" not in one)
+    own = sorted(param for param in params if "__" not in param)
     known = f"It has {own}" + (
         " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
     )
@@ -236,9 +236,9 @@ def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "
 
 def _similar(name: str, known: Collection[str]) -> str:
     """Return the names that a wrong name may stand for, the most similar first; at most three."""
-    without_prefix = [one for one in known if one.endswith(f"__{name}")]
+    without_prefix = [param for param in known if param.endswith(f"__{name}")]
     found = [*without_prefix, *difflib.get_close_matches(name, known)]
-    return " or ".join(repr(one) for one in list(dict.fromkeys(found))[:3])
+    return " or ".join(map(repr, list(dict.fromkeys(found))[:3]))
 
 
 def _why_no_argument(part: type, name: str) -> str:
