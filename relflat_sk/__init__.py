@@ -27,7 +27,7 @@ from relflat_sk.plots import (
     SharpnessKLDisplay,
     TrainingCurvesDisplay,
 )
-from relflat_sk.search import FlatMinimaSearch, MinimaObjective, flattest_within
+from relflat_sk.search import FlatMinimaSearch, MinimaObjective, flattest_within, optimize_study
 from relflat_sk.theory import (
     feature_robustness,
     generalization_bound,
@@ -77,6 +77,7 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # searching and ranking
     "MinimaObjective",
     "FlatMinimaSearch",
+    "optimize_study",
     "rank_minima",
     "correlate",
     "granulated_kendall",

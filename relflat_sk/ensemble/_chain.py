@@ -6,13 +6,14 @@ linear layers and activations is known, and goes to arrays that are there alread
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Chain", "Trace", "find_chain"]
+from relflat_sk.ensemble._trace import Trace, Traced
+
+__all__ = ["Chain", "find_chain"]
 
 _ops: Any = torch.ops.aten
 
@@ -24,7 +25,11 @@ class _Step(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output."""
+        """Compute the output in training, and hold what `backward` needs."""
+
+    @abstractmethod
+    def evaluate(self, x: Tensor) -> Tensor:
+        """Compute the output in evaluation."""
 
     @abstractmethod
     def backward(self, outer: Tensor, *, needed: bool) -> Tensor:
@@ -50,6 +55,9 @@ class _Linear(_Step):
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
+        return self.evaluate(x)
+
+    def evaluate(self, x: Tensor) -> Tensor:
         if self.has_bias:
             return torch.baddbmm(self.bias, x, self.transposed)
         return x @ self.transposed
@@ -77,6 +85,9 @@ class _Activation(_Step):
         self.known = y if self.of_output else x
         return y
 
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
     def backward(self, outer: Tensor, *, needed: bool) -> Tensor:
         return self.derivative(outer, self.known)
 
@@ -86,6 +97,9 @@ class _Flatten(_Step):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
+        return x.flatten(2)
+
+    def evaluate(self, x: Tensor) -> Tensor:
         return x.flatten(2)
 
     def backward(self, outer: Tensor, *, needed: bool) -> Tensor:
@@ -102,6 +116,9 @@ class _Dropout(_Step):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.mask
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return x
 
     def backward(self, outer: Tensor, *, needed: bool) -> Tensor:
         return outer * self.mask
@@ -181,53 +198,6 @@ def _layers(module: nn.Module, name: str) -> list[tuple[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A linear layer in a forward pass: inputs (k, n, m), output (k, n, d), weight (k, d, m)."""
-
-    inputs: Tensor
-    output: Tensor
-    weight: Tensor
-
-
-class Trace:
-    """A forward pass with its graph.
-
-    Parameters
-    ----------
-    layers : dict of str to _Traced
-        The linear layers by name, in the order of their calls.
-    leaves : dict of str to Tensor of shape (k, ...)
-        The weights, which begin the graph.
-    gradients : dict of str to Tensor of shape (k, ...)
-        Where gradients go.
-    """
-
-    def __init__(self, layers: Mapping[str, _Traced], leaves: Tensors, gradients: Tensors) -> None:
-        self.layers = layers
-        self._leaves, self._gradients = leaves, gradients
-
-    @property
-    def last(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, inputs and weight of the last layer."""
-        last = list(self.layers.values())[-1]
-        return last.output, last.inputs, last.weight
-
-    def backward(self, tensors: Sequence[Tensor], outer: Sequence[Tensor]) -> None:
-        """Compute the gradients of the weights.
-
-        Parameters
-        ----------
-        tensors : sequence of Tensor
-            Tensors of the graph.
-        outer : sequence of Tensor
-            The gradient in each of them.
-        """
-        found = torch.autograd.grad(tensors, list(self._leaves.values()), outer)
-        for name, gradient in zip(self._leaves, found, strict=True):
-            self._gradients[name].copy_(gradient)
-
-
 class Chain:
     """A chain of layers that ends in a linear layer, of many networks.
 
@@ -279,7 +249,7 @@ class Chain:
                 step.bind(leaves, self._gradients)
             inputs, x = x, step.forward(x)
             if isinstance(step, _Linear):
-                layers[step.name] = _Traced(inputs, x, step.weight)
+                layers[step.name] = Traced(inputs, x, step.weight)
         return Trace(layers, leaves, self._gradients)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,6 +273,23 @@ class Chain:
             x = step.forward(x)
         last: Any = self._steps[-1]
         return x, last.x, last.weight
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        """Compute outputs in evaluation mode.
+
+        Parameters
+        ----------
+        x : Tensor of shape (k, n, ...)
+            Inputs.
+
+        Returns
+        -------
+        Tensor of shape (k, n, d)
+            Outputs.
+        """
+        for step in self._steps:
+            x = step.evaluate(x)
+        return x
 
     def backward(self, z: Tensor, phi: Tensor | None, weight: Tensor | None) -> None:
         """Compute the gradients of the weights.

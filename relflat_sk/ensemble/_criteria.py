@@ -55,7 +55,23 @@ class Criterion(ABC):
     def __init__(self, criterion: Any) -> None:
         self.criterion = criterion
 
-    @abstractmethod
+    def each(self, z: Tensor, target: Tensor) -> Tensor:
+        """Compute the losses of the members' samples, which are not negative.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, ...)
+            Outputs.
+        target : Tensor of shape (k, n, ...)
+            Targets.
+
+        Returns
+        -------
+        Tensor of shape (k, n)
+            Losses, whose mean is that of the member.
+        """
+        raise NotImplementedError
+
     def loss(self, z: Tensor, target: Tensor) -> Tensor:
         """Compute the losses of the members.
 
@@ -71,6 +87,7 @@ class Criterion(ABC):
         Tensor of shape (k,)
             One loss for each member.
         """
+        return self.each(z, target).mean(1)
 
     @abstractmethod
     def slopes(self, z: Tensor, target: Tensor) -> Slopes:
@@ -150,9 +167,9 @@ class Criterion(ABC):
         return (constant - loss).clamp_(min=0)
 
     @property
-    def is_curved(self) -> bool:
-        """Whether `curvature` is known."""
-        return type(self).curvature is not Criterion.curvature
+    def is_known(self) -> bool:
+        """Whether there are formulas for `each` and `curvature`."""
+        return not isinstance(self, _AnyCriterion)
 
 
 class _AnyCriterion(Criterion):
@@ -175,8 +192,8 @@ class _CrossEntropy(Criterion):
 
     takes_columns = True
 
-    def loss(self, z: Tensor, target: Tensor) -> Tensor:
-        return z.log_softmax(-1).gather(-1, target).mean(dim=(1, 2)).neg_()
+    def each(self, z: Tensor, target: Tensor) -> Tensor:
+        return z.log_softmax(-1).gather(-1, target).squeeze(-1).neg_()
 
     def slopes(self, z: Tensor, target: Tensor) -> Slopes:
         logarithms = z.log_softmax(-1)
@@ -244,8 +261,8 @@ class _Outputs(Criterion):
 class _SquaredError(_Outputs):
     """The mean squared error."""
 
-    def loss(self, z: Tensor, target: Tensor) -> Tensor:
-        return (z - target).square_().flatten(1).mean(1)
+    def each(self, z: Tensor, target: Tensor) -> Tensor:
+        return (z - target).square_().mean(2)
 
     def slopes(self, z: Tensor, target: Tensor) -> Slopes:
         error = z - target
@@ -258,9 +275,9 @@ class _SquaredError(_Outputs):
 class _LogisticLoss(_Outputs):
     """The mean logistic loss of labels 0 and 1."""
 
-    def loss(self, z: Tensor, target: Tensor) -> Tensor:
-        each = nn.functional.binary_cross_entropy_with_logits(z, target, reduction="none")
-        return each.flatten(1).mean(1)
+    def each(self, z: Tensor, target: Tensor) -> Tensor:
+        losses = nn.functional.binary_cross_entropy_with_logits(z, target, reduction="none")
+        return losses.mean(2)
 
     def slopes(self, z: Tensor, target: Tensor) -> Slopes:
         return Slopes(self.loss(z, target), (z.sigmoid() - target).div_(z[0].numel()))

@@ -20,6 +20,8 @@ class Data:
         The nets.
     output : Tensor of shape (1, ...)
         Output of one network for one sample.
+    takes_columns : bool, default=False
+        Whether batches of targets are of shape (k, n, 1).
 
     Attributes
     ----------
@@ -27,19 +29,27 @@ class Data:
         The data of all members.
     sizes : list of int
         The number of samples in each batch of the epoch.
+    n_rows : int
+        The number of samples of each member.
     """
 
-    def __init__(self, members: Sequence[Member], output: Tensor) -> None:
+    def __init__(
+        self, members: Sequence[Member], output: Tensor, *, takes_columns: bool = False
+    ) -> None:
         inputs, self._first_rows = _joined([member.inputs for member in members])
         targets, self._first_targets = _joined([member.targets for member in members])
         self.inputs, targets = members[0].moved(inputs, targets)
         shown = output.expand(len(targets), *output.shape[1:])
         loss = Loss(members[0].net.criterion_)
-        self.targets = loss.read_target(shown, targets).values
+        values = loss.read_target(shown, targets).values
+        self.targets = values[:, None] if takes_columns else values
         for member in members:
             member.net._check_output(Loss(member.net.criterion_), output)
         self._size = int(members[0].loader.batch_size or 1)
         self._drop_last = bool(members[0].loader.drop_last)
+        own = torch.stack([member.loader.rows for member in members])
+        self._own_rows, self._own_targets = own + self._first_rows, own + self._first_targets
+        self.n_rows = own.shape[1]
 
     def start(self, members: Sequence[Member]) -> None:
         """Take the orders of an epoch.
@@ -59,11 +69,43 @@ class Data:
         self.sizes = [chunk.shape[1] for chunk in self._rows] if n else []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        k = len(self._first_rows)
         for rows, labels in zip(self._rows if self.sizes else (), self._labels, strict=False):
-            x = self.inputs.index_select(0, rows.reshape(-1))
-            y = self.targets.index_select(0, labels.reshape(-1))
-            yield x.view(k, -1, *x.shape[1:]), y.view(k, -1, *y.shape[1:])
+            yield _cut(self.inputs, rows), _cut(self.targets, labels)
+
+    def in_order(
+        self, positions: Sequence[int], samples: Tensor | None, size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut batches in the order of the data.
+
+        Parameters
+        ----------
+        positions : sequence of int
+            Which members.
+        samples : Tensor of shape (len(positions), n) or None
+            The numbers of their samples; all samples if None.
+        size : int
+            Number of samples in a batch.
+
+        Yields
+        ------
+        inputs, targets : Tensor of shape (len(positions), n, ...)
+            As in an epoch.
+        """
+        chosen = torch.tensor(positions)
+        rows, labels = self._own_rows[chosen], self._own_targets[chosen]
+        if samples is not None:
+            rows, labels = (one.gather(1, samples.cpu()) for one in (rows, labels))
+        device = self.inputs.device
+        for some, others in zip(
+            *(torch.split(one, size, 1) for one in (rows, labels)), strict=True
+        ):
+            yield _cut(self.inputs, some.to(device)), _cut(self.targets, others.to(device))
+
+
+def _cut(data: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of some members, of shape (k, n): a tensor of shape (k, n, ...)."""
+    found = data.index_select(0, rows.reshape(-1))
+    return found.view(*rows.shape, *data.shape[1:])
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

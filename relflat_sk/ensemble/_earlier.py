@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from relflat_sk._penalty import AT_EARLIER_LAYERS, n_shared
-from relflat_sk.ensemble._chain import Chain, Trace
+from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._signs import Signs
+from relflat_sk.ensemble._trace import Trace
 
 __all__ = ["EarlierPenalty"]
 

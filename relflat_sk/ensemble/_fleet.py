@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -42,6 +43,8 @@ class Fleet(EpochTrainer):
         self._groups: dict[tuple[Any, ...], Group | None] = {}
         self._members: dict[int, Member | None] = {}
         self._waiting: dict[Routine, Member] = {}
+        self._asking: dict[Routine, tuple[Member, float]] = {}
+        self._answers: dict[Routine, float] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
@@ -73,8 +76,7 @@ class Fleet(EpochTrainer):
                     self._routines.append(routine)
                     if self._has_ended(routine):
                         may_be_more = bool(routine.result)
-                self._train_epoch()
-                for routine in list(self._routines):
+                for routine in self._answer() or self._train_epoch():
                     may_be_more |= self._has_ended(routine)
         except BaseException:
             self.end()
@@ -96,7 +98,8 @@ class Fleet(EpochTrainer):
         """End all trainings that have begun."""
         for routine in self._routines:
             routine.cancel()
-        self._routines.clear()
+        for begun in (self._routines, self._waiting, self._asking, self._answers):
+            begun.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
         token = EPOCH_TRAINER.set(self)
@@ -138,6 +141,31 @@ class Fleet(EpochTrainer):
         routine.pause()
         torch.set_rng_state(member.random_state)
         return True
+
+    def training_loss(self, net: Any, goal: float) -> float | None:
+        """Wait until the loss of a net on its training data is computed, with that of others.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A mean loss; above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The mean loss; infinite if it is certainly above the goal. None if the net has to
+            compute it itself.
+        """
+        routine, member = CURRENT.get(), self._members.get(id(net))
+        group = None if member is None else self._groups[member.key]
+        if member is None or group is None or not group.evaluates(member):
+            return None
+        assert routine is not None
+        self._asking[routine] = member, goal
+        routine.pause()
+        return self._answers.pop(routine)
 
     def release(self, net: Any) -> None:
         """Forget a net whose training has ended.
@@ -181,20 +209,40 @@ class Fleet(EpochTrainer):
 
     # -- called by the fleet itself ------------------------------------------------------------
 
-    def _train_epoch(self) -> None:
-        """Train the epochs of all nets that wait, group by group."""
+    def _answer(self) -> list[Routine]:
+        """Compute the losses that nets ask for, group by group; return their routines."""
+        asking, self._asking = self._asking, {}
+        for group, routines in self._by_group({one: asked[0] for one, asked in asking.items()}):
+            with _shared(routines):
+                members, goals = zip(*(asking[one] for one in routines), strict=True)
+                found = group.losses(members, goals)
+            self._answers.update(zip(routines, found, strict=True))
+        return list(asking)
+
+    def _train_epoch(self) -> list[Routine]:
+        """Train the epochs of all nets that wait, group by group; return their routines."""
         waiting, self._waiting = self._waiting, {}
-        by_key: dict[tuple[Any, ...], list[Routine]] = {}
-        for routine, member in waiting.items():
-            by_key.setdefault(member.key, []).append(routine)
+        keys = {member.key for member in waiting.values()}
         for key, group in self._groups.items():
-            if group is not None and key not in by_key:
+            if group is not None and key not in keys:
                 group.release()
-        for key, routines in by_key.items():
-            group = self._groups[key]
-            assert group is not None
-            started = time.perf_counter()
-            group.train([waiting[routine] for routine in routines])
-            share = (time.perf_counter() - started) / len(routines)
-            for routine in routines:
-                routine.seconds += share
+        for group, routines in self._by_group(waiting):
+            with _shared(routines):
+                group.train([waiting[one] for one in routines])
+        return list(waiting)
+
+    def _by_group(self, members: Mapping[Routine, Member]) -> list[tuple[Group, list[Routine]]]:
+        by_key: dict[tuple[Any, ...], list[Routine]] = {}
+        for routine, member in members.items():
+            by_key.setdefault(member.key, []).append(routine)
+        found: list[Any] = [(self._groups[key], routines) for key, routines in by_key.items()]
+        return found
+
+
+@contextmanager
+def _shared(routines: Sequence[Routine]) -> Iterator[None]:
+    """Add to the seconds of each routine its share of the time inside the context."""
+    started = time.perf_counter()
+    yield
+    for routine in routines:
+        routine.seconds += (time.perf_counter() - started) / len(routines)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relflat_sk._penalty import n_shared
 from relflat_sk._random import fork_rng
@@ -15,6 +15,7 @@ from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
 from relflat_sk.ensemble._data import Data
 from relflat_sk.ensemble._earlier import EarlierPenalty
+from relflat_sk.ensemble._evaluation import losses_on_all
 from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member, NotStackable
 from relflat_sk.ensemble._penalty import LastPenalty
@@ -23,6 +24,7 @@ from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._size import memory_of_member, why_slower
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._vmapped import Vmapped
+from relflat_sk.training import knows_its_batch
 
 __all__ = ["Group"]
 
@@ -73,10 +75,11 @@ class Group:
         self._stack: Stack | None = None
         self._data: Data | None = None
         self._try(member, x, found.target)
+        self._evaluable = self._can_evaluate(module, x)
 
     def _make_penalty(self, net: Any, found: Probe) -> LastPenalty | EarlierPenalty:
         """Make the penalty at the layers that the probe has found."""
-        if not self._criterion.is_curved:
+        if not self._criterion.is_known:
             raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
         if not found.earlier:
             return LastPenalty(self._criterion, found.divisor)
@@ -97,16 +100,23 @@ class Group:
         try:
             with torch.no_grad(), fork_rng(x.device):
                 z, _, _ = self._body.forward(x[None])
-                slopes = self._criterion.slopes(z, self._in_shape(target[None]))
+                target = target[None, :, None] if self._criterion.takes_columns else target[None]
+                slopes = self._criterion.slopes(z, target)
                 self._body.backward(slopes.z, None, None)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
             raise NotStackable(f"torch.func cannot stack it: {text}") from error
 
-    def _in_shape(self, target: Tensor) -> Tensor:
-        """Give class indices the shape that the gradient by formula takes."""
-        one_each = target.ndim == 2 and self._output.ndim == 2
-        return target[:, :, None] if one_each and self._criterion.takes_columns else target
+    def _can_evaluate(self, module: nn.Module, x: Tensor) -> bool:
+        """Return whether losses of samples are known, and do not depend on other samples."""
+        if not self._criterion.is_known or any(map(knows_its_batch, module.modules())):
+            return False
+        try:
+            with torch.no_grad(), fork_rng(x.device):
+                self._body.evaluate(x[None])
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return False
+        return True
 
     def train(self, members: Sequence[Member]) -> None:
         """Train members for an epoch, and record their batches.
@@ -121,7 +131,8 @@ class Group:
                 member.share_data(members[:i])
             self._stack = self._data = None  # first, so that nothing is in memory twice
             self._stack = Stack(members)
-            self._data = Data(members, self._output)
+            columns = self._criterion.takes_columns
+            self._data = Data(members, self._output, takes_columns=columns)
         stack, data = self._stack, self._data
         assert data is not None
         stack.take_over()
@@ -137,7 +148,7 @@ class Group:
         with torch.no_grad():
             for step, (x, target) in enumerate(data):
                 self._masks.set(step, x.shape[1])
-                recorded.append(self._step(x, self._in_shape(target), factors, limits))
+                recorded.append(self._step(x, target, factors, limits))
                 update.step()
         if self._penalty is not None:
             self._penalty.finish()
@@ -166,6 +177,44 @@ class Group:
         clips = [m.net.flatness_clip for m in members]
         limits = None if clips[0] is None else torch.tensor(clips, dtype=torch.float64).to(like)
         return factors.to(like), limits
+
+    def evaluates(self, member: Member) -> bool:
+        """Return whether the loss of a member on all its data can be computed in the stack.
+
+        Parameters
+        ----------
+        member : Member
+            A member of this group.
+
+        Returns
+        -------
+        bool
+            False if it has not been trained in the last epoch, or if its samples have no losses
+            by formula.
+        """
+        return self._evaluable and self._stack is not None and member in self._stack.members
+
+    def losses(self, members: Sequence[Member], goals: Sequence[float]) -> list[float]:
+        """Compute the losses of members on all their data, in evaluation mode.
+
+        Parameters
+        ----------
+        members : sequence of Member
+            Members that have been trained in the last epoch.
+        goals : sequence of float
+            A loss for each of them.
+
+        Returns
+        -------
+        list of float
+            The mean losses; infinite for a member that is certainly above its goal.
+        """
+        stack, data = self._stack, self._data
+        assert stack is not None
+        assert data is not None
+        stack.take_over()
+        positions = [stack.members.index(member) for member in members]
+        return losses_on_all(self._body, self._criterion, stack, data, positions, goals)
 
     def release(self) -> None:
         """Forget the stack, because its members change or have ended."""

@@ -69,6 +69,9 @@ class Member:
         Seed of the dropout masks of the next epoch.
     random_state : Tensor of shape (n_bytes,)
         Torch's random state on the CPU, in which the next epoch begins, or has ended.
+    hardest : Tensor of shape (n_hardest,) or None
+        The samples with the largest losses, if these were enough to show that a goal is not
+        reached.
     """
 
     net: Any
@@ -79,6 +82,7 @@ class Member:
     order: Tensor = field(init=False)
     seed: int = field(init=False, default=0)
     random_state: Tensor = field(init=False)
+    hardest: Tensor | None = field(init=False, default=None)
 
     @property
     def has_ignored(self) -> bool:

@@ -73,6 +73,28 @@ class Stack:
                 for i, of_parameter in enumerate(state):
                     of_parameter["step"] = steps[k, i]
 
+    def of(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the weights and the buffers of some members.
+
+        Parameters
+        ----------
+        positions : sequence of int
+            Which members.
+
+        Returns
+        -------
+        weights, buffers : dict of str to Tensor of shape (len(positions), ...)
+            Those of the stack itself if these are all members in their order.
+        """
+        if list(positions) == list(range(len(self.members))):
+            return self.weights, self.buffers
+        chosen = list(positions)
+        weights, buffers = (
+            {name: tensor[chosen] for name, tensor in tensors.items()}
+            for tensors in (self.weights, self.buffers)
+        )
+        return weights, buffers
+
     def take_over(self) -> None:
         """Take over values that were changed outside since the last epoch."""
         changed = [i for i, one in enumerate(self._own) if one._version != self._versions[i]]

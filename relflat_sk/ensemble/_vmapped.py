@@ -22,7 +22,7 @@ class _Masked(nn.Module):
         self.register_buffer("mask", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
+        return x * self.mask if self.training else x
 
 
 class Vmapped:
@@ -91,6 +91,26 @@ class Vmapped:
             self._outputs = vmap(self._call)(self._leaves, {**self._buffers, **masks}, x)
         z, phi = (one.detach() for one in (self._outputs[0], self._outputs[-1]))
         return z, phi, z if self._last is None else self._weights[f"{self._last}.weight"]
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        """Compute outputs in evaluation mode.
+
+        Parameters
+        ----------
+        x : Tensor of shape (k, n, ...)
+            Inputs.
+
+        Returns
+        -------
+        Tensor of shape (k, n, ...)
+            Outputs.
+        """
+        masks = {f"{name}.mask": x.new_ones(len(x)) for name in self.dropout}
+        self._skeleton.eval()
+        try:
+            return vmap(self._call)(self._weights, {**self._buffers, **masks}, x)[0]
+        finally:
+            self._skeleton.train()
 
     def backward(self, z: Tensor, phi: Tensor | None, weight: Tensor | None) -> None:
         """Compute the gradients of the weights.

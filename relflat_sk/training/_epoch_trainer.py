@@ -31,6 +31,24 @@ class EpochTrainer(ABC):
         """
 
     @abstractmethod
+    def training_loss(self, net: Any, goal: float) -> float | None:
+        """Compute the loss of a net on its training data, in evaluation mode.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A mean loss; above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The mean loss; infinite if it is certainly above the goal. None if the net has to
+            compute it itself.
+        """
+
+    @abstractmethod
     def release(self, net: Any) -> None:
         """Forget a net, whose training has ended.
 

@@ -20,7 +20,7 @@ from relflat_sk.training._array_loader import ArrayLoader, make_loader
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
 from relflat_sk.training._sklearn_net import SklearnNet
 
-__all__ = ["FastNet", "record_batch"]
+__all__ = ["FastNet", "knows_its_batch", "record_batch"]
 
 
 # torch's optimizers with an implementation in one kernel, on every device that torch 2.6 knows
@@ -106,7 +106,7 @@ class FastNet(SklearnNet):
             )
         chosen = self.get_params_for("iterator_valid")
         if isinstance(iterator, ArrayLoader) and not (
-            training or chosen or any(map(_knows_its_batch, self._all_parts()))
+            training or chosen or any(map(knows_its_batch, self._all_parts()))
         ):
             iterator = iterator.enlarged(_SAMPLES, _NUMBERS)
         for batch in iterator:
@@ -289,8 +289,19 @@ def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> b
     return names or "shuffle" in accepted
 
 
-def _knows_its_batch(part: nn.Module) -> bool:
-    """Return whether a module's output for a sample depends on the others in evaluation, too."""
+def knows_its_batch(part: nn.Module) -> bool:
+    """Return whether a module's output for a sample depends on the others in evaluation, too.
+
+    Parameters
+    ----------
+    part : nn.Module
+        A module, without those inside of it.
+
+    Returns
+    -------
+    bool
+        True for batch norm without running statistics.
+    """
     return isinstance(part, _BatchNorm) and part.running_mean is None
 
 

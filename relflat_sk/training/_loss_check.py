@@ -10,10 +10,11 @@ Three steps, each taken only if the one before leaves it open:
 3. A **pass** over all data computes the loss.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -22,16 +23,24 @@ from torch.nn.modules.dropout import _DropoutNd
 from relflat_sk._losses import ProbabilityNLLLoss
 from relflat_sk._network import Batch, Network, Outcome, borrowed, outcome_of
 
-__all__ = ["Proof", "is_above", "is_far", "mean_loss_with_proof"]
+__all__ = [
+    "FEWEST_FOR_A_PROOF",
+    "ROUNDING_OF_A_PROOF",
+    "SHARE_OF_A_PROOF",
+    "Proof",
+    "is_above",
+    "is_far",
+    "mean_loss_with_proof",
+]
 
 # In trainings without dropout and batch norm (5 data sets, Adam and SGD at three rates each,
 # batches of 8 to 128; 5,357 epochs at which a goal could be reached), no epoch ended at a loss
-# this much smaller than the running loss of `_typical_loss`. Two did at half of this margin, which
+# this much smaller than the running loss of `_are_above`. Two did at half of this margin, which
 # was chosen on the same trainings.
 FAR = 10.0
-SHARE = 16  # a proof takes one of so many samples
-_FEWEST = 256  # samples of a batch from which on a proof is cheaper than the batch
-_ROUNDING = 1e-4
+SHARE_OF_A_PROOF = 16  # a proof takes one of so many samples
+FEWEST_FOR_A_PROOF = 256  # samples of a batch from which on a proof is cheaper than the batch
+ROUNDING_OF_A_PROOF = 1e-4
 # criteria with losses that cannot be negative
 _NOT_NEGATIVE = (
     nn.BCELoss,
@@ -63,20 +72,21 @@ def is_far(net: Any, goal: float) -> bool:
     bool
         False also if the running loss says nothing.
     """
-    return acts_alike(net.module_) and _typical_loss(net.history) > FAR * goal
+    batches = net.history[-1]["batches"]
+    losses = [batch["train_loss"] for batch in batches if "train_loss" in batch]
+    return _are_above(losses, FAR * goal) and acts_alike(net.module_)
 
 
-def _typical_loss(history: Any) -> float:
-    """Return the smallest of three averages of an epoch's losses: single batches may be outliers.
+def _are_above(losses: Sequence[float], limit: float) -> bool:
+    """Return whether the losses of an epoch are typically above a limit.
 
-    They are the mean, the median, and the median of the last quarter. nan if there are none.
+    Single batches may be outliers: the mean, the median, and the median of the last quarter must
+    be above.
     """
-    batches = history[-1]["batches"]
-    losses = np.array([batch["train_loss"] for batch in batches if "train_loss" in batch])
-    if not len(losses):
-        return np.nan
+    if not losses or not sum(losses) / len(losses) > limit:  # the mean may be nan
+        return False
     last = losses[-max(1, len(losses) // 4) :]
-    return float(min(losses.mean(), np.median(losses), np.median(last)))
+    return median(losses) > limit and median(last) > limit
 
 
 def acts_alike(module: nn.Module) -> bool:
@@ -147,7 +157,7 @@ def is_above(network: Network, goal: float, proof: Proof | None) -> bool:
             float(outcome_of(network, batch, network(batch.x)).total()[0])
             for batch in proof.batches
         )
-    return some > goal * proof.divisor * (1 + _ROUNDING)
+    return some > goal * proof.divisor * (1 + ROUNDING_OF_A_PROOF)
 
 
 def mean_loss_with_proof(network: Network, goal: float) -> tuple[float, Proof | None]:
@@ -175,11 +185,11 @@ def mean_loss_with_proof(network: Network, goal: float) -> tuple[float, Proof | 
             loss, share = outcome.total()
             total += float(loss)
             divisor += share
-            if provable and isinstance(batch.x, Tensor) and len(batch.x) >= _FEWEST:
+            if provable and isinstance(batch.x, Tensor) and len(batch.x) >= FEWEST_FOR_A_PROOF:
                 chosen, largest = _hardest(batch, outcome)
                 hardest.append(chosen)
                 above += largest
-    proves = above > goal * divisor * (1 + _ROUNDING)
+    proves = above > goal * divisor * (1 + ROUNDING_OF_A_PROOF)
     return total / divisor, Proof(tuple(hardest), divisor) if proves else None
 
 
@@ -194,7 +204,7 @@ def _is_provable(network: Network) -> bool:
 def _hardest(batch: Batch, outcome: Outcome) -> tuple[Batch, float]:
     """Choose the samples of a batch with the largest losses; return their sum as well."""
     losses = outcome.weight * outcome.each()[0].double()
-    largest, rows = losses.topk(len(losses) // SHARE)
+    largest, rows = losses.topk(len(losses) // SHARE_OF_A_PROOF)
     rows = rows.to(batch.x.device)
 
     def take(values: Tensor | None) -> Tensor | None:

@@ -117,6 +117,16 @@ def test_errors_are_those_of_scikit_learn():
         search.set_params(error_score="raise").fit(*data())
 
 
+def test_a_call_that_failed_leaves_nothing_to_the_next():
+    def fit(lr):
+        return make_net(lr=lr, callbacks=[Fails()]).fit(*data()).lr
+
+    with stacked_training(2), Parallel() as parallel:
+        with pytest.raises(RuntimeError, match="no luck"):
+            parallel(delayed(fit)(lr) for lr in (0.01, 0.02, 0.03))
+        assert parallel(delayed(fit)(lr) for lr in (0.02, 0.03)) == [0.02, 0.03]
+
+
 def test_what_ends_the_program_ends_all_fits():
     class Interrupts(Callback):
         def on_epoch_begin(self, net, **kwargs):

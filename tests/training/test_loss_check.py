@@ -90,7 +90,7 @@ def test_nets_with_dropout_run_their_hardest_samples(data):
     # the goal callback is before the one that counts
     callbacks = StopAtLoss(1e-6), EvaluatedSamples
     net = make(*callbacks, module=Dropping, max_epochs=5).fit(*data)
-    part = N // _loss_check.SHARE
+    part = N // _loss_check.SHARE_OF_A_PROOF
     assert net.counts_ == [N, *(N + epoch * part for epoch in range(1, 5))]
 
 
@@ -111,7 +111,7 @@ def test_stops_at_the_same_epoch(data, monkeypatch, goal, module, params):
     found = make(StopAtLoss(goal), module=module, **params).fit(X, y)
     # every epoch measured on all data
     monkeypatch.setattr(_loss_check, "FAR", np.inf)
-    monkeypatch.setattr(_loss_check, "_FEWEST", np.inf)
+    monkeypatch.setattr(_loss_check, "FEWEST_FOR_A_PROOF", np.inf)
     expected = make(StopAtLoss(goal), module=module, **params).fit(X, y)
     assert len(found.history) == len(expected.history)
     assert found.converged_ == expected.converged_

@@ -1,8 +1,15 @@
 """Share a study between processes: plan candidates, claim them, train them in workers."""
 
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
-from relflat_sk.search._sharing.claims import Plan, failed_trials, is_cut_short, is_superseded
+from relflat_sk.search._sharing.claims import (
+    Plan,
+    failed_trials,
+    give_up,
+    is_cut_short,
+    is_superseded,
+)
 from relflat_sk.search._sharing.flattest import FlattestSoFar
+from relflat_sk.search._sharing.fleet import train_together
 from relflat_sk.search._sharing.stopping import Stopping
 from relflat_sk.search._sharing.storage_guard import StorageGuard, without_password
 from relflat_sk.search._sharing.study import (
@@ -24,11 +31,13 @@ __all__ = [
     "Sweep",
     "check_resumable",
     "failed_trials",
+    "give_up",
     "in_memory",
     "is_cut_short",
     "is_superseded",
     "log_level",
     "open_storage",
     "train_all",
+    "train_together",
     "without_password",
 ]

@@ -1,0 +1,71 @@
+"""A forward pass of many chains of layers, with a graph that can be differentiated twice."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Trace", "Traced"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A linear layer in a forward pass.
+
+    Parameters
+    ----------
+    inputs : Tensor of shape (k, n, m)
+        Its inputs.
+    output : Tensor of shape (k, n, d)
+        Its outputs.
+    weight : Tensor of shape (k, d, m)
+        Its weight.
+    """
+
+    inputs: Tensor
+    output: Tensor
+    weight: Tensor
+
+
+class Trace:
+    """A forward pass with its graph.
+
+    Parameters
+    ----------
+    layers : dict of str to Traced
+        The linear layers by name, in the order of their calls.
+    leaves : dict of str to Tensor of shape (k, ...)
+        The weights, which begin the graph.
+    gradients : dict of str to Tensor of shape (k, ...)
+        Where gradients go.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Traced],
+        leaves: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> None:
+        self.layers = layers
+        self._leaves, self._gradients = leaves, gradients
+
+    @property
+    def last(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, inputs and weight of the last layer."""
+        last = list(self.layers.values())[-1]
+        return last.output, last.inputs, last.weight
+
+    def backward(self, tensors: Sequence[Tensor], outer: Sequence[Tensor]) -> None:
+        """Compute the gradients of the weights.
+
+        Parameters
+        ----------
+        tensors : sequence of Tensor
+            Tensors of the graph.
+        outer : sequence of Tensor
+            The gradient in each of them.
+        """
+        found = torch.autograd.grad(tensors, list(self._leaves.values()), outer)
+        for name, gradient in zip(self._leaves, found, strict=True):
+            self._gradients[name].copy_(gradient)

@@ -1,0 +1,203 @@
+"""A study of one's own has the same trials, whether their nets are trained together or not."""
+
+import threading
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+from joblib import Parallel, delayed
+from optuna.samplers import GridSampler, RandomSampler
+from optuna.trial import TrialState
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import ParameterGrid
+from skorch.callbacks import Callback
+
+from relflat_sk import (
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    optimize_study,
+    rank_minima,
+    stacked_training,
+)
+from relflat_sk.ensemble import _group
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 5)
+y = X[:, :3].argmax(axis=1)
+SPACE = {"batch_size": [16, 32], "lr": [0.01, 0.03, 0.1], "flatness_weight": [0.0, 0.1]}
+N = 12
+GOAL = StopAtLoss(0.8)
+
+
+def make_objective(space=SPACE, callbacks=(GOAL,), **arguments):
+    net = RelativeFlatnessRegularizedClassifier(
+        module__hidden_layer_sizes=(8,), max_epochs=12, callbacks=[*callbacks], verbose=0
+    )
+    arguments = {"random_state": 0, "X_test": X[:20], "y_test": y[:20]} | arguments
+    return MinimaObjective(net, X, y, space, **arguments)
+
+
+def make_study(sampler=None, pruner=None, **arguments):
+    """A study without Optuna's usual pruner, whose decisions depend on the order of trials."""
+    sampler = sampler or GridSampler(SPACE, seed=0)
+    pruner = pruner or optuna.pruners.NopPruner()
+    return optuna.create_study(sampler=sampler, pruner=pruner, **arguments)
+
+
+def table(study):
+    minima = rank_minima(study).drop(columns=["trial", "seconds", "rank"])
+    names = [name for name in minima if name.startswith("param_")]
+    minima = minima.drop(columns=[n for n in ("artifact_id", "in_fleet") if n in minima])
+    return minima.sort_values(names).reset_index(drop=True)
+
+
+def assert_same(one, other):
+    pd.testing.assert_frame_equal(table(one), table(other), rtol=1e-8, atol=1e-8)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The numbers of nets that are trained together."""
+    found, train = [], _group.Group.train
+
+    def note(self, members):
+        found.append(len(members))
+        train(self, members)
+
+    monkeypatch.setattr(_group.Group, "train", note)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    study = make_study()
+    study.optimize(make_objective(), n_trials=N)
+    return study
+
+
+def test_the_trials_are_the_same_and_weights_are_saved(tmp_path, alone, sizes):
+    objective = make_objective(artifact_store=str(tmp_path / "weights"))
+    study = make_study(storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    optimize_study(study, objective, n_trials=5, fleet=4)
+    optimize_study(study, objective, n_trials=N - 5, fleet=4)
+    assert max(sizes) > 1
+    assert_same(study, alone)
+    assert all(trial.user_attrs["in_fleet"] for trial in study.trials)
+    trial = study.best_trial
+    restored = objective.restore(trial.params, trial)
+    loss = -np.log(restored.predict_proba(X)[np.arange(len(y)), y]).mean()
+    assert loss == pytest.approx(trial.user_attrs["train_loss"], rel=1e-6)
+
+
+def test_the_sampler_ends_the_study(alone):
+    study = make_study()
+    optimize_study(study, make_objective(), fleet=1)
+    assert_same(study, alone)
+
+
+def test_without_a_fleet_it_is_the_same(alone, sizes):
+    study = make_study()
+    optimize_study(study, make_objective(), N, fleet=None)
+    assert not sizes
+    assert_same(study, alone)
+
+
+def test_ask_and_tell_in_turns(alone, sizes):
+    """Functions of one's own run inside of stacked_training."""
+    study, objective = make_study(RandomSampler(seed=0)), make_objective()
+    for point in ParameterGrid(SPACE):
+        study.enqueue_trial(point)
+
+    def one():
+        trial = study.ask()
+        study.tell(trial, objective(trial))
+
+    with stacked_training(4):
+        Parallel()(delayed(one)() for _ in range(N))
+    assert max(sizes) > 1
+    assert_same(study, alone)
+
+
+def test_callbacks_are_called_and_can_end_it():
+    study, seen = make_study(RandomSampler(seed=0)), []
+
+    def stop(view, trial):
+        assert view.study_name == study.study_name
+        seen.append(trial.number)
+        if len(seen) == 3:
+            view.stop()
+
+    optimize_study(study, make_objective(), callbacks=[stop], fleet=2)
+    assert len(study.trials) in (3, 4)  # one more may have been in training
+    assert sorted(seen) == [trial.number for trial in study.trials]
+    assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+
+
+def test_no_trial_begins_after_the_timeout():
+    study = make_study(RandomSampler(seed=0))
+    optimize_study(study, make_objective(), timeout=1e-9)
+    assert not study.trials
+
+
+def test_a_pruner_stops_trials():
+    pruner = optuna.pruners.ThresholdPruner(upper=1.0, n_warmup_steps=5)
+    grid = {"lr": [1e-5, 0.03]}
+    study = make_study(GridSampler(grid, seed=0), pruner=pruner)
+    optimize_study(study, make_objective(grid), 2, fleet=2)
+    assert {trial.state for trial in study.trials} == {TrialState.PRUNED, TrialState.COMPLETE}
+
+
+class Fails(Callback):
+    """Raises in the training of some nets."""
+
+    def on_epoch_end(self, net, **kwargs):
+        if net.lr == 0.03 and len(net.history) == 3:
+            raise RuntimeError("no luck")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, (KeyError, RuntimeError)])
+def test_exceptions_that_are_caught_fail_their_trial(error, alone):
+    study = make_study()
+    optimize_study(study, make_objective(callbacks=[Fails()]), N, catch=error, fleet=4)
+    failed = study.get_trials(states=[TrialState.FAIL])
+    assert [trial.params["lr"] for trial in failed] == [0.03] * 4
+    assert {trial.user_attrs["reason"] for trial in failed} == {"RuntimeError: no luck"}
+
+
+def test_other_exceptions_end_it_and_no_trial_keeps_running():
+    study = make_study()
+    waiting = study.ask()  # of somebody else
+    with pytest.raises(RuntimeError, match="no luck"):
+        optimize_study(study, make_objective(callbacks=[Fails()]), N, fleet=4)
+    running = study.get_trials(states=[TrialState.RUNNING])
+    assert [trial.number for trial in running] == [waiting.number]
+
+
+def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
+    objective = MinimaObjective(LogisticRegression(), X, y, {"C": [0.1, 1.0]})
+    study = make_study(GridSampler({"C": [0.1, 1.0]}, seed=0))
+    optimize_study(study, objective, 2, fleet=2)
+    assert len(rank_minima(study)) == 2
+    assert "LogisticRegression holds no net of relflat_sk" in caplog.text
+
+
+def test_arguments_are_checked():
+    study = make_study()
+    with pytest.raises(TypeError, match=r"must be a MinimaObjective, got a function.*stacked_tr"):
+        optimize_study(study, lambda trial: 0.0, 1)
+    with pytest.raises(ValueError, match="n_trials must be"):
+        optimize_study(study, make_objective(), 0)
+    with pytest.raises(ValueError, match="fleet must be"):
+        optimize_study(study, make_objective(), 1, fleet="many")
+    with pytest.raises(TypeError, match="callbacks must be a list"):
+        optimize_study(study, make_objective(), 1, callbacks=print)
+    assert not study.trials
