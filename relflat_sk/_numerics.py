@@ -1,10 +1,13 @@
 """Small computations in which rounding or a division by zero would do harm."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 __all__ = [
     "column_squares",
+    "constant",
     "full_precision",
     "inverse_spread",
     "read_numbers",
@@ -33,6 +36,30 @@ def column_squares(matrix: Tensor) -> Tensor:
     rows = max(1, _TOGETHER // m)
     parts = (matrix[start : start + rows].double() for start in range(0, d, rows))
     return torch.stack([part.square().sum(dim=0) for part in parts]).sum(dim=0)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """Return a number as a tensor, without an operation on the device but the first time.
+
+    Parameters
+    ----------
+    value : float
+        The number.
+    like : Tensor of any shape
+        Tells device and floating type.
+
+    Returns
+    -------
+    Tensor of shape ()
+        Shared by all callers, and never to be written to.
+    """
+    return _constant(value, like.dtype, like.device)
+
+
+@cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def full_precision(tensor: Tensor) -> Tensor:
@@ -64,7 +91,7 @@ def read_numbers(*tensors: Tensor) -> list[float]:
     list of float
         The numbers.
     """
-    if tensors[0].device.type == "cpu":
+    if tensors[0].device.type == "cpu" or len(tensors) == 1:
         return [tensor.item() for tensor in tensors]
     numbers: list[float] = torch.stack(list(tensors)).cpu().tolist()
     return numbers

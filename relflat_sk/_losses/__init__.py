@@ -1,11 +1,12 @@
 """The table of criteria: targets, divisors, best constants, curvature in closed form."""
 
 from relflat_sk._losses.best_constant import constant_risk
-from relflat_sk._losses.class_chunks import Rows
+from relflat_sk._losses.class_chunks import Rows, chunks
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
 from relflat_sk._losses.endings import explain_ending, warn_of_ending
+from relflat_sk._losses.factor import Factor
 from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.row import LINKS, Target
@@ -18,6 +19,7 @@ __all__ = [
     "TABLE",
     "ClosedForm",
     "Curvature",
+    "Factor",
     "Loss",
     "ManyClasses",
     "ProbabilityNLLLoss",
@@ -25,6 +27,7 @@ __all__ = [
     "Target",
     "TotalSlopes",
     "as_criterion",
+    "chunks",
     "constant_risk",
     "explain_ending",
     "name_criterion",

@@ -74,15 +74,15 @@ class ClosedForm(Curvature):
 
         Parameters
         ----------
-        factor : Tensor of shape (d, k) or None
-            The matrix F; the identity if None. `ManyClasses` takes its `Rows`, too.
+        factor : Factor of shape (d, k) or None
+            The matrix F; the identity if None. `ManyClasses` takes `Rows` instead.
 
         Returns
         -------
         Tensor of shape (n,)
             One number for each sample.
         """
-        return self.diagonal().sum(dim=1) if factor is None else self(factor).sum(dim=1)
+        return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -217,6 +217,9 @@ class _Diagonal(ClosedForm):
 
     def __call__(self, factor: Tensor) -> Tensor:
         return self.beta @ factor.square()
+
+    def trace(self, factor: Any) -> Tensor:
+        return super().trace(factor) if factor is None else self.beta @ factor.norms
 
     def product(self, vectors: Tensor) -> Tensor:
         return self.beta * vectors

@@ -270,20 +270,42 @@ class Loss:
         Raises
         ------
         ValueError
+            From `losses`.
+        """
+        values, relevant = target if isinstance(target, Target) else (target, target)
+        return self.losses(output, values, each=each), self.divisors(output, relevant)
+
+    def losses(self, output: Tensor, target: Tensor, *, each: bool = False) -> Tensor:
+        """Compute the losses of the samples.
+
+        Parameters
+        ----------
+        output : Tensor of shape (n, ...)
+            The criterion's input.
+        target : Tensor of shape (n, ...)
+            The labels, from `check_target`.
+        each : bool, default=False
+            As in `terms`.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            With their graph.
+
+        Raises
+        ------
+        ValueError
             If the criterion cannot take this output and target, or returns no per-sample
             losses where they are needed.
         """
-        n = len(output)
-        row = self.row
-        values, relevant = target if isinstance(target, Target) else (target, target)
-        losses = call_criterion(self.criterion, output, values, each=each or row is not None)
-        divisors = self.divisors(output, relevant)
+        n, row = len(output), self.row
+        losses = call_criterion(self.criterion, output, target, each=each or row is not None)
         if row is not None:
-            return (losses if losses.ndim == 1 else losses.reshape(n, -1).sum(dim=1)), divisors
+            return losses if losses.ndim == 1 else losses.reshape(n, -1).sum(dim=1)
         reduction = getattr(self.criterion, "reduction", "mean")
         summed = reduction == "sum"
         if losses.numel() == 1 and not (each and n > 1):
-            return losses.reshape(()) / (n if summed else 1) * divisors, divisors
+            return (losses.reshape(()) / (n if summed else 1)).expand(n)
         if losses.ndim == 0 or len(losses) != n:
             raise ValueError(
                 f"{name_criterion(self.criterion)} gave losses of shape {tuple(losses.shape)} for "
@@ -291,7 +313,7 @@ class Loss:
             )
         rows = losses.reshape(n, -1)
         over_outputs = summed or reduction == "batchmean"
-        return (rows.sum(dim=1) if over_outputs else rows.mean(dim=1)), divisors
+        return rows.sum(dim=1) if over_outputs else rows.mean(dim=1)
 
 
 def _has_tensors(module: nn.Module) -> bool:

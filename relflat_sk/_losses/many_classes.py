@@ -3,16 +3,18 @@ r"""The curvature of softmax cross-entropy over very many classes, with its grad
 For the sums, and the notation, see `relflat_sk._losses.class_chunks`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from relflat_sk._losses.class_chunks import Odds, Rows, Sums, chunks
-from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._losses.softmax import Softmax, differentiable_backward
+from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
+from relflat_sk._losses.factor import Factor
+from relflat_sk._losses.softmax import Softmax, TotalSlopes, differentiable_backward
 from relflat_sk._numerics import full_precision
 
 __all__ = ["MANY", "ManyClasses"]
@@ -62,13 +64,12 @@ class ManyClasses(Softmax):
         rows = Rows.of(factor)
         return self._scaled(Sums.over(self.z, rows, columns=True).variances())
 
-    def trace(self, factor: "Tensor | Rows | None") -> Tensor:
+    def trace(self, factor: Rows | None) -> Tensor:
         """Compute ``Tr(F^T B_i F)``, the trace of ``B_i`` without a factor: (n,)."""
         if factor is None:
             found = Odds.of(self.z).trace(self.z)
         else:
-            rows = Rows.of(factor) if isinstance(factor, Tensor) else factor
-            found = Sums.over(self.z, rows).variances()[:, 0]
+            found = Sums.over(self.z, factor).variances()[:, 0]
         return found if self.scale is None else found * self.scale
 
     def variances(self, weight: Tensor, spread: Tensor | None) -> Tensor:
@@ -89,6 +90,72 @@ class ManyClasses(Softmax):
         found: Tensor = _Variances.apply(self.z, weight, spread)  # type: ignore[no-untyped-call]
         return found if self.scale is None else found * self.scale
 
+    def total(
+        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
+    ) -> Tensor:
+        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)``, where ``F`` has any floating type: ()."""
+        if self.scale is not None:
+            weights = self.scale if weights is None else weights * self.scale
+        total: Tensor = _Total.apply(  # type: ignore[no-untyped-call]
+            self.z, features, factor, sample_factors(weights, scale)
+        )
+        return total
+
+
+class _Total(torch.autograd.Function):
+    """The total of `ManyClasses.total`, with its gradient over chunks.
+
+    The gradient is computed together with the total, because the limit of a penalty needs it
+    before the backward pass does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor
+    ) -> Tensor:
+        rows = Rows.of(weight)
+        sums = Sums.over(z, rows)
+        variances = sums.variances()
+        of_variances = features.double().square().sum(dim=1, keepdim=True) * each
+        ctx.save_for_backward(z, features, weight)
+        ctx.each, ctx.rows, ctx.sums, ctx.of_variances = each, rows, sums, of_variances
+        ctx.slopes = _slopes(ctx, z, features) if any(ctx.needs_input_grad) else None
+        return (variances * of_variances).sum().to(full_precision(z).dtype)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
+            by_forms = partial(_dense_total, each=ctx.each)
+            return (*differentiable_backward(by_forms, ctx, outer, n_inputs=3), None)
+        z, features, _ = ctx.saved_tensors
+        # the gradient in the weight is as large as the weight: the first backward pass takes it,
+        # and another one computes it anew
+        slopes, ctx.slopes = ctx.slopes, None
+        of_z, along, of_weight = slopes or _slopes(ctx, z, features)
+        in_z, in_features, in_weight, _ = ctx.needs_input_grad
+        return (
+            of_z.mul_(outer) if in_z else None,
+            features * (along * outer)[:, None] if in_features else None,
+            of_weight.mul_(outer) if in_weight else None,
+            None,
+        )
+
+
+def _slopes(ctx: Any, z: Tensor, features: Tensor) -> TotalSlopes:
+    """Compute the gradients of a total; that in the weight only where it is needed."""
+    of_z, of_weight, _ = _gradients(
+        z, ctx.rows, ctx.sums, ctx.of_variances, (True, ctx.needs_input_grad[2], False)
+    )
+    assert of_z is not None
+    along = (2 * ctx.each * ctx.sums.variances())[:, 0].to(features.dtype)
+    return TotalSlopes(of_z, along, z.new_zeros(()) if of_weight is None else of_weight)
+
+
+def _dense_total(z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor) -> Tensor:
+    """Compute the same with arrays of all classes, differentiable any number of times."""
+    curvature = Softmax(full_precision(z), None)
+    return total_by_forms(curvature, full_precision(weight), features, each)
+
 
 class _Variances(torch.autograd.Function):
     """The variances of `ManyClasses.variances`, with their gradient over chunks.
@@ -103,8 +170,8 @@ class _Variances(torch.autograd.Function):
         rows = Rows.of(weight, spread)
         sums = Sums.over(z, rows)
         variances = sums.variances()
-        ctx.save_for_backward(z, weight, spread, sums.total, sums.first, sums.row, variances)
-        ctx.odds, ctx.rows = sums.odds, rows
+        ctx.save_for_backward(z, weight, spread)
+        ctx.rows, ctx.sums = rows, sums
         return variances[:, 0].to(full_precision(z).dtype)
 
     @staticmethod
@@ -112,17 +179,24 @@ class _Variances(torch.autograd.Function):
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
             return differentiable_backward(_dense_variances, ctx, outer, n_inputs=3)
         with torch.autocast(outer.device.type, enabled=False):
-            return _gradients(ctx, outer.double()[:, None])
+            return _gradients(
+                ctx.saved_tensors[0],
+                ctx.rows,
+                ctx.sums,
+                outer.double()[:, None],
+                ctx.needs_input_grad,
+            )
 
 
-def _gradients(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    z: Tensor, rows: Rows, sums: Sums, outer: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """Compute the gradients in logits, weight and spread, from that in V: (n, 1)."""
-    z, weight, spread, total, first, row, variances = ctx.saved_tensors
-    odds, rows = ctx.odds, ctx.rows
-    in_z, in_weight, in_spread = ctx.needs_input_grad
-    p, g = odds.shares(total)
-    away = g * (total * row - first)  # x_t - xbar
-    mean = row - away
+    in_z, in_weight, in_spread = needed
+    weight, odds, variances = rows.factor, sums.odds, sums.variances()
+    p, g = odds.shares(sums.total)
+    away = g * (sums.total * sums.row - sums.first)  # x_t - xbar
+    mean = sums.row - away
     of_top = 2 * outer * p * away
     mean, share, offset = (
         x.to(rows.centre.dtype)
@@ -147,7 +221,7 @@ def _gradients(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         slopes.scatter_(1, odds.top, (outer * p * gaps).to(slopes.dtype))
     if stretch is not None:
         stretch += (of_top * rows.plain(odds.top[:, 0])).sum(dim=0)
-        stretch = stretch.to(spread.dtype)
+        stretch = stretch.to(rows.centre.dtype)
     if moves is not None:
         moves.index_add_(0, odds.top[:, 0], rows.stretch(of_top).to(moves.dtype))
     return slopes, moves, stretch
@@ -157,4 +231,4 @@ def _dense_variances(z: Tensor, weight: Tensor, spread: Tensor | None) -> Tensor
     """Compute the same with arrays of all classes, differentiable any number of times."""
     factor = full_precision(weight)
     factor = factor if spread is None else factor * spread
-    return Softmax(full_precision(z), None).trace(factor)
+    return Softmax(full_precision(z), None).trace(Factor(factor))

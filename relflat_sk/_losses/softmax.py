@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
-from relflat_sk._numerics import safe_root
+from relflat_sk._numerics import constant, safe_root
 
 __all__ = [
     "Softmax",
@@ -96,13 +96,11 @@ class Softmax(ClosedForm):
         return self._scaled(forms)
 
     def trace(self, factor: Any) -> Tensor:
-        if factor is None or factor.shape[0] * factor.numel() > _FEW:
+        if factor is None or factor.shape[0] * factor.shape.numel() > _FEW:
             return super().trace(factor)
         # 1/2 p^T D p with the squared distances D of the rows of F: there are no negative terms,
         # and few operations, whose launches take a GPU's time
-        gaps = factor.unsqueeze(1) - factor
-        distances = (gaps * gaps).sum(dim=2)
-        forms: Tensor = 0.5 * ((self.p @ distances) * self.p).sum(dim=1)
+        forms: Tensor = ((self.p @ factor.half_distances) * self.p).sum(dim=1)
         return forms if self.scale is None else forms * self.scale
 
     def product(self, vectors: Tensor) -> Tensor:
@@ -213,14 +211,15 @@ class _SoftmaxTotal(torch.autograd.Function):
         slope = distances @ p
         forms = (slope * p).sum(dim=0)  # twice the variances
         each = each.reshape(-1) if isinstance(each, Tensor) else each
-        norms = (features * features).sum(dim=1) * each
+        norms = (features * features).sum(dim=1) * (0.5 * each)
         weighted = p * norms
-        pairs = p @ (weighted + weighted).T
+        pairs = torch.addmm(constant(0.0, p), p, weighted.T, beta=0, alpha=4)
         towards = _summed_gaps(pairs, factor) if gaps is None else (pairs[:, :, None] * gaps).sum(1)
         ctx.save_for_backward(z, features, factor)
         ctx.each = each
-        ctx.slopes = TotalSlopes((weighted * (slope - forms)).T, forms * each, towards)
-        return 0.5 * forms.dot(norms)
+        of_z = torch.addcmul(constant(0.0, p), weighted, slope - forms, value=2)
+        ctx.slopes = TotalSlopes(of_z.T, forms * each, towards)
+        return forms.dot(norms)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.forwards import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
+from relflat_sk._numerics import constant
 
 __all__ = [
     "LayerRecord",
@@ -182,8 +183,7 @@ def start_graph(
     record.version = record.features._version
     record.output = output.detach()
     # a single zero in memory: the outputs of a language model's head are large
-    zero = record.output.new_zeros(())
-    record.offset = zero.expand_as(record.output).requires_grad_()
+    record.offset = constant(0.0, record.output).expand_as(record.output).requires_grad_()
     torch.set_grad_enabled(True)  # until the caller's no_grad ends
     record.tail_input = tail_input = output + record.offset
     record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr

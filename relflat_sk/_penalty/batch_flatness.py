@@ -231,9 +231,12 @@ class _ManyClassesTerm:
 
     def total(self, share: float | Tensor, probes: int) -> Tensor:
         """Return ``kappa / (2 m)``."""
+        each = share / (2 * self.weight.shape[1])
+        if self.spread is None:
+            return self.curvature.total(self.weight, self.features, self.weights, each)
         variances = self.curvature.variances(self.weight, self.spread)
         norms = self.features.square().sum(dim=1)
-        return share / (2 * self.weight.shape[1]) * _weighted(self.weights, variances * norms)
+        return each * _weighted(self.weights, variances * norms)
 
 
 class _RandomTerm:

@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import TotalSlopes, pull_back, total_slopes
+from relflat_sk._losses import TotalSlopes, chunks, pull_back, total_slopes
 from relflat_sk._network import LayerRecord, layer_map
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import constant, full_precision
 
 __all__ = [
     "AT_EARLIER_LAYERS",
@@ -73,7 +73,7 @@ class PenaltyLimit(ABC):
     def __init__(self, limit: float) -> None:
         self.limit = limit
 
-    def share(self, penalty: Tensor, loss: Tensor, constant: Tensor) -> Tensor:
+    def share(self, penalty: Tensor, loss: Tensor, of_constant: Tensor) -> Tensor:
         """Compute the share of a penalty that the limit leaves.
 
         Parameters
@@ -82,7 +82,7 @@ class PenaltyLimit(ABC):
             The penalty of the batch times its weight, with its graph.
         loss : Tensor of shape ()
             The loss of the batch, with its graph.
-        constant : Tensor of shape ()
+        of_constant : Tensor of shape ()
             The loss of a constant output, from `constant_loss`.
 
         Returns
@@ -90,15 +90,15 @@ class PenaltyLimit(ABC):
         Tensor of shape ()
             From 0 to 1, without graph: a constant in the differentiation.
         """
-        gain = (constant - loss.detach()).clamp(min=0)
-        ratios = self._ratios(loss, penalty, gain)
+        gain = (of_constant - loss.detach()).clamp(min=0)
+        shares = self._shares(loss, penalty, gain)
         # 0/0 is nan: where there is no penalty, there is nothing to limit
-        least = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
-        return (self.limit * least).clamp(max=1).to(penalty.dtype)
+        least = shares.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
+        return least.clamp(max=1).to(penalty.dtype)
 
     @abstractmethod
-    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
-        """Compute the shares of the penalty that a limit of 1 would leave; the least counts."""
+    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+        """Compute the shares of the penalty that the limit leaves; the least of them counts."""
 
 
 class EarlierLayerLimit(PenaltyLimit):
@@ -110,11 +110,11 @@ class EarlierLayerLimit(PenaltyLimit):
         The limit that the user has set.
     """
 
-    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
         loss = loss.detach()
         # a loss that can be negative does not tell how much is left to learn
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        return AT_EARLIER_LAYERS * room / penalty.detach().abs()
+        return _ratio(room, penalty.detach().abs(), self.limit * AT_EARLIER_LAYERS)
 
 
 class LastLayerLimit(PenaltyLimit):
@@ -138,20 +138,24 @@ class LastLayerLimit(PenaltyLimit):
         self._weight: Any = last.layer.weight
         self._compares_weight = not tied and self._weight.requires_grad
 
-    def _ratios(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
-        of_values = AT_LAST_LAYER * gain / penalty.detach().abs()
-        return torch.cat([of_values.reshape(1), *self._compare_gradients(loss, penalty)])
+    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+        of_values = _ratio(gain, penalty.detach().abs(), self.limit * AT_LAST_LAYER)
+        norms = self._norms_of_gradients(loss, penalty)
+        if not norms:
+            return of_values
+        of_loss, of_penalty = torch.stack(norms).unbind(dim=1)
+        return torch.cat([of_values[None], _ratio(of_loss, of_penalty, self.limit)])
 
-    def _compare_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the ratios of the norms in each group of variables."""
+    def _norms_of_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the norms in each group of variables, of loss and penalty: (2,)."""
         if not (self._compares_weight or self._features.requires_grad):
             return []
         if not penalty.requires_grad:
             return []
         slopes = self._own_slopes(penalty)
         if slopes is not None:
-            return self._compare_at_linear(loss, slopes)
-        return self._compare_by_autograd(loss, penalty)
+            return self._norms_at_linear(loss, slopes)
+        return self._norms_by_autograd(loss, penalty)
 
     def _own_slopes(self, penalty: Tensor) -> TotalSlopes | None:
         """Return the slopes of a penalty in output, features and weight of a linear layer."""
@@ -168,53 +172,71 @@ class LastLayerLimit(PenaltyLimit):
         )
         return slopes if is_own else None
 
-    def _compare_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
-        """Compute the ratios from gradients in the layer's output."""
-        features, weight = self._features.detach(), self._weight.detach()
+    def _norms_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
+        """Compute the norms from gradients in the layer's output, over chunks of its rows."""
+        features, weight = full_precision(self._features.detach()), self._weight.detach()
         edge = GradientEdge(self._last.node, self._last.output_nr)
-        (of_loss,) = pull_back([loss], [edge], create_graph=False)
+        (of_loss,) = pull_back([loss], [edge], [constant(1.0, loss)], create_graph=False)
         pair = torch.stack([torch.zeros_like(slopes.z) if of_loss is None else of_loss, slopes.z])
-        in_weight = pair.transpose(1, 2) @ features
-        shift, gain = pair.sum(dim=1) @ weight, (in_weight * weight).sum(dim=1)
-        # the penalty depends on features and weight not only by the output
-        shift[1].addmv_(features.T, slopes.along)
-        gain[1].addmv_((features * features).T, slopes.along)
-        in_weight[1].add_(slopes.factor)
+        in_features: Tensor | None = None
+        of_weight = []
+        for part in chunks(len(features), weight):
+            some = full_precision(pair[:, :, part])
+            if self._features.requires_grad:
+                more = some @ full_precision(weight[part])
+                in_features = more if in_features is None else in_features.add_(more)
+            if self._compares_weight:
+                in_weight = some.transpose(1, 2) @ features
+                # the penalty depends on features and weight not only by the output
+                in_weight[1].add_(slopes.factor[part])
+                of_weight.append(_norms(in_weight))
         norms = []
-        if self._features.requires_grad:
-            norms.append(torch.linalg.vector_norm(torch.stack([shift, gain], dim=1), dim=2))
-        if self._compares_weight:
-            norms.append(_norms(in_weight))
-        return [torch.div(*both) for both in norms]
+        if in_features is not None:
+            in_features[1].addcmul_(features, slopes.along[:, None])
+            norms += _norms_of_shift_and_gain(in_features, features)
+        if of_weight:
+            norms.append(
+                of_weight[0] if len(of_weight) == 1 else _norms(torch.stack(of_weight, dim=1))
+            )
+        return norms
 
-    def _compare_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the ratios at a layer of any kind."""
-        variables = [(self._features, self._norms_of_shift_and_gain)]
-        variables += [(self._weight, _norms)] if self._compares_weight else []
+    def _norms_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the norms at a layer of any kind."""
+        variables = [(self._features, self._norms_in_channels)]
+        variables += [(self._weight, lambda pair: [_norms(pair)])] if self._compares_weight else []
         variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
         tensors = [tensor for tensor, _ in variables]
         of_loss = pull_back([loss], tensors, create_graph=False)
         of_penalty = pull_back([penalty], tensors, create_graph=False)
-        ratios = []
+        found = []
         for a, b, (_, norms) in zip(of_loss, of_penalty, variables, strict=True):
             if b is not None:
                 pair = torch.stack([torch.zeros_like(b) if a is None else a, b])
-                ratios.append(torch.div(*norms(full_precision(pair))))
-        return ratios
+                found += norms(full_precision(pair))
+        return found
 
-    def _norms_of_shift_and_gain(self, pair: Tensor) -> Tensor:
+    def _norms_in_channels(self, pair: Tensor) -> list[Tensor]:
         """Compute the norms in a shift and a gain of the features from gradients in them."""
         layer = layer_map(self._last.layer)
         features = full_precision(layer.channels(self._features.detach()))
         columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
-        sums = torch.stack([columns.sum(dim=1), (columns * features).sum(dim=1)], dim=1)
-        norms: Tensor = torch.linalg.vector_norm(sums, dim=2)
-        return norms
+        return _norms_of_shift_and_gain(columns, features)
+
+
+def _norms_of_shift_and_gain(pair: Tensor, features: Tensor) -> list[Tensor]:
+    """Compute the norms in a shift and a gain from gradients in the features: (2, n, m)."""
+    return [_norms(pair.sum(dim=1)), _norms((pair * features).sum(dim=1))]
 
 
 def _norms(pair: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(pair.flatten(1), dim=1, keepdim=True)
+    """Compute the norms of two arrays: (2,)."""
+    norms: Tensor = torch.linalg.vector_norm(pair.flatten(1), dim=1)
     return norms
+
+
+def _ratio(numerator: Tensor, denominator: Tensor, factor: float) -> Tensor:
+    """Compute a ratio times a factor in a single operation."""
+    return torch.addcdiv(constant(0.0, denominator), numerator, denominator, value=factor)
 
 
 def constant_loss(

@@ -275,14 +275,14 @@ class PenalisedNet(MeasuredNet):
         if prefix != "train" or state.terms is None:
             return super()._read_step(step, prefix)
         (loss, term, share), state.terms = state.terms, None
-        loss = loss.detach()
-        term = torch.zeros_like(loss) if term is None else term.detach().to(loss.dtype)
-        numbers = [loss, term] if share is None else [loss, term, share.to(loss.dtype)]
-        train_loss, penalty, *left = read_numbers(*numbers)
-        clipped = bool(left) and left[0] < 1
+        numbers = [x.detach().to(loss.dtype) for x in (loss, term, share) if x is not None]
+        train_loss, *others = read_numbers(*numbers)
+        # without a penalty or a limit, its number needs no tensor
+        penalty, left = [*others, *(0.0, 1.0)[len(others) :]]
+        clipped = left < 1
         return {
             "train_loss": train_loss,
-            "flatness_penalty": penalty * left[0] if clipped else penalty,
+            "flatness_penalty": penalty * left if clipped else penalty,
             "flatness_clipped": float(clipped),
         }
 

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from relflat_sk._losses.curvature import diagonal_curvature, product_curvature
+from relflat_sk._losses.factor import Factor
 from relflat_sk._losses.softmax import softmax_curvature
 
 
@@ -41,7 +42,7 @@ def test_forms(case):
 def test_traces(case):
     curvature, B = case
     for F in (torch.randn(5, 9).double(), torch.randn(5, 4000).double()):  # few numbers and many
-        assert_close(curvature.trace(F), torch.einsum("sk,nst,tk->n", F, B, F))
+        assert_close(curvature.trace(Factor(F)), torch.einsum("sk,nst,tk->n", F, B, F))
     assert_close(curvature.trace(None), B.diagonal(dim1=1, dim2=2).sum(dim=1))
 
 
@@ -49,7 +50,7 @@ def test_traces_of_predictions_that_round_to_one_hot():
     z, F = torch.tensor([[0.0, -80.0, -90.0]]).double(), torch.randn(3, 2).double()
     distances = (F[1:] - F[0]).square().sum(dim=1)
     expected = (z[0, 1:].exp() * distances).sum()[None]
-    assert_close(softmax_curvature(z).trace(F), expected, rtol=1e-12, atol=0.0)
+    assert_close(softmax_curvature(z).trace(Factor(F)), expected, rtol=1e-12, atol=0.0)
 
 
 def test_totals(case):

@@ -55,7 +55,7 @@ def test_float32_agrees_with_float64(d, m, gap):
     curvature, forms = ManyClasses(z, None), class_by_class(z, W)
     assert (forms > 0).all()
     assert_close(curvature(W).double(), forms, rtol=5e-6, atol=0)
-    assert_close(curvature.trace(W).double(), forms.sum(dim=1), rtol=5e-6, atol=0)
+    assert_close(curvature.trace(Rows.of(W)).double(), forms.sum(dim=1), rtol=5e-6, atol=0)
     assert_close(curvature.trace(None).double(), trace(z), rtol=5e-6, atol=0)
 
 
@@ -121,7 +121,7 @@ def test_half_precision_is_summed_in_float32():
     forms = class_by_class(z, W)
     curvature = ManyClasses(z, None)
     assert_close(curvature(W).double(), forms, rtol=1e-5, atol=0)
-    assert_close(curvature.trace(W).double(), forms.sum(dim=1), rtol=1e-5, atol=0)
+    assert_close(curvature.trace(Rows.of(W)).double(), forms.sum(dim=1), rtol=1e-5, atol=0)
     z.requires_grad_()
     W.requires_grad_()
     values = curvature.variances(W, None)
@@ -136,9 +136,9 @@ def test_half_precision_is_summed_in_float32():
 
 def test_autocast_does_not_reach_the_sums():
     z, W = make(5000, 6, 3.0)
-    expected = ManyClasses(z, None).trace(W)
+    expected = ManyClasses(z, None).trace(Rows.of(W))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_close(ManyClasses(z, None).trace(W), expected, rtol=0, atol=0)
+        assert_close(ManyClasses(z, None).trace(Rows.of(W)), expected, rtol=0, atol=0)
 
 
 def test_classes_that_are_masked_out():
@@ -153,8 +153,8 @@ def test_classes_that_are_masked_out():
 def test_rows_with_a_large_common_part():
     z, W = make(100, 8, 3.0)
     far = W + 100
-    assert_close(ManyClasses(z, None).trace(far).double(), class_by_class(z, far).sum(dim=1),
-                 rtol=1e-4, atol=0)  # fmt: skip
+    found = ManyClasses(z, None).trace(Rows.of(far)).double()
+    assert_close(found, class_by_class(z, far).sum(dim=1), rtol=1e-4, atol=0)
 
 
 def test_products_are_those_of_all_classes():

@@ -121,7 +121,7 @@ def test_the_closed_form_of_the_gradients_is_that_of_autograd(name, monkeypatch)
     if "outputs" in name:  # it has new layers
         train_a_little(net, X, y, 40)
     X = X.to(next(net.parameters()).dtype)
-    compare = LastLayerLimit._compare_by_autograd
+    compare = LastLayerLimit._norms_by_autograd
     found = []
     for closed_form in (True, False):
         calls = []
@@ -130,7 +130,7 @@ def test_the_closed_form_of_the_gradients_is_that_of_autograd(name, monkeypatch)
                 patch.setattr(LastLayerLimit, "_own_slopes", lambda *_: None)
             patch.setattr(
                 LastLayerLimit,
-                "_compare_by_autograd",
+                "_norms_by_autograd",
                 lambda *args, calls=calls: calls.append(args) or compare(*args),
             )
             penalty = RelativeFlatnessPenalty(weight=HUGE, clip=0.5, normalize=name == "normalised")

@@ -45,9 +45,10 @@ class ForwardPass:
         The curvature at the same layers, each of them in one item.
     sample_weight : Tensor of shape (n,)
         Weight of each sample, in float64.
-    totals : Tensor of shape (2,)
-        What divides this batch's summed loss in the criterion's mean, and the summed loss, which
-        is nan without labels; in float64.
+    divisor : float or Tensor of shape ()
+        What divides this batch's summed loss in the criterion's mean; in float64.
+    loss : Tensor of shape ()
+        The summed loss, nan without labels; in float64.
     output_shape : torch.Size
         Shape of the output for one sample.
     link : str or None
@@ -59,7 +60,8 @@ class ForwardPass:
     layers: dict[str, LayerPass]
     curvatures: list[LayerCurvature]
     sample_weight: Tensor
-    totals: Tensor
+    divisor: float | Tensor
+    loss: Tensor
     output_shape: torch.Size
     link: str | None
     has_labels: bool
@@ -120,19 +122,21 @@ def make_forward_pass(
     warn_of_ending(loss.criterion, find_ending(output))
     if target is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
-    losses, divisors = _losses(loss, output, target, each=batch.weight is not None)
+    weighted = batch.weight is not None
+    losses = _losses(loss, output, target, each=weighted)
     tail = Tail(loss, output, target, records[-1], _precise)
-    curvatures = choose_curvatures(tail, records, _Ways(tail, losses.sum()))
+    curvatures = choose_curvatures(tail, records, _Ways(tail, losses))
     passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
     weights = sample_weight(batch, len(output), output.device)
-    totals = torch.stack([divisors.detach(), losses.detach()])
+    each = loss.each_divisor(output, tail.relevant)
     return ForwardPass(
         layers={record.name: passes[record.name] for record in records},
         curvatures=curvatures,
         sample_weight=weights,
-        totals=totals.sum(1, dtype=weights.dtype)
-        if batch.weight is None
-        else totals.double() @ weights,
+        divisor=_sum(each.detach(), weights, weighted=weighted)
+        if isinstance(each, Tensor)
+        else each * (weights.sum() if weighted else len(weights)),
+        loss=_sum(losses.detach(), weights, weighted=weighted),
         output_shape=output.shape[1:],
         link=link,
         has_labels=target is not None,
@@ -149,14 +153,17 @@ def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
     return None if batch.y is None else loss.read_target(output, batch.y)
 
 
-def _losses(
-    loss: Loss, output: Tensor, target: Target | None, *, each: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute losses and divisors of the samples; losses are nan without labels."""
+def _losses(loss: Loss, output: Tensor, target: Target | None, *, each: bool) -> Tensor:
+    """Compute the losses of the samples, nan without labels."""
     if target is None:
-        return output.new_full((len(output),), torch.nan), loss.divisors(output, None)
+        return output.new_full((len(output),), torch.nan)
     with torch.enable_grad():
-        return loss.terms(output, target, each=each)
+        return loss.losses(output, target.values, each=each)
+
+
+def _sum(values: Tensor, weights: Tensor, *, weighted: bool) -> Tensor:
+    """Sum numbers of the samples in float64, in one operation if they have no weights."""
+    return values.double() @ weights if weighted else values.sum(dtype=weights.dtype)
 
 
 def _check_samples(record: LayerRecord, output: Tensor) -> None:
@@ -174,7 +181,7 @@ class _Ways:
     """Makes the curvatures at recorded layers, for `choose_curvatures`."""
 
     tail: Tail
-    summed_loss: Tensor
+    losses: Tensor
 
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
@@ -208,7 +215,7 @@ class _Ways:
         assert record.offset is not None
         as_map = layer_map(record.layer)
         return ByClosedForm(
-            kind(record.name, as_map, features, record.offset, self.summed_loss, curvature)
+            kind(record.name, as_map, features, record.offset, self.losses, curvature)
         )
 
     def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
@@ -220,7 +227,7 @@ class _Ways:
             assert record.offset is not None
             features, _ = record.check()
             layers[record.name] = LayerPass(
-                record.name, layer_map(record.layer), features, record.offset, self.summed_loss
+                record.name, layer_map(record.layer), features, record.offset, self.losses
             )
         return layers
 

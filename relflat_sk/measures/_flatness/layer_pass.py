@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Curvature, Rows, product_curvature
+from relflat_sk._losses import ClosedForm, Curvature, Factor, Rows, product_curvature
 from relflat_sk._network import LayerMap
 
 __all__ = ["ClosedFormLayerPass", "LayerPass", "ManyClassesLayerPass"]
@@ -32,22 +32,22 @@ class LayerPass:
         The layer's input.
     offset : Tensor of shape (n, ...)
         Zeros added to the layer's output, by which the loss is differentiated.
-    summed_loss : Tensor of shape ()
-        The loss, summed over the batch.
+    losses : Tensor of shape (n,)
+        The losses of the samples.
     """
 
     name: str
     map: LayerMap
     features: Tensor
     offset: Tensor
-    summed_loss: Tensor
+    losses: Tensor
 
     @cached_property
     def weight(self) -> Tensor:
         """The weight as a matrix of shape (d, m), in float64."""
         return self.map.weight.double()
 
-    def left_factor(self, spread: Tensor | None = None) -> Tensor | Rows:
+    def left_factor(self, spread: Tensor | None = None) -> Factor | Rows:
         """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
 
         Parameters
@@ -57,15 +57,19 @@ class LayerPass:
 
         Returns
         -------
-        Tensor of shape (d, min(d, m)), or Rows
+        Factor of shape (d, min(d, m)), or Rows
             In float64; as its rows with very many classes.
         """
         weight = self.weight if spread is None else self.weight * spread
         d, m = weight.shape
         if d >= m:
-            return weight
-        factor: Tensor = torch.linalg.qr(weight.T, mode="r").R.T  # W = R^T Q^T
-        return factor
+            return Factor(weight)
+        return Factor(torch.linalg.qr(weight.T, mode="r").R.T)  # W = R^T Q^T
+
+    @cached_property
+    def summed_loss(self) -> Tensor:
+        """The loss, summed over the batch."""
+        return self.losses.sum()
 
     @property
     def is_flat(self) -> bool:
@@ -202,8 +206,8 @@ class ClosedFormLayerPass(LayerPass):
         The layer's input, one row for each sample or token.
     offset : Tensor of shape (n, ...)
         Zeros added to the layer's output.
-    summed_loss : Tensor of shape ()
-        The loss, summed over the batch.
+    losses : Tensor of shape (n,)
+        The losses of the samples.
     curvature : ClosedForm
         Curvature of the summed loss in the layer's output, rows in the same order.
     """
@@ -260,8 +264,8 @@ class ManyClassesLayerPass(ClosedFormLayerPass):
         The layer's input, one row for each sample or token.
     offset : Tensor of shape (n, ...)
         Zeros added to the layer's output.
-    summed_loss : Tensor of shape ()
-        The loss, summed over the batch.
+    losses : Tensor of shape (n,)
+        The losses of the samples.
     curvature : ManyClasses
         Curvature of the summed loss in the layer's output, rows in the same order.
     """

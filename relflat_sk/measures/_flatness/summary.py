@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relflat_sk._network import Network, best_constant_loss
+from relflat_sk._numerics import read_numbers
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 
 __all__ = ["Flatness", "Found", "Summary"]
@@ -20,8 +21,10 @@ class Summary:
 
     Parameters
     ----------
-    totals : Tensor of shape (2,) or None, default=None
-        `divisor` and `loss`, on the device.
+    divisors : float or Tensor of shape (), default=0
+        Sum of the batches' divisors, on the device if they are.
+    losses : float or Tensor of shape (), default=0
+        Sum of the batches' losses, on the device.
     n_samples : int, default=0
         Number of samples.
     output_shape : torch.Size
@@ -36,7 +39,8 @@ class Summary:
         Names of all layers with a weight matrix, in forward order.
     """
 
-    totals: Tensor | None = None
+    divisors: float | Tensor = 0.0
+    losses: float | Tensor = 0.0
     n_samples: int = 0
     output_shape: torch.Size = field(default_factory=torch.Size)
     link: str | None = None
@@ -56,7 +60,9 @@ class Summary:
 
     @cached_property
     def _totals(self) -> list[float]:
-        return [0.0, 0.0] if self.totals is None else self.totals.cpu().tolist()
+        if isinstance(self.divisors, Tensor):
+            return read_numbers(self.divisors, torch.as_tensor(self.losses))
+        return [self.divisors, float(self.losses)]
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch.
@@ -66,7 +72,8 @@ class Summary:
         forward : ForwardPass
             The forward pass on the batch.
         """
-        self.totals = forward.totals if self.totals is None else self.totals + forward.totals
+        self.divisors = forward.divisor + self.divisors
+        self.losses = forward.loss + self.losses
         self.n_samples += len(forward)
         self.output_shape, self.link = forward.output_shape, forward.link
         self.has_labels = forward.has_labels

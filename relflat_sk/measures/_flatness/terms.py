@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import Rows
+from relflat_sk._losses import Factor, Rows
 from relflat_sk._numerics import inverse_spread
 from relflat_sk._random import rademacher
 from relflat_sk.measures._flatness.layer_pass import ClosedFormLayerPass, LayerPass
@@ -163,13 +163,13 @@ class Trace(Quantity):
 
     Parameters
     ----------
-    factor : Tensor of shape (d, k) or Rows, optional
+    factor : Factor or Rows of shape (d, k), optional
         ``F``, the identity if None.
     inverse : Tensor of shape (m,) or (d, m), optional
         The diagonal of ``D``, ones if None; with grouped convolutions one for each row.
     """
 
-    factor: Tensor | Rows | None = None
+    factor: Factor | Rows | None = None
     inverse: Tensor | None = None
 
     def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
@@ -223,7 +223,7 @@ class Trace(Quantity):
         if self.factor is None:
             weight = layer.weight
             return torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-        return self.factor.matrix() if isinstance(self.factor, Rows) else self.factor
+        return self.factor.matrix()
 
     def _scale(self, layer: LayerPass) -> Tensor:
         """Return ``D`` for each row: (d, m)."""
