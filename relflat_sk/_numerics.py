@@ -1,6 +1,8 @@
 """Small computations in which rounding or a division by zero would do harm."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ __all__ = [
     "read_numbers",
     "safe_root",
     "varies",
+    "without_autocast",
 ]
 
 # numbers of a matrix that are converted to float64 at a time
@@ -148,3 +151,22 @@ def safe_root(array: Tensor) -> Tensor:
         The root of 0 is that of the smallest normal number.
     """
     return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without mixed precision, also on devices that torch knows none for.
+
+    Parameters
+    ----------
+    tensor : Tensor of any shape
+        Tells the device.
+
+    Returns
+    -------
+    context manager
+        One that does nothing where there is no mixed precision.
+    """
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

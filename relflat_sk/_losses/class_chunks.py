@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, without_autocast
 
 __all__ = ["Odds", "Rows", "Sums", "chunks"]
 
@@ -281,7 +281,7 @@ class Sums:
         """
         odds = Odds.of(z)
         total = first = second = torch.zeros_like(odds.ratio)
-        with torch.autocast(z.device.type, enabled=False):
+        with without_autocast(z):
             for part in chunks(len(z), rows.factor):
                 u = odds.others(z, part)
                 total = total + u.sum(dim=1, keepdim=True)

@@ -15,7 +15,7 @@ from relflat_sk._losses.class_chunks import Odds, Rows, Sums, chunks
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
 from relflat_sk._losses.factor import Factor
 from relflat_sk._losses.softmax import Softmax, TotalSlopes, differentiable_backward
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, without_autocast
 
 __all__ = ["MANY", "ManyClasses"]
 
@@ -131,7 +131,8 @@ class _Total(torch.autograd.Function):
         # the gradient in the weight is as large as the weight: the first backward pass takes it,
         # and another one computes it anew
         slopes, ctx.slopes = ctx.slopes, None
-        of_z, along, of_weight = slopes or _slopes(ctx, z, features)
+        with without_autocast(outer):
+            of_z, along, of_weight = slopes or _slopes(ctx, z, features)
         in_z, in_features, in_weight, _ = ctx.needs_input_grad
         return (
             of_z.mul_(outer) if in_z else None,
@@ -178,7 +179,7 @@ class _Variances(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
             return differentiable_backward(_dense_variances, ctx, outer, n_inputs=3)
-        with torch.autocast(outer.device.type, enabled=False):
+        with without_autocast(outer):
             return _gradients(
                 ctx.saved_tensors[0],
                 ctx.rows,

@@ -15,6 +15,7 @@ from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_order
 from relflat_sk._network.source import Source
+from relflat_sk._numerics import full_precision
 from relflat_sk._random import fork_rng
 
 __all__ = [
@@ -214,7 +215,7 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
     batch : Batch
         Has the labels and the weights.
     output : Tensor of shape (n, ...)
-        The network's output for the batch.
+        The network's output for the batch; its losses are in float32 at least.
 
     Returns
     -------
@@ -226,8 +227,8 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
     ValueError
         If there are no labels, or they do not fit the output.
     """
+    output = full_precision(network.loss.classes_second(output, batch.y))
     loss = network.loss.to(output.device, output.dtype)
-    output = loss.classes_second(output, batch.y)
     if batch.y is None:
         raise ValueError("y is needed to compute a loss. Pass y.")
     target = loss.check_target(output, batch.y.to(output.device))

@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge
 
 from relflat_sk._losses import TotalSlopes, chunks, pull_back, total_slopes
 from relflat_sk._network import LayerRecord, layer_map
-from relflat_sk._numerics import constant, full_precision
+from relflat_sk._numerics import constant, full_precision, without_autocast
 
 __all__ = [
     "AT_EARLIER_LAYERS",
@@ -91,7 +91,8 @@ class PenaltyLimit(ABC):
             From 0 to 1, without graph: a constant in the differentiation.
         """
         gain = (of_constant - loss.detach()).clamp(min=0)
-        shares = self._shares(loss, penalty, gain)
+        with without_autocast(penalty):
+            shares = self._shares(loss, penalty, gain)
         # 0/0 is nan: where there is no penalty, there is nothing to limit
         least = shares.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
         return least.clamp(max=1).to(penalty.dtype)

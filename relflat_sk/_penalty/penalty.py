@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses import Loss, Target, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._network import (
     Layer,
@@ -21,6 +20,7 @@ from relflat_sk._network import (
     find_ending,
     primary_output,
 )
+from relflat_sk._numerics import full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
@@ -162,6 +162,29 @@ class RelativeFlatnessPenalty:
             return self.capture_compiled(module, original)
         return self._capture.open(module, self._asked())
 
+    def gather_checks(self) -> AbstractContextManager[None]:
+        """Check the labels of several steps together, with labels on an accelerator.
+
+        Without it, the host waits for the device in each step, to check the range of the labels.
+
+        Returns
+        -------
+        context manager
+            For an epoch. Its end raises the errors of wrong labels, which do not count until then.
+
+        Examples
+        --------
+        >>> import torch
+        >>> net, criterion = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
+        >>> penalty = RelativeFlatnessPenalty()
+        >>> with penalty.gather_checks():
+        ...     for X, y in [(torch.ones(5, 4), torch.arange(5) % 3)] * 2:
+        ...         with penalty.capture(net):
+        ...             y_pred = net(X)
+        ...         loss = criterion(y_pred, y) + penalty(criterion, y_pred, y)
+        """
+        return gather_checks()
+
     def capture_compiled(
         self, compiled: nn.Module, module: nn.Module
     ) -> AbstractContextManager[None]:
@@ -217,7 +240,7 @@ class RelativeFlatnessPenalty:
             If probabilities reach a criterion that takes logits.
         """
         loss = Loss(as_criterion(criterion))
-        output = primary_output(y_pred)
+        output = full_precision(primary_output(y_pred))
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
@@ -274,26 +297,23 @@ class RelativeFlatnessPenalty:
                 "penalty.capture(module):` before each call of the penalty. If the network is "
                 "compiled by torch.compile, capture the compiled module."
             )
-        device = output.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device_type=device, enabled=False):
-                return self.of_batch(loss, output, target, sample_weight, scale)
         plan, recorder = self._capture.finish(output)
         records = [recorder[name] for name in plan.layers]
         if self.clip is not None:
             self._limit = plan.limit(self.clip, records[-1])
-        return batch_flatness(
-            loss,
-            output,
-            target,
-            records,
-            plan.penalised,
-            self._capture.explicit,
-            probes=self.probes,
-            normalize=self.normalize,
-            sample_weight=sample_weight,
-            scale=scale,
-        )
+        with without_autocast(output):
+            return batch_flatness(
+                loss,
+                output,
+                target,
+                records,
+                plan.penalised,
+                self._capture.explicit,
+                probes=self.probes,
+                normalize=self.normalize,
+                sample_weight=sample_weight,
+                scale=scale,
+            )
 
     def limited(
         self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]

@@ -5,6 +5,8 @@ wait empties the queue of launched operations. The numbers are ratios to skorch'
 the network's forward pass. Operations that compute nothing, such as views, do not count.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from skorch import NeuralNetClassifier
@@ -12,6 +14,7 @@ from torch import nn
 
 from benchmarks._harness.networks import LeNet5
 from relflat_sk import (
+    RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     measure,
@@ -96,6 +99,18 @@ def test_a_step_does_not_wait_for_labels_on_the_device():
     net = RelativeFlatnessRegularizedClassifier(LeNet5, device=DEVICE, verbose=0)
     _, waits = count_step(net, y_device=DEVICE)
     assert waits == pytest.approx(4 / 3)  # one for each of three steps, one in the end
+
+
+@pytest.mark.parametrize(("together", "n_waits"), [(True, 1), (False, 3)])
+def test_a_plain_loop_waits_for_labels_on_the_device_once_if_told_to(together, n_waits):
+    X, y = (tensor.to(DEVICE) for tensor in make_data(1))
+    net, penalty = LeNet5().to(DEVICE), RelativeFlatnessPenalty(clip=0.5)
+    with count() as counts, penalty.gather_checks() if together else nullcontext():
+        for _ in range(3):
+            with penalty.capture(net):
+                output = net(X)
+            (CRITERION(output, y) + penalty(CRITERION, output, y)).backward()
+    assert counts.n_waits == n_waits
 
 
 def count_batches(compute, place="cpu"):

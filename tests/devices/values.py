@@ -320,6 +320,42 @@ def test_plain_loops(layer, clip, weighted):
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
 
 
+@pytest.fixture
+def few_are_many(monkeypatch):
+    """Read networks of few classes in chunks, as those of very many."""
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 2, True: 2})
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize(
+    "name", ["relative_flatness", "normalized_relative_flatness", "hessian_trace",
+             "neuron_flatness_sum"]
+)  # fmt: skip
+def test_measures_of_very_many_classes(name):
+    assert_same_everywhere(
+        lambda *args, **options: measure(name, *args, criterion=CRITERION, **options), trained()
+    )
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_plain_loops_with_very_many_classes(normalize, clip):
+    X, y = make_data()
+    results = []
+    for device in ("cpu", DEVICE):
+        net = trained().to(device)
+        penalty = RelativeFlatnessPenalty(normalize=normalize, weight=0.5, clip=clip)
+        with penalty.capture(net):
+            output = net(X.to(device))
+        net.zero_grad()
+        value = penalty(CRITERION, output, y.to(device))
+        value.backward()
+        results.append([value.item(), *(p.grad.norm().item() for p in net.parameters())])
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
+
+
 def test_scores():
     X, y = make_data()
     scores = []
@@ -388,6 +424,18 @@ def test_labels_to_ignore_on_the_device():
         net.to(DEVICE), X.to(DEVICE), y.to(DEVICE), criterion=CRITERION, batch_size=3
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_plain_loop_refuses_labels_on_the_device():
+    X, y = (tensor.to(DEVICE) for tensor in make_data())
+    net, penalty = make_mlp().to(DEVICE), RelativeFlatnessPenalty(clip=0.5)
+    with penalty.capture(net):
+        output = net(X)
+    y[3] = 7
+    gathered = penalty.gather_checks()
+    with pytest.raises(ValueError, match="y must hold class indices from 0 to 2.* 7"), gathered:
+        value = penalty(CRITERION, output, y)  # with which the loop could go on
+    assert value.isfinite()
 
 
 @pytest.mark.parametrize("wrong", [7, -1])

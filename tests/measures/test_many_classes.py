@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from relflat_sk import measure
+from relflat_sk._network import mean_loss
 from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.losses.test_many_classes import class_by_class
@@ -82,6 +83,16 @@ def test_bfloat16_weights_are_summed_in_float32():
     features, z = (x.detach().double() for x in seen[-1])
     forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
     assert value == pytest.approx(float((features.square().sum(dim=1) * forms).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("d", [5, 5000])
+def test_losses_of_bfloat16_outputs_are_computed_in_float32(d):
+    net, X, y = make(d, 16, 1.0)
+    net.bfloat16()
+    found = evaluate("relative_flatness", net, X, y, criterion=CE)
+    expected = CE(net(X.bfloat16()).double(), y).item()
+    assert found.risk == pytest.approx(expected, rel=1e-6)
+    assert mean_loss(found.network) == pytest.approx(expected, rel=1e-6)
 
 
 CRITERIA = {

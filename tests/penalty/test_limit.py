@@ -169,6 +169,19 @@ def test_earlier_layers_are_limited_by_loss_and_gain(layer, weight, steps):
         assert_close(scaled, share * unlimited)
 
 
+def test_losses_of_bfloat16_outputs_are_compared_in_float32():
+    net, (X, y) = make_net(), make_batch()
+    train_a_little(net, X, y, 40)
+    net.bfloat16()
+    penalty = RelativeFlatnessPenalty(0, weight=HUGE, clip=0.5)
+    with penalty.capture(net):
+        output = net(X.bfloat16())
+    value = penalty(CRITERION, output, y)
+    z = output.double()
+    room = min(CRITERION(z, y).item(), gain_over_constant(z, y))
+    assert value.item() == pytest.approx(0.5 * room / 50, rel=1e-5)
+
+
 def test_a_network_that_distinguishes_no_samples_has_no_penalty():
     net, (X, y) = make_net(), make_batch()
     with torch.no_grad():

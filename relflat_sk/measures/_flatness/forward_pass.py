@@ -18,6 +18,7 @@ from relflat_sk._network import (
     layer_map,
     sample_weight,
 )
+from relflat_sk._numerics import full_precision
 from relflat_sk.measures._flatness.layer_curvature import (
     ByClosedForm,
     ByGradients,
@@ -99,7 +100,8 @@ def make_forward_pass(
     batch : Batch
         The batch, with labels if there are any.
     output : Tensor of shape (n, ...)
-        The network's output for this batch, with the graph from the recorded layers.
+        The network's output for this batch, with the graph from the recorded layers. Losses
+        of half precision are computed in float32.
     records : sequence of LayerRecord
         The recorded layers in forward order.
 
@@ -115,8 +117,9 @@ def make_forward_pass(
     """
     for record in records:
         _check_samples(record, output)
+    with torch.enable_grad():
+        output = full_precision(network.loss.classes_second(output, batch.y))
     loss = network.loss.to(output.device, output.dtype)
-    output = loss.classes_second(output, batch.y)
     target = _read_target(loss, output, batch)
     link = find_link(output, records[-1].node)
     warn_of_ending(loss.criterion, find_ending(output))
