@@ -8,27 +8,27 @@ from os import cpu_count
 import torch
 
 
-def describe() -> str:
+def _describe() -> str:
     """Return versions, devices, and for each extra whether its packages are installed."""
     rows = {
         "relflat_sk": version("relflat_sk"),
         "Python": f"{platform.python_version()}, {platform.platform()}",
         "cores": f"{cpu_count()}, {torch.get_num_threads()} threads of torch",
-        "devices": ", ".join(devices()),
+        "devices": ", ".join(_devices()),
     }
-    for extra, names in requirements().items():
+    for extra, names in _requirements().items():
         title = f"extra {extra!r}" if extra else "required"
-        rows[title] = ", ".join(f"{name} {installed(name)}" for name in names)
+        rows[title] = ", ".join(f"{name} {_installed(name)}" for name in names)
     return "\n".join(f"{title}: {text}" for title, text in rows.items())
 
 
-def devices() -> list[str]:
+def _devices() -> list[str]:
     """Return the devices that torch can use."""
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ["cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
-def requirements() -> dict[str, list[str]]:
+def _requirements() -> dict[str, list[str]]:
     """Return the names of the required packages (under "") and of those of each extra."""
     found: dict[str, list[str]] = {"": []}
     for line in requires("relflat_sk") or []:
@@ -39,7 +39,7 @@ def requirements() -> dict[str, list[str]]:
     return found
 
 
-def installed(name: str) -> str:
+def _installed(name: str) -> str:
     """Return the installed version of a package."""
     try:
         return version(name)
@@ -48,4 +48,4 @@ def installed(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(describe())
+    print(_describe())
