@@ -3,6 +3,7 @@
 from relflat_sk._models.description import describe
 from relflat_sk._models.network_of import (
     final_estimator,
+    joined,
     name_layer,
     name_layers,
     to_network,
@@ -16,6 +17,7 @@ __all__ = [
     "DataOptions",
     "describe",
     "final_estimator",
+    "joined",
     "name_layer",
     "name_layers",
     "skorch_batches",

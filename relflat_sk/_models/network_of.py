@@ -5,7 +5,8 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any
@@ -20,6 +21,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import _check_feature_names, check_is_fitted
 from skorch import NeuralNet
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._checks import is_integer
 from relflat_sk._models.language_models import is_causal_language_model, next_tokens
@@ -27,10 +29,11 @@ from relflat_sk._models.options import DataOptions
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
 from relflat_sk._models.transformed_rows import transform
-from relflat_sk._network import Layer, Network, Source, check_stored, find_layer
+from relflat_sk._network import Layer, Network, Source, check_stored, find_layer, join
 
 __all__ = [
     "final_estimator",
+    "joined",
     "name_layer",
     "name_layers",
     "to_network",
@@ -109,9 +112,54 @@ def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> 
     return replace(to_network(model, X, y, options), source=source)
 
 
+@contextmanager
+def joined(
+    model: Any, X: Any, y: Any, options: DataOptions, process_group: Any
+) -> Iterator[Network]:
+    """Make a network of a model, whose data several processes may hold.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `to_network`. The same in all processes.
+    X, y : array-like
+        The calling process's part of the data.
+    options : DataOptions
+        Criterion, batch size, device and sample weights.
+    process_group : torch.distributed.ProcessGroup, "world" or None
+        The processes; the calling one alone if None.
+
+    Yields
+    ------
+    Network
+        With its source. If the context fails in one process, it does so in all of them.
+
+    Raises
+    ------
+    ValueError
+        If there is no such group, or the processes hold different weights.
+    TypeError
+        If there is no network in the model.
+    """
+    processes = join(process_group)
+    with processes.together():
+        network = to_network_with_source(model, X, y, options)
+        if processes.are_several:
+            named = network.module.named_parameters()
+            weights = [(name, repr(float(w.detach().double().sum()))) for name, w in named]
+            if any(other != weights for other in processes.gather(weights)):
+                raise ValueError(
+                    "the processes of process_group hold models with different weights, so that "
+                    "there is no value for all of them. Load the same weights in each process."
+                )
+        yield replace(network, processes=processes)
+
+
 @to_network.register
 def _(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
     module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
+    if isinstance(module, DistributedDataParallel):
+        module = module.module  # each forward pass through the wrapper waits for the others'
     own, batches = None, options.batches(X, y)
     if options.criterion is None and is_causal_language_model(module):
         own, batches = nn.CrossEntropyLoss(), next_tokens(batches)

@@ -54,6 +54,7 @@ from relflat_sk._network.network import (
     sample_weight,
 )
 from relflat_sk._network.norm_layers import find_norms
+from relflat_sk._network.processes import Processes, join
 from relflat_sk._network.recording import (
     LayerRecord,
     Recorder,
@@ -87,6 +88,7 @@ __all__ = [
     "MathAttention",
     "Network",
     "Outcome",
+    "Processes",
     "Recorder",
     "ReplacedForwards",
     "RowSource",
@@ -121,6 +123,7 @@ __all__ = [
     "is_row_source",
     "is_tied",
     "is_weight_layer",
+    "join",
     "keep_copies",
     "keep_graph",
     "layer_input",

@@ -59,7 +59,8 @@ def best_constant_loss(network: Network, shape: torch.Size, link: str | None) ->
             target, weight = _merge_equal(target, weight)
         targets.append(target)
         weights.append(weight)
-    return constant_risk(network.loss, torch.cat(targets), torch.cat(weights), shape, link)
+    labels, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
+    return constant_risk(network.loss, labels, counts, shape, link)
 
 
 def _merge_equal(labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from relflat_sk._network.attention import explicit_attention
 from relflat_sk._network.batches import Batch, Batches
 from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
+from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
 from relflat_sk._network.source import Source
 from relflat_sk._numerics import full_precision
@@ -47,6 +48,8 @@ class Network:
         Turns inputs into the criterion's first argument; ``module(x)`` if None.
     source : Source, optional
         The model and the data that the network was made of; None if nobody needs them.
+    processes : Processes, optional
+        Those that hold the data, each a part; the calling process alone by default.
     """
 
     module: nn.Module
@@ -54,6 +57,7 @@ class Network:
     batches: Batches
     forward: Callable[[Any], Any] | None = None
     source: Source | None = None
+    processes: Processes = ALONE
 
     @property
     def device(self) -> torch.device:
@@ -277,6 +281,7 @@ def mean_loss(network: Network) -> float:
             loss, share = outcome.total()
             total += float(loss)
             divisor += share
+    total, divisor = network.processes.sum_numbers(total, divisor)
     return total / divisor
 
 

@@ -146,6 +146,7 @@ def relative_flatness(  # noqa: PLR0913
     random_state: int | np.random.RandomState | None = None,
     per_sample: bool = False,
     return_stderr: bool = False,
+    process_group: Any = None,
 ) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
     r"""Measure how flat the loss is around a trained model, at one layer; small is flat.
 
@@ -196,6 +197,10 @@ def relative_flatness(  # noqa: PLR0913
     return_stderr : bool, default=False
         Whether to return the standard error as well, which is 0 for exact values; with
         `per_sample`, one for each term.
+    process_group : torch.distributed.ProcessGroup or "world", optional
+        Processes that hold the same model and each a part of the data, of any size but 0. All of
+        them call the function, and each returns the value for all data. "world" is the default
+        group. None: the data of the calling process are all data.
 
     Returns
     -------
@@ -279,6 +284,7 @@ def relative_flatness(  # noqa: PLR0913
         sample_weight=sample_weight,
         random_state=random_state,
         per_sample=per_sample,
+        process_group=process_group,
     )
     warn_of_non_finite({("", name): found})
     if found.terms is not None and found.term_stderrs is not None:

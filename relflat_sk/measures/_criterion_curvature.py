@@ -30,9 +30,10 @@ def criterion_has_curvature(network: Network) -> bool:
         zero there, so that the network is flat indeed.
     """
     with borrowed(network.module):
-        if network.loss.is_curved and not _takes_logits_as_logarithms(network):
-            return True  # by its formula, also where outputs are too large to show it in float32
-        return any(_is_curved(network, batch) for batch in network.batches())
+        # by its formula, also where outputs are too large to show it in float32
+        curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
+        curved = curved or any(_is_curved(network, batch) for batch in network.batches())
+    return any(network.processes.gather(curved))
 
 
 def _takes_logits_as_logarithms(network: Network) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relflat_sk._models import DataOptions, name_layer, to_network_with_source
+from relflat_sk._models import DataOptions, joined, name_layer
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._measure_network import check_layers, measure_network
@@ -23,6 +23,7 @@ def evaluate(  # noqa: PLR0913
     device: Any = None,
     sample_weight: Any = None,
     per_sample: bool = False,
+    process_group: Any = None,
     **params: Any,
 ) -> Flatness:
     """Measure a model, and return the value with the mean loss from the same pass over the data.
@@ -50,6 +51,8 @@ def evaluate(  # noqa: PLR0913
         Weight of each sample in the mean loss; one if None.
     per_sample : bool, default=False
         Whether to return the samples' terms, too, see `relative_flatness`.
+    process_group : torch.distributed.ProcessGroup or "world", optional
+        The processes that hold the data, see `relative_flatness`.
     **params : dict
         Further arguments of the measure, such as `method` or `n_probes`.
 
@@ -81,7 +84,7 @@ def evaluate(  # noqa: PLR0913
         )
     check_layers([name], layer)
     options = DataOptions(criterion, batch_size, device, sample_weight, in_order=per_sample)
-    network = to_network_with_source(model, X, y, options)
-    layers = [name_layer(model, layer)]
-    (found,) = measure_network(network, [name], layers, per_sample=per_sample, **params).values()
+    params["per_sample"] = per_sample
+    with joined(model, X, y, options, process_group) as network:
+        (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found

@@ -8,7 +8,8 @@ from typing import Any
 
 from relflat_sk._checks import check_number
 from relflat_sk._losses import name_criterion
-from relflat_sk._network import Layer, Network, find_non_finite
+from relflat_sk._network import Layer, Network, borrowed, find_non_finite
+from relflat_sk._random import draw_seed, seed_from
 from relflat_sk._warnings import warn
 from relflat_sk.measures._criterion_curvature import criterion_has_curvature
 from relflat_sk.measures._estimate import Estimate
@@ -100,6 +101,11 @@ def measure_network(
     check_number("weight_decay", weight_decay, positive=False)
     check_arguments(names, params)
     _check_decay(names, weight_decay)
+    if network.processes.are_several:
+        _check_shared(names, per_sample)
+        # of the weights' noise and of Lanczos' first vector; probes have seeds of their own
+        seed = seed_from(params.get("random_state"))
+        params["random_state"] = network.processes.share(draw_seed(None) if seed is None else seed)
     some = {key: value for key, value in params.items() if key in _OF_LAYERS | _SEED}
     some["weight_decay"] = weight_decay
     if per_sample:
@@ -154,6 +160,21 @@ def is_of_network(name: str) -> bool:
 def _is_whole(name: str) -> bool:
     """Return whether a measure is a function of the whole network, with arguments of its own."""
     return name in NETWORK_WIDE or isinstance(name, OwnMeasure)
+
+
+def _check_shared(names: Sequence[str], per_sample: bool) -> None:
+    """Refuse what cannot be summed over processes."""
+    own = [str(name) for name in names if isinstance(name, OwnMeasure)]
+    if own:
+        raise ValueError(
+            f"the measure {own[0]!r} is a function of yours, which gets the data of one process "
+            "only. Measure it without process_group, or gather the data in one process."
+        )
+    if per_sample:
+        raise ValueError(
+            "per_sample=True gives the terms of the samples of one process, and with process_group "
+            "all of them count. Leave one of the two out."
+        )
 
 
 def _check_per_sample(names: Sequence[str]) -> None:
@@ -259,10 +280,13 @@ def _measure_whole(
     names = [name for name in names if _is_whole(name)]
     if not names:
         return {}
-    summary = summarize(network) if summary is None else summary
+    if summary is None:
+        with borrowed(network.module):
+            summary = summarize(network)
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
     for name in names:
+        network.processes.begin(str(name))
         own = {key: value for key, value in params.items() if key in _arguments(name)}
         compute = name.measure if isinstance(name, OwnMeasure) else NETWORK_WIDE[name]
         try:

@@ -103,10 +103,11 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
     ConstantComparison
         Losses, and the score where it matters.
     """
-    comparison = ConstantComparison(measured.risk, measured.constant_risk())
-    if comparison.beats_constant or not math.isfinite(comparison.loss):
-        return comparison
-    score = score_of(measured.network)
+    with measured.network.processes.together():
+        comparison = ConstantComparison(measured.risk, measured.constant_risk())
+        if comparison.beats_constant or not math.isfinite(comparison.loss):
+            return comparison
+        score = score_of(measured.network)
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)
 
 

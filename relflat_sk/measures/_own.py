@@ -28,6 +28,7 @@ TAKEN = {
     "names",
     "network",
     "per_sample",
+    "process_group",
     "refuse",
     "weight_decay",
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from relflat_sk._models import DataOptions, name_layers, to_network_with_source
+from relflat_sk._models import DataOptions, joined, name_layers
 from relflat_sk._network import Layer
 from relflat_sk.measures._flatness import LARGEST_NEURON, Flatness
 from relflat_sk.measures._measure_network import check_layers, counts_decay, measure_network
@@ -28,6 +28,7 @@ def flatness_report(  # noqa: PLR0913
     batch_size: int = 1024,
     device: Any = None,
     sample_weight: Any = None,
+    process_group: Any = None,
     **params: Any,
 ) -> pd.DataFrame:
     """Measure all layers in all ways, with as few passes over the data as possible.
@@ -57,6 +58,8 @@ def flatness_report(  # noqa: PLR0913
         Where to compute; where the model is if None.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss; one if None.
+    process_group : torch.distributed.ProcessGroup or "world", optional
+        The processes that hold the data, see `relative_flatness`.
     **params : dict
         `method`, `n_probes`, `rtol` and `random_state` as in `relative_flatness`,
         `weight_decay` as in `measure`, and arguments of the measures of the whole network.
@@ -110,9 +113,9 @@ def flatness_report(  # noqa: PLR0913
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network_with_source(model, X, y, options)
     measured = [LARGEST_NEURON if name == NEURONS else name for name in names]
-    found = measure_network(network, measured, layers, refuse=measures is not None, **params)
+    with joined(model, X, y, options, process_group) as network:
+        found = measure_network(network, measured, layers, refuse=measures is not None, **params)
     warn_of_non_finite(found)
     layer_order = list(dict.fromkeys(layer for layer, _ in found))
     order = next(iter(found.values())).summary.order

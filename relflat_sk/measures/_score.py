@@ -72,7 +72,8 @@ def score_of(network: Network) -> Score | None:
             if row is None:
                 return None
             rows.append(row)
-    predicted, actual, weight = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    parts = (torch.cat(batches) for batches in zip(*rows, strict=True))
+    predicted, actual, weight = network.processes.join_rows(*parts)
     if not float(weight.sum()) > 0:
         return None
     if not actual.is_floating_point():

@@ -4,10 +4,9 @@ from relflat_sk.measures._flatness.flatness import (
     LAYER_MEASURES,
     measure_flatness,
     measure_layers,
-    summarize,
 )
 from relflat_sk.measures._flatness.scan import find_measured_layer
-from relflat_sk.measures._flatness.summary import Flatness, Summary
+from relflat_sk.measures._flatness.summary import Flatness, Summary, summarize
 from relflat_sk.measures._flatness.trace_measures import LARGEST_NEURON, TRACE_LIKE
 
 __all__ = [

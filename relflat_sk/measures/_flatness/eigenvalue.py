@@ -134,11 +134,11 @@ class EigenvalueMeasures:
         if stored is not None:
             for known, weights in stored:
                 total += known.weight_product(matrix, weights)
-            return total
+            return self.network.processes.sum(total)
 
         def add(forward: ForwardPass) -> None:
             found = forward.layers[layer]
             total.add_(found.weight_product(matrix, forward.row_weights(found)))
 
         scan(self.network, [layer], add)
-        return total
+        return self.network.processes.sum(total)

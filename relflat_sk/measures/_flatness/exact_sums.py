@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 from torch import Tensor
 
+from relflat_sk._network import Processes
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
 from relflat_sk.measures._flatness.layer_pass import LayerPass
@@ -72,6 +73,25 @@ class ExactSums:
                 if self.per_sample:
                     weighted = sum_rows(weights[:, None] * terms, len(forward))
                     self.terms.setdefault(key, []).append(weighted)
+
+    def combine(self, processes: Processes) -> None:
+        """Add up the sums of all processes, after their passes over the data.
+
+        Parameters
+        ----------
+        processes : Processes
+            Those that hold the data. A quantity that only some of them have summed exactly is one
+            of which it turned out too late that it is too dear.
+        """
+        if not processes.are_several:
+            return
+        every = processes.gather((set(self.totals), self.to_draw, self.too_late))
+        summed, drawn = ([set(one[at]) for one in every] for at in (0, 1))
+        to_sum, to_draw = set.intersection(*summed), set.intersection(*drawn)
+        mixed = set.union(*drawn, *(one[2] for one in every)) - to_draw
+        self.totals = {key: processes.sum(self.totals[key]) for key in sorted(to_sum, key=str)}
+        self.to_draw = {key: max(one[1][key] for one in every) for key in sorted(to_draw, key=str)}
+        self.too_late = mixed
 
     def can_afford(self, n_passes: float) -> bool:
         """Return whether a quantity is summed exactly.

@@ -29,11 +29,10 @@ from relflat_sk._network import Layer, Network, borrowed
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.eigenvalue import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._flatness.gradient_norm import GRADIENT_NORM, GradientNorms
-from relflat_sk.measures._flatness.scan import scan
-from relflat_sk.measures._flatness.summary import Flatness, Found, Summary
+from relflat_sk.measures._flatness.summary import Flatness, Found, summarize
 from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasures
 
-__all__ = ["LAYER_MEASURES", "measure_flatness", "measure_layers", "summarize"]
+__all__ = ["LAYER_MEASURES", "measure_flatness", "measure_layers"]
 
 # the measures that belong to one layer
 LAYER_MEASURES = (*TRACE_LIKE, *EIGENVALUE_LIKE, GRADIENT_NORM)
@@ -85,7 +84,6 @@ def measure_layers(  # noqa: PLR0913
         If an argument is out of its range, data or layers do not fit the network, or no
         sample counts.
     """
-    summary = Summary()
     found: Found = {}
     with borrowed(network.module):
         groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
@@ -106,7 +104,7 @@ def measure_layers(  # noqa: PLR0913
         if EIGENVALUE_LIKE.keys() & set(names):
             groups.append(EigenvalueMeasures(network, rtol=rtol, random_state=random_state))
         visits = [group.add for group in groups]
-        summary.order = scan(network, layers, summary.add, *visits)
+        summary = summarize(network, layers, *visits)
         if summary.divisor == 0:
             raise ValueError(
                 "no sample counts in the mean loss: every label is ignored (ignore_index) or "
@@ -143,22 +141,3 @@ def measure_flatness(
     """
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     return next(iter(measure_layers(network, [name], [layer], **params).values()))
-
-
-def summarize(network: Network) -> Summary:
-    """Compute the totals of a pass over the data without measuring anything.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-
-    Returns
-    -------
-    Summary
-        The loss, the number of samples and the shape of the outputs.
-    """
-    summary = Summary()
-    with borrowed(network.module):
-        summary.order = scan(network, [-1], summary.add)
-    return summary

@@ -53,7 +53,8 @@ class GradientNorms:
             One for each layer.
         """
         found = {}
-        for name, total in self._totals.items():
+        for name, own in self._totals.items():
+            total = self.network.processes.sum(own)
             gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
             norm = float(gradient.norm())
             found[name, GRADIENT_NORM] = Flatness(norm, 0.0, "exact", self.network, summary)

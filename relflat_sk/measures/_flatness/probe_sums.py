@@ -5,14 +5,14 @@ sample's probes; the number of probes follows from it.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Network
+from relflat_sk._network import Network, Processes
 from relflat_sk.measures._flatness.exact_sums import Quantities, sum_rows
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key
@@ -137,15 +137,20 @@ class ProbeSums:
             self._known[layer] = self._quantities(forward.layers[layer])
         return self._known[layer][name]
 
-    def close_round(self, n_probes: int = PILOT) -> None:
+    def close_round(self, processes: Processes, keys: Iterable[Key], n_probes: int = PILOT) -> None:
         """Count a round of probes, when it was drawn for all samples.
 
         Parameters
         ----------
+        processes : Processes
+            Those that hold the data.
+        keys : iterable of (layer name, quantity name)
+            The quantities that count, in the same order in all processes.
         n_probes : int, default=PILOT
             Probes of each sample in the round.
         """
-        for key, (total, variance) in self._round.items():
+        for key in keys:
+            total, variance = map(processes.sum, self._round[key])
             self._probes.setdefault(key, _Probes()).add(total, variance, n_probes)
         for key, batches in self._round_terms.items():
             means, variances = map(torch.cat, zip(*batches, strict=True))
@@ -194,7 +199,7 @@ class ProbeSums:
             n_probes = int(min(max(missing, 2), most - done))
             layers = list(dict.fromkeys(layer for layer, _ in keys))
             scan(network, layers, partial(self.add, keys=keys, n_probes=n_probes))
-            self.close_round(n_probes)
+            self.close_round(network.processes, keys, n_probes)
             done += n_probes
 
     def sums(self) -> dict[Key, tuple[Tensor, Tensor]]:

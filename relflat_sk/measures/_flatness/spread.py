@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from relflat_sk._network import Processes
 from relflat_sk._numerics import varies
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_pass import LayerPass
@@ -35,6 +36,17 @@ class FeatureSpreads:
         """
         for name, layer in forward.layers.items():
             self._running.setdefault(name, _Spread()).add(layer, forward.row_weights(layer))
+
+    def combine(self, processes: Processes) -> None:
+        """Combine the features of all processes, after their passes over the data.
+
+        Parameters
+        ----------
+        processes : Processes
+            Those that hold the data.
+        """
+        for running in self._running.values():
+            running.combine(processes)
 
     def of(self, layer: str) -> Tensor:
         """Return the standard deviations of the features of a layer.
@@ -73,18 +85,35 @@ class _Spread:
         tiny = torch.finfo(rows.dtype).tiny
         total = weights.sum()
         centre = weights @ rows / total.clamp_min(tiny)
-        shift = centre - self.mean
-        share = total / (self.weight + total).clamp_min(tiny)
         within = weights @ (rows - centre).square()
-        self.squares = self.squares + within + shift.square() * self.weight * share
-        self.mean = self.mean + shift * share
-        self.weight = self.weight + total
         lows, highs = rows.where(counts, math.inf).amin(dim=0), rows.where(counts, -math.inf)
-        self.low = torch.minimum(torch.as_tensor(self.low).to(rows), lows)
-        self.high = torch.maximum(torch.as_tensor(self.high).to(rows), highs.amax(dim=0))
+        self._include(total, centre, within, lows, highs.amax(dim=0))
         self.eps = torch.finfo(layer.features.dtype).eps
         if self.columns is None:
             self.columns = layer.map.column_channels()
+
+    def _include(
+        self, total: Tensor, centre: Tensor, within: Tensor, low: Tensor, high: Tensor
+    ) -> None:
+        """Include rows of some summed weight, mean, squares around it, minimum and maximum."""
+        shift = centre - self.mean
+        share = total / (self.weight + total).clamp_min(torch.finfo(centre.dtype).tiny)
+        self.squares = self.squares + within + shift.square() * self.weight * share
+        self.mean = self.mean + shift * share
+        self.weight = self.weight + total
+        self.low = torch.minimum(torch.as_tensor(self.low).to(low), low)
+        self.high = torch.maximum(torch.as_tensor(self.high).to(high), high)
+
+    def combine(self, processes: Processes) -> None:
+        """Include what the other processes have seen, in the same order in all of them."""
+        if not processes.are_several:
+            return
+        mine = [self.weight, self.mean, self.squares, self.low, self.high]
+        arrays = [torch.as_tensor(one) for one in mine]
+        self.weight = self.mean = self.squares = 0.0
+        self.low, self.high = math.inf, -math.inf
+        for theirs in processes.gather([array.cpu() for array in arrays]):
+            self._include(*(array.to(arrays[0].device) for array in theirs))
 
     def spread(self) -> Tensor:
         """Return the standard deviations for the columns of the weight."""

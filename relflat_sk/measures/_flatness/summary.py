@@ -1,5 +1,6 @@
 """The result of a measurement: a flatness value, and the totals of the pass over the data."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relflat_sk._network import Network, best_constant_loss
+from relflat_sk._network import Layer, Network, best_constant_loss
 from relflat_sk._numerics import read_numbers
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
+from relflat_sk.measures._flatness.scan import scan
 
-__all__ = ["Flatness", "Found", "Summary"]
+__all__ = ["Flatness", "Found", "Summary", "summarize"]
 
 
 @dataclass
@@ -79,6 +81,38 @@ class Summary:
         self.has_labels = forward.has_labels
         if not self.layer_weights:
             self.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
+
+
+def summarize(
+    network: Network,
+    layers: Sequence[Layer] | str = (-1,),
+    *visits: Callable[[ForwardPass], object],
+) -> Summary:
+    """Run the network on all the data once, and compute the totals of the pass.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    layers : sequence of int, str or nn.Module, or "all"
+        The layers to record; integers are positions in forward order.
+    *visits : callable
+        Called with the `ForwardPass` of each batch.
+
+    Returns
+    -------
+    Summary
+        The totals of all processes that hold the data.
+    """
+    summary = Summary()
+    summary.order = scan(network, layers, summary.add, *visits)
+    if network.processes.are_several:
+        totals = float(summary.divisors), float(summary.losses), summary.n_samples
+        summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
+        summary.n_samples = int(n_samples)
+    return summary
 
 
 @dataclass

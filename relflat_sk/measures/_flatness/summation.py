@@ -19,8 +19,7 @@ from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key
 from relflat_sk.measures._flatness.layer_pass import LayerPass
 from relflat_sk.measures._flatness.probe_sums import ProbeSums
-from relflat_sk.measures._flatness.scan import scan
-from relflat_sk.measures._flatness.summary import Summary
+from relflat_sk.measures._flatness.summary import Summary, summarize
 from relflat_sk.measures._flatness.terms import Quantity
 
 __all__ = ["METHODS", "Mean", "Summation"]
@@ -148,6 +147,7 @@ class Summation:
             Without quantities that have no products where an exact sum takes them.
         """
         exact, divisor, n = self._exact, summary.divisor, summary.n_samples
+        exact.combine(self.network.processes)
         means = {
             key: Mean(total / divisor, torch.zeros_like(total), exact.methods[key])
             for key, total in exact.totals.items()
@@ -157,7 +157,7 @@ class Summation:
             means[key] = replace(means[key], terms=terms, term_stderrs=torch.zeros_like(terms))
         to_sum = set(exact.too_late)
         if exact.to_draw:
-            self._probes.close_round()
+            self._probes.close_round(self.network.processes, exact.to_draw)
             most = self.n_probes or _MAX_PROBES
             # n independent terms have standard errors of sqrt(n) times that of their mean
             rtol = self.rtol / math.sqrt(n) if self.per_sample else self.rtol
@@ -196,9 +196,8 @@ class Summation:
             generator=self._probes.generator,
             per_sample=self.per_sample,
         )
-        summary = Summary()
-        scan(self.network, sorted({layer for layer, _ in keys}), summary.add, again.add)
-        return again.finish(summary)
+        layers = sorted({layer for layer, _ in keys})
+        return again.finish(summarize(self.network, layers, again.add))
 
 
 def _warn_if_loose(key: Key, mean: Mean, rtol: float, most: int, n_terms: int) -> None:

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from relflat_sk._network import Network
+from relflat_sk._network import Network, Processes
 from relflat_sk._numerics import column_squares, inverse_spread, read_numbers
-from relflat_sk._random import RandomState, make_generator
+from relflat_sk._random import RandomState, draw_seeds, make_generator
 from relflat_sk.measures._flatness.forward_pass import ForwardPass
 from relflat_sk.measures._flatness.layer_curvature import Key, LayerCurvature
 from relflat_sk.measures._flatness.layer_pass import LayerPass
@@ -103,6 +103,13 @@ _NORMALIZED = "normalized_relative_flatness"
 _PAIRS = "feature pairs"
 
 
+def _own_seed(random_state: RandomState, processes: Processes) -> RandomState:
+    """Return the seed of the probes: processes must not draw the same ones for their samples."""
+    if processes.rank == 0 or random_state is None:
+        return random_state
+    return draw_seeds(random_state, processes.rank)[-1]
+
+
 class TraceMeasures:
     """The measures of `TRACE_LIKE`, from sums that are filled batch by batch.
 
@@ -150,7 +157,7 @@ class TraceMeasures:
             method=method,
             n_probes=n_probes,
             rtol=rtol,
-            generator=make_generator(random_state, network.device),
+            generator=make_generator(_own_seed(random_state, network.processes), network.device),
             per_sample=per_sample,
         )
         self._sums = self._new_sums(self._first_quantities)
@@ -195,6 +202,8 @@ class TraceMeasures:
         dict of (layer name, measure name) to Flatness
             One for each layer and measure.
         """
+        if self._spreads is not None:
+            self._spreads.combine(self.network.processes)
         means = self._sums.finish(summary)
         self._add_normalized(means)
         wanted = [(layer, name) for layer in summary.layer_weights for name in self.names]

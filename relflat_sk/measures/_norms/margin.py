@@ -118,7 +118,7 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
                     "sample_weight out."
                 )
             parts.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
-    margins: NDArray[np.float64] = np.concatenate(parts)
+    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
     if not len(margins):
         raise ValueError("the criterion ignores all labels, so there is no margin.")
     return margins

@@ -74,6 +74,7 @@ def _norm(network: Network, tangent_of: Callable[[Tensor], Tensor]) -> Estimate:
         divisor += float(outcome.weight @ divisors.detach().double())
         n += float(outcome.weight.sum())
         del outcome, tangent, losses  # frees this batch before the next one runs
+    squares, divisor, n = network.processes.sum_numbers(squares, divisor, n)
     return Estimate(math.sqrt(squares / n) * n / divisor)
 
 

@@ -92,4 +92,5 @@ def _product(network: Network, weights: Weights, vector: list[Tensor]) -> list[T
                     total = [a + b for a, b in zip(total, more, strict=True)]
                 del slopes, along
             del loss, outcome  # frees this batch before the next one runs
-    return [part / divisor for part in total]
+    (divisor,) = network.processes.sum_numbers(divisor)
+    return [network.processes.sum(part) / divisor for part in total]

@@ -250,6 +250,7 @@ def count_errors(network: Network) -> tuple[float, float]:
             )
             total += float(outcome.weight @ wrong)
             divisor += float(outcome.weight @ counted)
+    total, divisor = network.processes.sum_numbers(total, divisor)
     return total, divisor
 
 

@@ -219,6 +219,8 @@ def loss_gradient(network: Network, weights: Weights) -> tuple[float, Weights]:
             total += float(loss.detach())
             divisor += share
             del loss, outcome  # frees this batch before the next one runs
+    total, divisor = network.processes.sum_numbers(total, divisor)
+    gradient = map_weights(network.processes.sum, gradient)
     return total / divisor, map_weights(lambda value: value / divisor, gradient)
 
 

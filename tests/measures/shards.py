@@ -1,0 +1,156 @@
+"""One of two processes with uneven shards of the data: ``python -m tests.measures.shards``."""
+
+import os
+import pickle
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
+
+CE = nn.CrossEntropyLoss()
+N, CUT = 50, 37
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 6))
+Y = (X[:, :3] + 0.3 * RNG.normal(size=(N, 3))).argmax(axis=1)
+WEIGHTS = RNG.uniform(size=N)
+SHARDS = [slice(0, CUT), slice(CUT, N)]
+PARAMS = {"random_state": 3, "n_draws": 2, "n_steps": 3, "batch_size": 8, "percentile": 60}
+
+
+def network(kind):
+    torch.manual_seed(0)
+    activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[kind]()
+    net = nn.Sequential(nn.Linear(6, 5), activation, nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        net[2].weight.copy_(2 * net[2].weight)
+    return net
+
+
+def report(kind, rows, **params):
+    """Measure everything at all layers; what does not apply to the network is nan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return flatness_report(network(kind), X[rows], Y[rows], criterion=CE, **PARAMS, **params)
+
+
+def weighted(rows, **params):
+    names = ["relative_flatness", "normalized_relative_flatness", "fisher_rao_norm"]
+    return flatness_report(
+        network("relu"),
+        X[rows],
+        Y[rows],
+        measures=names,
+        criterion=CE,
+        sample_weight=WEIGHTS[rows],
+        **params,
+    )
+
+
+def score(labels, rows, **params):
+    """Score a network that beats the best constant, or one that does not."""
+    scorer = FlatnessScorer(measure_params={"criterion": CE, **params}, at_minimum="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = scorer(network("relu"), X[rows], labels[rows])
+    return value, [str(one.message) for one in caught]
+
+
+def drawn(rows, seed, **params):
+    """Estimate flatness and its standard error with four probes for each sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the large standard error
+        return relative_flatness(
+            network("tanh"),
+            X[rows],
+            Y[rows],
+            layer=0,
+            criterion=CE,
+            method="hutchinson",
+            n_probes=4,
+            rtol=1e-9,
+            random_state=seed,
+            return_stderr=True,
+            **params,
+        )
+
+
+def error(call):
+    try:
+        call()
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return "none"
+
+
+def errors(rank):
+    rows, world = SHARDS[rank], {"process_group": "world", "criterion": CE}
+    broken = np.where((rank if rank else 9) == Y, np.nan, Y)[rows]  # in the second process only
+    other = network("relu")
+    with torch.no_grad():
+        other[0].bias += rank
+    none = slice(0, 0) if rank else rows
+    part = dist.new_group([0])
+    return {
+        "one process": error(lambda: relative_flatness(network("relu"), X[rows], broken, **world)),
+        "weights": error(lambda: relative_flatness(other, X[rows], Y[rows], **world)),
+        "empty": error(lambda: relative_flatness(network("relu"), X[none], Y[none], **world)),
+        "terms": error(
+            lambda: relative_flatness(network("relu"), X[rows], Y[rows], per_sample=True, **world)
+        ),
+        "own": error(lambda: measure(own_measure, network("relu"), X[rows], Y[rows], **world)),
+        "order": error(
+            lambda: measure(
+                ["l2_norm", "fisher_rao_norm"][rank], network("relu"), X[rows], Y[rows], **world
+            )
+        ),
+        "kind": error(lambda: relative_flatness(network("relu"), X, Y, process_group=3)),
+        "outside": error(lambda: relative_flatness(network("relu"), X, Y, process_group=part)),
+        "afterwards": relative_flatness(network("relu"), X[rows], Y[rows], **world),
+    }
+
+
+def own_measure(model, X, y):
+    return 0.0
+
+
+def main(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    rows, world = SHARDS[rank], {"process_group": "world"}
+    found = {
+        "tanh": report("tanh", rows, **world),
+        "relu": report("relu", rows, **world),
+        "weighted": weighted(rows, **world),
+        "scores": score(Y, rows, **world),
+        "no minimum": score(RNG.permutation(Y), rows, **world),
+        "drawn": drawn(rows, 5, **world),
+        "unseeded": measure(
+            "expected_sharpness",
+            network("relu"),
+            X[rows],
+            Y[rows],
+            criterion=CE,
+            n_draws=2,
+            **world,
+        ),
+        "group": relative_flatness(
+            nn.parallel.DistributedDataParallel(network("relu")),
+            X[rows],
+            Y[rows],
+            criterion=CE,
+            process_group=dist.group.WORLD,
+        ),
+        "errors": errors(rank),
+    }
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(found))
+    os._exit(0)  # threads of gloo can abort a process that ends under load
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

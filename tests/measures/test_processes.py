@@ -1,0 +1,130 @@
+"""Two processes with uneven parts of the data find the values of one process with all data."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from pandas.testing import assert_frame_equal
+
+from relflat_sk import relative_flatness
+from relflat_sk._random import draw_seeds
+from tests.measures import shards
+
+ROOT = Path(__file__).parents[2]
+ALL = slice(None)
+RANKS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, "-m", "tests.measures.shards"]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in RANKS
+    ]
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert all(process.returncode == 0 for process in running), "\n".join(said)
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in RANKS]
+
+
+@pytest.mark.parametrize("kind", ["tanh", "relu"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_all_measures_and_their_errors_are_those_of_one_process(found, kind, rank):
+    # the residual of an eigenvalue is a difference that rounding alone can be
+    assert_frame_equal(found[rank][kind], shards.report(kind, ALL), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_sample_weights(found, rank):
+    assert_frame_equal(found[rank]["weighted"], shards.weighted(ALL), rtol=1e-10)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_scores_and_the_comparison_with_a_constant(found, rank):
+    value, warnings = found[rank]["scores"]
+    expected, expected_warnings = shards.score(shards.Y, ALL)
+    assert_allclose(value, expected, rtol=1e-10)
+    assert warnings == expected_warnings
+
+
+def test_a_network_that_is_no_minimum(found):
+    for value, warnings in (one["no minimum"] for one in found):
+        assert value < 0
+        assert "not at a minimum" in warnings[0]
+    assert found[0]["no minimum"] == found[1]["no minimum"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_random_probes_are_pooled(found, rank):
+    """The samples of each process have probes of their own, so that errors are independent."""
+    first, second = shards.SHARDS
+    parts = [shards.drawn(first, 5), shards.drawn(second, draw_seeds(5, 1)[0])]
+    n = np.array([shards.CUT, shards.N - shards.CUT])
+    values, stderrs = np.array(parts).T
+    expected = n @ values / n.sum(), np.linalg.norm(n * stderrs) / n.sum()
+    assert_allclose(found[rank]["drawn"], expected, rtol=1e-10)
+
+
+def test_noise_without_a_seed_is_shared(found):
+    assert found[0]["unseeded"] == found[1]["unseeded"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_group_and_a_module_of_data_parallelism(found, rank):
+    expected = relative_flatness(shards.network("relu"), shards.X, shards.Y, criterion=shards.CE)
+    assert_allclose(found[rank]["group"], expected, rtol=1e-10)
+    assert_allclose(found[rank]["errors"]["afterwards"], expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        (
+            "one process",
+            "OtherProcessError: process 1 of the group has failed: ValueError: y contains NaN",
+            "ValueError: y contains NaN or infinity.",
+        ),
+        ("weights", "ValueError: the processes of process_group hold models with different", None),
+        (
+            "empty",
+            "OtherProcessError: process 1 of the group has failed: ValueError: X has no samples",
+            "ValueError: X has no samples",
+        ),
+        ("terms", "ValueError: per_sample=True gives the terms of the samples of one", None),
+        ("own", "ValueError: the measure 'own_measure' is a function of yours, which gets", None),
+        (
+            "order",
+            "OtherProcessError: the processes of the group do different things: process 1 is at "
+            "the step 'begin of fisher_rao_norm', this one at 'begin of l2_norm'",
+            "OtherProcessError: the processes of the group do different things: process 0",
+        ),
+        ("kind", "TypeError: process_group must be a group of torch.distributed, 'world' or", None),
+        ("outside", None, "ValueError: process_group is a group that the calling process does"),
+    ],
+    ids=["one process", "weights", "empty", "terms", "own", "order", "kind", "outside"],
+)
+def test_errors_reach_all_processes(found, what, first, second):
+    said = [one["errors"][what] for one in found]
+    if first is not None:
+        assert said[0].startswith(first)
+    if second is not None or first is not None:
+        assert said[1].startswith(second or first)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match="process_group='world' needs a process group, and there"):
+        relative_flatness(
+            shards.network("relu"), shards.X, shards.Y, criterion=shards.CE, process_group="world"
+        )
