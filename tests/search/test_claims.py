@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-from multiprocessing import get_context
 
 import optuna
 import pytest
@@ -27,6 +26,7 @@ from relflat_sk.search._sharing import workers as workers_module
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import claim, give_up, is_cut_short
 from relflat_sk.search._trial.space import Space
+from tests.search.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)
 C = [0.01, 0.1, 1.0]
@@ -287,7 +287,7 @@ def claim_all(make_storage, n_points, start):
 def test_processes_at_once_claim_nothing_twice(make_storage):
     """Points that take no time to train, so that processes often claim at the same moment."""
     study = optuna.create_study(storage=make_storage(), study_name="sweep")
-    context, n_points = get_context("spawn"), 20
+    context, n_points = forkserver(), 20
     start = context.Barrier(3)
     workers = [
         context.Process(target=claim_all, args=(make_storage, n_points, start)) for _ in range(3)
@@ -436,7 +436,7 @@ def test_a_database_that_two_processes_make_at_once(monkeypatch):
 
 @pytest.mark.slow
 def test_searches_that_begin_at_once_on_a_new_database(tmp_path):
-    context = get_context("spawn")
+    context = forkserver()
     start = context.Barrier(2)
     storage = STORAGES["sqlite"](tmp_path)
     workers = [context.Process(target=search_at_once, args=(storage, start)) for _ in range(2)]

@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import threading
 from contextlib import contextmanager
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +33,7 @@ from tests.search.faulty import (
     make_search,
     mounted,
 )
+from tests.search.processes import forkserver
 from tests.search.storages import FILES, journal, sqlite
 
 pytestmark = pytest.mark.usefixtures("no_fault")
@@ -337,13 +337,7 @@ def work(make_storage, barrier):
 @pytest.mark.slow
 def test_many_processes_at_once(make_storage):
     """All begin at the same moment, with no study and no file before."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([
-        "tests.search.test_faults",
-        "alembic.command",
-        "optuna.storages._rdb.models",
-        "optuna.storages._rdb.storage",
-    ])
+    context = forkserver()
     barrier = context.Barrier(N_PROCESSES)
     workers = [
         context.Process(target=work, args=(make_storage, barrier)) for _ in range(N_PROCESSES)

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from relflat_sk import (
 from relflat_sk.search._provide import OF_FLEETS
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._trial import MinimaObjective
+from tests.search.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)
 X = X.astype(np.float32)
@@ -129,7 +129,7 @@ def fit_in_another_process(path):
 
 def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(tmp_path):
     """Each session has seeds of its own, and the study holds them."""
-    worker = get_context("spawn").Process(target=fit_in_another_process, args=(tmp_path,))
+    worker = forkserver().Process(target=fit_in_another_process, args=(tmp_path,))
     worker.start()
     worker.join()
     assert worker.exitcode == 0

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
 from relflat_sk.search._sharing.processes import is_gone
+from tests.search.processes import forkserver
 from tests.search.storages import sqlite
 
 N_TRIALS = 200
@@ -66,8 +66,7 @@ def count(study):
 )
 def test_two_processes_one_of_which_is_killed(make_storage, space):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["relflat_sk"])
+    context = forkserver()
     study = optuna.create_study(storage=make_storage(), study_name="sweep")
     workers = [begin(context, make_storage, space) for _ in range(2)]
     n_killed = 0
