@@ -28,8 +28,8 @@ def test_the_command_prints_versions_devices_and_extras():
 def test_packages_that_are_missing_are_named(monkeypatch):
     lines = ["numpy>=1", "no-such-package>=2; extra == 'more'"]
     monkeypatch.setattr(command, "requires", lambda name: lines)
-    assert command.requirements() == {"": ["numpy"], "more": ["no-such-package"]}
-    assert "extra 'more': no-such-package (not installed)" in command.describe()
+    assert command._requirements() == {"": ["numpy"], "more": ["no-such-package"]}
+    assert "extra 'more': no-such-package (not installed)" in command._describe()
 
 
 @pytest.mark.parametrize("file", ["CITATION.cff", "recipe/recipe.yaml"])
