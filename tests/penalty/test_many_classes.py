@@ -79,6 +79,38 @@ def test_few_and_many_classes_with_weights_are_penalised_alike(normalize, reduct
 
 
 @pytest.mark.usefixtures("few_are_many")
+def test_a_second_backward_pass_finds_the_same_gradients():
+    net, X, y = make(6, 5, 2.0)
+    penalty = RelativeFlatnessPenalty(weight=3.0, clip=0.5)
+    with penalty.capture(net):
+        output = net(X)
+    value = penalty(CE, output, y)
+    first = torch.autograd.grad(value, list(net.parameters()), retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(2 * value, list(net.parameters()))
+    torch.testing.assert_close(second, tuple(2 * gradient for gradient in kept), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first, tuple(kept), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_few_and_many_classes_have_the_same_second_derivatives(normalize, monkeypatch):
+    net, X, y = make(6, 5, 2.0)
+    net, X = net.double(), X.double()
+
+    def second_derivatives():
+        penalty = RelativeFlatnessPenalty(normalize=normalize)
+        with penalty.capture(net):
+            output = net(X)
+        parameters = list(net.parameters())
+        slopes = torch.autograd.grad(penalty(CE, output, y), parameters, create_graph=True)
+        return torch.autograd.grad(sum(slope.square().sum() for slope in slopes), parameters)
+
+    expected = second_derivatives()
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    torch.testing.assert_close(second_derivatives(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_training_a_language_model_with_a_limited_penalty(tie):
     torch.manual_seed(0)
