@@ -107,8 +107,7 @@ class EstimatorNet(TaskNet):
             epochs = 0 if restart else len(self.history)
             super().fit(inputs, targets, **fit_params)
             self._learn_from_outputs()
-            self._record_flatness(self._state().dataset, now=True)
-            self._check_outcome(epochs)
+            self._record_outcome(self._state().dataset, epochs)
         return self
 
     def partial_fit(

@@ -1,7 +1,10 @@
 """The flatness that a net records of its own training data, at the end of training or later."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,29 @@ from relflat_sk.measures import (
 from relflat_sk.training._fast_net import FastNet
 from relflat_sk.training._sample_weights import training_network
 
-__all__ = ["MeasuredNet"]
+__all__ = ["MeasuredNet", "measured_later"]
+
+# what is left to do for nets that are fitted inside of `measured_later`
+_LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
+
+
+@contextmanager
+def measured_later() -> Iterator[list[Callable[[], None]]]:
+    """Let nets that are fitted inside the context be measured by the caller.
+
+    Yields
+    ------
+    list of callable
+        One function for each net, which checks how its training ended. It measures the net, unless
+        `adopt_flatness` was called before.
+    """
+    later: list[Callable[[], None]] = []
+    token = _LATER.set(later)
+    try:
+        yield later
+    finally:
+        _LATER.reset(token)
+
 
 # A net has collapsed if its best epoch had learned something, as a share of a constant's loss, and
 # if it lost this share of that gain. In 450 trainings with learning rates from 0.01 to 0.1 on five
@@ -64,6 +89,34 @@ class MeasuredNet(FastNet):
         several = isinstance(self.flatness_layer, list | tuple) or self.flatness_layer == "all"
         return self.flatness_layer if several else [self.flatness_layer]
 
+    def _record_outcome(self, dataset: Any, first: int) -> None:
+        """Measure a trained net, and check how its training ended, now or when the caller asks.
+
+        Parameters
+        ----------
+        dataset : torch Dataset
+            The training data.
+        first : int
+            The number of epochs in the history when the training began.
+        """
+        later = _LATER.get()
+        self._record_flatness(dataset, now=later is None)
+        if later is None:
+            self._check_outcome(first)
+        else:
+            later.append(partial(self._check_outcome, first))
+
+    def adopt_flatness(self, found: Flatness) -> None:
+        """Take a measurement on the training data as the net's own, not to measure twice.
+
+        Parameters
+        ----------
+        found : Flatness
+            The measure of `relative_flatness_` at the net's layer, on all training data.
+        """
+        self._unmeasured = None
+        self._learn_flatness([found])
+
     def _record_flatness(self, dataset: Any, *, now: bool) -> None:
         """Measure `relative_flatness_` on the training data, now or when it is first read."""
         with fork_rng(None):  # the draw must not change what users draw next
@@ -85,12 +138,17 @@ class MeasuredNet(FastNet):
         try:
             network = training_network(self, dataset)
             found = measure_layers(network, [name], self._layers(), random_state=seed)
-            self.relative_flatness_ = sum(flatness.value for flatness in found.values())
-            self.constant_comparison_ = _compared(next(iter(found.values())))
         except (TypeError, ValueError) as error:
             warn(f"relative_flatness_ could not be measured: {error}")
             self.relative_flatness_ = np.nan
-        if self._has_died() and network.loss.is_curved:
+        else:
+            self._learn_flatness(list(found.values()))
+
+    def _learn_flatness(self, found: Sequence[Flatness]) -> None:
+        """Record measurements at the net's layers, and warn of a dead network."""
+        self.relative_flatness_ = sum(flatness.value for flatness in found)
+        self.constant_comparison_ = _compared(found[0])
+        if self._has_died() and found[0].network.loss.is_curved:
             warn(
                 f"the network of {describe(self)} is perfectly flat: it has probably died (its "
                 f"outputs are constant). {self._advice()}"

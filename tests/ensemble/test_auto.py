@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.costs import fleet as fleet_benchmark
 from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier
 from relflat_sk.ensemble import _fleet
 from relflat_sk.ensemble._size import free_memory, memory_of_member, why_slower
@@ -76,6 +77,11 @@ def test_the_memory_of_a_network_is_counted():
     weights = 10 * 20 + 20 + 20 * 5 + 5
     found = memory_of_member(net, torch.zeros(8, 10))
     assert 4 * 5 * weights < found < 4 * (6 * weights + 4 * 8 * (10 + 20 + 20 + 5))
+
+
+@pytest.mark.slow
+def test_many_nets_take_little_more_memory_than_as_many_single_ones():
+    assert fleet_benchmark.memory_of(4) <= fleet_benchmark.MOST_MEMORY
 
 
 def test_the_free_memory_is_known():

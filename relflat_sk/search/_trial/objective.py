@@ -28,6 +28,7 @@ from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
 from relflat_sk.search._trial.weight_files import as_store, load_weights
 from relflat_sk.search._trial.weights import restore
+from relflat_sk.training import measured_later
 
 __all__ = ["IN_FLEET", "MinimaObjective"]
 
@@ -222,8 +223,11 @@ class MinimaObjective:
             for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
                 trial.set_user_attr(f"param_scaled_{name}", lr)
             trial.set_user_attr(IN_FLEET, in_fleet())
-            estimator = self.train(params, self.seeds.begin(trial), trial)
+            with measured_later() as later:
+                estimator = self.train(params, self.seeds.begin(trial), trial)
             found = record_trial(trial, estimator, self.data(params), self)
+            for check in later:
+                check()
         except optuna.TrialPruned:
             trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from relflat_sk._minima_table import depth_of
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models import DataOptions, final_estimator, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
@@ -23,6 +23,7 @@ from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
 from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
+from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 __all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial"]
 
@@ -163,12 +164,15 @@ def record_trial(
     list of float
         The values of the study's objectives; nan for a candidate that failed.
     """
+    is_training_data = data.X is data.X_fit and data.y is data.y_fit
     seed, data = objective.seeds.of(trial), data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
         measured = record_measures(trial, network, objective.measures, seed, objective.measuring)
         if not measured.found:
             return [np.nan] * len(objective.names)
+        if is_training_data and data.sample_weight is None:
+            _hand_over(estimator, measured.found, objective.measuring)
         held_out = objective.X_test, objective.y_test
         record_held_out(trial, estimator, measured.train_loss, data, *held_out)
     save_weights(objective.artifact_store, trial, network.module)
@@ -176,6 +180,16 @@ def record_trial(
     values["train_loss"] = measured.train_loss
     objectives = [values[name] for name in objective.names]
     return record_verdict(trial, estimator, objective.goal, measured, objectives)
+
+
+def _hand_over(estimator: Any, found: Mapping[str, Flatness], measuring: Measuring) -> None:
+    """Give a net the measure that it would make of its training data itself, if it is exact."""
+    net = final_estimator(estimator)
+    if not isinstance(net, RelativeFlatnessRegularizedNet) or measuring.params or measuring.device:
+        return
+    name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
+    if name in found and not found[name].stderr and net.flatness_layer == measuring.layer:
+        net.adopt_flatness(found[name])
 
 
 def _name_non_finite(found: Mapping[str, Flatness]) -> str:
