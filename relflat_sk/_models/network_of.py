@@ -22,6 +22,7 @@ from sklearn.utils.validation import _check_feature_names, check_is_fitted
 from skorch import NeuralNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import is_integer
 from relflat_sk._models.language_models import is_causal_language_model, next_tokens
@@ -186,12 +187,19 @@ def _(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
 def _(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
     for _name, step in model.steps[:-1]:
         if step not in {None, "passthrough"} and hasattr(step, "transform"):
-            X = transform(step, X)  # a sampler has no transform: it works in fit only
+            # a sampler has no transform: it works in fit only
+            X = transform(step, X, options.batch_size)
     return to_network(model.steps[-1][1], X, y, options)
 
 
 @to_network.register
 def _(model: TransformedTargetRegressor, X: Any, y: Any, options: DataOptions) -> Network:
+    if isinstance(X, Dataset | DataLoader):
+        raise ValueError(
+            "a TransformedTargetRegressor transforms y, which it cannot do inside a "
+            f"{type(X).__name__}. Pass X and y as arrays, on disk too; or measure its regressor_, "
+            "with transformed labels."
+        )
     if y is not None:
         check_is_fitted(model)
         columns = np.asarray(y, dtype=np.float64)

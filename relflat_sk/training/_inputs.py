@@ -45,13 +45,11 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     Raises
     ------
     ValueError
-        If X is not finite, has no samples, or has other features than those learned, or if the
-        net's parameters contradict a data loader.
+        If X is not finite, has no samples, or has other features than those learned.
     TypeError
         If X holds no numbers.
     """
     if isinstance(X, DataLoader):
-        _check_loader(net, X)
         return LoadedBatches(X)
     if isinstance(X, Dataset):
         return X
@@ -115,9 +113,11 @@ def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
     Raises
     ------
     ValueError
-        If there are sample weights, or samples are to be held out.
+        If there are sample weights, samples are to be held out, or the net's parameters contradict
+        a data loader.
     """
     if isinstance(X, DataLoader):
+        _check_loader(net, X)
         stream = f"the {type(X).__name__} is read as a stream"
     elif isinstance(X, IterableDataset) and not hasattr(X, "__len__"):
         stream = f"the {type(X).__name__} is a stream without a length"

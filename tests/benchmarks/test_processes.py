@@ -1,8 +1,11 @@
 """Two processes of accelerate train as one, with whole batches, where the penalty is a mean."""
 
+import pytest
+
 from tests.benchmarks.commands import run
 
 
+@pytest.mark.slow
 def test_weights_after_training_in_two_processes():
     printed = run("benchmarks.worth.processes", "--quick")
     *_, budgets = printed.strip().split("\n\n")

@@ -5,7 +5,8 @@ import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from pandas.testing import assert_frame_equal
-from sklearn.linear_model import LogisticRegression
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch.dataset import ValidSplit
@@ -102,14 +103,26 @@ def test_several_inputs():
         assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("kind", [*ARRAYS, *SETS, *LOADER])
 def test_a_pipeline_transforms_rows_when_they_are_read(kind, tmp_path):
     model = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, Y)
-    inputs, labels = ARRAYS[kind](tmp_path, X, Y)
+    inputs, labels = {**ARRAYS, **SETS, **LOADER}[kind](tmp_path, X, Y)
     found = relative_flatness(model, inputs, labels, batch_size=20)
     assert_allclose(found, relative_flatness(model, X, Y), rtol=1e-6)
     if kind == "computed":
         assert inputs.most == 20
+
+
+def test_a_net_in_a_pipeline(tmp_path):
+    model = make_pipeline(StandardScaler(), StandardScaler(), make(batch_size=20)).fit(X, Y)
+    pairs, _ = LOADER["loader"](tmp_path, X, Y)
+    assert_allclose(relative_flatness(model, pairs), relative_flatness(model, X, Y), rtol=1e-6)
+
+
+def test_labels_of_a_data_set_are_not_transformed(tmp_path):
+    model = TransformedTargetRegressor(LinearRegression(), transformer=StandardScaler()).fit(X, Y)
+    with pytest.raises(ValueError, match="transforms y, which it cannot do inside a TensorData"):
+        relative_flatness(model, *SETS["tensors"](tmp_path, X, Y))
 
 
 @pytest.mark.parametrize("kind", ["memmap", "zarr", "computed", "map-style", "stream", "loader"])
