@@ -60,8 +60,8 @@ class Fleet(EpochTrainer):
             Fits one estimator, or returns False if there is nothing to fit at the moment. It is
             asked again when another fit has ended.
         is_enough : callable, optional
-            Asked after each epoch. If it returns True, the trainings pause where they are, and
-            the next call of `run` goes on with them.
+            Asked first, after each epoch and at the end. If it returns True, the trainings pause
+            where they are, and the next call of `run` goes on with them.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Fleet(EpochTrainer):
         """
         may_be_more = True
         try:
-            while (may_be_more or self._routines) and not is_enough():
+            while not is_enough() and (may_be_more or self._routines):
                 while may_be_more and len(self._routines) < self.size:
                     routine = Routine(lambda: self._call(train), next(self._seeds))
                     self._routines.append(routine)

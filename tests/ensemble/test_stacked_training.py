@@ -176,6 +176,13 @@ def test_other_estimators_are_fitted_as_ever():
     )
 
 
+@pytest.mark.parametrize("n", [1, 4, 5, 8, 9])
+def test_the_last_functions_end_the_call_also_if_they_train_no_net(n):
+    """joblib hands out four functions at first; the next ones wait until it knows of an end."""
+    with stacked_training(2):
+        assert Parallel()(delayed(abs)(-i) for i in range(n)) == list(range(n))
+
+
 @pytest.mark.parametrize("fleet", [None, 0, "all"])
 def test_the_size_is_checked(fleet):
     with pytest.raises(ValueError, match="fleet must be"), stacked_training(fleet):
