@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import singledispatch
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def joined(
     Raises
     ------
     ValueError
-        If there is no such group, or the processes hold different weights.
+        If there is no such group, or the processes hold different weights or buffers.
     TypeError
         If there is no network in the model.
     """
@@ -146,12 +147,18 @@ def joined(
     with processes.together():
         network = to_network_with_source(model, X, y, options)
         if processes.are_several:
-            named = network.module.named_parameters()
-            weights = [(name, repr(float(w.detach().double().sum()))) for name, w in named]
-            if any(other != weights for other in processes.gather(weights)):
+            # data parallelism leaves each process running statistics of its own in batch norm
+            named = chain(network.module.named_parameters(), network.module.named_buffers())
+            held = [
+                (name, repr(float(tensor.detach().double().sum())))
+                for name, tensor in named
+                if tensor.is_floating_point()
+            ]
+            if any(other != held for other in processes.gather(held)):
                 raise ValueError(
-                    "the processes of process_group hold models with different weights, so that "
-                    "there is no value for all of them. Load the same weights in each process."
+                    "the processes of process_group hold models with different weights or buffers, "
+                    "such as the running statistics of batch norm, so that there is no value for "
+                    "all of them. Load the same state_dict in each process."
                 )
         yield replace(network, processes=processes)
 

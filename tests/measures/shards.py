@@ -94,11 +94,17 @@ def errors(rank):
     other = network("relu")
     with torch.no_grad():
         other[0].bias += rank
+    normed = nn.Sequential(network("relu"), nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double())
+    with torch.no_grad():
+        for parameter in normed.parameters():
+            parameter.fill_(0.5)
+    normed[1].running_mean += rank  # as data parallelism leaves it
     none = slice(0, 0) if rank else rows
     part = dist.new_group([0])
     return {
         "one process": error(lambda: relative_flatness(network("relu"), X[rows], broken, **world)),
         "weights": error(lambda: relative_flatness(other, X[rows], Y[rows], **world)),
+        "buffers": error(lambda: relative_flatness(normed, X[rows], Y[rows], **world)),
         "empty": error(lambda: relative_flatness(network("relu"), X[none], Y[none], **world)),
         "terms": error(
             lambda: relative_flatness(network("relu"), X[rows], Y[rows], per_sample=True, **world)

@@ -97,6 +97,7 @@ def test_a_group_and_a_module_of_data_parallelism(found, rank):
             "ValueError: y contains NaN or infinity.",
         ),
         ("weights", "ValueError: the processes of process_group hold models with different", None),
+        ("buffers", "ValueError: the processes of process_group hold models with different", None),
         (
             "empty",
             "OtherProcessError: process 1 of the group has failed: ValueError: X has no samples",
@@ -113,7 +114,7 @@ def test_a_group_and_a_module_of_data_parallelism(found, rank):
         ("kind", "TypeError: process_group must be a group of torch.distributed, 'world' or", None),
         ("outside", None, "ValueError: process_group is a group that the calling process does"),
     ],
-    ids=["one process", "weights", "empty", "terms", "own", "order", "kind", "outside"],
+    ids=["one process", "weights", "buffers", "empty", "terms", "own", "order", "kind", "outside"],
 )
 def test_errors_reach_all_processes(found, what, first, second):
     said = [one["errors"][what] for one in found]
