@@ -70,7 +70,10 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if joblib.hash(_fitted_attributes(estimator)) != joblib.hash(before):
+        after = _fitted_attributes(estimator)
+        if joblib.hash(after) != joblib.hash(before):
+            for name in after.keys() - before.keys():
+                delattr(estimator, name)
             vars(estimator).update(before)
 
 

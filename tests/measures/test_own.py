@@ -276,6 +276,7 @@ def test_the_model_is_restored():
 
     def trains(model, X, y):
         model.coef_ *= 2
+        model.note_ = "not there before"
         model.fit(X, y == 1)
         raise RuntimeError("broken")
 
@@ -285,6 +286,7 @@ def test_the_model_is_restored():
         measure(trains, model, X, Y)
     assert (model.coef_ == coefficients).all()
     assert model.classes_.tolist() == [0, 1, 2]
+    assert not hasattr(model, "note_")
 
 
 def test_a_measure_that_is_nan_is_no_sign_of_divergence():
