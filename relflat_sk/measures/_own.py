@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 from torch import Tensor
 
@@ -74,8 +75,13 @@ class OwnMeasure(str):
         own.arguments = _arguments(function)
         return own
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.function, self.invariance
+    def __deepcopy__(self, memo: Any) -> "OwnMeasure":
+        """Return the name itself, with the same function, as of any string."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hold the function by its code where pickle finds it by no name, as for lambdas."""
+        return _unpickle, (str(self), cloudpickle.dumps(self.function), self.invariance)
 
     def measure(self, network: Network, **params: Any) -> Estimate:
         """Measure a model.
@@ -127,6 +133,10 @@ class OwnMeasure(str):
             f"the measure {str(self)!r} must return a number, or a pair of a number and its "
             f"standard error, got {result!r} of type {type(result).__name__}."
         )
+
+
+def _unpickle(name: str, function: bytes, invariance: str) -> OwnMeasure:
+    return OwnMeasure(name, cloudpickle.loads(function), invariance)
 
 
 def _arguments(function: Callable[..., Any]) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """Measures of your own work wherever a measure's name does."""
 
+import copy
 import inspect
 import pickle
 from functools import partial
@@ -181,6 +182,16 @@ def test_names_hold_their_function_in_other_processes():
     study = optuna.create_study()
     study.optimize(objective, n_trials=1)
     assert study.best_value == search.minima_["coefficients"].item()
+
+
+def test_names_of_functions_that_pickle_does_not_find():
+    offset = 2.0
+    register_measure("offset", lambda model, X, y: offset + len(X))
+    name = find_measure("offset")
+    assert copy.deepcopy(name).function is name.function
+    pickled = pickle.dumps(FlatnessScorer("offset"))
+    _REGISTERED.clear()
+    assert pickle.loads(pickled)(MODEL, X, Y) == -2 - len(X)
 
 
 def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
