@@ -111,7 +111,12 @@ class RowSource:
     def __getitem__(self, rows: Any) -> Array:
         """Read some rows: a row by its number, or several by a slice or an array of numbers."""
         if isinstance(rows, tuple):  # scikit-learn asks for array[rows, ...]
-            rows = rows[0]
+            rows, *others = rows
+            if any(other is not ... for other in others):
+                raise IndexError(
+                    f"an array on disk is read by whole rows here, got the index {others} of other "
+                    "axes: read the rows first, as in array[rows][:, columns]."
+                )
         if np.ndim(rows) == 0 and not isinstance(rows, slice):
             position = range(len(self))[int(rows)]
             row: Array = self[position : position + 1][0]

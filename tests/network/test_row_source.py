@@ -43,6 +43,11 @@ def test_rows_are_those_of_the_array(kind, rows, tmp_path):
     assert found.flags.writeable
 
 
+def test_columns_are_refused():
+    with pytest.raises(IndexError, match=r"by whole rows here, got the index \[0\] of other axes"):
+        RowSource(X)[:, 0]
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_subsets_of_subsets(kind, tmp_path):
     chosen = np.array([40, 3, 17, 8, 9])
