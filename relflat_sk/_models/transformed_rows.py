@@ -29,15 +29,45 @@ def transform(step: Any, X: Any, batch_size: int) -> Any:
     -------
     array-like of shape (n, ...) or DataLoader
         What the step returns. Rows of arrays on disk and of memory-mapped files, and samples of a
-        data set, are transformed when they are read, batch by batch: a transformer of
-        scikit-learn transforms each row by itself.
+        data set, are transformed when they are read, batch by batch, if the step transforms each
+        row by itself. Otherwise an array is read and transformed as a whole.
+
+    Raises
+    ------
+    ValueError
+        While a data set is read, if the step does not transform each row by itself.
     """
     if isinstance(X, Dataset | DataLoader):
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return DataLoader(_TransformedBatches(step, loader), batch_size=None)
     if is_row_source(X) or mapped_file(X) is not None:
-        return RowSource(_TransformedRows(step, as_row_source(X)))
+        rows = as_row_source(X)
+        if _is_row_wise(step, rows[:_N_COMPARED]):
+            return RowSource(_TransformedRows(step, rows))
+        return step.transform(rows[:])
     return step.transform(X)
+
+
+_N_COMPARED = 64
+
+
+def _is_row_wise(step: Any, rows: NDArray[Any]) -> bool:
+    """Compare rows that are transformed together with those of two halves.
+
+    Most transformers treat each row by itself. A function of the user's may divide by the mean of
+    its input, for example.
+    """
+    together = _transformed(step, rows)
+    if together.dtype.kind not in "biuf":
+        return False  # text, say, for a later step
+    parts = [part for part in np.array_split(rows, 2) if len(part)]
+    halves = [_transformed(step, part) for part in parts]
+    if {half.shape[1:] for half in halves} != {together.shape[1:]}:
+        return False
+    finite = np.abs(together[np.isfinite(together)])
+    rounding = 1e-4 * float(finite.mean()) if finite.size else 0.0
+    found = np.concatenate(halves)
+    return bool(np.isclose(found, together, rtol=1e-4, atol=rounding, equal_nan=True).all())
 
 
 class _TransformedRows:
@@ -62,8 +92,16 @@ class _TransformedBatches(IterableDataset[Any]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
+        is_first = True
         for x, y in self._loader:
-            yield _transformed(self._step, np.asarray(x)), y
+            rows = np.asarray(x)
+            if is_first and not _is_row_wise(self._step, rows[:_N_COMPARED]):
+                raise ValueError(
+                    f"{self._step!r} does not transform each row by itself, so that the result "
+                    "would depend on the batches of the data set. Give X as an array."
+                )
+            is_first = False
+            yield _transformed(self._step, rows), y
 
 
 def _transformed(step: Any, rows: NDArray[Any]) -> NDArray[Any]:
