@@ -92,7 +92,7 @@ def test_the_objective_checks_its_store_too(tmp_path, monkeypatch):
     [
         ("minima", "Could not parse SQLAlchemy URL .* Expected the URL of a database"),
         ("sqlite:////no/such/folder/m.db", "unable to open .* put it back, or give another stor"),
-        (Path("/no/such/folder/m.db"), "unable to open database file"),
+        (Path("/no/such/folder/m.db"), "there is no folder .* make it first"),
     ],
 )
 def test_storages_that_cannot_be_used_are_refused_before_training(storage, match, monkeypatch):
