@@ -10,7 +10,7 @@ from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, make_axes
-from relflat_sk.plots._style import Floats, draw_grid, legend_below, needs_log_scale
+from relflat_sk.plots._style import Floats, choose_scale, draw_grid, legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,8 +162,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
             (line,) = self.ax_.plot(epochs, values, **(style | kwargs))
             ends = np.flatnonzero(np.isfinite(values))[-1:]
             self.ax_.plot(epochs[ends], values[ends], "o", markersize=4, color=line.get_color())
-        if needs_log_scale(np.concatenate([values for _, values in self.curves.values()])):
-            self.ax_.set_yscale("log")
+        choose_scale(self.ax_.yaxis, np.concatenate([values for _, values in self.curves.values()]))
         self.ax_.locator_params(axis="x", integer=True, min_n_ticks=1)
         self.ax_.set_xlabel("epoch")
         self.ax_.set_ylabel(label_of(self.column, loss_unit))

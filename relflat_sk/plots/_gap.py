@@ -12,7 +12,7 @@ from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, make_axes
 from relflat_sk.plots._points import Points
-from relflat_sk.plots._style import legend_below, needs_log_scale
+from relflat_sk.plots._style import choose_scale, legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,8 +152,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         points.require_minima(self.measure, self.target)
         self.ax_ = make_axes(ax)
         self.figure_ = figure_of(self.ax_)
-        if needs_log_scale(x[points.converged]):
-            self.ax_.set_xscale("log")
+        choose_scale(self.ax_.xaxis, x[points.converged])
         points.draw(self.ax_, colors, **kwargs)
         legend_below(self.ax_)
         colors.draw_bar([self.ax_])

@@ -12,7 +12,7 @@ from relflat_sk.measures import flatness_columns
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import divide, figure_of, make_axes
-from relflat_sk.plots._style import Floats, curve_style, draw_grid, legend_right, needs_log_scale
+from relflat_sk.plots._style import Floats, choose_scale, curve_style, draw_grid, legend_right
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,8 +159,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             marks = {"markersize": 4} if few else {"marker": ".", "markersize": 2.5}
             style = {"label": label_of(name, "")} | curve_style(number) | marks | kwargs
             panel.plot(self.epochs, values, **style)
-        if needs_log_scale(np.concatenate([*curves.values(), np.empty(0)])):
-            panel.set_yscale("log")
+        choose_scale(panel.yaxis, np.concatenate([*curves.values(), np.empty(0)]))
         legend_right(panel)
 
 

@@ -12,7 +12,7 @@ from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import figure_of, make_axes
 from relflat_sk.plots._points import Points
-from relflat_sk.plots._style import Floats, legend_below, needs_log_scale
+from relflat_sk.plots._style import Floats, choose_scale, legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,10 +138,9 @@ class HyperparameterDisplay(MinimaDisplay):
         self.ax_ = make_axes(ax)
         self.figure_ = figure_of(self.ax_)
         good = points.converged
-        if not names and needs_log_scale(x[good]):
-            self.ax_.set_xscale("log")
-        if needs_log_scale(y[good]):
-            self.ax_.set_yscale("log")
+        if not names:
+            choose_scale(self.ax_.xaxis, x[good])
+        choose_scale(self.ax_.yaxis, y[good])
         points.draw(self.ax_, colors, **kwargs)
         levels = np.unique(x[good])
         if 1 < len(levels) <= MAX_DISTINCT:

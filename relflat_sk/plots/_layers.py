@@ -11,7 +11,7 @@ from relflat_sk.measures import find_measures, flatness_report
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import divide, figure_of, grid_shape, make_axes
-from relflat_sk.plots._style import curve_style, draw_grid, needs_log_scale
+from relflat_sk.plots._style import choose_scale, curve_style, draw_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,8 +145,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
                 for column in ("value", "stderr")
             )
             draw_grid(panel)
-            if needs_log_scale(value):
-                panel.set_xscale("log")
+            choose_scale(panel.xaxis, value)
             bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
             panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
             panel.set_xlabel(label_of(measure, loss_unit))

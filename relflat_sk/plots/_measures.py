@@ -12,7 +12,7 @@ from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, label_rows, make_panels
 from relflat_sk.plots._points import Points
-from relflat_sk.plots._style import legend_below, needs_log_scale, write_note
+from relflat_sk.plots._style import choose_scale, legend_below, write_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,8 +164,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
             if not points.converged.any():
                 write_note(panel, "not finite")
                 continue
-            if needs_log_scale(x[points.converged]):
-                panel.set_xscale("log")
+            choose_scale(panel.xaxis, x[points.converged])
             points.draw_minima(panel, colors, **({"s": 22} | kwargs))
             # the same limits in all panels, whichever minima have the measure
             panel.set_ylim(with_target.y_limits())

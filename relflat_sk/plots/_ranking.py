@@ -14,7 +14,7 @@ from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import divide, figure_of, make_axes
 from relflat_sk.plots._points import Points
-from relflat_sk.plots._style import legend_below, needs_log_scale
+from relflat_sk.plots._style import choose_scale, legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,8 +159,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         self.figure_ = figure_of(self.ax_)
         _, self.target_ax_ = divide(self.ax_, 2, 1, sharex="all")
         for panel, points in [(self.ax_, upper), (self.target_ax_, lower)]:
-            if needs_log_scale(points.y[points.converged]):
-                panel.set_yscale("log")
+            choose_scale(panel.yaxis, points.y[points.converged])
             points.draw(panel, colors, **kwargs)
         mean = lower.y[lower.converged].mean()
         self.target_ax_.axhline(

@@ -11,7 +11,7 @@ from relflat_sk.measures import sharpness_curve
 from relflat_sk.plots._display import EstimatorDisplay
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import figure_of, make_axes
-from relflat_sk.plots._style import curve_style, draw_grid, legend_right, needs_log_scale
+from relflat_sk.plots._style import choose_scale, curve_style, draw_grid, legend_right
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,10 +155,8 @@ class SharpnessKLDisplay(EstimatorDisplay):
                 curve["kl"], curve["expected_sharpness"], yerr=curve["stderr"], **style
             )
         every = pd.concat(self.curves.values())
-        if needs_log_scale(every["kl"].to_numpy(dtype=np.float64)):
-            self.ax_.set_xscale("log")
-        if needs_log_scale(every["expected_sharpness"].to_numpy(dtype=np.float64)):
-            self.ax_.set_yscale("log")
+        choose_scale(self.ax_.xaxis, every["kl"].to_numpy(dtype=np.float64))
+        choose_scale(self.ax_.yaxis, every["expected_sharpness"].to_numpy(dtype=np.float64))
         low, high = every["alpha"].min(), every["alpha"].max()
         ends = f"$\\alpha$ = {high:.3g} (left) to {low:.3g} (right)"
         self.ax_.set_xlabel(f"KL divergence (nats), from {ends}")

@@ -9,9 +9,11 @@ from relflat_sk.plots._panels import figure_of, has_layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
 
 __all__ = [
     "Floats",
+    "choose_scale",
     "curve_style",
     "draw_grid",
     "legend_below",
@@ -117,6 +119,24 @@ def legend_right(ax: "Axes") -> None:
     if ax.get_legend_handles_labels()[0]:
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} | OUTSIDE
         ax.legend(fontsize="small", **(place if has_layout(ax) else {}))
+
+
+def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
+    """Make an axis logarithmic if its values need it, with plain numbers of moderate size.
+
+    Parameters
+    ----------
+    axis : matplotlib.axis.Axis
+        The axis.
+    values : ndarray of shape (n,)
+        The values on it.
+    """
+    from relflat_sk.plots._log_labels import PlainLogFormatter  # noqa: PLC0415
+
+    if needs_log_scale(values):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_formatter(PlainLogFormatter())
+        axis.set_minor_formatter(PlainLogFormatter(labelOnlyBase=False))
 
 
 def needs_log_scale(values: Floats) -> bool:

@@ -1,5 +1,6 @@
 """Tests for `_gap` and `_ranking`: the convention of displays, and what is drawn."""
 
+import pickle
 import subprocess
 import sys
 
@@ -298,3 +299,18 @@ def test_an_error_leaves_no_empty_figure(display):
 def test_ranks_are_whole_numbers():
     panel = MinimaRankingDisplay.from_minima(table(3), random_state=0).target_ax_
     assert all(float(tick).is_integer() for tick in panel.get_xticks())
+
+
+def test_logarithmic_axes_have_plain_numbers():
+    table = pd.DataFrame({
+        "relative_flatness": [4.0, 7.0, 20.0, 50.0],
+        "generalization_gap": [0.1, 0.2, 0.3, 0.4],
+    })
+    display = FlatnessGapDisplay.from_minima(table)
+    display.figure_.canvas.draw()
+    axis = display.ax_.xaxis
+    labels = [tick.get_text() for tick in axis.get_ticklabels(which="both") if tick.get_text()]
+    assert display.ax_.get_xscale() == "log"
+    assert "10" in labels
+    assert all(float(label) > 0 for label in labels)
+    pickle.dumps(display.figure_)
