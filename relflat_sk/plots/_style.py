@@ -131,12 +131,11 @@ def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
     values : ndarray of shape (n,)
         The values on it.
     """
-    from relflat_sk.plots._log_labels import PlainLogFormatter  # noqa: PLC0415
+    from relflat_sk.plots._log_labels import label_plainly  # noqa: PLC0415
 
     if needs_log_scale(values):
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_formatter(PlainLogFormatter())
-        axis.set_minor_formatter(PlainLogFormatter(labelOnlyBase=False))
+        label_plainly(axis)
 
 
 def needs_log_scale(values: Floats) -> bool:
