@@ -1,9 +1,13 @@
-"""Seeds and devices; no mathematics."""
+"""Seeds, devices and nets that train together; no mathematics."""
+
+import threading
 
 import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+
+from relflat_sk.ensemble import _group
 
 mpl.use("Agg")
 # several test processes share few cores: threads of small kernels only wait for each other
@@ -23,3 +27,24 @@ def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param
+
+
+@pytest.fixture
+def same_threads():
+    """Each thread that a test starts has ended."""
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The numbers of nets that are trained together."""
+    found, train = [], _group.Group.train
+
+    def note(self, members):
+        found.append(len(members))
+        train(self, members)
+
+    monkeypatch.setattr(_group.Group, "train", note)
+    return found

@@ -1,6 +1,5 @@
 """Nets that scikit-learn fits inside of `stacked_training` are those that it fits outside."""
 
-import threading
 import warnings
 
 import numpy as np
@@ -12,33 +11,14 @@ from sklearn.model_selection import GridSearchCV, cross_validate
 from skorch.callbacks import Callback
 
 from relflat_sk import RelativeFlatnessRegularizedClassifier, stacked_training
-from relflat_sk.ensemble import _group
 from tests.ensemble.compare import assert_same, data
+
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 
 def make_net(**arguments):
     arguments = {"batch_size": 16, "max_epochs": 4, "verbose": 0, "random_state": 0} | arguments
     return RelativeFlatnessRegularizedClassifier(**arguments)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
-
-
-@pytest.fixture
-def sizes(monkeypatch):
-    """The numbers of nets that are trained together."""
-    found, train = [], _group.Group.train
-
-    def note(self, members):
-        found.append(len(members))
-        train(self, members)
-
-    monkeypatch.setattr(_group.Group, "train", note)
-    return found
 
 
 @pytest.mark.parametrize("fleet", [4, "auto"])

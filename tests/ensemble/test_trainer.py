@@ -2,7 +2,6 @@
 
 import logging
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -535,13 +534,11 @@ def test_other_nets_are_trained_as_ever():
     assert len(trained[0].history) == 1
 
 
-def test_errors_end_all_trainings():
+def test_errors_end_all_trainings(same_threads):
     nets = classifiers(3)
     nets[2].set_params(flatness_layer="nowhere")
-    before = threading.active_count()
     with pytest.raises(Exception, match="nowhere"):
         EnsembleTrainer(nets, fleet=3).fit(*data())
-    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("fleet", [0, 1.5, "all"])

@@ -1,7 +1,5 @@
 """A study of one's own has the same trials, whether their nets are trained together or not."""
 
-import threading
-
 import numpy as np
 import optuna
 import pandas as pd
@@ -21,7 +19,8 @@ from relflat_sk import (
     rank_minima,
     stacked_training,
 )
-from relflat_sk.ensemble import _group
+
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 5)
@@ -55,26 +54,6 @@ def table(study):
 
 def assert_same(one, other):
     pd.testing.assert_frame_equal(table(one), table(other), rtol=1e-8, atol=1e-8)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
-
-
-@pytest.fixture
-def sizes(monkeypatch):
-    """The numbers of nets that are trained together."""
-    found, train = [], _group.Group.train
-
-    def note(self, members):
-        found.append(len(members))
-        train(self, members)
-
-    monkeypatch.setattr(_group.Group, "train", note)
-    return found
 
 
 @pytest.fixture(scope="module")
