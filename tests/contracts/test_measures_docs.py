@@ -1,14 +1,9 @@
 """The example of docs/measures.md runs as a user would paste it."""
 
-import re
-import runpy
-from pathlib import Path
-
 import pytest
 
 from relflat_sk import register_measure
-
-TEXT = (Path(__file__).parents[2] / "docs" / "measures.md").read_text(encoding="utf-8")
+from tests.contracts.pages import blocks, run_block
 
 
 @pytest.fixture
@@ -18,10 +13,8 @@ def registered():
 
 
 def test_measures_of_your_own(registered, tmp_path, capsys):
-    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    script = tmp_path / "block.py"
-    script.write_text(block)
-    found = runpy.run_path(str(script), run_name="__main__")
+    (block,) = blocks("docs/measures.md")
+    found = run_block(block, tmp_path)
     printed = capsys.readouterr().out
     assert 0 < float(printed.splitlines()[0]) < found["search"].minima_["largest_weight"].max()
     assert registered in printed
