@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network import RowSource, as_row_source, is_row_source, mapped_file
+from relflat_sk._network import RowSource, as_row_source, is_on_disk
 
 __all__ = ["transform"]
 
@@ -23,7 +23,7 @@ def transform(step: Any, X: Any, batch_size: int) -> Any:
     X : array-like of shape (n, ...), Dataset or DataLoader
         Inputs of the step.
     batch_size : int
-        Number of samples of a Dataset that are transformed at a time.
+        Number of samples that are read and transformed at a time.
 
     Returns
     -------
@@ -40,9 +40,10 @@ def transform(step: Any, X: Any, batch_size: int) -> Any:
     if isinstance(X, Dataset | DataLoader):
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return DataLoader(_TransformedBatches(step, loader), batch_size=None)
-    if is_row_source(X) or mapped_file(X) is not None:
+    if is_on_disk(X):
         rows = as_row_source(X)
-        if _is_row_wise(step, rows[:_N_COMPARED]):
+        n_compared = max(2, min(_N_COMPARED, batch_size))  # not more than a batch at a time
+        if _is_row_wise(step, rows[:n_compared]):
             return RowSource(_TransformedRows(step, rows))
         return step.transform(rows[:])
     return step.transform(X)
@@ -92,15 +93,13 @@ class _TransformedBatches(IterableDataset[Any]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        is_first = True
-        for x, y in self._loader:
+        for number, (x, y) in enumerate(self._loader):
             rows = np.asarray(x)
-            if is_first and not _is_row_wise(self._step, rows[:_N_COMPARED]):
+            if number == 0 and not _is_row_wise(self._step, rows[:_N_COMPARED]):
                 raise ValueError(
                     f"{self._step!r} does not transform each row by itself, so that the result "
                     "would depend on the batches of the data set. Give X as an array."
                 )
-            is_first = False
             yield _transformed(self._step, rows), y
 
 

@@ -68,6 +68,7 @@ from relflat_sk._network.row_source import (
     RowSource,
     as_row_source,
     copy_rows,
+    is_on_disk,
     is_row_source,
     mapped_file,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
+    "is_on_disk",
     "is_piecewise_linear",
     "is_row_source",
     "is_tied",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch import Tensor
 
-__all__ = ["RowSource", "as_row_source", "copy_rows", "is_row_source", "mapped_file"]
+__all__ = ["RowSource", "as_row_source", "copy_rows", "is_on_disk", "is_row_source", "mapped_file"]
 
 Array = NDArray[Any]
 
@@ -38,6 +38,22 @@ def is_row_source(X: Any) -> bool:
         and isinstance(getattr(X, "dtype", None), np.dtype)
         and hasattr(X, "__getitem__")
     )
+
+
+def is_on_disk(X: Any) -> bool:
+    """Return whether rows of an array are best read when they are needed, and not before.
+
+    Parameters
+    ----------
+    X : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        True for sources of rows, see `is_row_source`, and for memory-mapped files.
+    """
+    return is_row_source(X) or mapped_file(X) is not None
 
 
 def as_row_source(X: Any) -> "RowSource":

@@ -21,8 +21,7 @@ from relflat_sk._network import (
     Batches,
     Network,
     as_row_source,
-    is_row_source,
-    mapped_file,
+    is_on_disk,
 )
 from relflat_sk.training._outputs import check_measurable
 
@@ -185,7 +184,7 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
 def _chosen(dataset: Any, rows: Any) -> tuple[Any, Any]:
     """Return some samples of a data set of arrays; those on disk are not read."""
     X, y = data_from_dataset(dataset)
-    if is_row_source(X) or mapped_file(X) is not None:
+    if is_on_disk(X):
         return as_row_source(X).subset(rows), multi_indexing(y, rows)
     chosen: tuple[Any, Any] = data_from_dataset(Subset(dataset, rows))
     return chosen

@@ -36,7 +36,7 @@ from skorch.dataset import get_len
 from torch.utils.data import Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
-from relflat_sk._network import as_row_source, is_row_source, mapped_file
+from relflat_sk._network import as_row_source, is_on_disk
 from relflat_sk._random import as_random_state
 
 __all__ = ["DATA_NAMES", "TrainingData", "is_data_name", "split_params", "vary_data"]
@@ -265,6 +265,5 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Any:
         return tuple(_take(values, rows) for values in data)
     if hasattr(data, "iloc") or isinstance(data, list):
         return _safe_indexing(data, rows)
-    on_disk = is_row_source(data) or mapped_file(data) is not None
     # otherwise arrays, sparse matrices, tensors
-    return as_row_source(data).subset(rows) if on_disk else data[rows]
+    return as_row_source(data).subset(rows) if is_on_disk(data) else data[rows]
