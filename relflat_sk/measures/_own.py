@@ -8,7 +8,7 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from relflat_sk._network import Network, borrowed
+from relflat_sk._network import Network
 from relflat_sk.measures._estimate import Estimate
 from relflat_sk.measures._kept_model import kept_model
 
@@ -114,7 +114,7 @@ class OwnMeasure(str):
                     "sample_weight, or give its function an argument sample_weight."
                 )
             params["sample_weight"] = source.sample_weight
-        with borrowed(network.module), kept_model(source.model):
+        with kept_model(source.model):
             result = self.function(source.model, source.X, source.y, **params)
         both = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
         pair = [number.detach() if isinstance(number, Tensor) else number for number in both]
