@@ -158,7 +158,8 @@ def main() -> int:
     header = [f"/ {other} [quartiles]" for other in OTHERS]
     rows = [["fit", "median ms", "ms per epoch", *header]]
     budgets = []
-    for data in [data for data in load_data() if not arguments.quick or data.name == "digits"]:
+    problems = load_data()
+    for data in [data for data in problems if not arguments.quick or data.name == "digits"]:
         ways = {name: partial(fit, data) for name, fit in METHODS.items()}
         times = interleave(ways, rounds)
         rows += _rows(data.name, times, data.epochs)
@@ -168,7 +169,7 @@ def main() -> int:
             )
             for other, limit in LIMITS.items()
         ]
-    iris = load_data()[0]
+    iris = problems[0]
     rows += _rows("iris, first in a process", _first_fits(1 if arguments.quick else 3), iris.epochs)
     print()
     print(table(rows))
