@@ -1,6 +1,7 @@
 """Users' models as a network with its loss and data."""
 
 from relflat_sk._models.description import describe
+from relflat_sk._models.language_models import is_causal_language_model, next_labels
 from relflat_sk._models.network_of import (
     final_estimator,
     joined,
@@ -17,9 +18,11 @@ __all__ = [
     "DataOptions",
     "describe",
     "final_estimator",
+    "is_causal_language_model",
     "joined",
     "name_layer",
     "name_layers",
+    "next_labels",
     "skorch_batches",
     "skorch_network",
     "to_network",

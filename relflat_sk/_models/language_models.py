@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from relflat_sk._network import Batch, Batches
 
-__all__ = ["is_causal_language_model", "next_tokens"]
+__all__ = ["is_causal_language_model", "next_labels", "next_tokens"]
 
 _IGNORED = -100  # the label of tokens that do not count, in torch and in transformers
 
@@ -49,12 +49,29 @@ def next_tokens(batches: Batches) -> Batches:
 
     def shifted() -> Iterator[Batch]:
         for batch in batches():
-            yield replace(batch, y=_shift(batch.y))
+            yield replace(batch, y=next_labels(batch.y))
 
     return shifted
 
 
-def _shift(labels: Tensor | None) -> Tensor:
+def next_labels(labels: Tensor | None) -> Tensor:
+    """Shift labels so that each token has the next one's.
+
+    Parameters
+    ----------
+    labels : Tensor of shape (samples, tokens)
+        Numbers of the tokens; the last of each sample gets no label that counts.
+
+    Returns
+    -------
+    Tensor of shape (samples, tokens)
+        The next tokens.
+
+    Raises
+    ------
+    ValueError
+        If the labels have another shape.
+    """
     if labels is None or labels.ndim != 2:
         raise ValueError(
             "a causal language model is measured with labels of shape (samples, tokens) as y, got "

@@ -1,4 +1,12 @@
-"""skorch nets that are trained to be flat, and callbacks for training to convergence."""
+"""skorch nets that are trained to be flat, and callbacks for training to convergence.
+
+The callbacks for other libraries' trainers need extras and are imported on demand:
+``LightningFlatnessCallback`` (``pip install "relflat_sk[lightning]"``) and
+``TransformersFlatnessCallback`` (``pip install "relflat_sk[transformers]"``).
+"""
+
+from importlib import import_module
+from typing import Any
 
 from relflat_sk._penalty import RelativeFlatnessPenalty
 
@@ -33,3 +41,15 @@ __all__ = [
     "StopAtGradientNorm",
     "StopAtLoss",
 ]
+
+# outside of __all__, because the import of each needs an extra
+_OF_EXTRAS = {
+    "LightningFlatnessCallback": "_lightning",
+    "TransformersFlatnessCallback": "_transformers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_EXTRAS:
+        return getattr(import_module(f"{__name__}.{_OF_EXTRAS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ OPTIONAL = {
     "curvlinops",
     "hypothesis",
     "importlinter",
+    "lightning",
     "matplotlib",
     "numpydoc",
     "PIL",
@@ -33,6 +34,7 @@ OPTIONAL = {
     "pytest",
     "sqlalchemy",  # declared, but slow to import, and needed for some storages only
     "torchvision",
+    "transformers",
     "zarr",
 }
 

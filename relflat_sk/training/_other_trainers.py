@@ -1,0 +1,172 @@
+"""What the callbacks for other libraries' trainers share: the penalty's settings, and the data."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from relflat_sk._checks import check_integer
+from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._random import fork_rng
+from relflat_sk.measures import flatness_report
+
+__all__ = ["FlatTraining", "replaced", "rows_in_order"]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one object.
+
+    Parameters
+    ----------
+    owner : object
+        Its class is not changed.
+    name : str
+        Name of the method.
+    method : callable
+        Called without `owner`.
+
+    Yields
+    ------
+    None
+    """
+    before = owner.__dict__.get(name)
+    owner.__dict__[name] = method
+    try:
+        yield
+    finally:
+        if before is None:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = before
+
+
+class FlatTraining:
+    """The penalty and the measurements of one training.
+
+    Parameters
+    ----------
+    layer : int, str, nn.Module, a sequence of these, or "all"
+        The penalised and measured layers; several values of flatness are added.
+    weight : float
+        Factor of the penalty; 0 for none.
+    clip : float or None
+        Limit of the penalty.
+    every : int or None
+        Number of epochs between measurements; None for no measurement.
+    dataset : Dataset or None
+        The samples to measure; None for the training data.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self, layer: Any, weight: float, clip: float | None, every: int | None, dataset: Any
+    ) -> None:
+        self.penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=clip)
+        check_integer("every", every, minimum=1, optional=True)
+        self._every = every
+        self.dataset = dataset
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether there is a penalty."""
+        return self.penalty.weight > 0
+
+    def is_due(self, epoch: float, *, ends: bool = False) -> bool:
+        """Return whether the flatness is to be measured.
+
+        Parameters
+        ----------
+        epoch : float
+            Number of epochs of the training so far, whole at the end of one.
+        ends : bool, default=False
+            Whether this is the end of training.
+
+        Returns
+        -------
+        bool
+            Always False without measurements.
+        """
+        return self._every is not None and (ends or epoch % self._every == 0)
+
+    def measure(self, network: nn.Module, rows: DataLoader[Any], criterion: Any) -> float:
+        """Measure the relative flatness, in evaluation mode, added over the layers.
+
+        Parameters
+        ----------
+        network : nn.Module
+            The network in training. Its mode and the random state of torch stay as they are.
+        rows : DataLoader
+            Gives pairs of inputs and labels.
+        criterion : nn.Module or None
+            The loss; None for a causal language model, which knows its own.
+
+        Returns
+        -------
+        float
+            In the unit of the loss.
+        """
+        layer: Any = self.penalty.layer
+        device = next((parameter.device for parameter in network.parameters()), None)
+        with fork_rng(device):
+            report = flatness_report(
+                network,
+                rows,
+                None,
+                measures=["relative_flatness"],
+                layers=layer,
+                criterion=criterion,
+                random_state=0,
+            )
+        return float(report["value"].sum())
+
+
+def rows_in_order(
+    loader: Any, dataset: Any, split: Callable[[Any], tuple[Any, Any]], batch_size: int | None
+) -> DataLoader[Any]:
+    """Return a loader of the same samples that shuffles and draws nothing.
+
+    A second pass through a trainer's own loader would change the order of later epochs.
+
+    Parameters
+    ----------
+    loader : object
+        The trainer's loader of the training data.
+    dataset : Dataset or None
+        The samples; those of `loader` if None.
+    split : callable
+        Returns inputs and labels of a batch.
+    batch_size : int or None
+        Samples per batch; None if the data are a stream of batches.
+
+    Returns
+    -------
+    DataLoader
+        Gives pairs of inputs and labels.
+
+    Raises
+    ------
+    ValueError
+        If the samples have no numbers, so that they come in the trainer's order only.
+    """
+    found = getattr(loader, "dataset", None) if dataset is None else dataset
+    if found is None or isinstance(found, IterableDataset) or not hasattr(found, "__getitem__"):
+        raise ValueError(
+            "the flatness is measured on samples that are read by their numbers, but the training "
+            f"data are a {type(loader if found is None else found).__name__}. Pass a map-style "
+            "data set as dataset=..., or every=None for no measurement."
+        )
+    collate = getattr(loader, "collate_fn", None) or torch.utils.data.default_collate
+    return DataLoader(
+        found,
+        batch_size=batch_size or 1,
+        collate_fn=lambda samples: split(collate(samples)),
+        generator=torch.Generator(),
+    )

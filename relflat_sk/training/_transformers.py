@@ -1,0 +1,297 @@
+"""The flatness penalty and the history of relative flatness in the `Trainer` of Hugging Face."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._losses import Loss, as_criterion, weighted_loss
+from relflat_sk._models import is_causal_language_model, next_labels
+from relflat_sk._network import primary_output
+from relflat_sk._numerics import full_precision
+from relflat_sk.training._other_trainers import FlatTraining, replaced, rows_in_order
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "TransformersFlatnessCallback needs transformers, which is not installed. "
+        'Install it with: pip install "relflat_sk[transformers]"'
+    ) from error
+
+__all__ = ["TransformersFlatnessCallback"]
+
+# the criterion of each `config.problem_type`; that of all other models is the cross-entropy
+_CRITERIA: dict[Any, type[nn.Module]] = {
+    "regression": nn.MSELoss,
+    "multi_label_classification": nn.BCEWithLogitsLoss,
+}
+_IGNORED = -100  # the label of tokens that do not count
+# how far the model's own loss may be from the criterion's: rounding in half precision
+_ROUNDING = 0.02
+
+
+class TransformersFlatnessCallback(TrainerCallback):
+    r"""Add the flatness penalty to the loss of a Hugging Face model, and log its flatness.
+
+    In each step, ``weight * kappa / (2 m)`` of the batch is added to the loss that the model
+    returns, with the model's flatness :math:`\kappa` at a layer with m inputs; see
+    `RelativeFlatnessPenalty`. At the end of an epoch, the flatness is measured on all training
+    data, in evaluation mode.
+
+    The trainer's logs and `trainer.state.log_history` get ``flatness_penalty``, the mean since the
+    entry before, and ``relative_flatness``. An entry is made at the end of each measured epoch.
+    The trainer's own ``loss`` contains the penalty.
+
+    Parameters
+    ----------
+    criterion : nn.Module or None, default=None
+        The loss that the model computes, called as ``criterion(logits, labels)``. None: the
+        cross-entropy, or what the model's ``config.problem_type`` says. The labels of causal
+        language models are shifted to the next token.
+    layer : int, str, a sequence of these, or "all", default=-1
+        The layer: its position in the order of the forward pass, or its dotted name in the model.
+        The values of several layers are added.
+    weight : float, default=0.1
+        Factor of the penalty; 0 for no penalty.
+    clip : float or None, default=0.5
+        Limit of the penalty, see `RelativeFlatnessPenalty`.
+    every : int or None, default=1
+        Number of epochs between measurements, the last of which is at the end of training. None
+        for no measurement. One takes a forward pass over the data.
+    dataset : Dataset or None, default=None
+        The samples to measure, which the trainer's collator puts together. None: the training
+        data.
+
+    Raises
+    ------
+    ImportError
+        If transformers is not installed; ``pip install "relflat_sk[transformers]"`` installs it.
+    ValueError
+        If an argument is out of range. In training, if the trainer compiles the model or divides
+        batches among devices, the model does not compute its loss itself from ``labels``, or its
+        loss is another one than the criterion; or if the data cannot be read by number.
+
+    See Also
+    --------
+    RelativeFlatnessPenalty : The penalty in a loop of your own.
+    LightningFlatnessCallback : The same for PyTorch Lightning.
+
+    Notes
+    -----
+    The trainer reports to TensorBoard, MLflow and others before it calls callbacks of users. For
+    them to get the flatness, pass their callback after this one, with ``report_to="none"``:
+    ``callbacks=[TransformersFlatnessCallback(), TensorBoardCallback()]``.
+
+    Each process of a distributed training measures all samples.
+
+    Examples
+    --------
+    >>> from relflat_sk.training import TransformersFlatnessCallback
+    >>> flat = TransformersFlatnessCallback(weight=1.0)
+
+    ``Trainer(model, args, train_dataset=data, callbacks=[flat]).train()`` trains with the penalty.
+    """
+
+    def __init__(
+        self,
+        criterion: Any = None,
+        *,
+        layer: Any = -1,
+        weight: float = 0.1,
+        clip: float | None = 0.5,
+        every: int | None = 1,
+        dataset: Any = None,
+    ) -> None:
+        self.criterion = criterion
+        self._training = FlatTraining(layer, weight, clip, every, dataset)
+        self._open = ExitStack()
+        self._checked = False
+        self._penalties: list[Tensor] = []
+        self._found: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the training, and forget an earlier one.
+
+        Parameters
+        ----------
+        args : TrainingArguments
+            The trainer's arguments.
+        state, control : TrainerState, TrainerControl
+            Not used.
+        **kwargs
+            Not used.
+
+        Raises
+        ------
+        ValueError
+            If the trainer compiles the model or divides batches among devices.
+        """
+        self._open.close()
+        self._checked, self._penalties, self._found = False, [], {}
+        if self._training.is_penalised and args.torch_compile:
+            raise ValueError(
+                "torch_compile=True: the trainer runs a compiled copy of the model, from which no "
+                "penalty can be computed. Use torch_compile=False, or weight=0."
+            )
+        if self._training.is_penalised and args.n_gpu > 1:
+            raise ValueError(
+                f"the trainer divides each batch among {args.n_gpu} devices of one process. Start "
+                "one process per device with torchrun or accelerate, or use weight=0."
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the next forward pass return the loss with the penalty.
+
+        Parameters
+        ----------
+        args, state, control : TrainingArguments, TrainerState, TrainerControl
+            Not used.
+        **kwargs
+            Has the `model`.
+        """
+        if not self._training.is_penalised:
+            return
+        self._open.close()
+        model = kwargs["model"]
+        plain_forward = model.forward
+
+        @wraps(plain_forward)
+        def forward(*inputs: Any, **named: Any) -> Any:
+            self._open.close()  # for one pass, so that nothing is left behind if it fails
+            with self._training.penalty.capture(model):
+                output = plain_forward(*inputs, **named)
+            return self._with_penalty(model, output, named)
+
+        self._open.enter_context(replaced(model, "forward", forward))
+
+    on_substep_end = on_step_begin  # of a step that accumulates the gradients of several batches
+
+    def _with_penalty(self, model: nn.Module, output: Any, inputs: Mapping[str, Any]) -> Any:
+        """Add the penalty to the loss in the output of the model."""
+        labels = inputs.get("labels")
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+        if labels is None or not isinstance(loss, Tensor):
+            raise ValueError(
+                "the penalty is added to the loss that the model computes from `labels`, but the "
+                "trainer computes the loss itself (label smoothing or compute_loss_func), or the "
+                "data have no column `labels`."
+            )
+        logits = full_precision(
+            primary_output(output if isinstance(output, Mapping) else output[1])
+        )
+        criterion = self._criterion(model)
+        labels = next_labels(labels) if self._is_causal(model) else labels
+        penalty = self._training.penalty(criterion, logits, labels)
+        with torch.no_grad():
+            plain, mean = loss.detach(), _mean_loss(criterion, logits, labels)
+        if not self._checked:
+            _check_loss(criterion, float(plain), float(mean), labels, inputs)
+            self._checked = True
+        # some models divide the sum over a batch by the number of tokens of several batches
+        share = torch.where(mean > 0, plain / mean, torch.ones_like(mean))
+        self._penalties.append(penalty.detach())
+        penalised = loss + share * penalty
+        if isinstance(output, Mapping):
+            output["loss"] = penalised  # type: ignore[index]
+            return output
+        return (penalised, *output[1:])
+
+    def _criterion(self, model: Any) -> Any:
+        """Return the loss that the model computes."""
+        if self.criterion is not None:
+            return self.criterion
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        return _CRITERIA.get(problem, nn.CrossEntropyLoss)()
+
+    def _is_causal(self, model: nn.Module) -> bool:
+        """Return whether the labels of a token are those of the next one."""
+        return self.criterion is None and is_causal_language_model(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the flatness at the end of an epoch, and ask the trainer for a log entry.
+
+        Parameters
+        ----------
+        args : TrainingArguments
+            The trainer's arguments.
+        state, control : TrainerState, TrainerControl
+            Of the training.
+        **kwargs
+            Has the `model` and the `train_dataloader`.
+        """
+        self._open.close()
+        if not self._training.is_due(state.epoch, ends=control.should_training_stop):
+            return
+        model = kwargs["model"]
+        rows = rows_in_order(
+            kwargs["train_dataloader"],
+            self._training.dataset,
+            _split_labels,
+            args.per_device_train_batch_size,
+        )
+        criterion = None if self._is_causal(model) else self._criterion(model)
+        self._found["relative_flatness"] = self._training.measure(model, rows, criterion)
+        control.should_log = True
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add what was found since the last entry to the trainer's logs.
+
+        Parameters
+        ----------
+        args, control : TrainingArguments, TrainerControl
+            Not used.
+        state : TrainerState
+            Has the `log_history`.
+        **kwargs
+            Has the `logs`, which later callbacks read.
+        """
+        found, self._found = self._found, {}
+        if self._penalties:
+            found["flatness_penalty"] = float(torch.stack(self._penalties).mean())
+            self._penalties = []
+        state.log_history[-1].update(found)
+        kwargs["logs"].update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the model its own `forward` back.
+
+        Parameters
+        ----------
+        args, state, control : TrainingArguments, TrainerState, TrainerControl
+            Not used.
+        **kwargs
+            Not used.
+        """
+        self._open.close()
+
+
+def _split_labels(batch: Any) -> tuple[dict[str, Any], Any]:
+    """Return inputs and labels of a batch of the trainer's collator."""
+    inputs = dict(batch)
+    return inputs, inputs.pop("labels")
+
+
+def _mean_loss(criterion: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the criterion, which may take the classes of tokens on the second axis."""
+    loss = Loss(as_criterion(criterion))
+    output = loss.classes_second(logits, labels)
+    return weighted_loss(loss, output, loss.read_target(output, labels).values, None)
+
+
+def _check_loss(
+    criterion: Any, loss: float, mean: float, labels: Tensor, inputs: Mapping[str, Any]
+) -> None:
+    """Refuse a model whose loss is not the criterion, as a mean or as a sum over a step's items."""
+    items = float(inputs.get("num_items_in_batch") or 0)
+    counted = float((labels != _IGNORED).sum())
+    means = [mean, mean * counted / items] if items else [mean]
+    if not any(abs(loss - expected) <= _ROUNDING * abs(expected) + 1e-6 for expected in means):
+        raise ValueError(
+            f"the model's loss is {loss:.6g}, but that of {criterion} on the same logits and "
+            f"labels is {mean:.6g}. Pass the criterion that the model computes, without further "
+            "terms, or use weight=0."
+        )

@@ -1,0 +1,265 @@
+"""The callback for Hugging Face's Trainer, against a plain loop with the same batches."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+import relflat_sk.training as door
+from relflat_sk import RelativeFlatnessPenalty, relative_flatness
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from relflat_sk.training import TransformersFlatnessCallback
+
+DRAW = torch.Generator().manual_seed(0)
+IDS = torch.randint(1, 20, (10, 6), generator=DRAW)
+CLASSES = torch.randint(0, 3, (10,), generator=DRAW)
+NUMBERS = torch.randn(10, generator=DRAW)
+# each text has another number of tokens that count; the first has no prediction
+COUNTS = (torch.arange(6) > 0) & (torch.arange(6) < torch.arange(10)[:, None] % 4 + 2)
+TOKENS = IDS.masked_fill(~COUNTS, -100)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the trainer makes a folder for its output
+
+
+def classifier(num_labels=3, hidden_dropout_prob=0.0, **kwargs):
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=8, initializer_range=0.5,
+        num_labels=num_labels, attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=hidden_dropout_prob, **kwargs,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def language_model():
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def rows(labels):
+    return [{"input_ids": x, "labels": y} for x, y in zip(IDS, labels, strict=True)]
+
+
+class InOrder(Trainer):
+    """Does not shuffle."""
+
+    def _get_train_sampler(self, *args):
+        return None
+
+
+def fit(model, data, *callbacks, trainer=InOrder, **kwargs):
+    arguments = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    made = trainer(
+        model,
+        TrainingArguments("output", **arguments | kwargs),
+        train_dataset=data,
+        callbacks=list(callbacks),
+    )
+    made.train()
+    return made
+
+
+def entries(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def train_by_hand(model, labels, penalty):
+    """Two epochs with steps of two batches each, as the trainer combines them.
+
+    A causal model returns the mean over the tokens of both batches, Bert that of each batch.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss()
+    batches = list(zip(IDS.split(4), labels.split(4), strict=True))
+    for step in [batches[:2], batches[2:]] * 2:
+        n_tokens = sum((y != -100).sum() for _, y in step)
+        for x, y in step:
+            with penalty.capture(model):
+                logits = model(input_ids=x).logits
+            target = F.pad(y, (0, 1), value=-100)[:, 1:] if y.ndim == 2 else y
+            share = (target != -100).sum() / n_tokens if y.ndim == 2 else 1
+            mean = F.cross_entropy(logits.flatten(0, -2), target.flatten())
+            (share * (mean + penalty(criterion, logits, target))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def assert_same(model, other):
+    for found, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+PENALTY = {"weight": 5.0, "clip": 0.5}
+MODELS = {"classifier": (classifier, CLASSES), "language model": (language_model, TOKENS)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
+    make, labels = MODELS[kind]
+    model, callback = make(), TransformersFlatnessCallback(**PENALTY)
+    trainer = fit(model, rows(labels), callback, gradient_accumulation_steps=2)
+    by_hand = train_by_hand(make(), labels, RelativeFlatnessPenalty(**PENALTY))
+    assert_same(model, by_hand)
+    plain = train_by_hand(make(), labels, RelativeFlatnessPenalty(weight=0.0))
+    differences = [
+        (a - b).abs().max() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    assert max(differences) > 1e-3
+    assert [row["epoch"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
+    criterion = None if kind == "language model" else nn.CrossEntropyLoss()
+    flatness = relative_flatness(model, {"input_ids": IDS}, labels, criterion=criterion)
+    assert entries(trainer, "relative_flatness")[1] == pytest.approx(flatness, rel=1e-5)
+    assert "forward" not in vars(model)
+
+
+def test_the_logs_have_the_mean_penalty_also_for_later_callbacks():
+    heard = []
+
+    class Report(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            heard.append(dict(logs))
+
+    callback = TransformersFlatnessCallback(**PENALTY)
+    model = classifier()
+    trainer = fit(
+        model, rows(CLASSES), callback, Report(), learning_rate=0.0, logging_strategy="epoch"
+    )
+    penalty, terms = RelativeFlatnessPenalty(**PENALTY), []
+    for x, y in zip(IDS.split(4), CLASSES.split(4), strict=True):
+        with penalty.capture(model):
+            logits = model(input_ids=x).logits
+        terms.append(float(penalty(nn.CrossEntropyLoss(), logits, y).detach()))
+    assert entries(trainer, "flatness_penalty") == pytest.approx([sum(terms) / 3] * 2, rel=1e-5)
+    assert len(entries(trainer, "relative_flatness")) == 2
+    for name in ("flatness_penalty", "relative_flatness"):
+        assert [row[name] for row in heard if name in row] == entries(trainer, name)
+
+
+def test_measuring_changes_neither_the_training_nor_its_random_state():
+    trained = []
+    for callbacks in ([], [TransformersFlatnessCallback(weight=0)]):
+        model = classifier(hidden_dropout_prob=0.2)
+        fit(model, rows(CLASSES), *callbacks, trainer=Trainer)
+        trained.append([*model.parameters(), torch.rand(3)])
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "arguments"),
+    [(NUMBERS, {"num_labels": 1}), ((IDS[:, :3] > 9).float(), {"return_dict": False})],
+    ids=["regression", "several labels, as a tuple"],
+)
+def test_other_problems_are_penalised_by_their_own_loss(labels, arguments):
+    model = classifier(**arguments)
+    trainer = fit(model, rows(labels), TransformersFlatnessCallback(clip=None), max_steps=2)
+    criterion = nn.MSELoss() if labels.ndim == 1 else nn.BCEWithLogitsLoss()
+    flatness = relative_flatness(model, {"input_ids": IDS}, labels, criterion=criterion)
+    # the training ends within an epoch, and is measured there
+    assert entries(trainer, "relative_flatness") == [pytest.approx(flatness, rel=1e-5)]
+    assert entries(trainer, "flatness_penalty")[0] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is negative")  # the pooler is not at a minimum
+def test_measurements_are_made_every_few_epochs_of_the_data_that_are_asked_for_or_never():
+    model, some = classifier(), rows(CLASSES)[:4]
+    callback = TransformersFlatnessCallback(layer="bert.pooler.dense", every=2, dataset=some)
+    trainer = fit(model, rows(CLASSES), callback, num_train_epochs=3)
+    assert [r["epoch"] for r in trainer.state.log_history if "relative_flatness" in r] == [2, 3]
+    data = {"input_ids": IDS[:4]}, CLASSES[:4]
+    flatness = relative_flatness(
+        model, *data, layer="bert.pooler.dense", criterion=nn.CrossEntropyLoss()
+    )
+    assert entries(trainer, "relative_flatness")[1] == pytest.approx(flatness, rel=1e-4)
+    never = fit(model, rows(CLASSES), TransformersFlatnessCallback(every=None), max_steps=1)
+    assert not entries(never, "relative_flatness")
+
+
+class Failing(BertForSequenceClassification):
+    def forward(self, input_ids, labels):
+        raise ArithmeticError
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows(CLASSES))
+
+
+def test_a_failing_model_has_its_own_forward_again():
+    model = Failing(classifier().config)
+    with pytest.raises(ArithmeticError):
+        fit(model, rows(CLASSES), TransformersFlatnessCallback())
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("callback", "arguments", "message"),
+    [
+        ({}, {"label_smoothing_factor": 0.1}, "the trainer computes the loss itself"),
+        ({"criterion": nn.CrossEntropyLoss(label_smoothing=0.5)}, {}, "the model's loss is"),
+    ],
+    ids=["smoothing", "criterion"],
+)
+def test_trainings_without_a_penalty_are_refused(callback, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(classifier(), rows(CLASSES), TransformersFlatnessCallback(**callback), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "n_gpu", "message"),
+    [(True, 1, "runs a compiled copy"), (False, 2, "among 2 devices of one process")],
+    ids=["compiled", "divided"],
+)
+def test_models_that_are_not_called_themselves_are_refused(compiled, n_gpu, message):
+    args = SimpleNamespace(torch_compile=compiled, n_gpu=n_gpu)
+    with pytest.raises(ValueError, match=message):
+        TransformersFlatnessCallback().on_train_begin(args, None, None)
+    TransformersFlatnessCallback(weight=0).on_train_begin(args, None, None)
+
+
+def test_a_stream_cannot_be_measured():
+    with pytest.raises(ValueError, match="training data are a .*Pass a map-style"):
+        fit(classifier(), Stream(), TransformersFlatnessCallback(weight=0), max_steps=1)
+
+
+def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "relflat_sk.training._transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[transformers\]"'):
+        _ = door.TransformersFlatnessCallback
