@@ -61,7 +61,8 @@ def main() -> int:
             ):
                 found = ratio(times, seconds["fleet"])
                 budgets.append(Budget(f"{problem}, fleet / {way}", found.value, least, True))
-    budgets.append(Budget(f"memory of {n} nets / {n} x one", memory_of(n), MOST_MEMORY))
+    if not arguments.quick:
+        budgets.append(Budget(f"memory of {n} nets / {n} x one", memory_of(n), MOST_MEMORY))
     print()
     print(table(rows))
     return verdict(budgets, judged=not arguments.quick)

@@ -202,7 +202,10 @@ def _memory(arguments: argparse.Namespace) -> Budget:
         )
 
     rows = [["peak memory, growth in MiB", "forward", "scoring", "scoring / forward"]]
-    for label, more in {"first call": ["--cold"], "later call": []}.items():
+    calls = {"first call": ["--cold"], "later call": []}
+    if arguments.quick:
+        del calls["first call"]
+    for label, more in calls.items():
         below, above = peak("forward", *more), peak("scoring", *more)
         rows.append([label, f"{below:.1f}", f"{above:.1f}", f"{above / below:.3g}"])
     print(

@@ -41,3 +41,20 @@ def test_quick_run_prints_ratios_and_budgets(module, ratios):
         assert float(value) > 0
         assert rest.startswith("(budget ")
         assert rest.endswith("not judged (quick)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("fleet", ["--memory", "2"]),
+        ("scoring", ["--peak-of", "forward", "--cold", "--n-samples", "64"]),
+        ("heads", ["--quick", "--peak-of", "training step"]),
+        ("fitting", ["--first", "scikit-learn"]),
+        ("fitting", ["--first", "skorch"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
+)
+def test_parts_that_quick_runs_leave_out(module, arguments):
+    """Each of them runs in a process of its own, and prints a number."""
+    assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks._harness import timing
-from tests.benchmarks.commands import ROOT
+from tests.processes import ROOT
 
 
 @pytest.mark.slow

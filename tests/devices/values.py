@@ -6,19 +6,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import (
-    FlatMinimaSearch,
-    FlatnessScorer,
     FlatnessWarning,
     RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedClassifier,
-    SharpnessAwareMixin,
-    StopAtGradientNorm,
-    StopAtLoss,
     feature_robustness,
     flatness_report,
     generalization_bound,
@@ -35,9 +29,9 @@ from relflat_sk import (
 )
 from relflat_sk.measures._flatness import LAYER_MEASURES
 from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
+from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.simulated import DEVICE, simulated_device
 
-CRITERION = nn.CrossEntropyLoss()
 # where the model and the data are, and whether `device` names the device
 PLACES = {
     "model": (True, False, {}),
@@ -52,42 +46,6 @@ def device():
     with simulated_device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
         yield
-
-
-def make_mlp(activation=nn.ReLU):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), activation(), nn.Linear(7, 3))
-
-
-def make_conv():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Flatten(), nn.Linear(8, 3),
-    ).eval()  # fmt: skip
-
-
-NETWORKS = {
-    "relu": make_mlp,
-    "tanh": lambda: make_mlp(nn.Tanh),
-    "convolution": make_conv,
-}
-
-
-def make_data(n=40):
-    X = torch.randn(n, 6, generator=torch.Generator().manual_seed(1))
-    return X, X[:, :3].argmax(dim=1)
-
-
-def trained(network="relu"):
-    """A network whose predictions are right, for measures that need a margin."""
-    net, (X, y) = NETWORKS[network](), make_data()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    for _ in range(150):
-        optimizer.zero_grad()
-        CRITERION(net(X), y).backward()
-        optimizer.step()
-    return net.eval()
 
 
 def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6):
@@ -108,23 +66,32 @@ def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6):
 MEASURES = [name for name in get_measure_names() if name != "fisher_rao_norm"]
 
 
-@pytest.mark.parametrize("layer", [0, -1])
-@pytest.mark.parametrize("name", MEASURES)
-def test_measures(name, layer):
-    layer = layer if name in LAYER_MEASURES else -1
+# few: what runs for one draw or step runs for all
+SEED, FEW = {"random_state": 0}, {"n_draws": 2, "random_state": 0}
+ARGUMENTS = {
+    "adaptive_sharpness": {"n_steps": 3, **SEED},
+    "expected_sharpness": SEED,
+    "keskar_sharpness": {"n_steps": 3, **SEED},
+    "pac_bayes_flatness": FEW,
+    "pac_bayes_magnitude_flatness": FEW,
+    "joint_eigenvalue_flatness": SEED,
+}
 
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        (name, layer)
+        for name in MEASURES
+        for layer in ((0, -1) if name in LAYER_MEASURES else (-1,))
+    ],
+)
+def test_measures(name, layer):
     def compute(model, X, y, **options):
-        seed = {"random_state": 0} if name in SEEDED else {}
-        return measure(name, model, X, y, criterion=CRITERION, layer=layer, **options, **seed)
+        options |= ARGUMENTS.get(name, {})
+        return measure(name, model, X, y, criterion=CRITERION, layer=layer, **options)
 
     assert_same_everywhere(compute, trained())
-
-
-SEEDED = {
-    "adaptive_sharpness", "expected_sharpness", "keskar_sharpness", "pac_bayes_flatness",
-    "joint_eigenvalue_flatness",
-    "pac_bayes_magnitude_flatness",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -157,7 +124,7 @@ def test_reports(network):
 
     def compute(model, X, y, **options):
         table = flatness_report(
-            model, X, y, measures=names, criterion=CRITERION, random_state=0, **options
+            model, X, y, measures=names, criterion=CRITERION, n_steps=3, **FEW, **options
         )
         return table.select_dtypes("number").to_numpy(dtype=float, na_value=np.nan)
 
@@ -250,76 +217,6 @@ def test_reparameterized_networks_compute_the_same(factors):
     assert_close(twin(X.to(DEVICE)).cpu(), net(X), rtol=1e-4, atol=1e-4)
 
 
-# -- training ----------------------------------------------------------------------------
-
-
-class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
-    pass
-
-
-CLASSES = {"SAM": SAM}
-TRAININGS = {
-    "last layer": {},
-    "first layer": {"flatness_layer": 0, "flatness_weight": 1.0},
-    "all layers": {"flatness_layer": "all", "flatness_weight": 1.0},
-    "no limit": {"flatness_clip": None},
-    "no penalty": {"flatness_weight": 0},
-    "normalised": {"flatness_normalize": True},
-    "SAM": {"sharpness_radius": 0.05},
-    "goal": {"callbacks": [StopAtLoss(1.0)], "max_epochs": 30},
-    "stationary": {"callbacks": [StopAtGradientNorm(0.3)], "max_epochs": 30},
-    "validation": {"train_split": ValidSplit(3)},
-    "sample weights": {"sample_weight": np.arange(40) % 3},
-}
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_trainings(name, network):
-    params = dict(TRAININGS[name])
-    fit_params = {"sample_weight": params.pop("sample_weight", None)}
-    X, y = make_data()
-    nets = []
-    # the simulation does not index tensors as scikit-learn does for a split
-    places = [("cpu", "cpu"), (DEVICE, "cpu"), (DEVICE, DEVICE)]
-    for device, data in places[:2] if name == "validation" else places:
-        net = CLASSES.get(name, RelativeFlatnessRegularizedClassifier)(
-            lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, batch_size=16,
-            device=device,
-            random_state=0, verbose=0,
-        )  # fmt: skip
-        nets.append(net.fit(X.to(data), y.to(data), **fit_params))
-    expected = nets[0]
-    for net in nets[1:]:
-        assert len(net.history) == len(expected.history)
-        for column in ("train_loss", "flatness_penalty"):
-            assert net.history[:, column] == pytest.approx(
-                expected.history[:, column], rel=1e-3, abs=1e-6
-            )
-        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
-        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
-
-
-@pytest.mark.parametrize("layer", [-1, 0, "all"])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_plain_loops(layer, clip, weighted):
-    X, y = make_data()
-    results = []
-    for device in ("cpu", DEVICE):
-        net = trained().to(device)
-        penalty = RelativeFlatnessPenalty(layer, weight=0.5, clip=clip)
-        torch.manual_seed(0)
-        with penalty.capture(net):
-            output = net(X.to(device))
-        weight = torch.arange(40.0).to(device) if weighted else None
-        loss = CRITERION(output, y.to(device))
-        net.zero_grad()
-        (loss + penalty(CRITERION, output, y.to(device), weight)).backward()
-        results.append([loss.item(), *(p.grad.norm().item() for p in net.parameters())])
-    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
-
-
 @pytest.fixture
 def few_are_many(monkeypatch):
     """Read networks of few classes in chunks, as those of very many."""
@@ -354,30 +251,6 @@ def test_plain_loops_with_very_many_classes(normalize, clip):
         value.backward()
         results.append([value.item(), *(p.grad.norm().item() for p in net.parameters())])
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
-
-
-def test_scores():
-    X, y = make_data()
-    scores = []
-    for device in ("cpu", DEVICE):
-        net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=30, lr=0.01, device=device, random_state=0, verbose=0
-        ).fit(X, y)
-        scores.append(FlatnessScorer()(net, X, y))
-    assert scores[1] == pytest.approx(scores[0], rel=1e-3)
-
-
-def test_searches():
-    X, y = (tensor.numpy() for tensor in make_data())
-    tables = []
-    for device in ("cpu", DEVICE):
-        net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=60, callbacks=[StopAtLoss(0.5)], device=device, verbose=0
-        )
-        search = FlatMinimaSearch(net, {"lr": [0.01, 0.03]}, random_state=0)
-        search.fit(X, y, X_test=X, y_test=y)
-        tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])
-    np.testing.assert_allclose(tables[1], tables[0], rtol=1e-3)
 
 
 def test_devices_that_are_mixed_are_refused():

@@ -26,7 +26,7 @@ from relflat_sk.search._sharing import workers as workers_module
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import claim, give_up, is_cut_short
 from relflat_sk.search._trial.space import Space
-from tests.search.processes import forkserver
+from tests.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)
 C = [0.01, 0.1, 1.0]

@@ -21,6 +21,7 @@ from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing import study as study_module
+from tests.processes import forkserver
 from tests.search.faulty import (
     CHOICES,
     FAULT,
@@ -33,7 +34,6 @@ from tests.search.faulty import (
     make_search,
     mounted,
 )
-from tests.search.processes import forkserver
 from tests.search.storages import FILES, journal, sqlite
 
 pytestmark = pytest.mark.usefixtures("no_fault")

@@ -23,7 +23,7 @@ from relflat_sk import (
 from relflat_sk.search._provide import OF_FLEETS
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._trial import MinimaObjective
-from tests.search.processes import forkserver
+from tests.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)
 X = X.astype(np.float32)

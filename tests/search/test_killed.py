@@ -18,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
 from relflat_sk.search._sharing.processes import is_gone
-from tests.search.processes import forkserver
+from tests.processes import forkserver
 from tests.search.storages import sqlite
 
 N_TRIALS = 200

@@ -1,0 +1,119 @@
+"""Training on another device gives the CPU's values."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from skorch.dataset import ValidSplit
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessScorer,
+    FlatnessWarning,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedClassifier,
+    SharpnessAwareMixin,
+    StopAtGradientNorm,
+    StopAtLoss,
+)
+from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
+from tests.devices.simulated import DEVICE, simulated_device
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with simulated_device(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
+        yield
+
+
+class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+CLASSES = {"SAM": SAM}
+TRAININGS = {
+    "last layer": {},
+    "first layer": {"flatness_layer": 0, "flatness_weight": 1.0},
+    "all layers": {"flatness_layer": "all", "flatness_weight": 1.0},
+    "no limit": {"flatness_clip": None},
+    "no penalty": {"flatness_weight": 0},
+    "normalised": {"flatness_normalize": True},
+    "SAM": {"sharpness_radius": 0.05},
+    "goal": {"callbacks": [StopAtLoss(1.05)], "max_epochs": 20},
+    "stationary": {"callbacks": [StopAtGradientNorm(0.3)], "max_epochs": 6},
+    "validation": {"train_split": ValidSplit(3)},
+    "sample weights": {"sample_weight": np.arange(40) % 3},
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_trainings(name, network):
+    params = dict(TRAININGS[name])
+    fit_params = {"sample_weight": params.pop("sample_weight", None)}
+    X, y = make_data()
+    nets = []
+    # the simulation does not index tensors as scikit-learn does for a split
+    places = [("cpu", "cpu"), (DEVICE, "cpu"), (DEVICE, DEVICE)]
+    for device, data in places[:2] if name == "validation" else places:
+        net = CLASSES.get(name, RelativeFlatnessRegularizedClassifier)(
+            lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, batch_size=16,
+            device=device,
+            random_state=0, verbose=0,
+        )  # fmt: skip
+        nets.append(net.fit(X.to(data), y.to(data), **fit_params))
+    expected = nets[0]
+    for net in nets[1:]:
+        assert len(net.history) == len(expected.history)
+        for column in ("train_loss", "flatness_penalty"):
+            assert net.history[:, column] == pytest.approx(
+                expected.history[:, column], rel=1e-3, abs=1e-6
+            )
+        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_loops(layer, clip, weighted):
+    X, y = make_data()
+    results = []
+    for device in ("cpu", DEVICE):
+        net = trained().to(device)
+        penalty = RelativeFlatnessPenalty(layer, weight=0.5, clip=clip)
+        torch.manual_seed(0)
+        with penalty.capture(net):
+            output = net(X.to(device))
+        weight = torch.arange(40.0).to(device) if weighted else None
+        loss = CRITERION(output, y.to(device))
+        net.zero_grad()
+        (loss + penalty(CRITERION, output, y.to(device), weight)).backward()
+        results.append([loss.item(), *(p.grad.norm().item() for p in net.parameters())])
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
+
+
+def test_scores():
+    X, y = make_data()
+    scores = []
+    for device in ("cpu", DEVICE):
+        net = RelativeFlatnessRegularizedClassifier(
+            make_mlp, max_epochs=30, lr=0.01, device=device, random_state=0, verbose=0
+        ).fit(X, y)
+        scores.append(FlatnessScorer()(net, X, y))
+    assert scores[1] == pytest.approx(scores[0], rel=1e-3)
+
+
+def test_searches():
+    X, y = (tensor.numpy() for tensor in make_data())
+    tables = []
+    for device in ("cpu", DEVICE):
+        net = RelativeFlatnessRegularizedClassifier(
+            make_mlp, max_epochs=60, callbacks=[StopAtLoss(0.5)], device=device, verbose=0
+        )
+        search = FlatMinimaSearch(net, {"lr": [0.01, 0.03]}, random_state=0)
+        search.fit(X, y, X_test=X, y_test=y)
+        tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])
+    np.testing.assert_allclose(tables[1], tables[0], rtol=1e-3)
