@@ -3,6 +3,7 @@
 from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
+from relflat_sk.measures._api import relative_flatness
 from relflat_sk.measures._scorer import FlatnessScorer
 
 __all__ = ["PENALTY", "flatness_columns"]
@@ -21,15 +22,14 @@ def flatness_columns(net: NeuralNet) -> dict[str, float]:
     Returns
     -------
     dict of str to float
-        In the order of the history: 1 for the column of the penalty, -1 for the columns of a
-        `FlatnessScorer`, which records minus the flatness.
+        In the order of the history: 1 for the column of the penalty and of `relative_flatness`, -1
+        for the columns of a `FlatnessScorer`, which records minus the flatness.
     """
-    scored = {
-        callback.name_
-        for _, callback in getattr(net, "callbacks_", [])
-        if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer)
-    }
+    signs = {PENALTY: 1.0}
+    for _, callback in getattr(net, "callbacks_", []):
+        if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer):
+            signs[callback.name_] = -1.0
+        elif isinstance(callback, EpochScoring) and callback.scoring is relative_flatness:
+            signs[callback.name_] = 1.0
     names = dict.fromkeys(name for epoch in net.history for name in epoch)
-    return {
-        name: -1.0 if name in scored else 1.0 for name in names if name == PENALTY or name in scored
-    }
+    return {name: signs[name] for name in names if name in signs}

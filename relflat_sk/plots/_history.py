@@ -80,9 +80,9 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             ``train_loss`` and ``valid_loss`` of its history.
         columns : sequence of str or None, default=None
             The columns of the history in the lower panel. None takes ``flatness_penalty`` and
-            the columns of ``EpochScoring(FlatnessScorer(), name=...)`` callbacks. A
-            `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
-            small is flat.
+            the columns of ``EpochScoring(relative_flatness, name=...)`` and
+            ``EpochScoring(FlatnessScorer(), name=...)`` callbacks. A `FlatnessScorer` records
+            minus the flatness; the display reverses the sign, so that small is flat.
         ax : matplotlib.axes.Axes or None, default=None
             The axes to draw in, which are divided into two panels; None makes a new figure.
         **kwargs

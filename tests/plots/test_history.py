@@ -23,6 +23,7 @@ from relflat_sk import (
     FlatnessHistoryDisplay,
     FlatnessScorer,
     RelativeFlatnessRegularizedClassifier,
+    relative_flatness,
 )
 
 X, y = load_iris(return_X_y=True)
@@ -164,3 +165,11 @@ def test_says_how_to_install_matplotlib(net, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
         FlatnessHistoryDisplay.from_estimator(net)
+
+
+def test_flatness_recorded_by_the_measure_keeps_its_sign():
+    scoring = EpochScoring(relative_flatness, name="kappa", on_train=True)
+    net = plain_net(max_epochs=2, callbacks=[scoring]).fit(X, y)
+    display = FlatnessHistoryDisplay.from_estimator(net)
+    assert_allclose(display.flatness["kappa"], net.history[:, "kappa"])
+    assert (display.flatness["kappa"] > 0).all()
