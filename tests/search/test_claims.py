@@ -16,7 +16,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
 from relflat_sk.exceptions import FlatnessWarning
@@ -417,9 +417,9 @@ def test_progress_counts_what_is_left_for_this_process(storage, capfd):
     assert "2/3" not in shown
 
 
-def test_a_database_that_two_processes_make_at_once(monkeypatch):
-    """One of them fails because the other has just created a table, and tries again."""
-    real, failures = study_module._open, [OperationalError("table exists", None, None)]
+def test_a_database_that_several_processes_make_at_once(monkeypatch):
+    """A process fails at each table that another has just made, and tries again."""
+    real, failures = study_module._open, []
 
     def fails_at_first(storage):
         if failures:
@@ -427,10 +427,18 @@ def test_a_database_that_two_processes_make_at_once(monkeypatch):
         return real(storage)
 
     monkeypatch.setattr(study_module, "_open", fails_at_first)
-    monkeypatch.setattr(study_module, "PATIENCE", (0.0,))
+    monkeypatch.setattr(study_module, "LONGEST_WAIT", 0.0)
+    failures += [
+        OperationalError("CREATE", None, Exception("table studies already exists")),
+        IntegrityError("INSERT", None, Exception("UNIQUE constraint failed: alembic_version")),
+        OperationalError("INSERT", None, Exception("database is locked")),
+    ] * 6
     assert study_module.open_storage("sqlite:///:memory:").get_all_studies() == []
-    failures += [OperationalError("no such host", None, None)] * 2
+    failures += [OperationalError("SELECT", None, Exception("no such host"))]
     with pytest.raises(OperationalError, match="no such host"):
+        study_module.open_storage("sqlite:///:memory:")
+    failures += [OperationalError("CREATE", None, Exception("already exists"))] * 30
+    with pytest.raises(OperationalError, match="already exists"):
         study_module.open_storage("sqlite:///:memory:")
 
 

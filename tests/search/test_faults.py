@@ -196,7 +196,6 @@ def test_a_lock_is_waited_for(tmp_path):
 
 def test_a_lock_that_stays_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "LOCK_TIMEOUT", 0.05)  # instead of 60 s
-    monkeypatch.setattr(study_module, "PATIENCE", (0.01,))
     other = sqlite3.connect(tmp_path / "minima.db", isolation_level=None)
     FAULT.update(at=3, what=lambda: other.execute("BEGIN EXCLUSIVE"))
     search = make_search(sqlite(tmp_path))

@@ -165,7 +165,6 @@ def test_a_lock_is_waited_for(postgresql, locking):
 
 def test_a_lock_that_stays_is_explained(postgresql, locking, monkeypatch):
     monkeypatch.setattr(study_module, "LOCK_TIMEOUT", 1)  # instead of 60 s
-    monkeypatch.setattr(study_module, "PATIENCE", (0.01,))
     begin, end = locking
     when_trained(3, begin)
     search = make_search(postgresql.url)

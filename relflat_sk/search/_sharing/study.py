@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import optuna
@@ -20,8 +21,14 @@ from relflat_sk.search._trial import MinimaObjective, check_made_with, check_spa
 
 __all__ = ["check_resumable", "in_memory", "is_file", "log_level", "open_storage"]
 
-PATIENCE = (0.1, 0.3, 1.0)  # seconds between attempts
+# Each attempt that fails has lost one step of making the tables to another process, and there are
+# fewer steps than attempts.
+ATTEMPTS = 30
+LONGEST_WAIT = 0.5  # seconds between two attempts
 LOCK_TIMEOUT = 60  # seconds to wait for a lock: SQLite's own 5 are few, PostgreSQL waits forever
+# words of databases: "table studies already exists", "UNIQUE constraint failed", "duplicate key
+# value violates unique constraint", "Duplicate entry"
+_LOST_A_RACE = ("already exists", "unique constraint", "duplicate")
 # how names of files end
 _OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
 _OF_JOURNALS = {".log", ".journal"}
@@ -32,8 +39,8 @@ _POSTGRESQL = {"postgresql", "postgresql+psycopg2", "postgresql+psycopg"}
 def open_storage(storage: Any) -> BaseStorage:
     """Open a storage that several processes may open for the first time at once.
 
-    If two processes find a database empty, both create its tables, and one of them fails. A
-    moment later the tables exist, and opening the database works.
+    If two processes find a database empty, both create its tables, and one of them fails at the
+    first table that the other has made. It tries again, and goes on from there.
 
     Parameters
     ----------
@@ -59,13 +66,20 @@ def open_storage(storage: Any) -> BaseStorage:
     []
     """
     # imported here: a tenth of the time that `import relflat_sk` would take
-    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+    from sqlalchemy.exc import DBAPIError  # noqa: PLC0415
 
-    for seconds in PATIENCE:
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    for _ in range(ATTEMPTS - 1):
         try:
             return _open(storage)
-        except SQLAlchemyError:
-            time.sleep(seconds)
+        except DBAPIError as error:
+            text = str(error).lower()
+            locked = "lock" in text and time.monotonic() < deadline
+            if not (locked or any(word in text for word in _LOST_A_RACE)):
+                raise
+            # processes that failed together do not try again together; the user's stream of
+            # random numbers is left alone
+            time.sleep(SystemRandom().uniform(0.0, LONGEST_WAIT))
     return _open(storage)
 
 
