@@ -1,4 +1,4 @@
-"""Run the README's examples with an installed package, as `make test-dist` does."""
+"""Run README's and start page's examples with an installed package, as `make test-dist` does."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ if __name__ == "__main__":
     assert ROOT / "relflat_sk" not in Path(relflat_sk.__file__).resolve().parents, (
         "not the installed package"
     )
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert examples
-    for example in examples:
-        exec(example, {})
-    print(f"{len(examples)} examples of the README ran with {relflat_sk.__file__}")
+    for page in ("README.md", "docs/start.md"):
+        examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        assert examples
+        exec("\n".join(examples), {})
+        print(f"{len(examples)} examples of {page} ran with {relflat_sk.__file__}")

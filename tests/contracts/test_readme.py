@@ -1,19 +1,28 @@
-"""Every Python block of the README runs, each as a user would paste it."""
+"""The README's example runs, and prints what the README says; so does that of the search's page."""
+
+import re
 
 import pytest
 
-from tests.contracts.pages import blocks, run_block
+from tests.contracts.pages import ROOT, blocks, run_block
 
-BLOCKS = blocks("README.md")
-
-
-def test_there_are_three_examples_of_about_ten_lines():
-    assert len(BLOCKS) == 3
-    assert all(len(block.strip().splitlines()) <= 13 for block in BLOCKS)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["score", "net", "sweep"])
-def test_readme_block_runs(block, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run_block(block, tmp_path)
-    assert capsys.readouterr().out.strip()
+def test_the_example_prints_what_the_readme_says(tmp_path, capsys):
+    run_block(blocks("README.md")[0], tmp_path)
+    (said,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    for found, expected in zip(capsys.readouterr().out.split(), said.split(), strict=True):
+        if re.fullmatch(r"[\d.]+", expected):
+            assert float(found) == pytest.approx(float(expected), rel=0.1)
+        else:
+            assert found == expected
+
+
+def test_the_readme_fits_on_a_screen():
+    assert len(README.splitlines()) < 80
+
+
+def test_the_first_example_of_a_search_runs(tmp_path, capsys):
+    run_block(blocks("docs/searching.md")[0], tmp_path)
+    assert "relative_flatness" in capsys.readouterr().out
