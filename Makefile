@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench docs dist test-dist clean
+.PHONY: help install demo test test-scale lint format bench docs dist test-dist clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 install: $(READY)  ## set up .venv
 
@@ -25,6 +25,10 @@ demo: $(READY)  ## train candidates on digits, rank them by flatness, write out/
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-scale: $(READY)  ## run the tests on a local cluster of ray
+	$(PIP) --editable '.[ray]'
+	$(BIN)/python -m pytest -q -m scale tests/search/test_clusters.py
 
 lint: $(READY)  ## check style, types, imports and dependencies
 	$(BIN)/ruff format --check .

@@ -21,6 +21,7 @@ PRELOADED = [
     "sklearn.datasets",
     "sklearn.neural_network",
     "alembic.command",
+    "distributed",
     "optuna.storages._rdb.models",
     "optuna.storages._rdb.storage",
 ]

@@ -17,7 +17,6 @@ from relflat_sk.search._setup import (
     create_study,
     listed,
     n_objectives,
-    n_processes,
     plan_candidates,
 )
 from relflat_sk.search._sharing import (
@@ -30,6 +29,7 @@ from relflat_sk.search._sharing import (
     failed_trials,
     in_memory,
     log_level,
+    n_processes,
     train_all,
 )
 from relflat_sk.search._trial import MinimaObjective, check_store
@@ -81,8 +81,8 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch.
     n_jobs : int, optional
-        Number of processes that train; None or 1 trains in the calling process. A `sampler` of
-        your own is reseeded in each process, so that its draws cannot be reproduced.
+        Number of processes that train, here or on a cluster (``docs/scaling.md``); None or 1
+        trains in the calling process. A `sampler` of your own is reseeded in each process.
     n_threads : int or None, default=1
         Number of CPU threads that train and measure each candidate; None for as many as torch
         uses. With one number everywhere, `n_jobs` changes no result. To use several cores, train
@@ -315,7 +315,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
             flattest = FlattestSoFar(self.refit, self.depth_band)
             jobs = n_processes(self.n_jobs)
             interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)
-            if self.storage is None and jobs > 1:
+            if self.storage is None and jobs:
                 study = in_memory(study)  # its journal is deleted with the folder
         self.study_ = study
         self._objective = objective

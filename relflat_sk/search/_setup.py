@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from joblib import effective_n_jobs
 from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -12,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import check_depth_band
 from relflat_sk.ensemble import fleet_size
-from relflat_sk.search._sharing import Draws, Grid, Plan, open_storage
+from relflat_sk.search._sharing import Draws, Grid, Plan, n_processes, open_storage
 from relflat_sk.search._trial import Space
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "create_study",
     "listed",
     "n_objectives",
-    "n_processes",
     "plan_candidates",
 ]
 
@@ -57,27 +55,11 @@ def check_arguments(search: Any) -> None:
             "and ends with the program. Give storage='sqlite:///minima.db', for example, or leave "
             "study_name out."
         )
-    if n_processes(search.n_jobs) > 1 and isinstance(search.storage, InMemoryStorage):
+    if n_processes(search.n_jobs) and isinstance(search.storage, InMemoryStorage):
         raise ValueError(
             f"n_jobs={search.n_jobs} processes cannot share a storage in memory: leave storage "
             "out, or give a file, such as 'sqlite:///minima.db'."
         )
-
-
-def n_processes(n_jobs: int | None) -> int:
-    """Return the number of processes that train.
-
-    Parameters
-    ----------
-    n_jobs : int or None
-        As in joblib: -1 means all cores. None means one, the calling process.
-
-    Returns
-    -------
-    int
-        At least 1.
-    """
-    return 1 if n_jobs is None else int(effective_n_jobs(n_jobs))
 
 
 def n_objectives(search: Any) -> int:
@@ -162,7 +144,7 @@ def create_study(search: Any, folder: str) -> optuna.Study:
         The study.
     """
     storage = search.storage
-    if storage is None and n_processes(search.n_jobs) > 1:
+    if storage is None and n_processes(search.n_jobs):
         storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
     return optuna.create_study(
         directions=["minimize"] * n_objectives(search),

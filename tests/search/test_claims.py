@@ -25,6 +25,7 @@ from relflat_sk.search._sharing import study as study_module
 from relflat_sk.search._sharing import workers as workers_module
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import claim, give_up, is_cut_short
+from relflat_sk.search._sharing.in_processes import train_in_processes
 from relflat_sk.search._trial.space import Space
 from tests.processes import forkserver
 
@@ -338,7 +339,7 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     objective = MinimaObjective(LogisticRegression(), X, Y, {"C": C})
     sweep = workers_module.Sweep(objective, Kills(POINTS), quiet=True)
     with pytest.raises(TerminatedWorkerError, match="unexpectedly terminated"):
-        workers_module.train_in_processes(study, sweep, 2, on_finished=print)
+        train_in_processes(study, sweep, 2, on_finished=print)
     assert not study.trials
 
 

@@ -10,6 +10,7 @@ from relflat_sk.search._sharing.claims import (
 )
 from relflat_sk.search._sharing.flattest import FlattestSoFar
 from relflat_sk.search._sharing.fleet import train_together
+from relflat_sk.search._sharing.in_processes import n_processes
 from relflat_sk.search._sharing.stopping import Stopping
 from relflat_sk.search._sharing.storage_guard import StorageGuard, without_password
 from relflat_sk.search._sharing.study import (
@@ -36,6 +37,7 @@ __all__ = [
     "is_cut_short",
     "is_superseded",
     "log_level",
+    "n_processes",
     "open_storage",
     "train_all",
     "train_together",

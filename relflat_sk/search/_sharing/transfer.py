@@ -13,9 +13,12 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
+import numpy as np
 import skorch.net
 
-__all__ = ["ByValue", "packed"]
+from relflat_sk._network import mapped_file
+
+__all__ = ["ByPath", "ByValue", "packed"]
 
 _LOCK = threading.Lock()
 
@@ -36,6 +39,53 @@ class ByValue:
 
     def __reduce__(self) -> Any:
         return cloudpickle.loads, (_dumps(self.value),)
+
+
+class ByPath:
+    """A memory-mapped array, which other processes map from its file.
+
+    Unpickled, it is the array, read-only.
+
+    Parameters
+    ----------
+    array : ndarray
+        The array.
+    file : path-like
+        The file.
+    offset : int
+        Where it begins in the file, in bytes.
+    """
+
+    def __init__(self, array: Any, file: Any, offset: int) -> None:
+        self.array, self.file, self.offset = array, file, offset
+
+    def __reduce__(self) -> Any:
+        array, file = self.array, self.file
+        order = "C" if array.flags.c_contiguous else "F"
+        return np.memmap, (file, array.dtype, "r", self.offset, array.shape, order)
+
+    @classmethod
+    def wrap(cls, value: Any) -> Any:
+        """Return a value to pickle in place of another.
+
+        Parameters
+        ----------
+        value : object
+            Anything.
+
+        Returns
+        -------
+        object
+            The value itself if it is no part of a file, or one with gaps between its elements.
+            Changes in memory (mode "c") are not in the file.
+        """
+        mapped = mapped_file(value)
+        if mapped is None or mapped.mode == "c" or not (mapped.filename and value.flags.forc):
+            return value
+        whole = mapped  # parts have the offset of the whole
+        while isinstance(whole.base, np.memmap):
+            whole = whole.base
+        return cls(value, mapped.filename, whole.offset + value.ctypes.data - whole.ctypes.data)
 
 
 class _Packed:

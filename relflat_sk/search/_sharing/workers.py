@@ -5,18 +5,14 @@ import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Any
 
 import optuna
 import torch
-from joblib import Parallel, delayed
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._optuna_internals import TELL_ERRORS, read_trial
 from relflat_sk.search._sharing.claims import (
     Plan,
@@ -24,19 +20,19 @@ from relflat_sk.search._sharing.claims import (
     give_up,
     give_up_abandoned,
     is_cut_short,
-    is_suspect,
 )
 from relflat_sk.search._sharing.flattest import is_minimum
 from relflat_sk.search._sharing.fleet import train_together
+from relflat_sk.search._sharing.in_processes import train_in_processes
 from relflat_sk.search._sharing.processes import end_with_parent
 from relflat_sk.search._sharing.progress import Progress
 from relflat_sk.search._sharing.run import Run
 from relflat_sk.search._sharing.stopping import Stopping
 from relflat_sk.search._sharing.study import log_level
-from relflat_sk.search._sharing.transfer import ByValue, packed
+from relflat_sk.search._sharing.transfer import ByPath, ByValue, packed
 from relflat_sk.search._trial import MinimaObjective
 
-__all__ = ["Sweep", "train_all", "train_in_processes"]
+__all__ = ["Sweep", "train_all"]
 
 OnFinished = Callable[[FrozenTrial, Any], None]
 
@@ -78,9 +74,11 @@ class Sweep:
 
     def __getstate__(self) -> dict[str, Any]:
         objective = copy.copy(self.objective)
-        # the data are left to joblib, which maps large arrays into the memory of all workers
         for name in ("estimator", "space"):
             setattr(objective, name, ByValue(getattr(objective, name)))
+        # joblib maps large arrays into the memory of all workers, and so does ray
+        for name in ("X", "y", "X_test", "y_test"):
+            setattr(objective, name, ByPath.wrap(getattr(objective, name)))
         return self.__dict__ | {"objective": objective}
 
     def n_left(self, study: optuna.Study) -> int:
@@ -264,7 +262,7 @@ def train_all(
     sweep : Sweep
         Claims and trains one candidate at a time.
     n_jobs : int
-        Number of processes; 1 is the calling process.
+        Number of worker processes; 0 for the calling process.
     on_finished : callable
         Takes each finished trial and its estimator, None if it is not a minimum.
     progress : bool
@@ -288,7 +286,7 @@ def train_all(
             sweep.stopping.call(study, trial, sweep.name)
 
         try:
-            if n_jobs > 1:
+            if n_jobs:
                 train_in_processes(study, sweep, n_jobs, show)
             else:
                 sweep.train_left(study, show)
@@ -300,47 +298,3 @@ def train_all(
                 give_up(study, sweep.owns)
             raise
     return False
-
-
-def train_in_processes(
-    study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished
-) -> None:
-    """Train all candidates left in worker processes, because threads share torch's random state.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study, in a storage that processes can share.
-    sweep : Sweep
-        Trains one candidate at a time in each worker process, or as many as its fleet has.
-    n_jobs : int
-        Number of worker processes.
-    on_finished : callable
-        Called here, with each finished trial and its estimator or None.
-
-    Raises
-    ------
-    joblib.externals.loky.process_executor.TerminatedWorkerError
-        If worker processes die while they train no candidate.
-    """
-    while not sweep.is_due(study) and (n_left := sweep.n_left(study)):
-        n_killed = sweep.n_killed(study)
-        n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
-        runs = (delayed(sweep.train_some_in_worker)(study, n) for _ in range(0, n_left, n))
-        try:
-            for found in Parallel(n_jobs=n_jobs, return_as="generator_unordered")(runs):
-                for result in found:
-                    on_finished(*result)
-        except TerminatedWorkerError:  # joblib has ended all workers
-            trials = study.get_trials(deepcopy=False)
-            give_up(study, sweep.owns, partial(_blame, trials=trials))
-            if sweep.n_killed(study) == n_killed:
-                raise
-
-
-def _blame(trial: FrozenTrial, trials: list[FrozenTrial]) -> dict[str, Any]:
-    """Return the attributes of a killed trial: its candidate is tried again once."""
-    if not is_suspect(trial, trials):
-        return {"killed": True}
-    reason = "the process that trained was killed twice, perhaps for lack of memory"
-    return {"killed": True, "reason": reason, "failed": True}
