@@ -83,7 +83,13 @@ class Cluster(ABC):
 
 
 class DaskCluster(Cluster):
-    """The workers of dask's scheduler."""
+    """The workers of dask's scheduler.
+
+    Parameters
+    ----------
+    backend : joblib.parallel.ParallelBackendBase
+        The backend of joblib's context, with the user's settings.
+    """
 
     def n_workers(self) -> int:
         return int(self.backend.effective_n_jobs(-1))
@@ -109,6 +115,13 @@ class DaskCluster(Cluster):
         self._completed.add(future)
 
     def wait(self) -> list[Any]:
+        """Wait until a task has ended, and return its result.
+
+        Raises
+        ------
+        WorkersDiedError
+            If several workers died of the task, or one that had the only copy of the data.
+        """
         from distributed import KilledWorker  # noqa: PLC0415
 
         future = next(self._completed)
@@ -133,7 +146,13 @@ class DaskCluster(Cluster):
 
 
 class RayCluster(Cluster):
-    """Actors of ray, each of which holds the shared data until the search ends."""
+    """Actors of ray, each of which holds the shared data until the search ends.
+
+    Parameters
+    ----------
+    backend : joblib.parallel.ParallelBackendBase
+        The backend of joblib's context, with the user's settings.
+    """
 
     def n_workers(self) -> int:
         import ray  # noqa: PLC0415
@@ -164,6 +183,13 @@ class RayCluster(Cluster):
         self._running[actor.run.remote(n)] = actor
 
     def wait(self) -> list[Any]:
+        """Wait until a task has ended, and return its result.
+
+        Raises
+        ------
+        WorkersDiedError
+            If the actor died, or its machine is out of reach.
+        """
         import ray  # noqa: PLC0415
 
         (ready,), _ = ray.wait(list(self._running))

@@ -48,7 +48,7 @@ class ByPath:
 
     Parameters
     ----------
-    array : ndarray
+    array : ndarray of any shape
         The array.
     file : path-like
         The file.
