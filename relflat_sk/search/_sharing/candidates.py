@@ -1,7 +1,7 @@
 """Plan what a search trains: all combinations of its choices, or a number of draws."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,8 @@ class Grid(Plan):
         return _suspects_last(candidates, trials, skip)
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
-        taken = _points(self.counted(trials))
-        return [point for point in self.points if point not in taken]
+        taken = _keys(_points(self.counted(trials)))
+        return [point for point in self.points if _key(point) not in taken]
 
 
 class Draws(Plan):
@@ -87,8 +87,8 @@ class Draws(Plan):
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[int]:
         numbers = [trial.system_attrs.get(NUMBER) for trial in self.counted(trials)]
         # trials without a number are of a grid, or were made by something other than a search
-        n_trials = self.n_trials - numbers.count(None)
-        return [number for number in range(n_trials) if number not in numbers]
+        n_trials, taken = self.n_trials - numbers.count(None), set(numbers)
+        return [number for number in range(n_trials) if number not in taken]
 
 
 def _points(trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
@@ -99,6 +99,15 @@ def _points(trials: Iterable[FrozenTrial]) -> list[dict[str, Any]]:
         for values in (trial.params, trial.system_attrs.get(FIXED_VALUES, {}))
         if values
     ]
+
+
+def _key(point: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Return the values in a form of which thousands are compared at once."""
+    return frozenset(point.items())
+
+
+def _keys(points: Iterable[Mapping[str, Any]]) -> set[frozenset[tuple[str, Any]]]:
+    return set(map(_key, points))
 
 
 def _suspects_last(
@@ -189,17 +198,17 @@ class CandidateSampler(TPESampler):
         """
         if self.points is None:
             return {}
-        start = min(number, self.n_random)
+        start, keys = min(number, self.n_random), _keys(taken)
         in_order = [self.points[i] for i in (*self.order[start:], *self.order[:start])]
         if number >= self.n_random:
             reserved = in_order[len(in_order) - start :]  # for the draws before this one
-            drawn = self._draw(study, number, [*taken, *reserved])
+            drawn = self._draw(study, number, keys | _keys(reserved))
             if drawn is not None:
                 return {FIXED_VALUES: drawn}
-        return {FIXED_VALUES: next(point for point in in_order if point not in taken)}
+        return {FIXED_VALUES: next(point for point in in_order if _key(point) not in keys)}
 
     def _draw(
-        self, study: optuna.Study, number: int, taken: list[dict[str, Any]]
+        self, study: optuna.Study, number: int, taken: Container[frozenset[tuple[str, Any]]]
     ) -> dict[str, Any] | None:
         """Draw by TPE until a combination is not taken; None after 100 attempts."""
         self._restart(number)
@@ -211,6 +220,6 @@ class CandidateSampler(TPESampler):
                 name: self.sample_independent(current, trial, name, choices[name])
                 for name in choices
             }
-            if point not in taken:
+            if _key(point) not in taken:
                 return point
         return None

@@ -278,7 +278,8 @@ def train_all(
 
         def show(trial: FrozenTrial, estimator: Any) -> None:
             # other searches may train candidates of the same study, or give them up
-            bar.total = bar.n + 1 + sweep.n_open(study)
+            if progress:
+                bar.total = bar.n + 1 + sweep.n_open(study)
             so_far.add(trial)
             bar.set_postfix_str(str(so_far), refresh=False)
             bar.update()
