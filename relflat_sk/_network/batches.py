@@ -273,7 +273,7 @@ def _from_arrays(
         labels = None if y is None else _take(y, rows)
         if labels is not None and isinstance(y, RowSource):
             _check_finite_labels(labels)
-        weight = None if weights is None else torch.from_numpy(weights[rows])
+        weight = None if weights is None else _take(weights, rows)
         yield Batch(_take(X, rows), labels, weight)
 
 

@@ -180,7 +180,8 @@ def _weighted_parts(dataset: WeightedDataset) -> tuple[Any, Any, Tensor]:
     inputs, targets, rows = _parts(dataset.dataset)
     if len(rows) != len(next(_leaves(inputs))):
         raise _NotArrays
-    weights = torch.as_tensor(np.asarray(dataset.weights, dtype=np.float64))
+    # a copy: arrays of pandas are read-only
+    weights = torch.tensor(dataset.weights, dtype=torch.float64)
     return inputs, Weighted(targets, weights), rows
 
 
