@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from relflat_sk.ensemble import _group
+from relflat_sk.training import EPOCH_TRAINER, OwnLoop
 
 mpl.use("Agg")
 # several test processes share few cores: threads of small kernels only wait for each other
@@ -48,3 +49,11 @@ def sizes(monkeypatch):
 
     monkeypatch.setattr(_group.Group, "train", note)
     return found
+
+
+@pytest.fixture
+def own_loop():
+    """Nets train by skorch's loop and torch's autograd, and not by written out formulas."""
+    token = EPOCH_TRAINER.set(OwnLoop())
+    yield
+    EPOCH_TRAINER.reset(token)

@@ -291,25 +291,36 @@ class Chain:
             x = step.evaluate(x)
         return x
 
-    def backward(self, z: Tensor, phi: Tensor | None, weight: Tensor | None) -> None:
+    def backward(self, z: Tensor) -> None:
         """Compute the gradients of the weights.
 
         Parameters
         ----------
         z : Tensor of shape (k, n, d)
             Gradient in the outputs.
-        phi : Tensor of shape (k, n, m) or None
-            Gradient in the last features, beside that through the outputs.
-        weight : Tensor of shape (k, d, m) or None
-            Gradient in the last weight, beside that through the outputs.
         """
         last: Any = self._steps[-1]
-        outer = last.backward(z, needed=self._first < len(self._steps) - 1)
-        if weight is not None:
-            last.to_weight.add_(weight)
-        if self._first == len(self._steps) - 1:
-            return
-        if phi is not None:
-            outer = outer.add_(phi)
+        self._backward_to_features(last.backward(z, needed=self._first < len(self._steps) - 1))
+
+    def backward_from_last(self, z: Tensor, phi: Tensor, weight: Tensor) -> None:
+        """Compute the gradients of the weights, with all gradients at the last layer known.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, d)
+            Gradient in the outputs.
+        phi : Tensor of shape (k, n, m)
+            Gradient in the last features, that through the outputs included.
+        weight : Tensor of shape (k, d, m)
+            Gradient in the last weight, that through the outputs included.
+        """
+        last: Any = self._steps[-1]
+        last.to_weight.copy_(weight)
+        if last.has_bias:
+            torch.sum(z, 1, out=last.to_bias)
+        self._backward_to_features(phi)
+
+    def _backward_to_features(self, outer: Tensor) -> None:
+        """Compute the gradients before the last layer, from that in its features."""
         for i in reversed(range(self._first, len(self._steps) - 1)):
             outer = self._steps[i].backward(outer, needed=i > self._first)

@@ -7,7 +7,6 @@ sample i's loss in its output; see `relflat_sk._penalty` for one network.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,30 +14,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from relflat_sk._numerics import safe_root
+from relflat_sk.ensemble._slopes import PenaltySlopes, Slopes
 
-__all__ = ["Criterion", "Slopes", "find_criterion"]
-
-
-@dataclass
-class Slopes:
-    """A value of each member, with its partial derivatives.
-
-    Parameters
-    ----------
-    value : Tensor of shape (k,)
-        The values.
-    z : Tensor of shape (k, n, ...)
-        Derivative in the outputs.
-    phi : Tensor of shape (k, n, m), optional
-        Derivative in the features of the last layer, beside that through the outputs.
-    weight : Tensor of shape (k, d, m), optional
-        Derivative in the weight of the last layer, beside that through the outputs.
-    """
-
-    value: Tensor
-    z: Tensor
-    phi: Tensor | None = None
-    weight: Tensor | None = None
+__all__ = ["Criterion", "find_criterion"]
 
 
 class Criterion(ABC):
@@ -106,7 +84,7 @@ class Criterion(ABC):
             Losses and gradients.
         """
 
-    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
         """Compute the penalties of the members, and their gradients.
 
         Parameters
@@ -122,7 +100,7 @@ class Criterion(ABC):
 
         Returns
         -------
-        Slopes
+        PenaltySlopes
             Penalties and gradients.
         """
         raise NotImplementedError
@@ -159,12 +137,29 @@ class Criterion(ABC):
         Returns
         -------
         Tensor of shape (k,)
-            Not negative; infinite for a single sample, whose output is the mean.
+            Negative if a constant is better; infinite for a single sample, whose output is the
+            mean.
         """
         if z.shape[1] == 1:
             return torch.full_like(loss, torch.inf)
-        constant = self.loss(z.mean(1, keepdim=True).expand_as(z), target)
-        return (constant - loss).clamp_(min=0)
+        return self.constant_loss(z, target) - loss
+
+    def constant_loss(self, z: Tensor, target: Tensor) -> Tensor:
+        """Compute the losses of the members' mean outputs.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, ...)
+            Outputs.
+        target : Tensor of shape (k, n, ...)
+            Targets.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            One loss for each member.
+        """
+        return self.loss(z.mean(1, keepdim=True).expand_as(z), target)
 
     @property
     def is_known(self) -> bool:
@@ -202,19 +197,24 @@ class _CrossEntropy(Criterion):
         gradient = logarithms.exp_().scatter_add_(-1, target, minus).div_(z.shape[1])
         return Slopes(values, gradient)
 
-    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
         # as relflat_sk._losses.softmax does: sum_k Var(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2
         p = z.softmax(-1)
         rows = weight - weight[:, :1]
         distances = torch.cdist(rows, rows).square_()
-        slope = p @ distances
+        slope = torch.bmm(p, distances)
         forms = (slope * p).sum(-1, keepdim=True)  # twice the variances
-        norms = phi.square().sum(-1, keepdim=True)
-        value = (forms * norms).sum(dim=(1, 2)) * (0.5 * scale.view(-1))
-        weighted = p * (norms * scale)
-        pairs = p.transpose(1, 2) @ (weighted + weighted)
-        towards = pairs.sum(-1, keepdim=True) * rows - pairs @ rows
-        return Slopes(value, weighted * (slope - forms), phi * (forms * scale), towards)
+        norms = phi.square().sum(-1, keepdim=True) * scale
+        # with beta=0, a product times a factor; the first argument is not used
+        value = torch.baddbmm(scale, forms.transpose(1, 2), norms, beta=0, alpha=0.5).view(-1)
+        weighted = p * norms
+        pairs = torch.baddbmm(distances, p.transpose(1, 2), weighted, beta=0, alpha=-2)
+        pairs.diagonal(dim1=1, dim2=2).sub_(pairs.sum(-1))
+        return PenaltySlopes(value, weighted * slope.sub_(forms), forms * scale, pairs, rows)
+
+    def constant_loss(self, z: Tensor, target: Tensor) -> Tensor:
+        logarithms = z.mean(1, keepdim=True).log_softmax(-1).expand_as(z)
+        return logarithms.gather(-1, target).mean(dim=(1, 2)).neg_()
 
     def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
         p = z.softmax(-1)
@@ -225,18 +225,17 @@ class _CrossEntropy(Criterion):
 class _Outputs(Criterion):
     """A criterion that is a mean over all outputs of all samples."""
 
-    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> Slopes:
+    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
         second, third = self.derivatives(z)
         squares = weight.square().sum(-1)[:, None]
         norms = phi.square().sum(-1, keepdim=True)
         forms = (second * squares).sum(-1, keepdim=True)
         value = (forms * norms).sum(dim=(1, 2)) * scale.view(-1)
-        totals = (norms * second).sum(1)[:, :, None]
-        return Slopes(
-            value,
-            third * squares * (norms * scale),
-            phi * (forms * (2 * scale)),
-            weight * (totals * (2 * scale)),
+        totals = (norms * second).sum(1)
+        twice = 2 * scale
+        inner = third * squares * (norms * scale)
+        return PenaltySlopes(
+            value, inner, forms * twice, torch.diag_embed(totals * twice[:, 0]), weight
         )
 
     def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
@@ -301,7 +300,6 @@ def find_criterion(
         Outputs of one network.
     target : Tensor of shape (n, ...)
         Their targets, as the criterion takes them.
-
     ignores : bool, default=False
         Whether the criterion ignores some targets.
 

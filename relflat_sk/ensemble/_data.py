@@ -39,13 +39,13 @@ class Data:
         inputs, self._first_rows = _joined([member.inputs for member in members])
         targets, self._first_targets = _joined([member.targets for member in members])
         self.inputs, targets = members[0].moved(inputs, targets)
+        self._size = int(members[0].loader.batch_size or 1)
         shown = output.expand(len(targets), *output.shape[1:])
+        for member in members:
+            member.net._check_output(Loss(member.net.criterion_), shown[: self._size])
         loss = Loss(members[0].net.criterion_)
         values = loss.read_target(shown, targets).values
         self.targets = values[:, None] if takes_columns else values
-        for member in members:
-            member.net._check_output(Loss(member.net.criterion_), output)
-        self._size = int(members[0].loader.batch_size or 1)
         self._drop_last = bool(members[0].loader.drop_last)
         own = torch.stack([member.loader.rows for member in members])
         self._own_rows, self._own_targets = own + self._first_rows, own + self._first_targets

@@ -111,7 +111,8 @@ class EarlierPenalty:
             exact = (scale / (2 * weight.shape[2])).view(-1, 1, 1)
             term = self._criterion.curvature(z.detach(), phi.detach(), weight.detach(), exact)
             total = total + term.value
-            tensors, slopes = [z, phi, weight], [term.z, term.phi, term.weight]
+            tensors = [z, phi, weight]
+            slopes = [term.z, term.of_phi * phi.detach(), term.of_weight @ term.rows]
         share = self._share(loss.value, total, z.detach(), target, limits)
         each = share.view(-1, 1, 1)
         trace.backward([z, value, *tensors], [loss.z, share, *(each * slope for slope in slopes)])
@@ -149,4 +150,4 @@ class EarlierPenalty:
         least = (AT_EARLIER_LAYERS * room / total.abs()).nan_to_num_(
             nan=torch.inf, posinf=torch.inf
         )
-        return (limits * least).clamp_(max=1)
+        return (limits * least).clamp_(0, 1)

@@ -60,12 +60,12 @@ def losses_on_all(
     if tried:
         rows = torch.stack([hardest[i] for i in tried])  # type: ignore[misc]
         each = _losses(body, criterion, stack, data, [positions[i] for i in tried], rows)
-        sums = each.sum(1).tolist()
+        sums = each.sum(1).cpu().tolist()
         left -= {i for i, total in zip(tried, sums, strict=True) if total > limits[i]}
     if left:
         rest = sorted(left)
         each = _losses(body, criterion, stack, data, [positions[i] for i in rest], None)
-        for i, of_samples, total in zip(rest, each, each.sum(1).tolist(), strict=True):
+        for i, of_samples, total in zip(rest, each, each.sum(1).cpu().tolist(), strict=True):
             found[i] = total / n
             stack.members[positions[i]].hardest = _hardest(of_samples, limits[i])
     return found

@@ -1,5 +1,6 @@
 """Run trainings in turns, so that the nets in them train their epochs together."""
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +12,11 @@ import torch
 
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._group import Group
-from relflat_sk.ensemble._member import Member, NotStackable, make_member
+from relflat_sk.ensemble._groups import Groups
+from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._routine import CURRENT, Routine
-from relflat_sk.ensemble._size import free_memory
-from relflat_sk.ensemble._stack import release_states
+from relflat_sk.ensemble._size import free_memory, memory_of_member, why_slower
+from relflat_sk.ensemble._stackable import NotStackable
 from relflat_sk.training import EPOCH_TRAINER, EpochTrainer
 
 __all__ = ["Fleet"]
@@ -40,8 +42,7 @@ class Fleet(EpochTrainer):
     def __init__(self, size: int, *, auto: bool = False) -> None:
         self.size = size
         self.auto = auto
-        self._groups: dict[tuple[Any, ...], Group | None] = {}
-        self._members: dict[int, Member | None] = {}
+        self._groups = Groups(self._accept)
         self._waiting: dict[Routine, Member] = {}
         self._asking: dict[Routine, tuple[Member, float]] = {}
         self._answers: dict[Routine, float] = {}
@@ -130,10 +131,10 @@ class Fleet(EpochTrainer):
         routine = CURRENT.get()
         assert routine is not None
         routine.check()
-        if id(net) not in self._members:
-            self._members[id(net)] = self._find(net, iterator, fit_params)
-        member = self._members[id(net)]
-        if member is None:
+        try:
+            member = self._groups.find(net, iterator, fit_params)
+        except NotStackable as reason:
+            self._say(f"trained one by one: {reason}")
             return False
         net._set_training(True)
         member.draw()
@@ -158,9 +159,8 @@ class Fleet(EpochTrainer):
             The mean loss; infinite if it is certainly above the goal. None if the net has to
             compute it itself.
         """
-        routine, member = CURRENT.get(), self._members.get(id(net))
-        group = None if member is None else self._groups[member.key]
-        if member is None or group is None or not group.evaluates(member):
+        routine, member = CURRENT.get(), self._groups.member(net)
+        if member is None or not self._groups.of(member).evaluates(member):
             return None
         assert routine is not None
         self._asking[routine] = member, goal
@@ -175,32 +175,21 @@ class Fleet(EpochTrainer):
         net : NeuralNet
             The net.
         """
-        member = self._members.pop(id(net), None)
-        if member is not None:
-            release_states(net.optimizer_)
+        self._groups.release(net)
 
-    def _find(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> Member | None:
-        """Find the group of a net; None, with the reason in the log, if there is none."""
-        try:
-            member = make_member(net, iterator, fit_params)
-            if member.key not in self._groups:
-                self._groups[member.key] = None
-                group = Group(member)
-                if self.auto:
-                    self._choose(group)
-                self._groups[member.key] = group
-        except NotStackable as reason:
-            self._say(f"trained one by one: {reason}")
-            return None
-        return None if self._groups[member.key] is None else member
-
-    def _choose(self, group: Group) -> None:
+    def _accept(self, member: Member) -> None:
         """Refuse nets that are faster one by one, and limit the memory of the others."""
-        if group.slower is not None:
-            raise NotStackable(group.slower)
-        free = free_memory(group.device)
+        if not self.auto:
+            return
+        x, _ = member.first_batch()
+        with fork_rng(x.device):
+            slower = why_slower(copy.deepcopy(member.module), x)
+            memory = memory_of_member(copy.deepcopy(member.module).train(), x)
+        if slower is not None:
+            raise NotStackable(slower)
+        free = free_memory(x.device)
         if free is not None:
-            self.size = min(self.size, max(1, free // 2 // group.memory))
+            self.size = min(self.size, max(1, free // 2 // memory))
 
     def _say(self, text: str) -> None:
         if text not in self._reasons:
@@ -223,8 +212,8 @@ class Fleet(EpochTrainer):
         """Train the epochs of all nets that wait, group by group; return their routines."""
         waiting, self._waiting = self._waiting, {}
         keys = {member.key for member in waiting.values()}
-        for key, group in self._groups.items():
-            if group is not None and key not in keys:
+        for key, group in self._groups:
+            if key not in keys:
                 group.release()
         for group, routines in self._by_group(waiting):
             with _shared(routines):
@@ -232,11 +221,10 @@ class Fleet(EpochTrainer):
         return list(waiting)
 
     def _by_group(self, members: Mapping[Routine, Member]) -> list[tuple[Group, list[Routine]]]:
-        by_key: dict[tuple[Any, ...], list[Routine]] = {}
+        found: dict[Group, list[Routine]] = {}
         for routine, member in members.items():
-            by_key.setdefault(member.key, []).append(routine)
-        found: list[Any] = [(self._groups[key], routines) for key, routines in by_key.items()]
-        return found
+            found.setdefault(self._groups.of(member), []).append(routine)
+        return list(found.items())
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from relflat_sk.ensemble._data import Data
 from relflat_sk.ensemble._earlier import EarlierPenalty
 from relflat_sk.ensemble._evaluation import losses_on_all
 from relflat_sk.ensemble._masks import Masks
-from relflat_sk.ensemble._member import Member, NotStackable
+from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._penalty import LastPenalty
 from relflat_sk.ensemble._probe import Probe, probe
 from relflat_sk.ensemble._signs import Signs
-from relflat_sk.ensemble._size import memory_of_member, why_slower
 from relflat_sk.ensemble._stack import Stack
+from relflat_sk.ensemble._stackable import NotStackable
 from relflat_sk.ensemble._vmapped import Vmapped
 from relflat_sk.training import knows_its_batch
 
@@ -41,10 +41,6 @@ class Group:
 
     Attributes
     ----------
-    memory : int
-        Estimate of the bytes that each net needs.
-    slower : str or None
-        Why the nets train faster one by one; None if they do not.
     device : torch.device
         The device of the nets.
 
@@ -55,9 +51,8 @@ class Group:
     """
 
     def __init__(self, member: Member) -> None:
-        net, loader = member.net, member.loader
-        size = min(int(loader.batch_size or 1), loader.n_rows)
-        x, y = member.moved(member.inputs[:size], member.targets[:size])
+        net = member.net
+        x, y = member.first_batch()
         module = copy.deepcopy(member.module).train()
         with fork_rng(x.device):
             found = probe(net, module, x, y)
@@ -65,9 +60,6 @@ class Group:
             net.criterion_, found.output, found.target, ignores=member.has_ignored
         )
         self._output = found.output[:1]
-        with fork_rng(x.device):
-            self.memory = memory_of_member(copy.deepcopy(module), x)
-            self.slower = why_slower(copy.deepcopy(module), x)
         self.device = x.device
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
         self._penalty = self._make_penalty(net, found) if member.is_penalised else None
@@ -102,7 +94,7 @@ class Group:
                 z, _, _ = self._body.forward(x[None])
                 target = target[None, :, None] if self._criterion.takes_columns else target[None]
                 slopes = self._criterion.slopes(z, target)
-                self._body.backward(slopes.z, None, None)
+                self._body.backward(slopes.z)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
             raise NotStackable(f"torch.func cannot stack it: {text}") from error
@@ -126,15 +118,7 @@ class Group:
         members : sequence of Member
             Members of this group that have drawn the order of their samples.
         """
-        if self._stack is None or self._stack.members != list(members):
-            for i, member in enumerate(members):
-                member.share_data(members[:i])
-            self._stack = self._data = None  # first, so that nothing is in memory twice
-            self._stack = Stack(members)
-            columns = self._criterion.takes_columns
-            self._data = Data(members, self._output, takes_columns=columns)
-        stack, data = self._stack, self._data
-        assert data is not None
+        stack, data = self._prepared(members)
         stack.take_over()
         self._body.bind(stack.weights, stack.gradients, stack.buffers)
         data.start(members)
@@ -155,6 +139,20 @@ class Group:
         stack.hand_over()
         _record(members, torch.stack(recorded), data.sizes)
 
+    def _prepared(self, members: Sequence[Member]) -> tuple[Stack, Data]:
+        """Return stack and data of these members, which may be those of the last epoch."""
+        if self._stack is None or self._stack.members != list(members):
+            for i, member in enumerate(members):
+                member.share_data(members[:i])
+            self._stack = self._data = None  # first, so that nothing is in memory twice
+            self._stack = Stack(members)
+            columns = self._criterion.takes_columns
+            self._data = Data(members, self._output, takes_columns=columns)
+        elif self._stack.is_view:  # of tensors that a callback may have replaced
+            self._stack = Stack(members)
+        assert self._data is not None
+        return self._stack, self._data
+
     def _step(
         self, x: Tensor, target: Tensor, factors: Tensor | None, limits: Tensor | None
     ) -> Tensor:
@@ -164,7 +162,7 @@ class Group:
             return self._penalty.step(body, x, target, factors, limits)
         z, _, _ = self._body.forward(x)
         slopes = self._criterion.slopes(z, target)
-        self._body.backward(slopes.z, None, None)
+        self._body.backward(slopes.z)
         return slopes.value[None]
 
     def _penalty_settings(

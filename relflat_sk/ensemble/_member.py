@@ -5,45 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from skorch.callbacks import EpochScoring, LRScheduler
 from torch import Tensor, nn
 
 from relflat_sk._network import cast_inputs
+from relflat_sk.ensemble._stackable import NotStackable, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
-from relflat_sk.training import ArrayLoader, RelativeFlatnessRegularizedNet
+from relflat_sk.training import ArrayLoader
 
-__all__ = ["Member", "NotStackable", "make_member"]
-
-# the methods that make a training step; a subclass that changes them trains in another way
-_STEP = (
-    "_penalty",
-    "_read_step",
-    "_read_target",
-    "_step_optimizer",
-    "_zero_grad_optimizer",
-    "get_loss",
-    "get_train_step_accumulator",
-    "infer",
-    "notify",
-    "on_batch_begin",
-    "on_batch_end",
-    "on_grad_computed",
-    "run_single_epoch",
-    "train_step",
-    "train_step_single",
-)
-# what callbacks may do in every step
-_EVENTS = ("on_batch_begin", "on_batch_end", "on_grad_computed")
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)
-
-
-class NotStackable(Exception):
-    """A net cannot be one of a stacked model, for the reason in the message."""
+__all__ = ["Member", "make_member"]
 
 
 @dataclass(eq=False)
@@ -94,6 +63,17 @@ class Member:
         """The net's own network."""
         module: nn.Module = self.net.module_
         return module
+
+    def first_batch(self) -> tuple[Tensor, Tensor]:
+        """Return the samples of the data that come first, as many as a batch has.
+
+        Returns
+        -------
+        inputs, targets : Tensor of shape (n, ...)
+            On the network's device.
+        """
+        size = min(int(self.loader.batch_size or 1), self.loader.n_rows)
+        return self.moved(self.inputs[:size], self.targets[:size])
 
     def moved(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Move data to the network's device, and inputs to its dtype.
@@ -172,9 +152,7 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
     NotStackable
         If the net needs a training loop of its own.
     """
-    _check_net(net, fit_params)
-    _check_callbacks(net)
-    _check_network(net)
+    check_stackable(net, fit_params)
     member = Member(net, loader)
     member.key = (
         _data_key(loader),
@@ -191,52 +169,6 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same shape and type share their memory."""
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-
-
-def _check_net(net: Any, fit_params: Mapping[str, Any]) -> None:
-    """Refuse nets with a training step of their own."""
-    if fit_params:
-        raise NotStackable(f"its network takes further arguments: {sorted(fit_params)}")
-    library = RelativeFlatnessRegularizedNet
-    changed = [name for name in _STEP if getattr(type(net), name) is not getattr(library, name)]
-    if changed:
-        raise NotStackable(f"{type(net).__name__} has its own {changed[0]}")
-    if (list(net._modules), list(net._criteria), list(net._optimizers)) != (
-        ["module"],
-        ["criterion"],
-        ["optimizer"],
-    ):
-        raise NotStackable("it has other parts than one module, criterion and optimizer")
-
-
-def _check_callbacks(net: Any) -> None:
-    """Refuse callbacks that are called in every step."""
-    for event in _EVENTS:
-        for callback in net._listeners(event):
-            harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
-                isinstance(callback, LRScheduler) and callback.step_every == "epoch"
-            )
-            if not harmless:
-                raise NotStackable(f"its callback {type(callback).__name__} is called in each step")
-
-
-def _check_network(net: Any) -> None:
-    """Refuse networks that are not plain modules."""
-    module = net.module_
-    if "_orig_mod" in getattr(module, "_modules", {}):
-        raise NotStackable("its network is compiled")
-    if any(getattr(part, name) for part in module.modules() for name in _HOOKS):
-        raise NotStackable("its network has hooks")
-    parameters = list(module.parameters())
-    kinds = {(p.dtype, p.device) for p in parameters}
-    if not parameters or len(kinds) > 1 or not parameters[0].is_floating_point():
-        raise NotStackable("its network has no parameters, or parameters of several types")
-    if not all(p.requires_grad for p in parameters):
-        raise NotStackable("some parameters of its network are frozen")
-    if len(parameters) < len(list(module.named_parameters(remove_duplicate=False))):
-        raise NotStackable("its network uses a parameter twice")
-    if isinstance(net.criterion_, nn.Module) and list(net.criterion_.parameters()):
-        raise NotStackable("its criterion has parameters")
 
 
 def _data_key(loader: Any) -> tuple[Any, ...]:
@@ -319,6 +251,8 @@ def _optimizer_key(net: Any) -> tuple[Any, ...]:
     for name in ("amsgrad", "maximize", "differentiable"):
         if settings.get(name):
             raise NotStackable(f"its optimizer has {name}=True")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise NotStackable("its optimizer has hooks")
     if any(isinstance(value, Tensor) for value in settings.values()):
         raise NotStackable("its optimizer has a setting that is a tensor")
     return type(optimizer), OPTIMIZERS[type(optimizer)].names(settings)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import Chain
-from relflat_sk.ensemble._criteria import Criterion, Slopes
+from relflat_sk.ensemble._criteria import Criterion
 from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._slopes import PenaltySlopes, Slopes
 from relflat_sk.ensemble._vmapped import Vmapped
 
 __all__ = ["LastPenalty"]
@@ -76,44 +77,91 @@ class LastPenalty:
         """
         z, phi, weight = body.forward(x)
         loss = self.criterion.slopes(z, target)
-        n, m = z.shape[1], weight.shape[2]
+        n, m = phi.shape[1:]
         scale = (factors / (self.divisor * n * 2 * m)).view(-1, 1, 1)
         term = self.criterion.curvature(z, phi, weight, scale)
+        pairs = _Pairs(loss, term, phi, weight)
         if limits is None:
             share = torch.ones_like(loss.value)
         else:
-            share = self._share(loss, term, z, target, phi, weight, limits)
-        each = share.view(-1, 1, 1)
-        assert term.phi is not None
-        assert term.weight is not None
-        body.backward(loss.z + term.z.mul_(each), term.phi.mul_(each), term.weight.mul_(each))
+            gain = self.criterion.gain(loss.value, z, target)
+            share = pairs.share(AT_LAST_LAYER * gain, limits)
+        body.backward_from_last(*pairs.total(share.view(-1, 1, 1)))
         return torch.stack([loss.value, term.value, share])
 
-    def _share(
-        self,
-        loss: Slopes,
-        term: Slopes,
-        z: Tensor,
-        target: Tensor,
-        phi: Tensor,
-        weight: Tensor,
-        limits: Tensor,
-    ) -> Tensor:
-        """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`."""
-        gain = self.criterion.gain(loss.value, z, target)
-        assert term.phi is not None
-        assert term.weight is not None
-        ratios = [(AT_LAST_LAYER * gain / term.value.abs())[:, None]]
-        pair = torch.cat([loss.z, term.z])
-        twice_phi, twice_weight = torch.cat([phi, phi]), torch.cat([weight, weight])
-        k = len(phi)
-        in_phi = pair @ twice_weight
-        in_phi[k:] += term.phi
-        in_weight = pair.transpose(1, 2) @ twice_phi
-        in_weight[k:] += term.weight
-        shift, gains = in_phi.sum(1), (in_phi * twice_phi).sum(1)
-        sums = torch.linalg.vector_norm(torch.stack([shift, gains], 1), dim=2)
-        norms = torch.cat([sums, torch.linalg.vector_norm(in_weight.flatten(1), dim=1)[:, None]], 1)
-        ratios.append(norms[:k] / norms[k:])
-        least = torch.cat(ratios, 1).nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(1)
-        return (limits * least).clamp_(max=1)
+
+class _Pairs:
+    """The gradients of losses and penalties at the last layer, those through the outputs included.
+
+    Parameters
+    ----------
+    loss : Slopes
+        The losses.
+    term : PenaltySlopes
+        The penalties.
+    phi : Tensor of shape (k, n, m)
+        Features of the last layer.
+    weight : Tensor of shape (k, d, m)
+        Weight of the last layer.
+    """
+
+    def __init__(self, loss: Slopes, term: PenaltySlopes, phi: Tensor, weight: Tensor) -> None:
+        (k, n, m), d = phi.shape, weight.shape[1]
+        self._loss, self._term, self._phi = loss, term, phi
+        self._in_z = torch.stack([loss.z, term.z], 2)
+        self._in_phi = torch.bmm(self._in_z.view(k, 2 * n, d), weight).view(k, n, 2, m)
+        self._in_phi.select(2, 1).addcmul_(phi, term.of_phi)
+        columns = self._in_z.view(k, n, 2 * d).transpose(1, 2)
+        self._in_weight = torch.bmm(columns, phi).view(k, 2, d, m)
+        self._in_weight.select(1, 1).baddbmm_(term.of_weight, term.rows)
+
+    def share(self, room: Tensor, limits: Tensor) -> Tensor:
+        """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`.
+
+        Parameters
+        ----------
+        room : Tensor of shape (k,)
+            What a penalty may be at most, times the limit.
+        limits : Tensor of shape (k,)
+            The limits.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            At most 1.
+        """
+        norm = torch.linalg.vector_norm
+        shift, gains = self._in_phi.sum(1), (self._in_phi * self._phi.unsqueeze(2)).sum(1)
+        sizes = torch.stack([
+            torch.stack([room, self._term.value], 1),
+            norm(shift, dim=2),
+            norm(gains, dim=2),
+            norm(self._in_weight, dim=(2, 3)),
+        ])
+        of_loss, of_term = sizes.unbind(2)
+        least = (of_loss / of_term).nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(0)
+        return (limits * least).clamp_(0, 1)
+
+    def total(self, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the gradients of the losses and shares of those of the penalties.
+
+        Parameters
+        ----------
+        share : Tensor of shape (k, 1, 1)
+            The shares.
+
+        Returns
+        -------
+        z : Tensor of shape (k, n, d)
+            Gradient in the outputs.
+        phi : Tensor of shape (k, n, m)
+            Gradient in the features.
+        weight : Tensor of shape (k, d, m)
+            Gradient in the weight.
+        """
+        of_phi, of_weight = self._in_phi.unbind(2), self._in_weight.unbind(1)
+        return (
+            torch.addcmul(self._loss.z, self._term.z, share),
+            torch.addcmul(of_phi[0], of_phi[1], share),
+            torch.addcmul(of_weight[0], of_weight[1], share),
+        )

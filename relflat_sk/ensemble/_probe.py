@@ -20,7 +20,7 @@ from relflat_sk._network import (
     record_order,
 )
 from relflat_sk._numerics import full_precision
-from relflat_sk.ensemble._member import NotStackable
+from relflat_sk.ensemble._stackable import NotStackable
 
 __all__ = ["Probe", "probe"]
 
@@ -84,6 +84,7 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         problem = explain_ending(loss.criterion, find_ending(output))
         if problem is not None:
             raise NotStackable(problem)  # its own fit raises the error
+        net._check_output(loss, output)
         return Probe(output.detach(), loss.read_target(output, y).values, None)
     if net.flatness_normalize:
         raise NotStackable("flatness_normalize=True is computed for single nets only")
@@ -100,6 +101,7 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         raise NotStackable("with a penalty, its last layer must be its output")
     if type(last) is not nn.Linear or output.ndim != 2:
         raise NotStackable("with a penalty, its last layer must be a Linear, one row per sample")
+    net._check_output(loss, output)
     target = loss.read_target(output, y)
     each = loss.each_divisor(output, target.relevant)
     if isinstance(each, Tensor):

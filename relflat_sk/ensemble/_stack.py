@@ -18,7 +18,7 @@ class Stack:
     Each network has weights and buffers of its own as well. They get the values of the stack at
     the end of each epoch, so that callbacks find a trained network. Values that a callback
     changes are taken over at the beginning of the next epoch. The states of the optimizers are
-    views of the stack.
+    views of the stack. A stack of one network is itself a view of the network's own tensors.
 
     Parameters
     ----------
@@ -27,6 +27,8 @@ class Stack:
 
     Attributes
     ----------
+    is_view : bool
+        Whether the tensors are the network's own.
     weights, gradients : dict of str to Tensor of shape (k, ...)
         By the names of the parameters.
     buffers : dict of str to Tensor of shape (k, ...)
@@ -41,8 +43,9 @@ class Stack:
             self.buffers = _stacked([m.module.named_buffers() for m in members])
             self.gradients = {name: torch.zeros_like(w) for name, w in self.weights.items()}
             self._stack_states()
+        self.is_view = len(members) == 1
         own = [[*m.module.parameters(), *m.module.buffers()] for m in members]
-        self._own = [tensor for tensors in own for tensor in tensors]
+        self._own = [tensor for tensors in own for tensor in tensors if not self.is_view]
         stacked = [*self.weights.values(), *self.buffers.values()]
         self._rows = [tensor[k] for k in range(len(members)) for tensor in stacked]
         self._versions = [tensor._version for tensor in self._own]
@@ -64,7 +67,7 @@ class Stack:
             for i, weight in enumerate(self.weights.values()):
                 zeros = torch.zeros_like(weight[0])
                 rows = [state[i].get(name) for state in states]
-                stacked = torch.stack([zeros if row is None else row for row in rows])
+                stacked = _joined([zeros if row is None else row for row in rows])
                 self._states[name].append(stacked)
                 for k, state in enumerate(states):
                     state[i][name] = stacked[k]
@@ -106,9 +109,14 @@ class Stack:
     def hand_over(self) -> None:
         """Give the values of the stack to the members' own networks."""
         with torch.no_grad():
-            torch._foreach_copy_(self._own, self._rows)
+            if not self.is_view:
+                torch._foreach_copy_(self._own, self._rows)
         self._versions = [tensor._version for tensor in self._own]
-        for member in self.members:
+        for k, member in enumerate(self.members):
+            for parameter, gradient in zip(
+                member.module.parameters(), self.gradients.values(), strict=True
+            ):
+                parameter.grad = gradient[k]  # that of the last step, as after a step of torch
             optimizer: Any = member.optimizer
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
 
@@ -133,7 +141,12 @@ class Stack:
 def _stacked(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
     """Stack the tensors of several networks by their names."""
     tensors = [dict(one) for one in named]
-    return {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
+    return {name: _joined([one[name].detach() for one in tensors]) for name in tensors[0]}
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _steps_made(state: Mapping[str, Any], names: Sequence[str]) -> Tensor:

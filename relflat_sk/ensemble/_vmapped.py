@@ -112,27 +112,41 @@ class Vmapped:
         finally:
             self._skeleton.train()
 
-    def backward(self, z: Tensor, phi: Tensor | None, weight: Tensor | None) -> None:
+    def backward(self, z: Tensor) -> None:
         """Compute the gradients of the weights.
 
         Parameters
         ----------
         z : Tensor of shape (k, n, ...)
             Gradient in the outputs.
-        phi : Tensor of shape (k, n, m) or None
-            Gradient in the last features, beside that through the outputs.
-        weight : Tensor of shape (k, d, m) or None
-            Gradient in the last weight, beside that through the outputs.
         """
-        outputs, outer = [self._outputs[0]], [z]
-        if phi is not None and self._outputs[-1].requires_grad:
-            outputs.append(self._outputs[-1])
-            outer.append(phi)
-        found = torch.autograd.grad(outputs, list(self._leaves.values()), outer, allow_unused=True)
-        for (name, to), gradient in zip(self._gradients.items(), found, strict=True):
+        self._backward(self._outputs[0], z)
+
+    def backward_from_last(self, z: Tensor, phi: Tensor, weight: Tensor) -> None:
+        """Compute the gradients of the weights, with all gradients at the last layer known.
+
+        Parameters
+        ----------
+        z : Tensor of shape (k, n, d)
+            Gradient in the outputs.
+        phi : Tensor of shape (k, n, m)
+            Gradient in the last features, that through the outputs included.
+        weight : Tensor of shape (k, d, m)
+            Gradient in the last weight, that through the outputs included.
+        """
+        self._backward(self._outputs[-1], phi)
+        self._gradients[f"{self._last}.weight"].copy_(weight)
+        if f"{self._last}.bias" in self._gradients:
+            torch.sum(z, 1, out=self._gradients[f"{self._last}.bias"])
+
+    def _backward(self, tensor: Tensor, outer: Tensor) -> None:
+        """Compute the gradients of what a tensor depends on; the others are zero."""
+        leaves = list(self._leaves.values())
+        found: Any = [None] * len(leaves)
+        if tensor.requires_grad:
+            found = torch.autograd.grad(tensor, leaves, outer, allow_unused=True)
+        for to, gradient in zip(self._gradients.values(), found, strict=True):
             if gradient is None:
                 to.zero_()
             else:
                 to.copy_(gradient)
-            if weight is not None and name == f"{self._last}.weight":
-                to.add_(weight)

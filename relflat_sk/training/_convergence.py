@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss
 from relflat_sk._network import borrowed, primary_output
-from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
+from relflat_sk.training._epoch_trainer import OwnLoop
 from relflat_sk.training._loss_check import Proof, is_above, is_far, mean_loss_with_proof
 from relflat_sk.training._sample_weights import split_target, training_network
 
@@ -162,8 +162,8 @@ class StopAtLoss(_StopWhenReached):
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
         if is_far(net, self.loss):
             return False
-        trainer = EPOCH_TRAINER.get()
-        found = None if trainer is None else trainer.training_loss(net, self.loss)
+        trainer = getattr(net, "_epoch_trainer", OwnLoop)()  # nets of others have none
+        found = trainer.training_loss(net, self.loss)
         if found is not None:
             self.loss_ = found if math.isfinite(found) else self.loss_
             return found <= self.loss

@@ -1,11 +1,11 @@
-"""The place where something other than the net itself can train the net's epochs."""
+"""The place where something other than the net's own loop can train the net's epochs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["EPOCH_TRAINER", "EpochTrainer"]
+__all__ = ["EPOCH_TRAINER", "EpochTrainer", "OwnLoop", "set_single_trainer", "single_trainer"]
 
 
 class EpochTrainer(ABC):
@@ -59,5 +59,81 @@ class EpochTrainer(ABC):
         """
 
 
-# the trainer of the nets that are fitted in this thread; None if they train themselves
+class OwnLoop(EpochTrainer):
+    """Leaves everything to the net's own loop."""
+
+    def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
+        """Train nothing.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        iterator : iterable
+            Its batches.
+        fit_params : dict
+            Further arguments of its network.
+
+        Returns
+        -------
+        bool
+            False.
+        """
+        return False
+
+    def training_loss(self, net: Any, goal: float) -> float | None:
+        """Compute nothing.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        goal : float
+            A mean loss.
+
+        Returns
+        -------
+        None
+            The net computes its loss itself.
+        """
+        return None
+
+    def release(self, net: Any) -> None:
+        """Forget nothing.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        """
+
+
+# the trainer of all nets that are fitted in this context; None if each has a trainer of its own
 EPOCH_TRAINER: ContextVar[EpochTrainer | None] = ContextVar("EPOCH_TRAINER", default=None)
+
+_single: Callable[[], EpochTrainer] = OwnLoop
+
+
+def set_single_trainer(make: Callable[[], EpochTrainer]) -> None:
+    """Determine what trains a net that is fitted by itself.
+
+    A package above this one calls it, which imports the nets.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the trainer of a net.
+    """
+    global _single  # noqa: PLW0603
+    _single = make
+
+
+def single_trainer() -> EpochTrainer:
+    """Make the trainer of a net that is fitted by itself.
+
+    Returns
+    -------
+    EpochTrainer
+        A new one.
+    """
+    return _single()

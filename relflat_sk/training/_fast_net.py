@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from relflat_sk._checks import gather_checks
 from relflat_sk._network import LoadedBatches
 from relflat_sk.training._array_loader import ArrayLoader, make_loader
-from relflat_sk.training._epoch_trainer import EPOCH_TRAINER
+from relflat_sk.training._epoch_trainer import EPOCH_TRAINER, EpochTrainer, single_trainer
 from relflat_sk.training._sklearn_net import SklearnNet
 
 __all__ = ["FastNet", "knows_its_batch", "record_batch"]
@@ -133,10 +133,15 @@ class FastNet(SklearnNet):
         try:
             super().fit_loop(*args, **kwargs)
         finally:
-            trainer = EPOCH_TRAINER.get()
-            if trainer is not None:
-                trainer.release(self)
+            self._epoch_trainer().release(self)
         return self
+
+    def _epoch_trainer(self) -> EpochTrainer:
+        """Return what trains the net's epochs, if its own loop need not."""
+        trainer = EPOCH_TRAINER.get() or self.__dict__.get("_single_trainer")
+        if trainer is None:
+            trainer = self.__dict__["_single_trainer"] = single_trainer()
+        return trainer
 
     def run_single_epoch(
         self, iterator: Any, training: bool, prefix: str, step_fn: Any, **fit_params: Any
@@ -158,8 +163,7 @@ class FastNet(SklearnNet):
         """
         if iterator is None:
             return
-        trainer = EPOCH_TRAINER.get()
-        if training and trainer is not None and trainer.train_epoch(self, iterator, fit_params):
+        if training and self._epoch_trainer().train_epoch(self, iterator, fit_params):
             return
         count = 0
         with gather_checks():
@@ -209,7 +213,8 @@ class FastNet(SklearnNet):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_listening", None)
+        for name in ("_listening", "_single_trainer"):
+            state.pop(name, None)
         return state
 
     def _zero_grad_optimizer(self, set_to_none: bool | None = None) -> None:

@@ -114,6 +114,7 @@ def calls(function):
     return list(found)
 
 
+@pytest.mark.usefixtures("own_loop")
 @pytest.mark.parametrize(
     ("section", "call"),
     [

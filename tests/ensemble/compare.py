@@ -1,10 +1,13 @@
 """Fit nets one by one and as one stacked model, and compare all that training leaves."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from sklearn.base import clone
 
 from relflat_sk import EnsembleTrainer
+from relflat_sk.training import EPOCH_TRAINER, OwnLoop
 
 QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch_size")
 
@@ -42,12 +45,24 @@ def assert_same(one, other, atol=1e-8):
     np.testing.assert_allclose(one.relative_flatness_, other.relative_flatness_, atol=atol)
 
 
+@contextmanager
+def own_loop():
+    """Train nets by skorch's loop and torch's autograd, and not by written out formulas."""
+    token = EPOCH_TRAINER.set(OwnLoop())
+    try:
+        yield
+    finally:
+        EPOCH_TRAINER.reset(token)
+
+
 def compare(nets, *, X=None, y=None, each=None, fleet=4, atol=1e-8):
-    """Fit nets in both ways and compare them; return those of the fleet."""
+    """Fit nets by their own loops and stacked, and one of them by itself; return the stacked."""
     if each is None:
         each = [data() if X is None else (X, y)] * len(nets)
-    singles = [clone(net).fit(*one) for net, one in zip(nets, each, strict=True)]
+    with own_loop():
+        singles = [clone(net).fit(*one) for net, one in zip(nets, each, strict=True)]
     stacked = EnsembleTrainer(nets, fleet=fleet).fit_each(each).estimators_
     for one, other in zip(singles, stacked, strict=True):
         assert_same(one, other, atol)
+    assert_same(singles[0], clone(nets[0]).fit(*each[0]), atol)
     return stacked

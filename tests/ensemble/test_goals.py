@@ -199,4 +199,5 @@ def test_what_cannot_be_stacked_is_measured_alone(settings, alone, monkeypatch):
         X=X[:FEW],
         y=y[:FEW],
     )  # fmt: skip
-    assert len(alone) == 2 * 2 * 2  # one by one and in the fleet
+    # both one by one and in the fleet, and the first by itself
+    assert len(alone) == 2 * 2 * 2 + 2

@@ -189,6 +189,7 @@ def test_net_uses_it_unless_the_user_chose_a_loader(training):
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.usefixtures("own_loop")
 def test_fit_equals_a_fit_through_torchs_loader(weights, shuffle):
     fitted = []
     for arguments in ({}, {"iterator_train__num_workers": 0}):

@@ -63,6 +63,7 @@ def test_measures_and_scores(net, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.usefixtures("own_loop")
 def test_a_net_trains_and_predicts_as_with_arrays_in_memory(kind, tmp_path):
     inputs, labels = ARRAYS[kind](tmp_path, X, Y)
     params = {"iterator_train__shuffle": kind != "zarr"}  # chunks are shuffled in another order

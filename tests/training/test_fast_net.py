@@ -248,6 +248,7 @@ class _SkorchLoop(RelativeFlatnessRegularizedClassifier):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
 @pytest.mark.parametrize("weights", [None, np.arange(N) + 1.0])
+@pytest.mark.usefixtures("own_loop")
 def test_the_loop_is_that_of_skorch(weights, optimizer):
     weighing = weights is not None
     split = None if weighing else ValidSplit(4)

@@ -62,6 +62,7 @@ def make(**params):
 
 @pytest.mark.parametrize("stream", [Stream, Sized])
 @pytest.mark.parametrize("layer", [-1, "all"])
+@pytest.mark.usefixtures("own_loop")
 def test_a_stream_is_trained_and_measured_like_arrays(stream, layer):
     streamed = make(flatness_layer=layer).fit(stream())
     fitted = make(flatness_layer=layer, iterator_train__shuffle=False).fit(X, Y)
@@ -131,6 +132,7 @@ def _loader(**arguments):
     return DataLoader(pairs, **{"batch_size": 30, **arguments})
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_a_data_loader_makes_the_batches():
     net = make().fit(_loader())
     fitted = make(batch_size=30, iterator_train__shuffle=False).fit(X, Y)

@@ -65,6 +65,7 @@ def same(net, other):
     ("layer", "normalize"),
     [(-1, False), (-1, True), ("output", False), ([1, -1], False), ("all", False)],
 )
+@pytest.mark.usefixtures("own_loop")
 def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize):
     net = make(
         flatness_weight=2.0,
@@ -115,6 +116,7 @@ def test_makes_one_forward_pass_per_step():
     assert steps == [16, 16, 10] * 2
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_weight_zero_is_stock_skorch():
     params = {"optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3, "batch_size": 16}
     params |= {"iterator_train__shuffle": True, "verbose": 0, "train_split": None}
@@ -354,6 +356,7 @@ def test_read_only_targets():
     make(Binary).fit(X, read_only(np.eye(3, dtype=np.float32)[INDEX]))
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_mappings_as_inputs():
     params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 3}
     net = make(**params).fit({"input": X}, NAMES)
@@ -678,6 +681,7 @@ def test_a_float64_module():
     assert net.predict(X).dtype == np.float64
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_tuple_outputs():
     class Pair(MLP):
         def forward(self, x):

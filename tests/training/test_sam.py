@@ -183,6 +183,7 @@ def test_weights_come_back_after_an_exception():
     assert net.module_.norm.num_batches_tracked == 2
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_radius_zero_is_the_plain_step():
     params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "hidden0"}
     net = make(sharpness_radius=0.0, **params).fit(X, INDEX)
@@ -226,6 +227,7 @@ def test_on_stock_skorch_nets():
     same(net, make(sharpness_radius=0.3, random_state=None, lr=0.1).fit(X, INDEX))
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_goes_uphill_of_loss_and_penalty():
     strong = {"flatness_weight": 2.0, "flatness_clip": None}
     net = make(**strong, batch_size=-1, max_epochs=1, sharpness_radius=0.5)

@@ -65,6 +65,7 @@ def test_fit_predict_and_measures_are_those_of_dense_data(kind, name):
     ],
 )
 @pytest.mark.parametrize("weights", [None, np.arange(N)])
+@pytest.mark.usefixtures("own_loop")
 def test_ways_of_training(params, weights):
     dense, sparse = (make(**params).fit(data, Y, sample_weight=weights) for data in (X, SPARSE))
     assert sparse.history[:, "train_loss"] == dense.history[:, "train_loss"]
@@ -76,6 +77,7 @@ def test_through_a_loader_of_torch():
     assert_allclose(*(net.relative_flatness_ for net in nets), rtol=1e-12)
 
 
+@pytest.mark.usefixtures("own_loop")
 def test_partial_fit():
     nets = make(), make()
     for _ in range(3):

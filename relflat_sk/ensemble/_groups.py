@@ -1,0 +1,117 @@
+"""The groups of the nets in training."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from relflat_sk.ensemble._group import Group
+from relflat_sk.ensemble._member import Member, make_member
+from relflat_sk.ensemble._stack import release_states
+from relflat_sk.ensemble._stackable import NotStackable
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """Nets in training, by what they must have in common to be stacked.
+
+    Parameters
+    ----------
+    accept : callable
+        Called with the first member of a group. It raises `NotStackable` to leave the group to
+        the nets' own loops.
+    """
+
+    def __init__(self, accept: Callable[[Member], None]) -> None:
+        self._accept = accept
+        self._groups: dict[tuple[Any, ...], Group | NotStackable] = {}
+        self._members: dict[int, Member] = {}
+
+    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], Group]]:
+        for key, group in self._groups.items():
+            if isinstance(group, Group):
+                yield key, group
+
+    def find(self, net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
+        """Find a net's place, at the beginning of each epoch: a callback may have changed the net.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net in training.
+        loader : iterable
+            Its batches.
+        fit_params : dict
+            Further arguments of its network.
+
+        Returns
+        -------
+        Member
+            The same one in each epoch, while nothing of its key changes.
+
+        Raises
+        ------
+        NotStackable
+            If the net needs a training loop of its own.
+        """
+        member = make_member(net, loader, fit_params)
+        known = self._members.pop(id(net), None)
+        if known is not None and known.loader is loader and known.key == member.key:
+            member = known
+        if member.key not in self._groups:
+            self._groups[member.key] = self._make(member)
+        found = self._groups[member.key]
+        if isinstance(found, NotStackable):
+            raise NotStackable(str(found))
+        self._members[id(net)] = member
+        return member
+
+    def _make(self, member: Member) -> Group | NotStackable:
+        try:
+            self._accept(member)
+            return Group(member)
+        except NotStackable as reason:
+            return reason
+
+    def of(self, member: Member) -> Group:
+        """Return the group of a member.
+
+        Parameters
+        ----------
+        member : Member
+            A member that was found.
+
+        Returns
+        -------
+        Group
+            Its group.
+        """
+        group = self._groups[member.key]
+        assert isinstance(group, Group)
+        return group
+
+    def member(self, net: Any) -> Member | None:
+        """Return the member of a net, if it was in its place in the last epoch.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            A net in training.
+
+        Returns
+        -------
+        Member or None
+            None if its own loop has trained it.
+        """
+        return self._members.get(id(net))
+
+    def release(self, net: Any) -> None:
+        """Forget a net whose training has ended.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        """
+        member = self._members.pop(id(net), None)
+        if member is not None:
+            release_states(net.optimizer_)

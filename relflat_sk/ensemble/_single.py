@@ -1,0 +1,101 @@
+"""The training of a net that is fitted by itself, by the formulas of a stack."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from relflat_sk.ensemble._chain import find_chain
+from relflat_sk.ensemble._groups import Groups
+from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._stackable import NotStackable
+from relflat_sk.training import EpochTrainer
+
+__all__ = ["Single"]
+
+# bytes of a copy of the data on the network's device or in its dtype
+_LARGE = 2**28
+
+
+class Single(EpochTrainer):
+    """Trains one net as a stack of one network, if it is a chain of layers.
+
+    Its forward and backward passes are then written out, which takes about half as long as
+    autograd where networks are small. The net is trained as by its own loop, up to rounding.
+    """
+
+    def __init__(self) -> None:
+        self._groups = Groups(_accept)
+
+    def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
+        """Train a net for an epoch, and record its batches.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        iterator : iterable
+            Its batches.
+        fit_params : dict
+            Further arguments of its network.
+
+        Returns
+        -------
+        bool
+            False if the net has to train the epoch itself.
+        """
+        try:
+            member = self._groups.find(net, iterator, fit_params)
+        except NotStackable:
+            return False
+        net._set_training(True)
+        member.draw()
+        try:
+            self._groups.of(member).train([member])
+        finally:
+            torch.set_rng_state(member.random_state)
+        return True
+
+    def training_loss(self, net: Any, goal: float) -> float | None:
+        """Compute the loss of a net on its training data, in evaluation mode.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A mean loss; above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The mean loss; infinite if it is certainly above the goal. None if the net has to
+            compute it itself.
+        """
+        member = self._groups.member(net)
+        if member is None or not self._groups.of(member).evaluates(member):
+            return None
+        return self._groups.of(member).losses([member], [goal])[0]
+
+    def release(self, net: Any) -> None:
+        """Forget the data of a net whose training has ended.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        """
+        self._groups.release(net)
+        for _, group in self._groups:
+            group.release()
+
+
+def _accept(member: Member) -> None:
+    """Refuse networks that are no chain, and data of which a large copy would have to be made."""
+    if find_chain(member.module, member.inputs) is None:
+        raise NotStackable("its network is no chain of layers")
+    weight = next(member.module.parameters())
+    if (member.inputs.dtype, member.inputs.device) == (weight.dtype, weight.device):
+        return
+    if member.inputs.numel() * weight.element_size() > _LARGE:
+        raise NotStackable("its data are large, and have another dtype or device")

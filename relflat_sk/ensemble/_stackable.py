@@ -1,0 +1,128 @@
+"""What is asked of a net in training that is to be one of a stacked model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from skorch.callbacks import EpochScoring, LRScheduler
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+
+from relflat_sk.training import RelativeFlatnessRegularizedNet
+
+__all__ = ["NotStackable", "check_stackable"]
+
+# the methods that make a training step; a subclass that changes them trains in another way
+_STEP = (
+    "_penalty",
+    "_read_step",
+    "_read_target",
+    "_step_optimizer",
+    "_zero_grad_optimizer",
+    "get_loss",
+    "get_train_step_accumulator",
+    "infer",
+    "notify",
+    "on_batch_begin",
+    "on_batch_end",
+    "on_grad_computed",
+    "run_single_epoch",
+    "train_step",
+    "train_step_single",
+)
+# dtypes in which torch's fused optimizers and the losses compute as those of single nets do
+_DTYPES = (torch.float32, torch.float64)
+# what callbacks may do in every step
+_EVENTS = ("on_batch_begin", "on_batch_end", "on_grad_computed")
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+
+
+class NotStackable(Exception):
+    """A net cannot be one of a stacked model, for the reason in the message."""
+
+
+def check_stackable(net: Any, fit_params: Mapping[str, Any]) -> None:
+    """Refuse nets that need a training loop of their own.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        The net in training.
+    fit_params : dict
+        Further arguments of its network.
+
+    Raises
+    ------
+    NotStackable
+        If the net has its own training step, or if a callback, a hook or a setting takes part in
+        the steps.
+    """
+    _check_step(net, fit_params)
+    _check_callbacks(net)
+    _check_network(net)
+
+
+def _check_step(net: Any, fit_params: Mapping[str, Any]) -> None:
+    """Refuse nets with a training step of their own."""
+    if fit_params:
+        raise NotStackable(f"its network takes further arguments: {sorted(fit_params)}")
+    library = RelativeFlatnessRegularizedNet
+    changed = [name for name in _STEP if getattr(type(net), name) is not getattr(library, name)]
+    if changed:
+        raise NotStackable(f"{type(net).__name__} has its own {changed[0]}")
+    if (list(net._modules), list(net._criteria), list(net._optimizers)) != (
+        ["module"],
+        ["criterion"],
+        ["optimizer"],
+    ):
+        raise NotStackable("it has other parts than one module, criterion and optimizer")
+
+
+def _check_callbacks(net: Any) -> None:
+    """Refuse callbacks that are called in every step."""
+    for event in _EVENTS:
+        for callback in net._listeners(event):
+            harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
+                isinstance(callback, LRScheduler) and callback.step_every == "epoch"
+            )
+            if not harmless:
+                raise NotStackable(f"its callback {type(callback).__name__} is called in each step")
+
+
+def _check_network(net: Any) -> None:
+    """Refuse networks that are not plain modules."""
+    module = net.module_
+    if "_orig_mod" in getattr(module, "_modules", {}):
+        raise NotStackable("its network is compiled")
+    parameters = list(module.parameters())
+    if _has_hooks(module, parameters):
+        raise NotStackable("its network has hooks")
+    kinds = {(p.dtype, p.device) for p in parameters}
+    if len(kinds) != 1:
+        raise NotStackable("its network has no parameters, or parameters of several types")
+    dtype, device = kinds.pop()
+    if dtype not in _DTYPES:
+        raise NotStackable(f"its parameters are of dtype {dtype}")
+    if torch.is_autocast_enabled(device.type):
+        raise NotStackable("it is trained in mixed precision")
+    if not all(p.requires_grad for p in parameters):
+        raise NotStackable("some parameters of its network are frozen")
+    if len(parameters) < len(list(module.named_parameters(remove_duplicate=False))):
+        raise NotStackable("its network uses a parameter twice")
+    if isinstance(net.criterion_, nn.Module) and list(net.criterion_.parameters()):
+        raise NotStackable("its criterion has parameters")
+
+
+def _has_hooks(module: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether there is code of others that a pass through a network would call."""
+    for part in module.modules():
+        if "forward" in vars(part) or any(getattr(part, name) for name in _HOOKS):
+            return True
+    return any(getattr(of_all_modules, f"_global{name}") for name in _HOOKS) or any(
+        one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters
+    )
