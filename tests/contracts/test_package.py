@@ -23,6 +23,8 @@ DOORS = ("measures", "training", "ensemble", "theory", "minima", "plots", "searc
 OPTIONAL = {
     "accelerate",
     "curvlinops",
+    "distributed",
+    "h5py",
     "hypothesis",
     "importlinter",
     "lightning",
@@ -32,6 +34,7 @@ OPTIONAL = {
     "plotly",
     "pyhessian",
     "pytest",
+    "ray",
     "sqlalchemy",  # declared, but slow to import, and needed for some storages only
     "torchvision",
     "transformers",

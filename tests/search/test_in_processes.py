@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import FlatMinimaSearch
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk.search._sharing import in_processes
 from relflat_sk.search._sharing.clusters import Cluster, WorkersDiedError, find_cluster, results_of
 from relflat_sk.search._sharing.in_processes import n_processes
 from relflat_sk.search._sharing.transfer import ByPath
+from tests.data_kinds import ARRAYS
 
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
@@ -120,6 +121,53 @@ def test_other_data_are_sent_as_they_are(mapped):
     changed[0, 0] = 7
     for value in (changed, mapped[:, 1], mapped[::2], X, [1, 2], None):
         assert ByPath.wrap(value) is value
+
+
+@pytest.fixture
+def hdf5(tmp_path):
+    """A file of h5py, open for reading."""
+    h5py = pytest.importorskip("h5py", reason="needs h5py")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("rows/x", data=X, chunks=(7, 3))
+    with h5py.File(tmp_path / "rows.h5", "r") as file:
+        yield file
+
+
+def test_rows_of_h5py_are_opened_by_path(hdf5):
+    got = pickle.loads(pickle.dumps(ByPath.wrap(hdf5["rows/x"])))
+    assert got.file.filename == hdf5.filename
+    assert got.name == "/rows/x"
+    assert got.file.mode == "r"
+    np.testing.assert_array_equal(got[:], X)
+
+
+def test_rows_of_h5py_that_no_other_process_can_read(tmp_path):
+    h5py = pytest.importorskip("h5py", reason="needs h5py")
+    search = FlatMinimaSearch(LogisticRegression(), {"C": [0.1, 1.0]}, n_jobs=2)
+    for given in ({"mode": "w"}, {"mode": "w", "driver": "core", "backing_store": False}):
+        with h5py.File(tmp_path / "new.h5", **given) as file:
+            rows = file.create_dataset("x", data=X)
+            with pytest.raises(ValueError, match=r"open for reading: h5py\.File\(path, 'r'\)"):
+                search.fit(rows, Y)
+
+
+@pytest.mark.parametrize("kind", ["zarr", "h5py", "memmap"])
+def test_a_search_in_two_processes_reads_rows_on_disk(kind, request, tmp_path):
+    if kind == "h5py":
+        rows = request.getfixturevalue("hdf5")["rows/x"]
+    else:
+        rows = ARRAYS[kind](tmp_path, X, Y)[0]
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0, batch_size=20, max_epochs=30, verbose=0, callbacks=[StopAtLoss(0.6)],
+        module__hidden_layer_sizes=(4,), iterator_train__shuffle=False,
+    )  # fmt: skip
+    tables = [
+        FlatMinimaSearch(net, {"lr": [0.1, 0.2]}, n_jobs=n_jobs, random_state=0)
+        .fit(data, Y)
+        .minima_.set_index("param_lr")[["relative_flatness", "train_loss"]]
+        for data, n_jobs in ((rows, 2), (X, None))
+    ]
+    np.testing.assert_allclose(*(table.loc[[0.1, 0.2]] for table in tables), rtol=1e-5)
 
 
 def test_without_a_cluster_joblib_counts():

@@ -6,9 +6,12 @@ sends a class by its name only, and the other process does not know the name.
 """
 
 import io
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -42,27 +45,23 @@ class ByValue:
 
 
 class ByPath:
-    """A memory-mapped array, which other processes map from its file.
+    """An array in a file, which other processes open by its path.
 
     Unpickled, it is the array, read-only.
 
     Parameters
     ----------
-    array : ndarray of any shape
-        The array.
-    file : path-like
-        The file.
-    offset : int
-        Where it begins in the file, in bytes.
+    open_file : callable
+        Returns the array.
+    *arguments : object
+        Its arguments.
     """
 
-    def __init__(self, array: Any, file: Any, offset: int) -> None:
-        self.array, self.file, self.offset = array, file, offset
+    def __init__(self, open_file: Callable[..., Any], *arguments: Any) -> None:
+        self.open_file, self.arguments = open_file, arguments
 
     def __reduce__(self) -> Any:
-        array, file = self.array, self.file
-        order = "C" if array.flags.c_contiguous else "F"
-        return np.memmap, (file, array.dtype, "r", self.offset, array.shape, order)
+        return self.open_file, self.arguments
 
     @classmethod
     def wrap(cls, value: Any) -> Any:
@@ -76,16 +75,41 @@ class ByPath:
         Returns
         -------
         object
-            The value itself if it is no part of a file, or one with gaps between its elements.
-            Changes in memory (mode "c") are not in the file.
+            The value itself, unless it is a data set of h5py or a part of a memory-mapped file
+            without gaps between its elements. Changes in memory (mode "c") are not in the file.
+
+        Raises
+        ------
+        ValueError
+            If a file of h5py is open for writing, or in memory.
         """
+        h5py = sys.modules.get("h5py")
+        if h5py is not None and isinstance(value, h5py.Dataset):
+            return cls(_open_hdf5, *_place_in_hdf5(value))
         mapped = mapped_file(value)
         if mapped is None or mapped.mode == "c" or not (mapped.filename and value.flags.forc):
             return value
         whole = mapped  # parts have the offset of the whole
         while isinstance(whole.base, np.memmap):
             whole = whole.base
-        return cls(value, mapped.filename, whole.offset + value.ctypes.data - whole.ctypes.data)
+        offset = whole.offset + value.ctypes.data - whole.ctypes.data
+        order = "C" if value.flags.c_contiguous else "F"
+        return cls(np.memmap, mapped.filename, value.dtype, "r", offset, value.shape, order)
+
+
+def _place_in_hdf5(rows: Any) -> tuple[Path, str]:
+    """Return the file of a data set of h5py, and its name there."""
+    file = Path(rows.file.filename).absolute()
+    if rows.file.mode != "r" or not file.exists():
+        raise ValueError(
+            "worker processes read rows of h5py from their file, which must be on disk and open "
+            f"for reading: h5py.File(path, 'r'). Got {rows.file}."
+        )
+    return file, rows.name
+
+
+def _open_hdf5(file: Path, name: str) -> Any:
+    return import_module("h5py").File(file, "r")[name]  # the user's library
 
 
 class _Packed:
