@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.sparse import csr_matrix, issparse
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_array, validate_data
 from skorch.dataset import ValidSplit
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -65,16 +65,24 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         _check_finite(X)
         _check_shape(net, X, reset)
     else:
-        X = validate_data(
-            net, X, reset=reset, dtype="numeric", accept_sparse="csr", allow_nd=True, order="C"
-        )
-        if issparse(X):
-            X = csr_matrix(X)  # skorch's data set takes no rows of a csr_array
-        elif not X.flags.writeable and mapped_file(X) is None:  # torch warns of them
-            X = X.copy()
+        X = _check_array(net, X, reset)
     if reset:
         net.n_inputs_ = int(np.prod(X.shape[1:]))
         net.is_double_ = X.dtype in (np.float64, torch.float64)
+    return X
+
+
+def _check_array(net: Any, X: Any, reset: bool) -> Any:
+    """Return an array-like as a csr_matrix or an array that torch and skorch take."""
+    X = validate_data(
+        net, X, reset=reset, dtype="numeric", accept_sparse="csr", allow_nd=True, order="C"
+    )
+    if issparse(X):
+        return csr_matrix(X)  # skorch's data set takes no rows of a csr_array
+    if X.dtype == object:  # as scikit-learn 1.6 returns a frame with a category of numbers
+        X = check_array(X, dtype=np.float64, allow_nd=True, order="C")
+    if not X.flags.writeable and mapped_file(X) is None:  # torch warns of them
+        return X.copy()
     return X
 
 
