@@ -23,6 +23,7 @@ numpydoc_show_class_members = False  # the class pages list them
 autodoc_default_options = {
     "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request",
 }
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"  # the docstrings have types in words
 sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
@@ -38,3 +39,5 @@ html_title = "relflat_sk"
 html_theme_options = {"show_prev_next": False, "show_toc_level": 2}
 html_sidebars = {"start": []}
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
