@@ -74,7 +74,7 @@ class Group:
         if not self._criterion.is_known:
             raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
         if not found.earlier:
-            return LastPenalty(self._criterion, found.divisor)
+            return LastPenalty(self._criterion, found.divisor, found.learns_features)
         if not isinstance(self._body, Chain):
             raise NotStackable("with a penalty at earlier layers, it must be a chain of layers")
         shared = [(n_shared(m), m) for m in found.earlier.values() if n_shared(m)]

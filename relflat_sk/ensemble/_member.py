@@ -179,6 +179,8 @@ def _data_key(loader: Any) -> tuple[Any, ...]:
     for name, part in (("inputs", inputs), ("targets", targets)):
         if type(part) is not Tensor:
             raise NotStackable(f"its {name} are not one array, or have sample weights")
+    if not len(loader):
+        raise NotStackable("it has fewer samples than a batch, and drops them")
     size = min(int(loader.batch_size or 1), loader.n_rows)
     shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
     return loader.n_rows, size, bool(loader.drop_last), *shapes

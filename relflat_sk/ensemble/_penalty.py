@@ -27,11 +27,15 @@ class LastPenalty:
         A criterion whose curvature is known.
     divisor : float
         What each sample adds to the divisor of the criterion's mean.
+    learns_features : bool
+        Whether the features of the last layer depend on parameters. If not, the limit compares
+        gradients in the weight alone.
     """
 
-    def __init__(self, criterion: Criterion, divisor: float) -> None:
+    def __init__(self, criterion: Criterion, divisor: float, learns_features: bool) -> None:
         self.criterion = criterion
         self.divisor = divisor
+        self.learns_features = learns_features
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
         """Begin an epoch, which draws nothing.
@@ -85,7 +89,7 @@ class LastPenalty:
             share = torch.ones_like(loss.value)
         else:
             gain = self.criterion.gain(loss.value, z, target)
-            share = pairs.share(AT_LAST_LAYER * gain, limits)
+            share = pairs.share(AT_LAST_LAYER * gain, limits, self.learns_features)
         body.backward_from_last(*pairs.total(share.view(-1, 1, 1)))
         return torch.stack([loss.value, term.value, share])
 
@@ -115,7 +119,7 @@ class _Pairs:
         self._in_weight = torch.bmm(columns, phi).view(k, 2, d, m)
         self._in_weight.select(1, 1).baddbmm_(term.of_weight, term.rows)
 
-    def share(self, room: Tensor, limits: Tensor) -> Tensor:
+    def share(self, room: Tensor, limits: Tensor, learns_features: bool) -> Tensor:
         """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`.
 
         Parameters
@@ -124,6 +128,8 @@ class _Pairs:
             What a penalty may be at most, times the limit.
         limits : Tensor of shape (k,)
             The limits.
+        learns_features : bool
+            Whether the gradients in a shift and a gain of the features are compared as well.
 
         Returns
         -------
@@ -131,14 +137,11 @@ class _Pairs:
             At most 1.
         """
         norm = torch.linalg.vector_norm
-        shift, gains = self._in_phi.sum(1), (self._in_phi * self._phi.unsqueeze(2)).sum(1)
-        sizes = torch.stack([
-            torch.stack([room, self._term.value], 1),
-            norm(shift, dim=2),
-            norm(gains, dim=2),
-            norm(self._in_weight, dim=(2, 3)),
-        ])
-        of_loss, of_term = sizes.unbind(2)
+        sizes = [torch.stack([room, self._term.value], 1), norm(self._in_weight, dim=(2, 3))]
+        if learns_features:
+            shift, gains = self._in_phi.sum(1), (self._in_phi * self._phi.unsqueeze(2)).sum(1)
+            sizes += [norm(shift, dim=2), norm(gains, dim=2)]
+        of_loss, of_term = torch.stack(sizes).unbind(2)
         least = (of_loss / of_term).nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(0)
         return (limits * least).clamp_(0, 1)
 

@@ -43,6 +43,8 @@ class Probe:
         The penalised layers before the last one, with the number of their inputs.
     divisor : float, default=1.0
         What each sample adds to the divisor of the criterion's mean.
+    learns_features : bool, default=True
+        Whether the features of the last layer depend on parameters.
     """
 
     output: Tensor
@@ -51,6 +53,7 @@ class Probe:
     at_last: bool = True
     earlier: Mapping[str, int] = field(default_factory=dict)
     divisor: float = 1.0
+    learns_features: bool = True
 
 
 def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
@@ -120,6 +123,7 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         order[-1] in names,
         {record.name: record.check()[0].shape[-1] for record in earlier},
         float(each),
+        recorder[order[-1]].check()[0].requires_grad,
     )
 
 
