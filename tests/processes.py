@@ -9,6 +9,7 @@ import runpy
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -43,12 +44,21 @@ class Done:
     stderr: str
 
 
-def run_module(module, *arguments, timeout=1500, **variables):
+def run_module(module, *arguments, **variables):
     """Do what ``python -m module arguments`` does, in the root of the repository."""
+    return _run(partial(runpy.run_module, module, alter_sys=True), [module, *arguments], variables)
+
+
+def run_script(path, *arguments, folder=ROOT):
+    """Do what ``python path arguments`` does, in a folder."""
+    return _run(partial(runpy.run_path, str(path)), [path, *arguments], {}, folder)
+
+
+def _run(run, command, variables, at=ROOT, timeout=1500):
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = forkserver().Process(
-            target=_run, args=(module, list(map(str, arguments)), variables, outputs)
+            target=_execute, args=(run, list(map(str, command)), variables, at, outputs)
         )
         process.start()
         process.join(timeout)
@@ -58,15 +68,15 @@ def run_module(module, *arguments, timeout=1500, **variables):
         return Done(process.exitcode, *(path.read_text(encoding="utf-8") for path in outputs))
 
 
-def _run(module, arguments, variables, outputs):
+def _execute(run, command, variables, at, outputs):
     # the descriptors, not only `sys.stdout`: processes that this one starts write there, too
     for descriptor, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(variables)
-    os.chdir(ROOT)
+    os.chdir(at)
     sys.path.insert(0, str(ROOT))
-    sys.argv = [module, *arguments]
+    sys.argv = command
     # several threads only wait for each other where tests run side by side
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run(run_name="__main__")

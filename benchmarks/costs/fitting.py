@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -159,7 +159,8 @@ def main() -> int:
     rows = [["fit", "median ms", "ms per epoch", *header]]
     budgets = []
     problems = load_data()
-    for data in [data for data in problems if not arguments.quick or data.name == "digits"]:
+    measured = [replace(problems[2], epochs=1)] if arguments.quick else problems
+    for data in measured:
         ways = {name: partial(fit, data) for name, fit in METHODS.items()}
         times = interleave(ways, rounds)
         rows += _rows(data.name, times, data.epochs)

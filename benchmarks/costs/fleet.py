@@ -43,7 +43,7 @@ def main() -> int:
     if arguments.memory:
         print(_peak(arguments.memory))
         return 0
-    n = 4 if arguments.quick else FLEET
+    n = 2 if arguments.quick else FLEET
     rounds = 1 if arguments.quick else arguments.rounds
     problems = list(PROBLEMS)[1:2] if arguments.quick else list(PROBLEMS)
     print(f"Minima of {n} nets at a time, {rounds} rounds")

@@ -141,7 +141,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     usual = {"classes": 128_000, "features": 1024, "rounds": 5}
-    quick = {"classes": 5000, "features": 64, "rounds": 2}
+    quick = {"classes": 500, "features": 64, "rounds": 1}
     for name, value in (quick if arguments.quick else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

@@ -177,7 +177,7 @@ def _parse() -> argparse.Namespace:
     add_data_argument(parser)
     arguments = parser.parse_args()
     usual = {"n_samples": 5000, "epochs": 10, "rounds": 5, "probes": 8, "most": 192}
-    quick = {"n_samples": 256, "epochs": 1, "rounds": 2, "probes": 2, "most": 12}
+    quick = {"n_samples": 64, "epochs": 1, "rounds": 1, "probes": 2, "most": 12}
     for name, value in (quick if arguments.quick else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

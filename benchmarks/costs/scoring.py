@@ -122,7 +122,7 @@ def _parse() -> argparse.Namespace:
     add_data_argument(parser)
     arguments = parser.parse_args()
     usual = {"n_samples": 50_000, "n_dense": 4096, "rounds": 9}
-    quick = {"n_samples": 2048, "n_dense": 128, "rounds": 2}
+    quick = {"n_samples": 256, "n_dense": 16, "rounds": 1}
     for name, value in (quick if arguments.quick else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

@@ -139,8 +139,8 @@ class Steps:
 def main() -> int:
     """Measure, print, and return the exit code."""
     arguments = _parse()
-    steps = arguments.steps or (2 if arguments.quick else 300)
-    images, y = load_images(512 if arguments.quick else 12_800, arguments.data)
+    steps = arguments.steps or (1 if arguments.quick else 300)
+    images, y = load_images(2 * BATCH_SIZE if arguments.quick else 12_800, arguments.data)
     turn = min(TURN, steps)
     print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in turn")
     print(environment())

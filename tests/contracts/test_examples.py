@@ -1,12 +1,12 @@
 """The examples as a user runs them, the demo in its small version."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
@@ -25,13 +25,8 @@ def test_what_an_example_of_the_gallery_asserts_is_true(script):
 def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
     picture = tmp_path / "folder" / "minima.png"
     script = ROOT / "examples" / "rank_minima.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--quick", "--output", str(picture)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    run = run_script(script, "--quick", "--output", picture, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
     for expected in (
         "4 candidates on 600 digits, 1197 held out",
         "Minima, flattest first:",
@@ -50,12 +45,8 @@ def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
 
 def test_the_example_of_sharp_samples_prints_areas():
     script = ROOT / "examples" / "sharp_samples.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--epochs", "3", "6"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_script(script, "--epochs", "3", "6")
+    assert run.returncode == 0, run.stderr
     first, *_, header, fitted, loss, _margin, _first, last, _normalized = run.stdout.splitlines()
     assert first == "900 digits, 45 of them with a wrong label"
     assert header.split() == ["3", "epochs", "6", "epochs"]

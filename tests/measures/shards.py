@@ -1,8 +1,7 @@
-"""One of two processes with uneven shards of the data: ``python -m tests.measures.shards``."""
+"""One of two processes with uneven shards of the data."""
 
 import os
 import pickle
-import sys
 import warnings
 from pathlib import Path
 
@@ -156,7 +155,3 @@ def main(rank, folder):
     }
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(found))
     os._exit(0)  # threads of gloo can abort a process that ends under load
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -2,11 +2,7 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +24,7 @@ from relflat_sk.measures import evaluate
 from relflat_sk.measures._norms.margin import margin, sample_margins
 from relflat_sk.measures._norms.norms import NORM_MEASURES
 from relflat_sk.measures._norms.operator_norm import operator_norm
+from tests.processes import run_module
 from tests.rescaling.test_folding import used
 
 CE = nn.CrossEntropyLoss()
@@ -615,21 +612,7 @@ def test_the_network_stays_as_it_was(name, fails_at):
 @pytest.mark.slow
 def test_the_benchmark_compares_true_and_random_labels(tmp_path):
     picture = tmp_path / "norms.png"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.worth.random_labels",
-            "--quick",
-            "--figure",
-            str(picture),
-        ],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_module("benchmarks.worth.random_labels", "--quick", "--figure", picture)
     assert done.returncode == 0, done.stderr
     *_, budgets = done.stdout.strip().split("\n\n")
     lines = dict(line.split(", random / true") for line in budgets.splitlines())

@@ -1,10 +1,6 @@
 """Two processes with uneven parts of the data find the values of one process with all data."""
 
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +10,8 @@ from pandas.testing import assert_frame_equal
 from relflat_sk import relative_flatness
 from relflat_sk._random import draw_seeds
 from tests.measures import shards
+from tests.processes import forkserver
 
-ROOT = Path(__file__).parents[2]
 ALL = slice(None)
 RANKS = [0, 1]
 
@@ -23,19 +19,12 @@ RANKS = [0, 1]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    command = [sys.executable, "-m", "tests.measures.shards"]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in RANKS
-    ]
-    said = [process.communicate(timeout=300)[1] for process in running]
-    assert all(process.returncode == 0 for process in running), "\n".join(said)
+    running = [forkserver().Process(target=shards.main, args=(rank, folder)) for rank in RANKS]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    assert [process.exitcode for process in running] == [0, 0]
     return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in RANKS]
 
 

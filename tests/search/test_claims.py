@@ -343,32 +343,24 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     assert not study.trials
 
 
-KILLED = """
-import os, signal, sys
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
-from relflat_sk import FlatMinimaSearch
+def search_and_die(storage):
+    fit = LogisticRegression.fit
 
-fit = LogisticRegression.fit
+    def fit_or_die(self, X, y):
+        if self.C == 0.1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fit(self, X, y)
 
-def fit_or_die(self, X, y):
-    if self.C == 0.1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return fit(self, X, y)
-
-LogisticRegression.fit = fit_or_die  # of the same class as in the search that goes on
-FlatMinimaSearch(
-    LogisticRegression(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
-    storage=sys.argv[1], study_name="sweep",
-).fit(*load_iris(return_X_y=True))
-"""
+    LogisticRegression.fit = fit_or_die  # of the same class as in the search that goes on
+    logistic(storage=storage, study_name="sweep").fit(X, Y)
 
 
-@pytest.mark.slow
 def test_a_killed_trial_is_trained_again(tmp_path):
     storage = STORAGES["sqlite"](tmp_path)
-    died = subprocess.run([sys.executable, "-c", KILLED, storage], check=False)
-    assert died.returncode == -signal.SIGKILL
+    process = forkserver().Process(target=search_and_die, args=(storage,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert states(optuna.load_study(study_name="sweep", storage=storage)) == ["COMPLETE", "RUNNING"]
     search = logistic(storage=storage, study_name="sweep").fit(X, Y)
     assert sorted(search.minima_["param_C"]) == C

@@ -316,7 +316,7 @@ def test_two_versions_on_one_study(make_storage, record):
 
 # -- many at once ------------------------------------------------------------------------------
 
-N_PROCESSES = 50
+N_PROCESSES = 16
 
 
 def work(make_storage, barrier):

@@ -3,11 +3,8 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -30,6 +27,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.search._provide import OF_FLEETS
+from tests.processes import forkserver
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
@@ -155,14 +153,14 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path, ctrl_c):
 
 
 class Waits(Callback):
-    """Waits in the training of some candidates until a file exists."""
+    """Waits in the training of some candidates, unless a file exists."""
 
     def __init__(self, folder):
         self.folder = folder
 
     def on_epoch_end(self, net, **kwargs):
         if net.lr == 0.03 and len(net.history) == 3 and not (self.folder / "go").exists():
-            print("waits", flush=True)
+            (self.folder / "waits").touch()
             time.sleep(600)
 
 
@@ -171,22 +169,20 @@ def make_waiting_search(folder):
     return make_search(net, storage=f"sqlite:///{folder / 'minima.db'}", study_name="fleet")
 
 
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from tests.search.test_fleet import X, make_waiting_search, y
-make_waiting_search(Path(sys.argv[1])).fit(X, y)
-"""
+def search_waiting(folder):
+    make_waiting_search(folder).fit(X, y)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="dead processes are found on posix")
 def test_a_killed_process_loses_nothing(tmp_path):
-    command = [sys.executable, "-c", KILLED, tmp_path, Path(__file__).parents[2]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "waits\n"
-        process.kill()
+    process = forkserver().Process(target=search_waiting, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "waits").exists():
+        assert process.exitcode is None
+        time.sleep(0.05)
+    process.kill()
+    process.join()
     study = optuna.load_study(study_name="fleet", storage=f"sqlite:///{tmp_path / 'minima.db'}")
     assert len(study.get_trials(states=(TrialState.RUNNING,))) == 5
     (tmp_path / "go").touch()

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,11 +16,11 @@ from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
 from relflat_sk.search._sharing.processes import is_gone
-from tests.processes import forkserver
+from tests.processes import forkserver, run_module
 from tests.search.storages import sqlite
 
-N_TRIALS = 200
-EVERY = 20  # finished trials between two kills
+N_TRIALS = 80
+EVERY = 10  # finished trials between two kills
 N_KILLS = N_TRIALS // EVERY - 2  # there is enough left to do after the last one
 SPACES = {
     "grid": {"C": np.geomspace(0.01, 1.0, N_TRIALS).tolist()},
@@ -93,25 +91,27 @@ def test_two_processes_one_of_which_is_killed(make_storage, space):
     assert len(table) == N_TRIALS
 
 
-ORPHANS = """
-import sys, time
-from pathlib import Path
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
-from relflat_sk import FlatMinimaSearch
-
 class Waits(LogisticRegression):
+    """Trains once a file exists, which an environment variable names."""
+
     def fit(self, X, y):
-        while not Path(sys.argv[1], "go").exists():
+        while not Path(os.environ["WAIT_FOR"]).exists():
             time.sleep(0.1)
         return super().fit(X, y)
 
-storage = f"sqlite:///{sys.argv[1]}/minima.db"
-space = {"C": [0.01, 0.1, 1.0, 10.0]}
-FlatMinimaSearch(
-    Waits(max_iter=1000), space, n_jobs=2, storage=storage, study_name="sweep", random_state=0
-).fit(*load_iris(return_X_y=True))
-"""
+
+def search_waiting(folder, n_jobs):
+    os.environ["WAIT_FOR"] = str(folder / "go")
+    FlatMinimaSearch(
+        Waits(max_iter=1000),
+        {"C": [0.01, 0.1, 1.0, 10.0]},
+        n_jobs=n_jobs,
+        depth_band=None,  # C determines the depth
+        refit=False,
+        storage=sqlite(folder),
+        study_name="sweep",
+        random_state=0,
+    ).fit(*load_iris(return_X_y=True))
 
 
 def wait_until(condition):
@@ -125,20 +125,20 @@ def wait_until(condition):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers notice the end of their parent on posix")
-def test_workers_end_with_the_main_process(tmp_path):
+def test_workers_end_with_the_main_process(tmp_path, monkeypatch):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    script = tmp_path / "script.py"
-    script.write_text(ORPHANS, encoding="utf-8")
     study = optuna.create_study(storage=sqlite(tmp_path), study_name="sweep")
-    main = subprocess.Popen([sys.executable, script, tmp_path])
+    main = forkserver().Process(target=search_waiting, args=(tmp_path, 2))
+    main.start()
     wait_until(lambda: len(study.get_trials(states=(TrialState.RUNNING,))) == 2)
     workers = [trial.user_attrs["process"] for trial in study.trials]
     assert main.pid not in [process_id for _, process_id, _, _ in workers]
     main.kill()
-    main.wait()
+    main.join()
     wait_until(lambda: all(map(is_gone, workers)))
     (tmp_path / "go").touch()  # the candidates of the workers are free, and train at once
-    subprocess.run([sys.executable, script, tmp_path], check=True)
+    monkeypatch.setenv("WAIT_FOR", "")  # set by the search, and given back
+    search_waiting(tmp_path, 1)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
     assert sorted(trial.params["C"] for trial in complete) == [0.01, 0.1, 1.0, 10.0]
 
@@ -147,14 +147,7 @@ def test_workers_end_with_the_main_process(tmp_path):
 @pytest.mark.parametrize("url", [False, True])
 def test_quick_run_of_the_benchmark(tmp_path, url):
     other = ["--url", sqlite(tmp_path)] if url else []
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.costs.search", "--quick", *other],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_module("benchmarks.costs.search", "--quick", *other)
     assert done.returncode == 0, done.stderr
     *_, budgets = done.stdout.strip().split("\n\n")
     values = dict(line.split(": ", 1) for line in budgets.splitlines())

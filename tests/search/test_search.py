@@ -3,8 +3,6 @@
 import copy
 import pickle
 import signal
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -48,6 +46,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.search._trial import watching
+from tests.processes import run_script
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -585,25 +584,6 @@ def test_draws_go_on_as_they_would_have(tmp_path):
     assert resumed.minima_["param_C"].nunique() == 12
 
 
-KILLED = """
-import os, signal, sys
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
-from relflat_sk import FlatMinimaSearch
-
-class Dies(LogisticRegression):
-    def fit(self, X, y):
-        if self.C == 0.1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().fit(X, y)
-
-FlatMinimaSearch(
-    Dies(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
-    storage=sys.argv[1], study_name="sweep",
-).fit(*load_iris(return_X_y=True))
-"""
-
-
 @pytest.mark.parametrize(
     ("search", "data", "match"),
     [
@@ -678,44 +658,44 @@ def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
     assert len(search.minima_) == 4
 
 
-PRESS = """
-def press_when_one_is_finished(storage):
-    import time
-    import optuna
+CTRL_C = """
+import os, signal, sys, time
+import optuna
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from relflat_sk import FlatMinimaSearch
+
+def press_when_one_is_finished():
     study = optuna.load_study(study_name="sweep", storage=storage)
     while not any(trial.state.name == "COMPLETE" for trial in study.trials):
         time.sleep(0.1)
     os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(60)  # ended by the parent
 
+class Presses(LogisticRegression):
+    def fit(self, X, y):
+        if self.C == 0.1:
+            press_when_one_is_finished()
+        if self.C >= 0.1:
+            time.sleep(60)  # ended by the parent
+        return super().fit(X, y)
 
+storage = sys.argv[1]
+# a process started in the background may have been told to ignore Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)
+search = FlatMinimaSearch(
+    Presses(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
+    storage=storage, study_name="sweep", n_jobs=2,
+).fit(*load_iris(return_X_y=True))
+assert search.minima_["param_C"].tolist() == [0.01], search.minima_
 """
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_processes_too(tmp_path):
     storage = f"sqlite:///{tmp_path / 'minima.db'}"
-    # Ctrl-C once the other process has finished its candidate, however slow the machine
-    press = f"press_when_one_is_finished({storage!r})"
-    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", press)
-    code = code.replace('study_name="sweep"', 'study_name="sweep", n_jobs=2')
-    code = code.replace("class ", PRESS + "class ", 1)
-    # a process started in the background may have been told to ignore Ctrl-C
-    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code = code.replace(
-        "return super().fit",
-        "import time; time.sleep(60 if self.C >= 0.1 else 0)\n        return super().fit",
-    )
-    code = code.replace("FlatMinimaSearch(\n", f"{listen}search = FlatMinimaSearch(\n") + (
-        "assert search.minima_['param_C'].tolist() == [0.01], search.minima_\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, storage],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    script = tmp_path / "script.py"
+    script.write_text(CTRL_C, encoding="utf-8")
+    ended = run_script(script, storage)
     assert ended.returncode == 0, ended.stderr
     assert "interrupted: the search ends with the 1 candidates" in ended.stderr
     states = [t.state for t in optuna.load_study(study_name="sweep", storage=storage).trials]
