@@ -7,16 +7,21 @@ from os import cpu_count
 
 import torch
 
+from relflat_sk import __version__
+
 
 def _describe() -> str:
     """Return versions, devices, and for each extra whether its packages are installed."""
     rows = {
-        "relflat_sk": version("relflat_sk"),
+        "relflat_sk": __version__,
         "Python": f"{platform.python_version()}, {platform.platform()}",
         "cores": f"{cpu_count()}, {torch.get_num_threads()} threads of torch",
         "devices": ", ".join(_devices()),
     }
-    for extra, names in _requirements().items():
+    requirements = _requirements()
+    if not requirements:
+        rows["required"] = "unknown, because relflat_sk is imported but not installed"
+    for extra, names in requirements.items():
         title = f"extra {extra!r}" if extra else "required"
         rows[title] = ", ".join(f"{name} {_installed(name)}" for name in names)
     return "\n".join(f"{title}: {text}" for title, text in rows.items())
@@ -30,8 +35,12 @@ def _devices() -> list[str]:
 
 def _requirements() -> dict[str, list[str]]:
     """Return the names of the required packages (under "") and of those of each extra."""
+    try:
+        lines = requires("relflat_sk") or []
+    except PackageNotFoundError:  # a folder of sources that nobody installed
+        return {}
     found: dict[str, list[str]] = {"": []}
-    for line in requires("relflat_sk") or []:
+    for line in lines:
         name = re.match(r"[\w.-]+", line)
         extra = re.search(r"extra == ['\"](.+?)['\"]", line)
         if name:

@@ -4,7 +4,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
@@ -12,6 +14,8 @@ __all__ = [
     "constant",
     "full_precision",
     "inverse_spread",
+    "native",
+    "native_type",
     "read_numbers",
     "safe_root",
     "varies",
@@ -79,6 +83,39 @@ def full_precision(tensor: Tensor) -> Tensor:
         With its graph.
     """
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of a type that torch knows.
+
+    Parameters
+    ----------
+    array : ndarray of any shape
+        Numbers.
+
+    Returns
+    -------
+    ndarray of the same shape
+        The same numbers, see `native_type`. No copy if nothing has to change.
+    """
+    return array.astype(native_type(array.dtype), copy=False)
+
+
+def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a type of numbers that torch knows, and that holds those of another type.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        A type of numbers.
+
+    Returns
+    -------
+    numpy.dtype
+        In the machine's byte order; float64 for extended precision, because no network computes
+        in a more precise type.
+    """
+    return np.dtype(np.float64) if dtype.char == "g" else dtype.newbyteorder("=")
 
 
 def read_numbers(*tensors: Tensor) -> list[float]:

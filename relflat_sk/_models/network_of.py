@@ -5,6 +5,7 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 """
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import _check_feature_names, check_is_fitted
 from skorch import NeuralNet
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -149,11 +150,7 @@ def joined(
         if processes.are_several:
             # data parallelism leaves each process running statistics of its own in batch norm
             named = chain(network.module.named_parameters(), network.module.named_buffers())
-            held = [
-                (name, repr(float(tensor.detach().double().sum())))
-                for name, tensor in named
-                if tensor.is_floating_point()
-            ]
+            held = [(name, _digest(tensor)) for name, tensor in named if tensor.is_floating_point()]
             if any(other != held for other in processes.gather(held)):
                 raise ValueError(
                     "the processes of process_group hold models with different weights or buffers, "
@@ -161,6 +158,12 @@ def joined(
                     "all of them. Load the same state_dict in each process."
                 )
         yield replace(network, processes=processes)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's numbers, in their order."""
+    numbers = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data
+    return hashlib.sha256(numbers).hexdigest()
 
 
 @to_network.register

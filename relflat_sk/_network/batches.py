@@ -27,6 +27,7 @@ from relflat_sk._network.row_source import (
     is_row_source,
     mapped_file,
 )
+from relflat_sk._numerics import native
 
 __all__ = [
     "Batch",
@@ -286,8 +287,7 @@ def _take(X: Any, rows: slice) -> Any:
     part: Any = copy_rows(X, rows) if mapped_file(X) is not None else X[rows]
     if isinstance(part, Tensor):
         return part.clone() if part.is_inference() else part.detach()
-    if issparse(part):
-        part = part.toarray()
+    part = native(part.toarray() if issparse(part) else part)
     # torch shares memory with writeable arrays only, and not with reversed ones
     usable = part.flags.writeable and all(step >= 0 for step in part.strides)
     return torch.from_numpy(part if usable else part.copy())

@@ -35,6 +35,7 @@ class Processes:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self._is_exchanging = False
 
     @property
     def rank(self) -> int:
@@ -64,7 +65,8 @@ class Processes:
         self._meet(f"sum of shape {tuple(values.shape)}")
         # a copy on the device whose memory the group's backend can send
         total = values.detach().to(self._device(), copy=True).contiguous()
-        dist.all_reduce(total, group=self._group)
+        with self._exchanging():
+            dist.all_reduce(total, group=self._group)
         return total.to(values.device)
 
     def sum_numbers(self, *numbers: float) -> list[float]:
@@ -172,8 +174,10 @@ class Processes:
             yield
         except OtherProcessError:
             raise
-        except Exception as error:
-            self._exchange("failed", f"{type(error).__name__}: {error}")
+        except (Exception, KeyboardInterrupt) as error:
+            # in the middle of an exchange, others would take this one for its end
+            if not self._is_exchanging:
+                self._exchange("failed", f"{type(error).__name__}: {error}")
             raise
         self._meet("end")
 
@@ -194,8 +198,16 @@ class Processes:
     def _exchange(self, step: str, value: Any) -> list[tuple[str, Any]]:
         """Collect what every process is about to do."""
         said: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(said, (step, value), group=self._group)
+        with self._exchanging():
+            dist.all_gather_object(said, (step, value), group=self._group)
         return said
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Remember an exchange that did not end, such as by Ctrl-C."""
+        self._is_exchanging = True
+        yield
+        self._is_exchanging = False
 
     def _device(self) -> torch.device:
         on_cuda = dist.get_backend(self._group) == "nccl"

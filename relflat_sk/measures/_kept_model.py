@@ -65,7 +65,7 @@ def _kept_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept_attributes(estimator: Any) -> Iterator[None]:
-    """Restore what `fit` has set, for estimators of scikit-learn."""
+    """Restore what `fit` has set, for estimators of scikit-learn; optimizers are private there."""
     before = copy.deepcopy(_fitted_attributes(estimator))
     try:
         yield
@@ -78,4 +78,8 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 
 
 def _fitted_attributes(estimator: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(estimator).items() if name.endswith("_")}
+    return {
+        name: value
+        for name, value in vars(estimator).items()
+        if name.startswith("_") or name.endswith("_")
+    }

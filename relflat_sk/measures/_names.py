@@ -170,7 +170,8 @@ def find_measure(measure: Any) -> str:
     if not callable(measure):
         raise ValueError(
             f"there is no measure {measure!r}; choose from {get_measure_names()}, or pass a "
-            "function of model, X and y."
+            "function of model, X and y. Only the process that called register_measure knows the "
+            "name: where workers take it from a grid of parameters, put the function there."
         )
     name = getattr(measure, "__name__", type(measure).__name__)
     _check_free(name)
@@ -252,7 +253,8 @@ def hold_functions(measures: Any) -> Any:
     if isinstance(measures, str):
         return _REGISTERED.get(measures, measures)
     if isinstance(measures, list | tuple):
-        return type(measures)(map(hold_functions, measures))
+        held = map(hold_functions, measures)
+        return tuple(held) if isinstance(measures, tuple) else list(held)  # a namedtuple, too
     return measures
 
 

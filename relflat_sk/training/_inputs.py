@@ -20,6 +20,7 @@ from relflat_sk._network import (
     is_row_source,
     mapped_file,
 )
+from relflat_sk._numerics import native, native_type
 
 __all__ = ["check_inputs", "check_stream", "with_sizes"]
 
@@ -68,7 +69,8 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         X = _check_array(net, X, reset)
     if reset:
         net.n_inputs_ = int(np.prod(X.shape[1:]))
-        net.is_double_ = X.dtype in (np.float64, torch.float64)
+        dtype = X.dtype if isinstance(X, Tensor) else native_type(X.dtype)
+        net.is_double_ = dtype in (np.float64, torch.float64)
     return X
 
 
@@ -78,9 +80,11 @@ def _check_array(net: Any, X: Any, reset: bool) -> Any:
         net, X, reset=reset, dtype="numeric", accept_sparse="csr", allow_nd=True, order="C"
     )
     if issparse(X):
-        return csr_matrix(X)  # skorch's data set takes no rows of a csr_array
+        # skorch's data set takes no rows of a csr_array
+        return csr_matrix(X.astype(native_type(X.dtype), copy=False))
     if X.dtype == object:  # as scikit-learn 1.6 returns a frame with a category of numbers
         X = check_array(X, dtype=np.float64, allow_nd=True, order="C")
+    X = native(X)
     if not X.flags.writeable and mapped_file(X) is None:  # torch warns of them
         return X.copy()
     return X
@@ -159,9 +163,15 @@ def _check_parts(X: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Check several inputs; those on disk become sources of rows."""
     for part in X.values():
         _check_finite(part)
-    if not any(map(is_row_source, X.values())):
-        return X
-    return {name: as_row_source(x) if is_row_source(x) else x for name, x in X.items()}
+    parts = {name: _readable(part) for name, part in X.items()}
+    return X if all(part is X[name] for name, part in parts.items()) else parts
+
+
+def _readable(part: Any) -> Any:
+    """Return one of several inputs as a source of rows, or as numbers that torch knows."""
+    if is_row_source(part):
+        return as_row_source(part)
+    return native(part) if isinstance(part, np.ndarray) else part
 
 
 def _check_shape(net: Any, X: Tensor | RowSource, reset: bool) -> None:

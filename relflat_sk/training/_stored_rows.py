@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relflat_sk._network import RowSource, check_finite
+from relflat_sk._numerics import native
 
 __all__ = ["StoredRows"]
 
@@ -90,7 +91,7 @@ class StoredRows:
         """
         numbers = rows.numpy()
         found = self._source[numbers] if self._size is None else self._from_chunks(numbers)
-        tensor = torch.from_numpy(found)
+        tensor = torch.from_numpy(native(found))
         check_finite(tensor)
         return tensor
 

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,16 @@ def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.setattr(command, "requires", lambda name: lines)
     assert command._requirements() == {"": ["numpy"], "more": ["no-such-package"]}
     assert "extra 'more': no-such-package (not installed)" in command._describe()
+
+
+def test_sources_that_are_not_installed_have_a_version(monkeypatch):
+    def requires(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(command, "requires", requires)
+    lines = command._describe().splitlines()
+    assert lines[0] == f"relflat_sk: {relflat_sk.__version__}"
+    assert lines[-1] == "required: unknown, because relflat_sk is imported but not installed"
 
 
 @pytest.mark.parametrize("file", ["CITATION.cff", "recipe/recipe.yaml"])

@@ -82,7 +82,7 @@ def drawn(rows, seed, **params):
 def error(call):
     try:
         call()
-    except Exception as caught:
+    except (Exception, KeyboardInterrupt) as caught:
         return f"{type(caught).__name__}: {caught}"
     return "none"
 
@@ -93,6 +93,11 @@ def errors(rank):
     other = network("relu")
     with torch.no_grad():
         other[0].bias += rank
+    permuted = network("relu")
+    with torch.no_grad():
+        permuted[0].weight.copy_(torch.arange(30).reshape(5, 6))
+        if rank:
+            permuted[0].weight.copy_(permuted[0].weight.flip(0))
     normed = nn.Sequential(network("relu"), nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double())
     with torch.no_grad():
         for parameter in normed.parameters():
@@ -103,6 +108,7 @@ def errors(rank):
     return {
         "one process": error(lambda: relative_flatness(network("relu"), X[rows], broken, **world)),
         "weights": error(lambda: relative_flatness(other, X[rows], Y[rows], **world)),
+        "permuted": error(lambda: relative_flatness(permuted, X[rows], Y[rows], **world)),
         "buffers": error(lambda: relative_flatness(normed, X[rows], Y[rows], **world)),
         "empty": error(lambda: relative_flatness(network("relu"), X[none], Y[none], **world)),
         "terms": error(
@@ -114,10 +120,27 @@ def errors(rank):
                 ["l2_norm", "fisher_rao_norm"][rank], network("relu"), X[rows], Y[rows], **world
             )
         ),
+        "ctrl-c": error(
+            lambda: relative_flatness(Interrupted(rank), X[rows], Y[rows], layer="last", **world)
+        ),
         "kind": error(lambda: relative_flatness(network("relu"), X, Y, process_group=3)),
         "outside": error(lambda: relative_flatness(network("relu"), X, Y, process_group=part)),
         "afterwards": relative_flatness(network("relu"), X[rows], Y[rows], **world),
     }
+
+
+class Interrupted(nn.Module):
+    """Ctrl-C comes while the second process runs its network."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.last = nn.Linear(6, 3).double()
+        self.rank = rank
+
+    def forward(self, x):
+        if self.rank:
+            raise KeyboardInterrupt
+        return self.last(x)
 
 
 def own_measure(model, X, y):

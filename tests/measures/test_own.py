@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import optuna
@@ -13,7 +14,8 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import cross_validate
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
@@ -37,7 +39,7 @@ from relflat_sk import (
 )
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import evaluate, measure_network
-from relflat_sk.measures._names import _REGISTERED, find_measure
+from relflat_sk.measures._names import _REGISTERED, find_measure, hold_functions
 from relflat_sk.measures._own import TAKEN, OwnMeasure
 
 X, Y = load_iris(return_X_y=True)
@@ -184,6 +186,18 @@ def test_names_hold_their_function_in_other_processes():
     assert study.best_value == search.minima_["coefficients"].item()
 
 
+class Pair(NamedTuple):
+    first: str
+    second: str
+
+
+def test_names_of_a_tuple_hold_their_functions():
+    register_measure("coefficients", size_of_weights)
+    held = hold_functions(Pair("coefficients", "relative_flatness"))
+    assert held == ("coefficients", "relative_flatness")
+    assert [type(name) for name in held] == [OwnMeasure, str]
+
+
 def test_names_of_functions_that_pickle_does_not_find():
     offset = 2.0
     register_measure("offset", lambda model, X, y: offset + len(X))
@@ -300,6 +314,25 @@ def test_the_model_is_restored():
     assert not hasattr(model, "note_")
 
 
+def test_training_goes_on_as_if_nothing_had_been_measured():
+    """An MLP holds its optimizer and its random numbers in private attributes."""
+
+    def trains(model, X, y):
+        model.partial_fit(X, y)
+        model._note = "not there before"
+        return 1.0
+
+    model, other = (
+        MLPClassifier((4,), random_state=0).partial_fit(X, Y, classes=[0, 1, 2]) for _ in range(2)
+    )
+    measure(trains, model, X, Y)
+    assert not hasattr(model, "_note")
+    for one in (model, other):
+        one.partial_fit(X, Y)
+    for weights, expected in zip(model.coefs_, other.coefs_, strict=True):
+        np.testing.assert_array_equal(weights, expected)
+
+
 def test_a_measure_that_is_nan_is_no_sign_of_divergence():
     with pytest.warns(FlatnessWarning, match="cannot be scored: the measure 'own' is nan. With"):
         assert np.isnan(FlatnessScorer(returns(np.nan))(MODEL, X, Y))
@@ -319,6 +352,17 @@ def returns(value):
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(TypeError, match="the measure 'own' must return a number, or a pair"):
         measure(returns(value), MODEL, X, Y)
+
+
+def test_a_name_that_workers_do_not_know_is_explained():
+    with pytest.raises(ValueError, match="there is no measure 'mine'.* put the function there"):
+        find_measure("mine")
+
+
+def test_functions_in_a_grid_reach_workers():
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]}, depth_band=None)
+    grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)
+    assert "size_of_weights" in grid.best_estimator_.minima_
 
 
 def test_errors():

@@ -8,6 +8,7 @@ from numpy.testing import assert_allclose
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import relative_flatness
+from relflat_sk._network import processes
 from relflat_sk._random import draw_seeds
 from tests.measures import shards
 from tests.processes import forkserver
@@ -86,6 +87,7 @@ def test_a_group_and_a_module_of_data_parallelism(found, rank):
             "ValueError: y contains NaN or infinity.",
         ),
         ("weights", "ValueError: the processes of process_group hold models with different", None),
+        ("permuted", "ValueError: the processes of process_group hold models with different", None),
         ("buffers", "ValueError: the processes of process_group hold models with different", None),
         (
             "empty",
@@ -100,10 +102,18 @@ def test_a_group_and_a_module_of_data_parallelism(found, rank):
             "the step 'begin of fisher_rao_norm', this one at 'begin of l2_norm'",
             "OtherProcessError: the processes of the group do different things: process 0",
         ),
+        (
+            "ctrl-c",
+            "OtherProcessError: process 1 of the group has failed: KeyboardInterrupt",
+            "KeyboardInterrupt",
+        ),
         ("kind", "TypeError: process_group must be a group of torch.distributed, 'world' or", None),
         ("outside", None, "ValueError: process_group is a group that the calling process does"),
     ],
-    ids=["one process", "weights", "buffers", "empty", "terms", "own", "order", "kind", "outside"],
+    ids=[
+        *["one process", "weights", "permuted", "buffers", "empty", "terms", "own", "order"],
+        *["ctrl-c", "kind", "outside"],
+    ],
 )
 def test_errors_reach_all_processes(found, what, first, second):
     said = [one["errors"][what] for one in found]
@@ -111,6 +121,22 @@ def test_errors_reach_all_processes(found, what, first, second):
         assert said[0].startswith(first)
     if second is not None or first is not None:
         assert said[1].startswith(second or first)
+
+
+def test_after_an_exchange_that_was_interrupted_there_is_no_other(monkeypatch):
+    """The others are in its middle, and would take what comes for its end."""
+    exchanged = []
+
+    def interrupted(found, value, group):
+        exchanged.append(value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(processes.dist, "all_gather_object", interrupted)
+    several = processes.Processes("group")
+    with pytest.raises(KeyboardInterrupt), several.together():
+        several.begin("a task")
+    assert exchanged == [("begin of a task", None)]
 
 
 def test_a_group_is_needed():
