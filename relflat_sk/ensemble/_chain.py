@@ -6,7 +6,7 @@ linear layers and activations is known, and goes to arrays that are there alread
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,10 +191,11 @@ def _layers(module: nn.Module, name: str) -> list[tuple[str, Any]]:
     """List the layers of nested sequences; None for what is no sequence."""
     if type(module).forward is not nn.Sequential.forward:
         return [(name, module if not module._modules else None)]
+    # `named_children` would leave out the second place of an activation that is used twice
     return [
         layer
-        for child, part in module.named_children()
-        for layer in _layers(part, _join(name, child))
+        for child, part in module._modules.items()
+        for layer in _layers(cast(nn.Module, part), _join(name, child))
     ]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._stackable import NotStackable
 
 __all__ = ["Masks"]
 
@@ -27,6 +28,11 @@ class Masks:
         Its `dropout` are the layers that get masks.
     inputs : Tensor of shape (n, ...)
         A batch of one network, of the largest size.
+
+    Raises
+    ------
+    NotStackable
+        If a pass does not use each layer of dropout once, with a mask.
     """
 
     def __init__(self, module: nn.Module, body: Any, inputs: Tensor) -> None:
@@ -38,10 +44,11 @@ class Masks:
 
     def _find_shapes(self, module: nn.Module, inputs: Tensor) -> None:
         """Run the network once, and hold an array of each mask's shape."""
-        hooks = []
+        hooks, uses = [], []
         for name in self._layers:
 
             def note(part: Any, args: Any, output: Any, name: str = name) -> None:
+                uses.append(name)
                 self._shapes[name] = torch.empty_like(output)
 
             hooks.append(module.get_submodule(name).register_forward_hook(note))
@@ -49,6 +56,8 @@ class Masks:
             module(inputs)
         for hook in hooks:
             hook.remove()
+        if sorted(uses) != sorted(self._layers):
+            raise NotStackable("its network does not use each layer of dropout once")
 
     def ones(self) -> None:
         """Give all layers masks of ones, of a single network."""

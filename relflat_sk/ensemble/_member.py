@@ -198,7 +198,7 @@ def _module_key(module: Any) -> tuple[Any, ...]:
         return (_Same(module),)
     parts = [
         (name, type(part), part.extra_repr(), _attributes(part))
-        for name, part in module.named_modules()
+        for name, part in module.named_modules(remove_duplicate=False)
     ]
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype, tensor.device)

@@ -32,12 +32,12 @@ OPTIMIZERS = {
 
 
 class Chain(nn.Sequential):
-    """Linear layers of the given widths with activations between them, in float64."""
+    """Linear layers of the given widths, in float64, with activations or the same one between."""
 
-    def __init__(self, widths, activation, bias):
-        layers = []
+    def __init__(self, widths, activation, bias, same):
+        layers, one = [], activation()
         for n_in, n_out in pairwise(widths):
-            layers += [nn.Linear(n_in, n_out, bias=bias), activation()]
+            layers += [nn.Linear(n_in, n_out, bias=bias), one if same else activation()]
         super().__init__(*layers[:-1])
         self.double()
 
@@ -61,6 +61,7 @@ def task(kind, n):
     widths=st.lists(st.integers(1, 6), max_size=3),
     activation=st.sampled_from([nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.GELU, nn.Identity]),
     bias=st.booleans(),
+    same=st.booleans(),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     layer=st.sampled_from([-1, 0, "all"]),
     weight=st.sampled_from([0.0, 0.1, 10.0]),
@@ -72,16 +73,16 @@ def task(kind, n):
 )
 # a single layer, and a last batch of one sample: the limit has no features to compare
 @example(
-    kind="classes", n=15, widths=[], activation=nn.ReLU, bias=True, optimizer="SGD", layer=-1,
-    weight=10.0, clip=0.1, batch_size=7, shuffle=True, drop_last=False, split=False,
+    kind="classes", n=15, widths=[], activation=nn.ReLU, bias=True, same=True, optimizer="SGD",
+    layer=-1, weight=10.0, clip=0.1, batch_size=7, shuffle=True, drop_last=False, split=False,
 )  # fmt: skip
 # an epoch without a batch
 @example(
-    kind="classes", n=15, widths=[5], activation=nn.ReLU, bias=True, optimizer="SGD", layer=-1,
-    weight=0.1, clip=None, batch_size=64, shuffle=True, drop_last=True, split=False,
+    kind="classes", n=15, widths=[5], activation=nn.ReLU, bias=True, same=True, optimizer="SGD",
+    layer=-1, weight=0.1, clip=None, batch_size=64, shuffle=True, drop_last=True, split=False,
 )  # fmt: skip
 def test_formulas_train_as_autograd_does(
-    kind, n, widths, activation, bias, optimizer, layer, weight, clip, batch_size, shuffle,
+    kind, n, widths, activation, bias, same, optimizer, layer, weight, clip, batch_size, shuffle,
     drop_last, split,
 ):  # fmt: skip
     net = NETS[kind](
@@ -89,6 +90,7 @@ def test_formulas_train_as_autograd_does(
         module__widths=[4, *widths, N_OUTPUTS[kind]],
         module__activation=activation,
         module__bias=bias,
+        module__same=same,
         lr=0.01,
         **OPTIMIZERS[optimizer],
         flatness_layer=layer,

@@ -261,6 +261,24 @@ class Configured(MLP):
         return super().forward(self.act(x * self.scales[0]))
 
 
+class Ordered(nn.Sequential):
+    """Uses one of two activations twice."""
+
+    def __init__(self, n_features, n_outputs, kind=nn.Tanh):
+        found = {nn.Tanh: nn.Tanh(), nn.ReLU: nn.ReLU()}
+        activations = found[nn.Tanh], found[nn.ReLU], found[kind]
+        layers = [part for one in activations for part in (nn.Linear(n_features, n_features), one)]
+        super().__init__(*layers, nn.Linear(n_features, n_outputs))
+        self.double()
+
+
+def test_networks_with_an_activation_in_other_places_are_of_other_groups():
+    nets = classifiers(4, module=Ordered, flatness_weight=0, max_epochs=3)
+    for i, net in enumerate(nets):
+        net.set_params(module__kind=[nn.Tanh, nn.ReLU][i % 2])
+    compare(nets)
+
+
 def test_networks_with_other_attributes_are_of_other_groups():
     nets = classifiers(6, module=Configured, flatness_weight=0, max_epochs=3)
     for i, net in enumerate(nets):
@@ -417,7 +435,18 @@ class Residual(nn.Module):
         return self.last(x + torch.relu(self.first(x)))
 
 
+class DropsTwice(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.dropout, self.last = nn.Dropout(0.5), nn.Linear(n_features, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.dropout(self.dropout(x)))
+
+
 REASONS = {
+    "its network does not use each layer of dropout once": {"module": DropsTwice},
     "its callback GradientNormClipping is called in each step": {
         "callbacks": [GradientNormClipping(1.0)]
     },
