@@ -24,9 +24,7 @@ __all__ = ["Budget", "Ratio", "environment", "interleave", "ratio", "table", "ve
 Times = dict[str, list[float]]
 
 
-def interleave(
-    ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1, turn: int = 1
-) -> Times:
+def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> Times:
     """Time every way in each round, in an order that is drawn anew for each round.
 
     A run leaves its own data in the caches of the processor. In a fixed order, the same way
@@ -40,8 +38,6 @@ def interleave(
         Number of timed rounds.
     warmup : int, default=1
         Number of rounds before them that are not timed.
-    turn : int, default=1
-        Number of runs in a row of each way in a round.
 
     Returns
     -------
@@ -56,12 +52,11 @@ def interleave(
         for done in range(-warmup, rounds):
             generator.shuffle(order)
             for name in order:
-                for _ in range(turn):
-                    start = time.perf_counter()
-                    ways[name]()
-                    seconds = time.perf_counter() - start
-                    if done >= 0:
-                        times[name].append(seconds)
+                start = time.perf_counter()
+                ways[name]()
+                seconds = time.perf_counter() - start
+                if done >= 0:
+                    times[name].append(seconds)
             if rounds <= 100:
                 gc.collect()
     finally:

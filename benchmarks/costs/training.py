@@ -3,7 +3,8 @@
 Each time is divided by two others: by that of the same net with a penalty weight of zero, to
 which the budgets refer, and by that of skorch's own classifier, which has no penalty and no
 sample weights and checks less. "No limit" is ``flatness_clip=None``. With a CUDA device,
-ResNet-18 is timed there as well.
+ResNet-18 is timed there as well. A step is a share of an epoch of ten, trained as in `fit`, and
+"without the loader" of one whose batches are cut beforehand.
 
     python -m benchmarks.costs.training            # 3 minutes
     python -m benchmarks.costs.training --quick    # a smoke run without verdict
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from benchmarks._harness.timing import Budget, environment, interleave, ratio, t
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
 BATCH_SIZE = 128
-# steps of one net in a row: in training, too, each step follows a step of the same net
+# steps of an epoch, which one net makes in a row
 TURN = 10
 OURS = RelativeFlatnessRegularizedClassifier
 
@@ -100,8 +100,8 @@ IMAGE_MLP: dict[str, Any] = {
 }
 
 
-class Steps:
-    """Training steps of one net, made by skorch's own loop.
+class Epochs:
+    """Epochs of one net, trained as in `fit`.
 
     Parameters
     ----------
@@ -111,38 +111,45 @@ class Steps:
         Inputs.
     y : Tensor of shape (n,)
         Classes.
-    loader : bool
-        Whether batches come from the net's own iterator, as in `fit`. Otherwise they are cut
-        beforehand, and a step contains nothing but forward pass, backward pass and update.
     """
 
-    def __init__(self, net: NeuralNet, X: Tensor, y: Tensor, *, loader: bool) -> None:
+    def __init__(self, net: NeuralNet, X: Tensor, y: Tensor) -> None:
         self.net = net
         net.partial_fit(X[:BATCH_SIZE], y[:BATCH_SIZE])
-        net.history.new_epoch()
-        self.source = net.get_iterator(net.get_dataset(X, y), training=True)
-        if not loader:
-            self.source = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
-        self.batches = iter(self.source)
+        self.batches = self.make_batches(X, y)
+
+    def make_batches(self, X: Tensor, y: Tensor) -> Any:
+        """Return the net's own iterator."""
+        return self.net.get_iterator(self.net.get_dataset(X, y), training=True)
 
     def __call__(self) -> None:
-        """Make one step, and wait for the GPU if there is one."""
-        one = list(islice(self.batches, 1))
-        if not one:
-            self.batches = iter(self.source)
-            one = [next(self.batches)]
-        self.net.run_single_epoch(one, training=True, prefix="train", step_fn=self.net.train_step)
-        if self.net.device.startswith("cuda"):
-            torch.cuda.synchronize(self.net.device)
+        """Train for an epoch, and wait for the GPU if there is one."""
+        net = self.net
+        net.history.new_epoch()
+        net.run_single_epoch(self.batches, training=True, prefix="train", step_fn=net.train_step)
+        if net.device.startswith("cuda"):
+            torch.cuda.synchronize(net.device)
+
+
+class Steps(Epochs):
+    """Epochs of batches that are cut beforehand.
+
+    A step contains nothing but forward pass, backward pass and update, and skorch's own loop makes
+    it: the written-out gradients of chains need the net's iterator.
+    """
+
+    def make_batches(self, X: Tensor, y: Tensor) -> Any:
+        """Cut the batches."""
+        return list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
 
 
 def main() -> int:
     """Measure, print, and return the exit code."""
     arguments = _parse()
     steps = arguments.steps or (1 if arguments.quick else 300)
-    images, y = load_images(2 * BATCH_SIZE if arguments.quick else 12_800, arguments.data)
+    images, y = load_images(TURN * BATCH_SIZE, arguments.data)
     turn = min(TURN, steps)
-    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in turn")
+    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in an epoch")
     print(environment())
     rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
     found = {}
@@ -203,12 +210,15 @@ def _networks(images: Tensor, resnet: str | None) -> list[Timed]:
 def _time(
     network: Timed, y: Tensor, steps: int, turn: int, *, loader: bool
 ) -> dict[str, list[float]]:
-    """Time the steps of all methods, in turn."""
+    """Time the steps of all methods: epochs of `turn` steps, in turn."""
+    make = Epochs if loader else Steps
+    n = turn * BATCH_SIZE
     ways = {}
     for name in network.methods:
         net = METHODS[name](network.module, **network.settings)
-        ways[name] = Steps(net, network.X, y, loader=loader)
-    return interleave(ways, steps // turn, warmup=2, turn=turn)
+        ways[name] = make(net, network.X[:n], y[:n])
+    times = interleave(ways, steps // turn, warmup=2)
+    return {name: [each / turn for each in seconds] for name, seconds in times.items()}
 
 
 def _budgets(found: dict[tuple[str, bool, str], float], resnet: str | None) -> list[Budget]:
