@@ -1,8 +1,13 @@
 """Smoke runs of the benchmarks of costs: they run and print ratios; their size is not judged."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.benchmarks.commands import run
+from tests.processes import ROOT
 
 
 @pytest.mark.slow
@@ -58,3 +63,44 @@ def test_quick_run_prints_ratios_and_budgets(module, ratios):
 def test_parts_that_quick_runs_leave_out(module, arguments):
     """Each of them runs in a process of its own, and prints a number."""
     assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (
+            "claims",
+            {
+                "10 workers at the same moment, candidates": "10.00",
+                "SQLite, candidates trained": "12.00",
+                "SQLite, candidates trained twice": "0.00",
+                "journal, candidates trained": "12.00",
+                "journal, candidates trained twice": "0.00",
+            },
+        ),
+        (
+            "soak",
+            {
+                "journal, grid, minima": "20.00",
+                "journal, grid, open files at the end - at the beginning": "0.00",
+            },
+        ),
+    ],
+    ids=["claims", "soak"],
+)
+def test_quick_run_counts_minima(module, expected):
+    # an interpreter of its own, since it starts processes itself
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.costs.{module}", "--quick"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, budgets = done.stdout.strip().split("\n\n")
+    lines = dict(line.split(": ", 1) for line in budgets.splitlines())
+    assert {name: lines[name].partition(" ")[0] for name in expected} == expected
