@@ -16,7 +16,7 @@ from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._provide import check_same, find_trial, provide, provide_same
 from relflat_sk.search._remeasure import remeasure
-from relflat_sk.search._report import render
+from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import candidate_table, check_table, cv_results
 from relflat_sk.search._routing import route
 from relflat_sk.search._sharing import FlattestSoFar
@@ -199,6 +199,13 @@ class FittedSearchMixin(BestEstimatorMixin):
                 check_same(objective, best, self.best_estimator_)
             except ValueError as error:
                 warn(f"best_estimator_ is not the network of the table: {error}")
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """Add the flattest minima to what notebooks show of an estimator."""
+        bundle = super()._repr_mimebundle_(**kwargs)  # type: ignore[misc]
+        if "text/html" in bundle and hasattr(self, "minima_"):
+            bundle["text/html"] += render_short(self)
+        return bundle
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()

@@ -42,7 +42,7 @@ from relflat_sk.search._report_text import (
 from relflat_sk.search._setup import listed
 from relflat_sk.search._sharing import without_password
 
-__all__ = ["render"]
+__all__ = ["render", "render_short"]
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
 
@@ -63,8 +63,7 @@ def render(search: Any) -> str:
     require_matplotlib()
     minima = search.minima_
     kind = type(search.estimator).__name__
-    first = listed(search.measure)[0]
-    by = column_of(first)
+    by = column_of(listed(search.measure)[0])
     page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=html.escape(f"Minima of {kind}, ranked by {by}"),
@@ -76,6 +75,26 @@ def render(search: Any) -> str:
         estimator=_pairs(parameters_of(search.estimator)),
         versions=_pairs(_versions()),
     )
+
+
+def render_short(search: Any) -> str:
+    """Render goal, depths and the five flattest minima, for a notebook.
+
+    Parameters
+    ----------
+    search : fitted FlatMinimaSearch
+        The search.
+
+    Returns
+    -------
+    str
+        HTML without style.
+    """
+    minima = search.minima_
+    by = column_of(listed(search.measure)[0])
+    columns = ["rank", "trial", *parameter_columns(minima), by, "train_loss", "converged"]
+    shown = minima.head().reindex(columns=columns)  # the measure may be another one by now
+    return _summary(search) + str(shown.to_html(index=False, notebook=True))
 
 
 def _summary(search: Any) -> str:

@@ -2,6 +2,8 @@
 
 import optuna
 import pytest
+from sklearn import config_context
+from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
 
@@ -40,3 +42,18 @@ def test_check_of_scikit_learn(search, check):
         check(search)
     except SkipTest as reason:
         pytest.skip(str(reason))
+
+
+def test_a_notebook_shows_the_flattest_minima_of_a_fitted_search():
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0]})
+    plain = search._repr_mimebundle_()["text/html"]
+    assert "trial 0" not in plain
+    search.fit(*load_iris(return_X_y=True))
+    shown = search._repr_mimebundle_()["text/html"]
+    assert "The flattest is trial 0, with C = 0.1" in shown
+    for name in ("relative_flatness", "train_loss", "converged"):
+        assert f"<th>{name}</th>" in shown
+    search.set_params(measure="hessian_trace")
+    assert "<th>hessian_trace</th>" in search._repr_mimebundle_()["text/html"]
+    with config_context(display="text"):
+        assert list(search._repr_mimebundle_()) == ["text/plain"]
