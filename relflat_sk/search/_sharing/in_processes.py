@@ -73,7 +73,7 @@ def train_in_processes(study: optuna.Study, sweep: Any, n_jobs: int, on_finished
     WorkersDiedError
         If those of a cluster do.
     """
-    sweep.__getstate__()  # refuses data that no other process can read
+    sweep.objective_to_send()  # refuses data that no other process can read
     while not sweep.is_due(study) and (n_left := sweep.n_left(study)):
         n_killed, death = sweep.n_killed(study), None
         n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))

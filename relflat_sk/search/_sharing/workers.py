@@ -73,13 +73,23 @@ class Sweep:
         self.process_id = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"objective": self.objective_to_send()}
+
+    def objective_to_send(self) -> MinimaObjective:
+        """Return the objective in the form in which other processes get it.
+
+        Returns
+        -------
+        MinimaObjective
+            A copy with the same data, as far as possible by the paths of their files.
+        """
         objective = copy.copy(self.objective)
         for name in ("estimator", "space"):
             setattr(objective, name, ByValue(getattr(objective, name)))
         # joblib maps large arrays into the memory of all workers, and so does ray
         for name in ("X", "y", "X_test", "y_test"):
             setattr(objective, name, ByPath.wrap(getattr(objective, name)))
-        return self.__dict__ | {"objective": objective}
+        return objective
 
     def n_left(self, study: optuna.Study) -> int:
         """Count the candidates left, while no process of this sweep trains.
