@@ -36,6 +36,7 @@ from relflat_sk._network import (
     borrowed,
     find_link,
     layer_input,
+    layer_map,
     outcome_of,
     record_tail,
     sample_weight,
@@ -258,7 +259,7 @@ def split_at(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tenso
         return flat, lambda move: _run_with(site, batch.x, move)
     # A link maps the layer's output to the network's. So the layers before need not run again, and
     # float64 resolves the rise for small deltas.
-    weight, bias = site.layer.weight.detach().double(), site.layer.bias
+    weight, bias = layer_map(site.layer).weight.double(), site.layer.bias
     bias = None if bias is None else bias.detach().double()
     apply_link, shape = LINKS[link], output.shape
     return flat, lambda move: apply_link(F.linear(flat + move, weight, bias)).reshape(shape)

@@ -27,9 +27,12 @@ from relflat_sk import (
     measure,
     relative_flatness,
     reparameterize,
+    representativeness,
+    worst_feature_robustness,
 )
 from tests import oracles
 from tests.cases import CASES, mlp
+from tests.hugging_face import conv1d
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -494,6 +497,23 @@ def test_layers_called_by_keyword():
     hidden = torch.tanh(net.first(X))
     moved = torch.tanh(hidden @ (weight + 0.5 * weight @ move).T + net.second.bias)
     assert value == pytest.approx((criterion(moved, y) - criterion(net(X), y)).item(), rel=EXACT)
+
+
+@pytest.mark.parametrize("n_classes", [3, 4])  # 4 makes the weight a square
+def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
+    torch.manual_seed(0)
+    head, linear = conv1d(4, n_classes).double(), nn.Linear(4, n_classes).double()
+    linear.load_state_dict({"weight": head.weight.detach().T, "bias": head.bias.detach()})
+    first = nn.Linear(5, 4).double()
+    transposed, usual = (nn.Sequential(first, nn.ReLU(), last) for last in (head, linear))
+    X, y = torch.randn(30, 5).double(), torch.arange(30) % n_classes
+    options = {"delta": 0.1, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    for function in (feature_robustness, representativeness):
+        assert function(transposed, X, y, **options) == pytest.approx(
+            function(usual, X, y, **options)
+        )
+    worst = (worst_feature_robustness(net, X, y, **options).rise for net in (transposed, usual))
+    assert next(worst) == pytest.approx(next(worst))
 
 
 def test_layer_by_position_name_and_module():
