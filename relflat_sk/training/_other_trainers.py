@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from relflat_sk._checks import check_integer
 from relflat_sk._penalty import RelativeFlatnessPenalty
@@ -154,7 +163,8 @@ def rows_in_order(
     Raises
     ------
     ValueError
-        If the samples have no numbers, so that they come in the trainer's order only.
+        If the samples have no numbers, so that they come in the trainer's order only, or the
+        sampler of `loader` may leave some out and does not say which.
     """
     found = getattr(loader, "dataset", None) if dataset is None else dataset
     if found is None or isinstance(found, IterableDataset) or not hasattr(found, "__getitem__"):
@@ -163,6 +173,8 @@ def rows_in_order(
             f"data are a {type(loader if found is None else found).__name__}. Pass a map-style "
             "data set as dataset=..., or every=None for no measurement."
         )
+    if dataset is None:
+        found = _drawn(loader, found)
     collate = getattr(loader, "collate_fn", None) or torch.utils.data.default_collate
     return DataLoader(
         found,
@@ -170,3 +182,33 @@ def rows_in_order(
         collate_fn=lambda samples: split(collate(samples)),
         generator=torch.Generator(),
     )
+
+
+def _drawn(loader: Any, dataset: Any) -> Any:
+    """Return those samples of a data set that a loader draws in an epoch, or may draw."""
+    sampler = _find_sampler(loader)
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, [int(i) for i in sampler.indices])
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        draws_all = len(sampler.data_source) == len(dataset)
+    else:
+        # a trainer may distribute another sampler's numbers in place of the data set
+        draws_all = isinstance(sampler, DistributedSampler) and sampler.dataset is dataset
+    if draws_all:
+        return dataset
+    raise ValueError(
+        "the flatness is measured on the samples that are trained on, but the "
+        f"{type(loader if sampler is None else sampler).__name__} of the training data does not "
+        "say which samples of the data set it draws. Pass them as dataset=..., or every=None for "
+        "no measurement."
+    )
+
+
+def _find_sampler(loader: Any) -> Any:
+    """Find what draws the numbers of samples, behind samplers that form or share out batches."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:
+        return getattr(loader, "sampler", None)
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
