@@ -77,7 +77,8 @@ def label_constancy(  # noqa: PLR0913
     ------
     ValueError
         If y holds regression targets instead of classes, `n_neighbors` is not a positive
-        integer below the number of samples, or `by` is neither "labels" nor "loss".
+        integer below the number of samples, `by` is neither "labels" nor "loss", or a DataLoader
+        shuffles with ``by="loss"``.
     LayerNotFoundError
         If there is no such layer.
     TypeError
@@ -108,7 +109,8 @@ def label_constancy(  # noqa: PLR0913
     if by not in ("labels", "loss"):
         raise ValueError(f'by must be "labels" or "loss", got {by!r}.')
     if by == "loss":
-        options = DataOptions(criterion, batch_size, device)
+        # features and losses come from two passes, which a shuffling loader gives in two orders
+        options = DataOptions(criterion, batch_size, device, in_order=True)
         return _rise_by_neighbours(to_network(model, X, y, options), model, layer, n_neighbors)
     # `to_network` needs a criterion for a bare module; it is not used here
     criterion = nn.CrossEntropyLoss() if isinstance(model, nn.Module) else None

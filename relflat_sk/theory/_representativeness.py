@@ -126,7 +126,8 @@ def representativeness(  # noqa: PLR0913
         each new model on the samples that it was fitted to.
     alphas : array of shape (n,), optional
         Weights ``alpha_i`` of the samples in the smoothed distribution, divided by their sum;
-        equal if None. Some may be zero, but not those of all samples in one part of a split.
+        equal if None. Some may be zero, but not those of all samples in one part of a split. A
+        DataLoader must not shuffle then.
     label_noise : callable, optional
         Moves the labels, too: from an array of labels, as the criterion takes them, and a
         RandomState to an array of noisy labels of the same shape. Each draw has its own noise.
@@ -193,7 +194,7 @@ def representativeness(  # noqa: PLR0913
     >>> abs(value) < 0.1, stderr < 0.05
     (True, True)
     """
-    options = DataOptions(criterion, batch_size, device)
+    options = DataOptions(criterion, batch_size, device, in_order=alphas is not None)
     site = find_site(model, X, y, layer, options)
     check_bandwidth(bandwidth)
     if bandwidth is not None and delta is not None:

@@ -15,6 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     LayerNotFoundError,
@@ -254,6 +255,32 @@ def test_unrelated_labels_agree_as_often_as_chance():
     X, y = rng.normal(size=(2000, 3)), rng.choice(3, size=2000, p=[0.5, 0.3, 0.2])
     found = label_constancy(nn.Linear(3, 3).double(), X, y)
     assert found == pytest.approx(0.5**2 + 0.3**2 + 0.2**2, abs=0.02)
+
+
+ORDERED = {
+    "constancy": (label_constancy, {"by": "loss"}),
+    "shares": (representativeness, {"alphas": np.arange(40.0), "random_state": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERED)
+def test_loaders_must_not_shuffle_where_the_order_of_samples_counts(kind):
+    function, arguments = ORDERED[kind]
+    net, X, y = network()
+    loader = DataLoader(TensorDataset(X, y), batch_size=9)
+    found = function(net, loader, None, **arguments, **CROSS_ENTROPY)
+    expected = function(net, X, y, batch_size=9, **arguments, **CROSS_ENTROPY)
+    assert found == pytest.approx(expected, rel=1e-12)
+    shuffling = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
+    with pytest.raises(ValueError, match="known order, but the RandomSampler"):
+        function(net, shuffling, None, **arguments, **CROSS_ENTROPY)
+
+
+def test_loaders_may_shuffle_where_the_order_of_samples_does_not_count():
+    net, X, y = network()
+    loader = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
+    assert label_constancy(net, loader, None) == label_constancy(net, X, y)
+    assert representativeness(net, loader, None, **CROSS_ENTROPY)[1] > 0
 
 
 @settings(deadline=None, max_examples=10)
