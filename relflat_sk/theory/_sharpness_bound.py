@@ -81,7 +81,8 @@ def sharpness_bound(  # noqa: PLR0913
         Probability with which the bound may fail.
     lipschitz : float, optional
         Lipschitz constant of the loss in the outputs, in the Euclidean norm. Known for
-        `torch.nn.CrossEntropyLoss` (the root of 2) and `torch.nn.BCEWithLogitsLoss` (1).
+        `torch.nn.CrossEntropyLoss` (the root of 2) and `torch.nn.BCEWithLogitsLoss` (1) that take
+        means without weights.
     criterion : torch loss, optional
         Needed for a bare module; an estimator knows its own.
     batch_size : int, default=16
@@ -208,7 +209,10 @@ def _sigmas(sigma: float | Sequence[float], n_layers: int) -> list[float]:
 def _lipschitz(network: Network) -> float:
     """Look up the Lipschitz constant of the loss."""
     criterion = network.loss.criterion
-    if type(criterion) not in _LIPSCHITZ or getattr(criterion, "weight", None) is not None:
+    own = (getattr(criterion, name, None) for name in ("weight", "pos_weight"))
+    weighted = any(weight is not None for weight in own)
+    # the sum over the outputs of a sample has larger gradients than their mean
+    if type(criterion) not in _LIPSCHITZ or weighted or criterion.reduction != "mean":
         raise ValueError(
             f"the Lipschitz constant of {name_criterion(criterion)} is not known: pass lipschitz=, "
             "the largest norm of its gradient in the outputs of a sample."

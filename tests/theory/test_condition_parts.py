@@ -211,6 +211,19 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
     assert found == given
 
 
+@pytest.mark.parametrize("own", [{"pos_weight": torch.full((3,), 100.0)}, {"reduction": "sum"}])
+def test_losses_with_larger_slopes_are_refused(own):
+    torch.manual_seed(0)
+    net, X, y = network(), torch.randn(9, 4).double(), torch.ones(9, 3).double()
+    criterion = nn.BCEWithLogitsLoss(**own).double()
+    z = torch.full((1, 3), -50.0).double().requires_grad_()
+    (grad,) = torch.autograd.grad(criterion(z, y[:1]), z)
+    assert grad.norm() > 1
+    with pytest.raises(ValueError, match="constant of BCEWithLogitsLoss.* is not known"):
+        sharpness_bound(net, X, y, 1e-3, criterion=criterion)
+    assert sharpness_bound(net, X, y, 1e-3, lipschitz=50.0, criterion=criterion).sharpness > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
