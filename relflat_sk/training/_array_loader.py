@@ -176,9 +176,12 @@ def _parts(dataset: Any) -> tuple[Any, Any, Tensor]:
 
 
 def _weighted_parts(dataset: WeightedDataset) -> tuple[Any, Any, Tensor]:
-    """Find the tensors of a data set with sample weights, which it has one per sample."""
+    """Find the tensors of a data set with sample weights, which are in the order of samples.
+
+    Weights are cut like inputs and targets, so the order of samples must be that of rows.
+    """
     inputs, targets, rows = _parts(dataset.dataset)
-    if len(rows) != len(next(_leaves(inputs))):
+    if not torch.equal(rows, torch.arange(len(next(_leaves(inputs))))):
         raise _NotArrays
     # a copy: arrays of pandas are read-only
     weights = torch.tensor(dataset.weights, dtype=torch.float64)

@@ -18,6 +18,8 @@ X = RNG.normal(size=(N, 4))
 Y = RNG.integers(0, 3, N)
 WEIGHTS = RNG.uniform(size=N)
 ROWS = RNG.permutation(N)[:17]
+PERMUTED = np.roll(np.arange(N), 5)[::-1].copy()
+DRAWN = np.arange(N) // 2  # as many samples as the base has, some of them twice
 
 
 def _same(ours, theirs):
@@ -109,6 +111,8 @@ OTHERS = {
     "reversed": SkorchDataset(X[::-1], Y),
     "python labels": SkorchDataset(X, Y.tolist()),
     "weights of a subset": with_weights(Subset(SkorchDataset(X, Y), ROWS), WEIGHTS[:17]),
+    "weights of a permutation": with_weights(Subset(SkorchDataset(X, Y), PERMUTED), WEIGHTS),
+    "weights of a bootstrap": with_weights(Subset(SkorchDataset(X, Y), DRAWN), WEIGHTS),
 }
 
 

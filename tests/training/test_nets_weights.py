@@ -15,7 +15,7 @@ from skorch.callbacks import Callback, Checkpoint, EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from relflat_sk import (
     MLP,
@@ -183,6 +183,18 @@ def test_of_any_data():
         net = make(**params).fit(inputs, y, sample_weight=WEIGHTS)
         same(net, expected)
         assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rows", [np.arange(30)[::-1].copy(), np.arange(30) // 2], ids=["permuted", "drawn"]
+)
+def test_weights_of_a_subset_are_in_its_order(rows):
+    params = {"batch_size": 8, "module__n_features": 4, "module__n_outputs": 3}
+    expected = make(**params).fit(X[rows], INDEX[rows], sample_weight=WEIGHTS)
+    subset = Subset(TensorDataset(torch.tensor(X), torch.tensor(INDEX)), rows)
+    net = make(**params).fit(subset, None, sample_weight=WEIGHTS)
+    same(net, expected)
+    assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-9)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
