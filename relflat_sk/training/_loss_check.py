@@ -3,8 +3,9 @@
 Three steps, each taken only if the one before leaves it open:
 
 1. The **running loss** of the epoch is far from the goal. The weights move while it is recorded,
-   so the margin is wide, and networks that act differently in training (dropout, batch norm) are
-   not judged by it.
+   so the margin is wide. It is believed only if it is known to be the mean loss of the network
+   as it is in evaluation: no dropout, batch norm or code of others, which may ask for the mode,
+   no criterion that sums, and no loss or step of the net's own.
 2. The **hardest samples** of the last pass have losses whose sum is too large for the goal,
    however small all others are. This is certain, and takes a small batch.
 3. A **pass** over all data computes the loss.
@@ -41,6 +42,7 @@ FAR = 10.0
 SHARE_OF_A_PROOF = 16  # a proof takes one of so many samples
 FEWEST_FOR_A_PROOF = 256  # samples of a batch from which on a proof is cheaper than the batch
 ROUNDING_OF_A_PROOF = 1e-4
+_MAKE_LOSSES = ("get_loss", "train_step", "train_step_single", "run_single_epoch")
 # criteria with losses that cannot be negative
 _NOT_NEGATIVE = (
     nn.BCELoss,
@@ -74,7 +76,21 @@ def is_far(net: Any, goal: float) -> bool:
     """
     batches = net.history[-1]["batches"]
     losses = [batch["train_loss"] for batch in batches if "train_loss" in batch]
-    return _are_above(losses, FAR * goal) and acts_alike(net.module_)
+    return _are_above(losses, FAR * goal) and _records_mean(net) and acts_alike(net.module_)
+
+
+def _records_mean(net: Any) -> bool:
+    """Return whether the recorded loss is known to be the mean of the criterion, and no more."""
+    spaces = [vars(net), *map(vars, type(net).__mro__)]
+    written = [space[name] for space in spaces for name in _MAKE_LOSSES if name in space]
+    known = all(_is_from(method, "skorch", "relflat_sk") for method in written)
+    return known and getattr(net.criterion_, "reduction", None) == "mean"
+
+
+def _is_from(definition: Any, *packages: str) -> bool:
+    """Return whether a class or function is defined in one of some packages."""
+    module = str(getattr(definition, "__module__", ""))
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _are_above(losses: Sequence[float], limit: float) -> bool:
@@ -100,7 +116,8 @@ def acts_alike(module: nn.Module) -> bool:
     Returns
     -------
     bool
-        False if it has dropout or batch norm, or code of its own that asks for the mode.
+        False if it has dropout or batch norm, or modules with code of others: it may ask for
+        the mode anywhere.
     """
     return all(map(_acts_alike, module.modules()))
 
@@ -108,10 +125,7 @@ def acts_alike(module: nn.Module) -> bool:
 def _acts_alike(part: nn.Module) -> bool:
     if isinstance(part, _DropoutNd | _NormBase | nn.RReLU) or getattr(part, "dropout", False):
         return False
-    if type(part).__module__.startswith("torch.nn."):
-        return True
-    code = getattr(type(part).forward, "__code__", None)
-    return code is not None and not {"training", "dropout"} & set(code.co_names)
+    return _is_from(type(part), "torch.nn", "relflat_sk") and "forward" not in vars(part)
 
 
 # -- proofs --------------------------------------------------------------------------------

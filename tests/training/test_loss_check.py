@@ -79,11 +79,24 @@ def make(*callbacks, module=Counting, **parameters):
     )
 
 
-def test_goal_far_away_takes_no_pass(data):
-    net = make(EvaluatedSamples, StopAtLoss(1e-6), max_epochs=5).fit(*data)
-    assert net.counts_ == [0] * 5
+def _count(module, args):
+    if not torch.is_grad_enabled():
+        Counting.n_samples += len(args[0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_goal_far_away_takes_no_pass(data, reduction):
+    class Observing(EvaluatedSamples):
+        def on_train_begin(self, net, **kwargs):
+            net.module_.register_forward_pre_hook(_count)
+
+    callbacks = StopAtLoss(1e-6), Observing
+    net = make(*callbacks, module=MLP, max_epochs=5, criterion__reduction=reduction).fit(*data)
+    part = N // _loss_check.SHARE_OF_A_PROOF
+    with_sums = [N + epoch * part for epoch in range(5)]  # a sum is no mean: it is not far
+    assert net.counts_ == ([0] * 5 if reduction == "mean" else with_sums)
     assert not net.converged_
-    assert np.isnan(dict(net.callbacks_)["StopAtLoss"].loss_)
+    assert np.isnan(dict(net.callbacks_)["StopAtLoss"].loss_) == (reduction == "mean")
 
 
 def test_nets_with_dropout_run_their_hardest_samples(data):
@@ -181,6 +194,20 @@ class AsksForMode(nn.Module):
         return x if self.training else 2 * x
 
 
+class AsksInHelper(nn.Module):
+    def forward(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return x if self.training else 2 * x
+
+
+def _with_own_forward():
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x if layer.training else 2 * x
+    return layer
+
+
 @pytest.mark.parametrize(
     ("module", "alike"),
     [
@@ -192,6 +219,9 @@ class AsksForMode(nn.Module):
         (nn.LSTM(2, 2, num_layers=2, dropout=0.1), False),
         (nn.TransformerEncoderLayer(4, 2), False),
         (AsksForMode(), False),
+        (AsksInHelper(), False),
+        (nn.Sequential(AsksInHelper()), False),
+        (_with_own_forward(), False),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -200,7 +230,7 @@ def test_knows_which_networks_act_alike(module, alike):
 
 
 def test_running_loss_says_nothing_without_batches(data):
-    net = make(max_epochs=1).fit(*data)
+    net = make(module=MLP, max_epochs=1).fit(*data)
     loss = net.history[-1, "train_loss"]
     assert is_far(net, loss / (10 * FAR))
     assert not is_far(net, loss)
@@ -209,10 +239,38 @@ def test_running_loss_says_nothing_without_batches(data):
 
 
 def test_one_large_batch_is_no_far_loss(data):
-    net = make(max_epochs=1).fit(*data)
+    net = make(module=MLP, max_epochs=1).fit(*data)
+    assert is_far(net, net.history[-1, "train_loss"] / (10 * FAR))
     for batch, loss in zip(net.history[-1]["batches"], [1e6, *[1.0] * 100], strict=False):
         batch["train_loss"] = loss
     assert not is_far(net, 0.2)
+
+
+def _plain_net(kind, **parameters):
+    """A net of skorch after an epoch, on one batch with a loss of at least 1."""
+    net = kind(MLP(3, 1), train_split=None, max_epochs=1, verbose=0, **parameters)
+    return net.fit(np.ones((8, 3), "f4"), np.full((8, 1), 10, "f4"))
+
+
+class Regularised(NeuralNetRegressor):
+    def get_loss(self, *args, **kwargs):
+        return super().get_loss(*args, **kwargs) + 1
+
+
+class StepsOnItsOwn(NeuralNetRegressor):
+    def train_step(self, batch, **fit_params):
+        step = super().train_step(batch, **fit_params)
+        return step | {"loss": step["loss"] + 1}
+
+
+def test_only_the_mean_of_the_criterion_is_far():
+    assert is_far(_plain_net(NeuralNetRegressor), 1e-3)
+    assert not is_far(_plain_net(NeuralNetRegressor, criterion__reduction="sum"), 1e-3)
+    assert not is_far(_plain_net(Regularised), 1e-3)
+    assert not is_far(_plain_net(StepsOnItsOwn), 1e-3)
+    net = _plain_net(NeuralNetRegressor)
+    net.get_loss = Regularised.get_loss.__get__(net)
+    assert not is_far(net, 1e-3)
 
 
 class HoldsProof(Callback):
