@@ -30,8 +30,10 @@ class StopAtDepth(StopAtLoss):
     Attributes
     ----------
     goal_ : float
-        The training loss to reach, known once training begins. If the best constant prediction
-        has no positive loss, there is none, and training goes on for all epochs.
+        The training loss to reach, known once the first epoch begins; nan before. The constant's
+        loss is that on the training data, without those that `train_split` holds out, and with
+        sample weights. If the best constant prediction has no positive loss, there is none, and
+        training goes on for all epochs.
 
     Raises
     ------
@@ -50,30 +52,44 @@ class StopAtDepth(StopAtLoss):
     (True, 0.22)
     """
 
+    _has_begun_ = False
+
     def __init__(self, depth: float = 20.0, every: int = 1) -> None:  # loss is a property
         self.depth = depth
         self.every = every
 
-    def on_train_begin(self, net: NeuralNet, X: Any = None, y: Any = None, **kwargs: Any) -> None:
-        """Check the parameters, and compute the loss to reach.
+    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Check the parameters, and forget the goal of an earlier training.
 
         Parameters
         ----------
         net : NeuralNet
             The net in training.
-        X : array-like of shape (n, ...)
-            Its training data.
-        y : array-like of shape (n, ...)
-            Their labels or values.
         **kwargs
-            Passed on to `StopAtLoss`.
+            Passed on to skorch.
         """
         check_number("depth", self.depth)
-        network = training_network(net, net.get_dataset(X, y))
+        self.goal_ = self.loss_ = math.nan
+        self._proof_, self._has_begun_ = None, False
+        super(StopAtLoss, self).on_train_begin(net, **kwargs)  # no loss is known to be checked
+
+    def on_epoch_begin(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
+        """Compute the loss to reach before the first epoch.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net in training.
+        dataset_train : torch Dataset
+            Its training data.
+        **kwargs
+            Not used.
+        """
+        if self._has_begun_:
+            return
+        self._has_begun_ = True
+        network = training_network(net, dataset_train)
         self.goal_ = best_constant_loss(network, output_shape(network), None) / self.depth
-        net.converged_ = False
-        if self.is_known:
-            super().on_train_begin(net, X=X, y=y, **kwargs)
 
     @property
     def is_known(self) -> bool:

@@ -12,11 +12,13 @@ from optuna.trial import FixedTrial, create_trial
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_digits, load_iris, load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import PredefinedSplit
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
+from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import (
@@ -111,6 +113,25 @@ def test_the_automatic_goal_is_on_the_scale_of_the_transformed_target():
     attrs, _ = record(wrapped, y=1000 * TARGET, space={"regressor__lr": [0.01]})
     assert attrs["ended_by"] == "goal"
     assert attrs["train_loss"] <= 1 / 20
+
+
+def test_the_automatic_goal_counts_weights_and_the_training_part_only():
+    fold = PredefinedSplit(np.where(np.arange(len(Y)) < 40, 0, -1))  # of the first class
+    classifier = net(callbacks=[("goal", StopAtDepth(10))], train_split=ValidSplit(fold))
+    goal = dict(classifier.fit(X, Y).callbacks_)["goal"].goal_
+    assert_allclose(goal, _entropy(Y[40:]) / 10, rtol=1e-6)
+    classifier.set_params(train_split=None).fit(X, Y, sample_weight=np.where(Y == 0, 1.0, 0.1))
+    shares = np.array([10, 1, 1]) / 12
+    goal = dict(classifier.callbacks_)["goal"].goal_
+    assert_allclose(goal, -(shares * np.log(shares)).sum() / 10, rtol=1e-6)
+
+
+def test_the_depth_of_the_table_is_that_of_the_automatic_goal_with_weights():
+    weights = np.where(Y == 0, 1.0, 0.1)
+    search = FlatMinimaSearch(net(max_epochs=200), {"lr": [0.01, 0.02]}, random_state=0)
+    minima = search.fit(X, Y, sample_weight=weights).minima_
+    assert (minima["ended_by"] == "goal").all()
+    assert minima["depth"].between(20, 60).all()
 
 
 def test_a_goal_of_ones_own_stays():
