@@ -70,7 +70,7 @@ def find_link(output: Tensor, node: Any) -> str | None:
     step = output.grad_fn
     while step is not None and step is not node:
         name = step.name()
-        if name in _LINKS and link == "identity" and _over_outputs(step, output):
+        if name in _LINKS and link == "identity" and _over_outputs(step):
             link = _LINKS[name]
         elif name not in _SAME_NUMBERS:
             return None
@@ -103,11 +103,11 @@ def find_ending(output: Tensor) -> str | None:
     return None if step is None else _LINKS.get(step.name())
 
 
-def _over_outputs(step: Any, output: Tensor) -> bool:
+def _over_outputs(step: Any) -> bool:
     """Return whether a softmax runs along axis 1 of an (n, d) array; true for a sigmoid."""
     dim = getattr(step, "_saved_dim", None)
     # autograd hands negative axes out as unsigned 64-bit integers
-    return dim is None or (output.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
+    return dim is None or (step._saved_result.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
 
 
 def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:

@@ -163,7 +163,7 @@ class Tail:
         features, z = record.check()
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
-            link = find_link(self.output, record.node)
+            link = self._link(record)
         elif loss.has_closed_form("identity") and only_moves_axes(self.output, record.node, z):
             link, relevant = "identity", loss.per_token(relevant)
             z = z.reshape(-1, z.shape[-1])
@@ -178,6 +178,10 @@ class Tail:
                 return ways.many_classes(record, features, many)
         curvature = loss.closed_form(link, self.precise(z), relevant)
         return None if curvature is None else ways.closed_form(record, features, curvature)
+
+    def _link(self, record: LayerRecord) -> str | None:
+        """Return the function behind a layer; None where the criterion sees other axes than it."""
+        return find_link(self.output, record.node) if self.output.ndim <= 2 else None
 
     def base(self) -> tuple[Tensor, ClosedForm] | None:
         """Return where the table's curvature applies, as (n, o), and that curvature.
@@ -194,7 +198,7 @@ class Tail:
                 return None
             _, z = self.last.check()
             base = z if self.last.tail_input is None else self.last.tail_input
-            link = find_link(self.output, self.last.node) or ""
+            link = self._link(self.last) or ""
         if base.ndim > 2 or (base.ndim == 1 and not loss.acts_on_each_output):
             return None
         base = base.reshape(len(base), -1)

@@ -167,6 +167,9 @@ class TaskNet(PenalisedNet):
             self.criterion_ = ProbabilityNLLLoss(
                 weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
             )
+        # class weights are float32 tensors, and data of float64 make an MLP of float64
+        if isinstance(self.criterion_, nn.Module) and type(self.module_) is MLP:
+            self.criterion_.to(next(self.module_.parameters()).dtype)
         return self
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.datasets import load_iris
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -378,3 +379,21 @@ def test_gradient_norm_weighs_samples(reduction):
     net.fit(X, NAMES, sample_weight=WEIGHTS)
     clone(net).fit(X[ROWS], NAMES[ROWS])
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_class_weights_are_of_the_dtype_of_the_data(dtype, weight):
+    X, y = load_iris(return_X_y=True)
+    given = torch.tensor([1.0, 2.0, 0.5])
+    net = RelativeFlatnessRegularizedClassifier(
+        criterion__weight=given,
+        flatness_weight=weight,
+        callbacks=[StopAtLoss(0.01)],
+        max_epochs=2,
+        verbose=0,
+        random_state=0,
+    ).fit(X.astype(dtype), y)
+    assert net.criterion_.weight.dtype == next(net.module_.parameters()).dtype
+    assert given.dtype == torch.float32  # the user's own tensor stays as it is
+    assert np.isfinite(net.history[-1]["train_loss"])
