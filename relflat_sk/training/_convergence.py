@@ -121,10 +121,10 @@ class StopAtLoss(_StopWhenReached):
     A check takes a forward pass over the training data only near the goal:
 
     - An epoch whose running training loss is more than 10 times the goal is not checked. This
-      holds for `MLP` and networks of torch's own modules, without dropout and batch norm, if the
-      criterion takes the mean and the net has no `get_loss` or training step of its own. The loss
-      could in theory fall that much within an epoch; training would then stop at the next epoch
-      that is checked.
+      holds for networks that act in training as in evaluation, and not for those with dropout,
+      batch norm, or code that asks for the mode; if the criterion takes the mean; and if the net
+      has no `get_loss` or training step of its own. The loss could in theory fall that much
+      within an epoch; training would then stop at the next epoch that is checked.
     - Otherwise, the samples with the largest losses are run first. If the sum of their losses
       shows that the goal is not reached, the others need not be run. This changes no result. It
       is done for criteria without negative losses.

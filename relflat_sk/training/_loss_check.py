@@ -4,7 +4,7 @@ Three steps, each taken only if the one before leaves it open:
 
 1. The **running loss** of the epoch is far from the goal. The weights move while it is recorded,
    so the margin is wide. It is believed only if it is known to be the mean loss of the network
-   as it is in evaluation: no dropout, batch norm or code of others, which may ask for the mode,
+   as it is in evaluation: no dropout or batch norm, no code of others that asks for the mode,
    no criterion that sums, and no loss or step of the net's own.
 2. The **hardest samples** of the last pass have losses whose sum is too large for the goal,
    however small all others are. This is certain, and takes a small batch.
@@ -13,7 +13,9 @@ Three steps, each taken only if the one before leaves it open:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from statistics import median
+from types import CodeType
 from typing import Any
 
 import torch
@@ -116,16 +118,29 @@ def acts_alike(module: nn.Module) -> bool:
     Returns
     -------
     bool
-        False if it has dropout or batch norm, or modules with code of others: it may ask for
-        the mode anywhere.
+        False if it has dropout or batch norm, or code of others that may ask for the mode.
     """
-    return all(map(_acts_alike, module.modules()))
+    return not any(map(_asks_for_mode, module.modules()))
 
 
-def _acts_alike(part: nn.Module) -> bool:
+def _asks_for_mode(part: nn.Module) -> bool:
     if isinstance(part, _DropoutNd | _NormBase | nn.RReLU) or getattr(part, "dropout", False):
-        return False
-    return _is_from(type(part), "torch.nn", "relflat_sk") and "forward" not in vars(part)
+        return True
+    others = [
+        kind
+        for kind in type(part).__mro__
+        if not _is_from(kind, "torch.nn", "relflat_sk", "builtins")
+    ]
+    if "forward" in vars(part) or any(_is_from(kind, "torch") for kind in others):
+        return True  # compiled to something that cannot be read
+    functions = [one for kind in others for one in vars(kind).values() if isfunction(one)]
+    return any({"training", "dropout"} & _names_in(one.__code__) for one in functions)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and functions in the code of a function."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 # -- proofs --------------------------------------------------------------------------------

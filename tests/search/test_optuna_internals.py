@@ -162,7 +162,7 @@ def private_names_used(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             owner = ast.unparse(node.value)
-            if not node.attr.startswith("__") and owner not in {"self", "cls", "os"}:
+            if not node.attr.startswith("__") and owner not in {"self", "cls", "os", "super()"}:
                 yield f"{owner}.{node.attr}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optuna"):
             parts = [*node.module.split("."), *(name.name for name in node.names)]

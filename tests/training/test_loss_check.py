@@ -218,6 +218,7 @@ def _with_own_forward():
         (nn.RReLU(), False),
         (nn.LSTM(2, 2, num_layers=2, dropout=0.1), False),
         (nn.TransformerEncoderLayer(4, 2), False),
+        (Counting(2, 2), True),
         (AsksForMode(), False),
         (AsksInHelper(), False),
         (nn.Sequential(AsksInHelper()), False),
