@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
+from scipy.optimize import bisect
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_number
@@ -162,7 +162,7 @@ def _flatness(
     bracket = _bracket(excess, math.log(start))
     if bracket is None:
         return Estimate(0.0, 0.0, "monte carlo")
-    log_sigma = brentq(excess, *bracket, xtol=_XTOL)
+    log_sigma = bisect(excess, *bracket, xtol=_XTOL)
     slope = (rise(log_sigma + _STEP).value - rise(log_sigma - _STEP).value) / (2 * _STEP)
     value = math.exp(-2 * log_sigma)
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
