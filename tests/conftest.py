@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from relflat_sk.ensemble import _group
-from relflat_sk.training import EPOCH_TRAINER, OwnLoop
+from tests.ensemble import compare
 
 mpl.use("Agg")
 # several test processes share few cores: threads of small kernels only wait for each other
@@ -54,6 +54,5 @@ def sizes(monkeypatch):
 @pytest.fixture
 def own_loop():
     """Nets train by skorch's loop and torch's autograd, and not by written out formulas."""
-    token = EPOCH_TRAINER.set(OwnLoop())
-    yield
-    EPOCH_TRAINER.reset(token)
+    with compare.own_loop():
+        yield

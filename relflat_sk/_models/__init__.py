@@ -1,7 +1,7 @@
 """Users' models as a network with its loss and data."""
 
 from relflat_sk._models.description import describe
-from relflat_sk._models.language_models import is_causal_language_model, next_labels
+from relflat_sk._models.language_models import IGNORED, is_causal_language_model, next_labels
 from relflat_sk._models.network_of import (
     final_estimator,
     joined,
@@ -15,6 +15,7 @@ from relflat_sk._models.skorch_nets import CRITERION_ALONE, skorch_batches, skor
 
 __all__ = [
     "CRITERION_ALONE",
+    "IGNORED",
     "DataOptions",
     "describe",
     "final_estimator",

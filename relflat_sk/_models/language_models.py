@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from relflat_sk._network import Batch, Batches
 
-__all__ = ["is_causal_language_model", "next_labels", "next_tokens"]
+__all__ = ["IGNORED", "is_causal_language_model", "next_labels", "next_tokens"]
 
-_IGNORED = -100  # the label of tokens that do not count, in torch and in transformers
+IGNORED = -100  # the label of tokens that do not count, in torch and in transformers
 
 
 def is_causal_language_model(module: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def next_labels(labels: Tensor | None) -> Tensor:
         raise ValueError(
             "a causal language model is measured with labels of shape (samples, tokens) as y, got "
             f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, with "
-            f"{_IGNORED} for padding: as in transformers, each token is compared with the next."
+            f"{IGNORED} for padding: as in transformers, each token is compared with the next."
         )
-    last = torch.full_like(labels[:, :1], _IGNORED)
+    last = torch.full_like(labels[:, :1], IGNORED)
     return torch.cat([labels[:, 1:], last], dim=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from relflat_sk._penalty import AT_EARLIER_LAYERS, n_shared
 from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._trace import Trace
@@ -142,12 +143,9 @@ class EarlierPenalty:
     def _share(
         self, loss: Tensor, total: Tensor, z: Tensor, target: Tensor, limits: Tensor | None
     ) -> Tensor:
-        """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`."""
+        """Return the shares that the limit leaves."""
         if limits is None:
             return torch.ones_like(loss)
         gain = self._criterion.gain(loss, z, target)
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        least = (AT_EARLIER_LAYERS * room / total.abs()).nan_to_num_(
-            nan=torch.inf, posinf=torch.inf
-        )
-        return (limits * least).clamp_(0, 1)
+        return share_left(limits, AT_EARLIER_LAYERS * room[None], total.abs()[None])

@@ -109,25 +109,9 @@ class Fleet(EpochTrainer):
         finally:
             EPOCH_TRAINER.reset(token)
 
-    # -- called by nets, in their routines -----------------------------------------------------
+    # -- called by nets, in their routines; the first two wait for the other nets -------------
 
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        """Wait until the epoch of a net is trained.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        iterator : iterable
-            Its batches.
-        fit_params : dict
-            Further arguments of its network.
-
-        Returns
-        -------
-        bool
-            False if the net has to train the epoch itself.
-        """
         routine = CURRENT.get()
         assert routine is not None
         routine.check()
@@ -144,21 +128,6 @@ class Fleet(EpochTrainer):
         return True
 
     def training_loss(self, net: Any, goal: float) -> float | None:
-        """Wait until the loss of a net on its training data is computed, with that of others.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A mean loss; above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The mean loss; infinite if it is certainly above the goal. None if the net has to
-            compute it itself.
-        """
         routine, member = CURRENT.get(), self._groups.member(net)
         if member is None or not self._groups.of(member).evaluates(member):
             return None
@@ -168,13 +137,6 @@ class Fleet(EpochTrainer):
         return self._answers.pop(routine)
 
     def release(self, net: Any) -> None:
-        """Forget a net whose training has ended.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        """
         self._groups.release(net)
 
     def _accept(self, member: Member) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._slopes import PenaltySlopes, Slopes
 from relflat_sk.ensemble._vmapped import Vmapped
@@ -120,7 +121,7 @@ class _Pairs:
         self._in_weight.select(1, 1).baddbmm_(term.of_weight, term.rows)
 
     def share(self, room: Tensor, limits: Tensor, learns_features: bool) -> Tensor:
-        """Return the shares that the limit leaves; see `relflat_sk._penalty.limit`.
+        """Return the shares that the limit leaves.
 
         Parameters
         ----------
@@ -141,9 +142,7 @@ class _Pairs:
         if learns_features:
             shift, gains = self._in_phi.sum(1), (self._in_phi * self._phi.unsqueeze(2)).sum(1)
             sizes += [norm(shift, dim=2), norm(gains, dim=2)]
-        of_loss, of_term = torch.stack(sizes).unbind(2)
-        least = (of_loss / of_term).nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(0)
-        return (limits * least).clamp_(0, 1)
+        return share_left(limits, *torch.stack(sizes).unbind(2))
 
     def total(self, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradients of the losses and shares of those of the penalties.

@@ -28,22 +28,6 @@ class Single(EpochTrainer):
         self._groups = Groups(_accept)
 
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        """Train a net for an epoch, and record its batches.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        iterator : iterable
-            Its batches.
-        fit_params : dict
-            Further arguments of its network.
-
-        Returns
-        -------
-        bool
-            False if the net has to train the epoch itself.
-        """
         try:
             member = self._groups.find(net, iterator, fit_params)
         except NotStackable:
@@ -57,34 +41,12 @@ class Single(EpochTrainer):
         return True
 
     def training_loss(self, net: Any, goal: float) -> float | None:
-        """Compute the loss of a net on its training data, in evaluation mode.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A mean loss; above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The mean loss; infinite if it is certainly above the goal. None if the net has to
-            compute it itself.
-        """
         member = self._groups.member(net)
         if member is None or not self._groups.of(member).evaluates(member):
             return None
         return self._groups.of(member).losses([member], [goal])[0]
 
     def release(self, net: Any) -> None:
-        """Forget the data of a net whose training has ended.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        """
         self._groups.release(net)
         for _, group in self._groups:
             group.release()

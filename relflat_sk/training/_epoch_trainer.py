@@ -63,49 +63,13 @@ class OwnLoop(EpochTrainer):
     """Leaves everything to the net's own loop."""
 
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        """Train nothing.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        iterator : iterable
-            Its batches.
-        fit_params : dict
-            Further arguments of its network.
-
-        Returns
-        -------
-        bool
-            False.
-        """
         return False
 
     def training_loss(self, net: Any, goal: float) -> float | None:
-        """Compute nothing.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        goal : float
-            A mean loss.
-
-        Returns
-        -------
-        None
-            The net computes its loss itself.
-        """
         return None
 
     def release(self, net: Any) -> None:
-        """Forget nothing.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        """
+        pass
 
 
 # the trainer of all nets that are fitted in this context; None if each has a trainer of its own

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
-from relflat_sk.training._other_trainers import FlatTraining, replaced, rows_in_order
+from relflat_sk.training._other_trainers import FlatTraining, rows_in_order
 
 try:
     from lightning.pytorch import Callback
@@ -159,7 +160,7 @@ class LightningFlatnessCallback(Callback):
                 hook.remove()
             return None if result is None else self._add(pl_module, result, outputs[0], batch)
 
-        self._open.enter_context(replaced(pl_module, "training_step", training_step))
+        self._open.enter_context(mock.patch.object(pl_module, "training_step", training_step))
 
     def _network(self, pl_module: Any) -> nn.Module:
         """Return the network that makes the predictions."""

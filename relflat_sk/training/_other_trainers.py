@@ -1,7 +1,6 @@
 """What the callbacks for other libraries' trainers share: the penalty's settings, and the data."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,35 +21,7 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.measures import flatness_report
 
-__all__ = ["FlatTraining", "replaced", "rows_in_order"]
-
-
-@contextmanager
-def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object.
-
-    Parameters
-    ----------
-    owner : object
-        Its class is not changed.
-    name : str
-        Name of the method.
-    method : callable
-        Called without `owner`.
-
-    Yields
-    ------
-    None
-    """
-    before = owner.__dict__.get(name)
-    owner.__dict__[name] = method
-    try:
-        yield
-    finally:
-        if before is None:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = before
+__all__ = ["FlatTraining", "rows_in_order"]
 
 
 class FlatTraining:

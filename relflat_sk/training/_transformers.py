@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss, as_criterion, weighted_loss
-from relflat_sk._models import is_causal_language_model, next_labels
+from relflat_sk._models import IGNORED, is_causal_language_model, next_labels
 from relflat_sk._network import primary_output
 from relflat_sk._numerics import full_precision
-from relflat_sk.training._other_trainers import FlatTraining, replaced, rows_in_order
+from relflat_sk.training._other_trainers import FlatTraining, rows_in_order
 
 try:
     from transformers import TrainerCallback
@@ -29,7 +30,6 @@ _CRITERIA: dict[Any, type[nn.Module]] = {
     "regression": nn.MSELoss,
     "multi_label_classification": nn.BCEWithLogitsLoss,
 }
-_IGNORED = -100  # the label of tokens that do not count
 # how far the model's own loss may be from the criterion's: rounding in half precision
 _ROUNDING = 0.02
 
@@ -166,7 +166,7 @@ class TransformersFlatnessCallback(TrainerCallback):
                 output = plain_forward(*inputs, **named)
             return self._with_penalty(model, output, named)
 
-        self._open.enter_context(replaced(model, "forward", forward))
+        self._open.enter_context(mock.patch.object(model, "forward", forward))
 
     on_substep_end = on_step_begin  # of a step that accumulates the gradients of several batches
 
@@ -287,7 +287,7 @@ def _check_loss(
 ) -> None:
     """Refuse a model whose loss is not the criterion, as a mean or as a sum over a step's items."""
     items = float(inputs.get("num_items_in_batch") or 0)
-    counted = float((labels != _IGNORED).sum())
+    counted = float((labels != IGNORED).sum())
     means = [mean, mean * counted / items] if items else [mean]
     if not any(abs(loss - expected) <= _ROUNDING * abs(expected) + 1e-6 for expected in means):
         raise ValueError(
