@@ -75,6 +75,12 @@ from relflat_sk._network.row_source import (
 from relflat_sk._network.source import Source
 from relflat_sk._network.tail import Tail, choose_curvatures
 from relflat_sk._network.values import check_stored, find_non_finite
+from relflat_sk._network.weight_uses import (
+    WeightWatch,
+    check_uses,
+    find_uses_elsewhere,
+    uses_elsewhere,
+)
 
 __all__ = [
     "Batch",
@@ -95,6 +101,7 @@ __all__ = [
     "RowSource",
     "Source",
     "Tail",
+    "WeightWatch",
     "as_row_source",
     "best_constant_loss",
     "borrowed",
@@ -105,6 +112,7 @@ __all__ = [
     "check_stored",
     "check_thrice",
     "check_unshared",
+    "check_uses",
     "check_weights",
     "choose_curvatures",
     "copy_rows",
@@ -117,6 +125,7 @@ __all__ = [
     "find_link",
     "find_non_finite",
     "find_norms",
+    "find_uses_elsewhere",
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
@@ -143,6 +152,7 @@ __all__ = [
     "sample_weight",
     "select_channels",
     "users_of_weight",
+    "uses_elsewhere",
     "weight_kind",
     "weight_layers",
 ]

@@ -157,6 +157,6 @@ class Capture:
         plan = self._finish_plan()
         assert recorder is not None
         assert plan is not None  # there is one for every recorder
-        if plan.twice is None:
-            self._plan = plan.complete(output, recorder[list(plan.layers)[-1]])
+        if not plan.complete:
+            self._plan = plan.completed(output, recorder)
         return plan, recorder

@@ -13,10 +13,12 @@ from relflat_sk._network import (
     LayerRecord,
     Recorder,
     check_unshared,
+    check_uses,
     find_layer,
     find_link,
     keep_graph,
     users_of_weight,
+    uses_elsewhere,
 )
 from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit, PenaltyLimit
 
@@ -50,6 +52,8 @@ class Plan:
         layer is penalised, as long as it is not known whether it needs one.
     tied : bool
         Whether the last layer shares its weight with an embedding.
+    complete : bool
+        Whether the graph of a first batch has been read, see `completed`.
     """
 
     asked: tuple[Layer, ...] | None
@@ -62,6 +66,7 @@ class Plan:
     explicit: list[Explicit]
     twice: list[str] | None
     tied: bool
+    complete: bool = False
 
     @classmethod
     def make(
@@ -170,23 +175,35 @@ class Plan:
         """
         return make_recorder(layers, self.penalised, self.twice or ())
 
-    def complete(self, output: Tensor, last: LayerRecord) -> "Plan":
-        """Find out from a first batch whether there may be attention behind the last layer.
+    def completed(self, output: Tensor, recorder: Recorder) -> "Plan":
+        """Read off the graph of a first batch what the order of the calls does not tell.
 
         Parameters
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input, with its graph.
-        last : LayerRecord
-            The last layer in this step.
+        recorder : Recorder
+            The layers in this step.
 
         Returns
         -------
         Plan
-            With `twice` known.
+            With `twice` known: whether there may be attention behind the last layer.
+
+        Raises
+        ------
+        ValueError
+            If the network uses the weight of a penalised layer outside of the layer's call.
         """
-        is_output = find_link(output, last.node) is not None
-        return replace(self, twice=[] if is_output else self.penalised)
+        once = [name for name in self.penalised if recorder[name].calls == 1]
+        elsewhere = {name for name in once if uses_elsewhere(output, recorder[name])}
+        for name in once:
+            check_uses(name, elsewhere)
+        twice = self.twice
+        if twice is None:
+            is_output = find_link(output, recorder[list(self.layers)[-1]].node) is not None
+            twice = [] if is_output else self.penalised
+        return replace(self, twice=twice, complete=True)
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,8 @@ def relative_flatness(  # noqa: PLR0913
     computes them exactly.
 
     At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight, as
-    if the embedding had a copy of its own. Layers that share a weight with another layer are
-    refused.
+    if the embedding had a copy of its own. Layers whose weight is used a second time are refused,
+    by another layer or by a function, as in a tied autoencoder.
 
     References
     ----------

@@ -15,8 +15,11 @@ from relflat_sk._network import (
     Layer,
     LayerRecord,
     Network,
+    WeightWatch,
     check_layer,
+    check_uses,
     find_layer,
+    find_uses_elsewhere,
     has_fused_attention,
     is_tied,
     layer_map,
@@ -111,6 +114,7 @@ class _Runner:
         self.order: list[str] = []
         self._names: list[str] = []
         self._twice = True  # whether attention must allow a second derivative
+        self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run the network on one batch."""
@@ -120,6 +124,7 @@ class _Runner:
             output, records = self._find(batch)
             for record in records:
                 _check_linear(self.network.module, record)
+                check_uses(record.name, self._elsewhere)
             self._names = [record.name for record in records]
         return make_forward_pass(self.network, batch, output, records)
 
@@ -132,9 +137,14 @@ class _Runner:
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
         self._twice = guess != registered[-1:]  # hardly ever needed behind the last layer
-        with record_order(module) as recorder:
+        watch = WeightWatch(weight_layers(module))
+        with record_order(module) as recorder, watch:
             output, records = self._record(guess, batch)
         self.order = recorder.order
+        once = {name for name in watch.noticed if recorder.calls.count(name) == 1}
+        if once:
+            layers = {name: module.get_submodule(name) for name in once}
+            self._elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
         names = self._names_in_order(guess, recorder.calls)
         fused = not self._twice and has_fused_attention(output, records[-1].node)
         if fused or not set(names) <= set(guess):
@@ -167,7 +177,11 @@ class _Runner:
     def _without_shared(self, order: list[str], calls: list[str]) -> list[str]:
         """Leave out layers that cannot be measured because their weight is used several times."""
         named = dict(self.network.module.named_modules())
-        shared = [name for name in order if is_tied(name, named) or calls.count(name) > 1]
+        shared = [
+            name
+            for name in order
+            if is_tied(name, named) or calls.count(name) > 1 or name in self._elsewhere
+        ]
         if not shared:
             return order
         rest = [name for name in order if name not in shared]

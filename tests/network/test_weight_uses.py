@@ -1,0 +1,148 @@
+"""Weights that a network uses a second time, by a function instead of a module."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from relflat_sk import flatness_report, relative_flatness
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.training import RelativeFlatnessPenalty
+
+MSE = nn.MSELoss()
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+
+
+class Tied(nn.Module):
+    """An autoencoder, with the weight of one of its modules used by a function as well."""
+
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.mid, self.dec = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
+        self.use = use
+        self.double()
+
+    def forward(self, x):
+        if self.use == "before":
+            return self.dec(self.mid(F.linear(x, self.dec.weight.T)).tanh())
+        h = self.mid(self.enc(x).tanh()).tanh()
+        return OUTPUTS[self.use](self, x, h)
+
+
+def ask(net, x, h):
+    """Ask for properties of the weight only."""
+    weight = net.enc.weight
+    zeros = torch.zeros_like(weight).sum() + x.new_zeros(weight.shape[1])
+    return net.dec(h.type_as(weight)) + zeros.to(weight.dtype)
+
+
+OUTPUTS = {
+    "none": lambda net, x, h: net.dec(h),
+    "function": lambda net, x, h: F.linear(h, net.enc.weight.T),
+    "operator": lambda net, x, h: h @ net.enc.weight,
+    "list": lambda net, x, h: torch.einsum("ni,ij->nj", [h, net.enc.weight]),
+    # of a value that does not pass the layer
+    "aside": lambda net, x, h: net.dec(h) + x @ net.enc.weight.T @ net.enc.weight,
+    "like": ask,
+}
+USES = {"function": "enc", "operator": "enc", "list": "enc", "aside": "enc", "before": "dec"}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_layers_with_another_use_of_their_weight_are_refused(use):
+    net, name = Tied(use), USES[use]
+    message = f"uses the weight of layer '{name}' outside of the layer's call"
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(net, X, X, layer=name, criterion=MSE)
+    assert relative_flatness(net, X, X, layer="mid", criterion=MSE) > 0
+    with pytest.warns(FlatnessWarning, match=f"'{name}' left out: the weight is used in several"):
+        report = flatness_report(net, X, X, criterion=MSE, measures="relative_flatness")
+    assert name not in set(report["layer"])
+    assert "mid" in set(report["layer"])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_penalties_refuse_them_in_the_first_step(use):
+    net, name = Tied(use), USES[use]
+    penalty = RelativeFlatnessPenalty(name)
+    with penalty.capture(net):
+        y_pred = net(X)
+    with pytest.raises(ValueError, match=f"uses the weight of layer '{name}' outside"):
+        penalty(MSE, y_pred, X)
+    penalty = RelativeFlatnessPenalty("mid")
+    with penalty.capture(net):
+        y_pred = net(X)
+    assert penalty(MSE, y_pred, X) > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_frozen_weights_are_noticed_and_stay_frozen(frozen):
+    net = Tied("function").requires_grad_(not frozen)
+    with pytest.raises(ValueError, match="uses the weight of layer 'enc' outside"):
+        relative_flatness(net, X, X, layer="enc", criterion=MSE)
+    assert all(weight.requires_grad is not frozen for weight in net.parameters())
+    assert all("forward" not in vars(module) for module in net.modules())
+
+
+def test_properties_of_a_weight_are_no_use_of_it():
+    for use in ("like", "none"):
+        assert relative_flatness(Tied(use), X, X, layer="enc", criterion=MSE) == pytest.approx(
+            relative_flatness(Tied("none"), X, X, layer="enc", criterion=MSE), rel=1e-12
+        )
+    penalty = RelativeFlatnessPenalty("enc")
+    with penalty.capture(net := Tied("like")):
+        y_pred = net(X)
+    assert penalty(MSE, y_pred, X) > 0
+
+
+def test_parametrised_weights_are_watched():
+    net = Tied("function")
+    parametrizations.weight_norm(net.enc)
+    with pytest.raises(ValueError, match="uses the weight of layer 'enc' outside"):
+        relative_flatness(net, X, X, layer="enc", criterion=MSE)
+    net.use = "none"
+    assert relative_flatness(net, X, X, layer="enc", criterion=MSE) > 0
+
+
+class Reads(nn.Linear):
+    """A layer that uses the weight of another one in its own call."""
+
+    def forward(self, x):
+        return super().forward(F.linear(x, self.other[0].weight))
+
+
+def test_a_use_inside_of_another_layer_is_noticed():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Reads(4, 4)).double()
+    net[2].other = [net[0]]  # in a list, so that it is no module of its own there
+    with pytest.raises(ValueError, match="uses the weight of layer '0' outside"):
+        relative_flatness(net, X, X, layer=0, criterion=MSE)
+
+
+class Words(nn.Module):
+    """A language model whose embedding is a function of the head's weight."""
+
+    def __init__(self, tie):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 5, bias=False).double()
+        self.copy = self.head.weight.detach().clone()
+        self.tie = tie
+
+    def forward(self, tokens):
+        tokens = tokens.long()
+        return self.head(F.embedding(tokens, self.head.weight if self.tie else self.copy).mean(1))
+
+
+def test_a_head_tied_to_an_embedding_counts_as_its_own_copy():
+    tokens, y = torch.arange(8).reshape(4, 2) % 5, torch.arange(4)
+    tied, own = (
+        relative_flatness(Words(tie), tokens, y, criterion=nn.CrossEntropyLoss())
+        for tie in (True, False)
+    )
+    assert tied == own
+    penalty = RelativeFlatnessPenalty()
+    with penalty.capture(net := Words(True)):
+        y_pred = net(tokens)
+    assert penalty(nn.CrossEntropyLoss(), y_pred, y) > 0
