@@ -23,6 +23,9 @@ from relflat_sk.measures import flatness_report
 
 __all__ = ["FlatTraining", "rows_in_order"]
 
+# shuffles, with samples of about the same length side by side; not imported, which takes seconds
+_LENGTH_GROUPED = ("transformers.trainer_pt_utils", "LengthGroupedSampler")
+
 
 class FlatTraining:
     """The penalty and the measurements of one training.
@@ -160,12 +163,7 @@ def _drawn(loader: Any, dataset: Any) -> Any:
     sampler = _find_sampler(loader)
     if isinstance(sampler, SubsetRandomSampler):
         return Subset(dataset, [int(i) for i in sampler.indices])
-    if isinstance(sampler, SequentialSampler | RandomSampler):
-        draws_all = len(sampler.data_source) == len(dataset)
-    else:
-        # a trainer may distribute another sampler's numbers in place of the data set
-        draws_all = isinstance(sampler, DistributedSampler) and sampler.dataset is dataset
-    if draws_all:
+    if _draws_all(sampler, dataset):
         return dataset
     raise ValueError(
         "the flatness is measured on the samples that are trained on, but the "
@@ -173,6 +171,17 @@ def _drawn(loader: Any, dataset: Any) -> Any:
         "say which samples of the data set it draws. Pass them as dataset=..., or every=None for "
         "no measurement."
     )
+
+
+def _draws_all(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler draws every sample of a data set in an epoch, in any order."""
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        return len(sampler.data_source) == len(dataset)
+    kind = type(sampler)
+    if (kind.__module__, kind.__name__) == _LENGTH_GROUPED:
+        return len(sampler) == len(dataset)
+    # a trainer may distribute another sampler's numbers in place of the data set
+    return isinstance(sampler, DistributedSampler) and getattr(sampler, "dataset", None) is dataset
 
 
 def _find_sampler(loader: Any) -> Any:

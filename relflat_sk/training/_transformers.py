@@ -1,7 +1,8 @@
 """The flatness penalty and the history of relative flatness in the `Trainer` of Hugging Face."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -114,7 +115,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         self._found: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the training, and forget an earlier one.
+        """Check the training, forget an earlier one, and add the penalty to the steps.
 
         Parameters
         ----------
@@ -123,52 +124,63 @@ class TransformersFlatnessCallback(TrainerCallback):
         state, control : TrainerState, TrainerControl
             Not used.
         **kwargs
-            Not used.
+            Has the `model`.
 
         Raises
         ------
         ValueError
             If the trainer compiles the model or divides batches among devices.
+        RuntimeError
+            If no `Trainer` calls this method.
         """
         self._open.close()
         self._checked, self._penalties, self._found = False, [], {}
-        if self._training.is_penalised and args.torch_compile:
+        if not self._training.is_penalised:
+            return
+        if args.torch_compile:
             raise ValueError(
                 "torch_compile=True: the trainer runs a compiled copy of the model, from which no "
                 "penalty can be computed. Use torch_compile=False, or weight=0."
             )
-        if self._training.is_penalised and args.n_gpu > 1:
+        if args.n_gpu > 1:
             raise ValueError(
                 f"the trainer divides each batch among {args.n_gpu} devices of one process. Start "
                 "one process per device with torchrun or accelerate, or use weight=0."
             )
+        self._add_to_steps(_calling_trainer(), kwargs["model"])
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the next forward pass return the loss with the penalty.
+    def _add_to_steps(self, trainer: Any, model: nn.Module) -> None:
+        """Add the penalty in all steps of a trainer.
 
-        Parameters
-        ----------
-        args, state, control : TrainingArguments, TrainerState, TrainerControl
-            Not used.
-        **kwargs
-            Has the `model`.
+        No event of the trainer tells that a step has failed. So the model's forward method is not
+        replaced between two events, but within the trainer's method for a step.
         """
-        if not self._training.is_penalised:
-            return
-        self._open.close()
-        model = kwargs["model"]
+        plain_step = trainer.training_step
+
+        @wraps(plain_step)
+        def training_step(*inputs: Any, **named: Any) -> Any:
+            if self not in trainer.callback_handler.callbacks:  # removed after a training failed
+                return plain_step(*inputs, **named)
+            with self._penalised(model):
+                return plain_step(*inputs, **named)
+
+        self._open.enter_context(mock.patch.object(trainer, "training_step", training_step))
+
+    @contextmanager
+    def _penalised(self, model: nn.Module) -> Iterator[None]:
+        """Let the next forward pass return the loss with the penalty."""
         plain_forward = model.forward
+        with ExitStack() as replaced:
 
-        @wraps(plain_forward)
-        def forward(*inputs: Any, **named: Any) -> Any:
-            self._open.close()  # for one pass, so that nothing is left behind if it fails
-            with self._training.penalty.capture(model):
-                output = plain_forward(*inputs, **named)
-            return self._with_penalty(model, output, named)
+            @wraps(plain_forward)
+            def forward(*inputs: Any, **named: Any) -> Any:
+                replaced.close()  # for one pass
+                with self._training.penalty.capture(model):
+                    output = plain_forward(*inputs, **named)
+                return self._with_penalty(model, output, named)
 
-        self._open.enter_context(mock.patch.object(model, "forward", forward))
-
-    on_substep_end = on_step_begin  # of a step that accumulates the gradients of several batches
+            replaced.enter_context(mock.patch.object(model, "forward", forward))
+            yield
 
     def _with_penalty(self, model: nn.Module, output: Any, inputs: Mapping[str, Any]) -> Any:
         """Add the penalty to the loss in the output of the model."""
@@ -223,7 +235,6 @@ class TransformersFlatnessCallback(TrainerCallback):
         **kwargs
             Has the `model` and the `train_dataloader`.
         """
-        self._open.close()
         if not self._training.is_due(state.epoch, ends=control.should_training_stop):
             return
         model = kwargs["model"]
@@ -257,7 +268,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         kwargs["logs"].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the model its own `forward` back.
+        """Give the trainer its own method for steps back.
 
         Parameters
         ----------
@@ -267,6 +278,20 @@ class TransformersFlatnessCallback(TrainerCallback):
             Not used.
         """
         self._open.close()
+
+
+def _calling_trainer() -> Any:
+    """Return the trainer that calls a callback, which transformers does not pass."""
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "training_step") and hasattr(caller, "callback_handler"):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError(
+        "the penalty is added to the steps of a transformers.Trainer, but none calls this "
+        "callback. Pass it as Trainer(..., callbacks=[callback]), or use weight=0."
+    )
 
 
 def _split_labels(batch: Any) -> tuple[dict[str, Any], Any]:

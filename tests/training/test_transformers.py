@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import relflat_sk.training as door
 from relflat_sk import RelativeFlatnessPenalty, relative_flatness
@@ -23,8 +23,10 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
 
 from relflat_sk.training import TransformersFlatnessCallback
+from relflat_sk.training._other_trainers import rows_in_order
 
 DRAW = torch.Generator().manual_seed(0)
 IDS = torch.randint(1, 20, (10, 6), generator=DRAW)
@@ -62,6 +64,9 @@ def language_model():
 
 def rows(labels):
     return [{"input_ids": x, "labels": y} for x, y in zip(IDS, labels, strict=True)]
+
+
+DATA = rows(CLASSES)
 
 
 class InOrder(Trainer):
@@ -228,6 +233,49 @@ def test_a_failing_model_has_its_own_forward_again():
     assert "forward" not in vars(model)
 
 
+class NoLoss(InOrder):
+    """The user's own loss fails before the model runs."""
+
+    def compute_loss(self, *args, **kwargs):
+        raise ArithmeticError
+
+
+class Stops(TrainerCallback):
+    def on_step_begin(self, *args, **kwargs):
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("fails", ["loss", "callback"])
+def test_a_step_that_fails_before_the_model_runs_leaves_nothing_behind(fails):
+    model, flat = classifier(), TransformersFlatnessCallback()
+    trainer = {"trainer": NoLoss} if fails == "loss" else {}
+    with pytest.raises(ArithmeticError):
+        fit(model, rows(CLASSES), flat, *[Stops()][: fails == "callback"], **trainer)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "removed"])
+def test_a_trainer_whose_training_failed_can_train_again(kept):
+    model, flat, stops = classifier(), TransformersFlatnessCallback(**PENALTY), Stops()
+    trainer = fit(model, rows(CLASSES), flat, max_steps=1)
+    assert "training_step" not in vars(trainer)
+    trainer.add_callback(stops)
+    with pytest.raises(ArithmeticError):
+        trainer.train()
+    trainer.remove_callback(stops)
+    if not kept:
+        trainer.remove_callback(flat)
+    trainer.train()
+    n_logged = len(entries(trainer, "flatness_penalty"))
+    assert n_logged == kept
+    expected = classifier()
+    again = fit(expected, rows(CLASSES), TransformersFlatnessCallback(**PENALTY), max_steps=1)
+    if not kept:
+        again.pop_callback(TransformersFlatnessCallback)
+    again.train()
+    assert_same(model, expected)
+
+
 @pytest.mark.parametrize(
     ("callback", "arguments", "message"),
     [
@@ -251,6 +299,36 @@ def test_models_that_are_not_called_themselves_are_refused(compiled, n_gpu, mess
     with pytest.raises(ValueError, match=message):
         TransformersFlatnessCallback().on_train_begin(args, None, None)
     TransformersFlatnessCallback(weight=0).on_train_begin(args, None, None)
+
+
+def test_the_penalty_needs_a_trainer():
+    args = SimpleNamespace(torch_compile=False, n_gpu=1)
+    with pytest.raises(RuntimeError, match=r"none calls this callback. Pass it as Trainer\("):
+        TransformersFlatnessCallback().on_train_begin(args, None, None, model=classifier())
+
+
+def test_samples_that_are_grouped_by_length_are_measured_like_others():
+    data = [{**row, "input_ids": row["input_ids"][:length]} for row, length in zip(
+        rows(CLASSES), [2, 6, 3, 6, 2, 2, 3, 6, 2, 3], strict=True)]  # fmt: skip
+    sampler = LengthGroupedSampler(2, data)
+
+    class Grouped(InOrder):
+        def _get_train_sampler(self, *args):
+            return sampler
+
+    flat, plain = (TransformersFlatnessCallback(weight=0) for _ in range(2))
+    arguments = {"max_steps": 5, "per_device_train_batch_size": 1, "learning_rate": 0.0}
+    grouped = fit(classifier(), data, flat, trainer=Grouped, **arguments)
+    in_order = fit(classifier(), data, plain, **arguments)
+    found, expected = (entries(trainer, "relative_flatness") for trainer in (grouped, in_order))
+    assert len(found) == 1
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sampler_that_may_repeat_samples_is_refused():
+    loader = DataLoader(DATA, sampler=DistributedLengthGroupedSampler(2, DATA, 2, 0))
+    with pytest.raises(ValueError, match="the DistributedLengthGroupedSampler of the training"):
+        rows_in_order(loader, None, dict, 2)
 
 
 def test_a_stream_cannot_be_measured():
