@@ -11,6 +11,7 @@ from skorch.callbacks import EpochScoring, EpochTimer, PrintLog
 from torch import Tensor, nn
 
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
+from relflat_sk._network import floating_parameter
 from relflat_sk.training._ending import check_ending
 from relflat_sk.training._epoch_mean import EpochMean
 from relflat_sk.training._inputs import with_sizes
@@ -24,6 +25,8 @@ __all__ = ["TaskNet"]
 
 # columns of the history that the net's own callbacks record on validation data
 _OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best")
+
+_NONE_IGNORED = -100  # torch's default of ignore_index
 
 
 class TaskNet(PenalisedNet):
@@ -139,6 +142,27 @@ class TaskNet(PenalisedNet):
         labels = self._knows_labels() and not self._gets_targets()
         return self._task.encode(self, y) if labels else y
 
+    def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
+        """Split off the validation data as skorch does, with targets in the network's precision.
+
+        Parameters
+        ----------
+        X, y : array-like
+            Inputs and targets.
+        **fit_params
+            Passed on to the `train_split` function.
+
+        Returns
+        -------
+        dataset_train, dataset_valid : torch Dataset or None
+            None for validation if nothing is held out.
+        """
+        if isinstance(y, np.ndarray) and y.dtype == np.float64:
+            parameter = floating_parameter(self.module_)
+            is_double = parameter is not None and parameter.dtype == torch.float64
+            y = y if is_double else y.astype(np.float32)
+        return super().get_split_datasets(X, y, **fit_params)
+
     # -- network and criterion -----------------------------------------------------------
 
     def initialize_module(self) -> "TaskNet":
@@ -160,9 +184,17 @@ class TaskNet(PenalisedNet):
         return self._task.n_outputs(self) if self._knows_labels() else None
 
     def initialize_criterion(self) -> "TaskNet":
-        """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""
+        """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers.
+
+        Raises
+        ------
+        ValueError
+            If the criterion ignores a number that is another one among the encoded classes.
+        """
         super().initialize_criterion()
         made = self.criterion_
+        if self._task is TASKS["classification"] and self._knows_labels():
+            _check_ignored(getattr(made, "ignore_index", _NONE_IGNORED), self.classes_)
         if type(made) is nn.NLLLoss:
             self.criterion_ = ProbabilityNLLLoss(
                 weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
@@ -206,6 +238,19 @@ class TaskNet(PenalisedNet):
             if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
                 return torch.exp  # the expected count
         return super()._get_predict_nonlinearity()
+
+
+def _check_ignored(ignored: int, classes: Any) -> None:
+    """Refuse an index to ignore that the encoding of labels gives another meaning."""
+    if np.array_equal(classes, np.arange(len(classes))):
+        return  # the criterion sees the labels as they are
+    if ignored != _NONE_IGNORED or ignored in classes.tolist():
+        raise ValueError(
+            f"the criterion has ignore_index={ignored}, but the labels in y are not the numbers 0 "
+            f"to {len(classes) - 1}: they are encoded as these, so that the criterion would not "
+            "ignore the label that you mean. Leave the samples to be ignored out of X and y; or "
+            "pass class indices in a Dataset, whose labels are not encoded."
+        )
 
 
 def _as_it_is(output: Tensor) -> Tensor:

@@ -188,10 +188,10 @@ class _Regression:
         pass  # the shape of the targets stays unknown
 
     def _numbers(self, y: Any) -> Array:
-        """Copy the values as float32, checked to be finite numbers."""
+        """Copy the values with all their digits, checked to be finite numbers."""
         array: Array = check_array(
             _require(y),
-            dtype=np.float32,
+            dtype=[np.float64, np.float32],  # other types become the first
             copy=True,
             ensure_2d=False,
             ensure_min_samples=0,

@@ -65,6 +65,35 @@ def test_named_classes_are_classes():
     assert_array_equal(net.classes_, classes)
 
 
+# -- labels to ignore --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("y", "ignored"),
+    [
+        (Y - 1, -1),  # -1 would be encoded as 0, and trained on
+        (Y + 1, 0),  # 1 would be encoded as 0, and ignored
+        (np.array(list("abc"))[Y], 2),
+        (np.where(Y == 0, -100, Y), -100),  # torch's default
+    ],
+    ids=["unlabelled", "not in y", "letters", "default"],
+)
+def test_an_index_to_ignore_must_be_that_of_a_label(y, ignored):
+    criterion = {} if ignored == -100 else {"criterion__ignore_index": ignored}
+    net = RelativeFlatnessRegularizedClassifier(**SETTINGS, **criterion)
+    with pytest.raises(ValueError, match=f"ignore_index={ignored}, but the labels .* 0 to 2: they"):
+        net.fit(X, y)
+
+
+def test_an_index_to_ignore_among_classes_from_0_is_ignored():
+    settings = {**SETTINGS, "module": torch.nn.Linear(4, 3), "batch_size": 60}
+    net = RelativeFlatnessRegularizedClassifier(**settings, criterion__ignore_index=1).fit(X, Y)
+    encoded = np.where(Y == 1, -100, Y)
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(encoded))
+    expected = RelativeFlatnessRegularizedClassifier(**settings).fit(data)
+    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+
+
 def test_integers_with_few_samples_of_each_warn():
     net = RelativeFlatnessRegularizedNet(**SETTINGS)
     with pytest.warns(FlatnessWarning, match="integers of more than 20 .*taken for classes"):

@@ -681,6 +681,27 @@ def test_a_float64_module():
     assert net.predict(X).dtype == np.float64
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["chain", "module"])
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+def test_targets_keep_the_digits_that_the_network_has(double, own):
+    """The loss of a float64 network is that of the values, not of these rounded to float32."""
+    y = VALUES.astype(np.float64) + 1e-9 * np.arange(42)
+    inputs = X.astype(np.float64) if double else X
+
+    class Own(MLP):
+        def forward(self, x):
+            return super().forward(x) + 0.0
+
+    module = {"module": Own, "module__n_outputs": 1} if own else {}
+    if own and double:
+        module = {"module": Own(4, 1).double()}
+    net = make(Regressor, lr=0.0, max_epochs=1, **module).fit(inputs, y)
+    z = net.predict(inputs)
+    loss = pytest.approx(np.mean((z - y) ** 2), rel=1e-14 if double else 1e-6)
+    assert net.history[-1, "train_loss"] == loss
+    assert net.partial_fit(inputs, y).history[-1, "train_loss"] == loss
+
+
 @pytest.mark.usefixtures("own_loop")
 def test_tuple_outputs():
     class Pair(MLP):
