@@ -73,7 +73,9 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
         if isinstance(value, Mapping):
             return {name: cast(part) for name, part in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(cast(part) for part in value)
+            parts = [cast(part) for part in value]
+            is_named = hasattr(value, "_fields")  # a namedtuple takes its parts one by one
+            return type(value)(*parts) if is_named else type(value)(parts)
         return value
 
     return cast(x)

@@ -21,8 +21,16 @@ from relflat_sk._network import (
     layer_input,
 )
 from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk._warnings import warn
 
-__all__ = ["Chain", "chain_networks", "map_chains", "norms_in_c1", "relative_sizes"]
+__all__ = [
+    "Chain",
+    "chain_networks",
+    "check_zeros",
+    "map_chains",
+    "norms_in_c1",
+    "relative_sizes",
+]
 
 _T = TypeVar("_T")
 
@@ -52,6 +60,22 @@ class Chain:
     weights: list[Tensor]
     outputs: list[Tensor]
     slopes: list[Tensor]
+
+    def without_zeros(self) -> "Chain":
+        """Leave out samples of zeros, which have no norm to measure a disturbance in.
+
+        Returns
+        -------
+        Chain
+            The other samples.
+        """
+        kept = self.x.norm(dim=1) > 0
+        return replace(
+            self,
+            x=self.x[kept],
+            outputs=[z[kept] for z in self.outputs],
+            slopes=[slopes[kept] for slopes in self.slopes],
+        )
 
 
 def chain_networks(
@@ -156,6 +180,38 @@ def relative_sizes(z: Tensor, x: Tensor) -> Tensor:
     """
     sizes: Tensor = z.abs() / x.norm(dim=1, keepdim=True)
     return sizes
+
+
+def check_zeros(n_counted: int, n: int) -> None:
+    """Warn if samples of zeros are left out.
+
+    Parameters
+    ----------
+    n_counted : int
+        Number of samples that are not zero.
+    n : int
+        Number of all samples.
+
+    Raises
+    ------
+    ValueError
+        If all samples are zero.
+
+    Warns
+    -----
+    FlatnessWarning
+        If some are.
+    """
+    if not n_counted:
+        raise ValueError(
+            "all samples in X are zero, but the conditions are about disturbances in units of a "
+            "sample's norm. Pass samples that are not zero."
+        )
+    if n_counted < n:
+        warn(
+            f"{n - n_counted} of {n} samples are zero and left out: the conditions are about "
+            "disturbances in units of a sample's norm."
+        )
 
 
 def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:

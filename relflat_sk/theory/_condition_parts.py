@@ -15,6 +15,7 @@ from relflat_sk._checks import check_number
 from relflat_sk.theory._chain import (
     Chain,
     chain_networks,
+    check_zeros,
     map_chains,
     norms_in_c1,
     relative_sizes,
@@ -127,8 +128,13 @@ def activation_curve(
     Raises
     ------
     ValueError
-        If a delta is not positive, or the network is not a chain of linear layers with ReLU in
-        between.
+        If a delta is not positive, the network is not a chain of linear layers with ReLU in
+        between, or all samples are zero.
+
+    Warns
+    -----
+    FlatnessWarning
+        If samples are zero, which have no norm to measure a disturbance in; they are left out.
 
     References
     ----------
@@ -156,10 +162,12 @@ def activation_curve(
         small = [(size <= limits.to(chain.x)).double().mean(dim=1) for size in sizes]
         return {(k, chain.names[k]): share for k, share in enumerate(small)}
 
-    parts = map_chains(network, shares)
+    parts = map_chains(network, lambda chain: (len(chain.x), shares(chain.without_zeros())))
+    n = sum(size for size, _ in parts)
     rows = []
-    for position, name in parts[0]:
-        of_samples = torch.cat([part[position, name] for part in parts])
+    for position, name in parts[0][1]:
+        of_samples = torch.cat([part[position, name] for _, part in parts])
+        check_zeros(len(of_samples), n)
         for delta, column in zip(grid, of_samples.T, strict=True):
             largest = float(column.max())
             rows.append({

@@ -101,6 +101,11 @@ def sharpness_bound(  # noqa: PLR0913
         If the network is not a chain of two linear layers or more with ReLU in between, an argument
         is out of its range, or `lipschitz` is needed.
 
+    Warns
+    -----
+    FlatnessWarning
+        If samples are zero, which have no part in mu, C_2 and C_3.
+
     Notes
     -----
     Theorem 1 of [1]_ bounds the risk under noise :math:`\nu_i \sim N(0, \sigma_i^2)` on the weights
@@ -114,10 +119,11 @@ def sharpness_bound(  # noqa: PLR0913
         C_\delta = 2 \sqrt{\ln(d h / \delta)}
 
     with h the largest width and C_L the Lipschitz constant of the loss. Here the constants of order
-    one are 1, mu and C_2, C_3 are the worst of all layers and samples, and :math:`|f_w(x)|` is the
-    mean over samples. So the result shows how the terms depend on the network and the noise, and is
-    no guarantee; `pac_bayes_bound` is one. The paper has no biases; here they count only in the
-    outputs. Compare the formula with the printed one before you cite it.
+    one are 1, mu and C_2, C_3 are the worst of all layers and of all samples that are not zero, and
+    :math:`|f_w(x)|` is the mean over samples. So the result shows how the terms depend on the
+    network and the noise, and is no guarantee; `pac_bayes_bound` is one. The paper has no biases;
+    here they count only in the outputs. Compare the formula with the printed one before you cite
+    it.
 
     References
     ----------

@@ -27,6 +27,7 @@ from relflat_sk._network import Network
 from relflat_sk.theory._chain import (
     Chain,
     chain_networks,
+    check_zeros,
     map_chains,
     norms_in_c1,
     relative_sizes,
@@ -83,7 +84,13 @@ def sharpness_conditions(
     Raises
     ------
     ValueError
-        If the network is not such a chain, or the initial one has other layers.
+        If the network is not such a chain, the initial one has other layers, or all samples are
+        zero.
+
+    Warns
+    -----
+    FlatnessWarning
+        If samples are zero, which are left out.
 
     Notes
     -----
@@ -91,8 +98,8 @@ def sharpness_conditions(
     about the layer's activations, and C3 about its weights; the last layer has C3 only.
     Independent Gaussian layers have a mu of about 1. The paper has no biases, and inputs of norm
     1. Here, biases decide with the weights which units are active, and C2 measures in units of
-    the input's norm. The paper prints C2 without the absolute value, which its explanation, that
-    activations flip, requires.
+    the input's norm, so that samples of zeros are left out. The paper prints C2 without the
+    absolute value, which its explanation, that activations flip, requires.
 
     References
     ----------
@@ -134,11 +141,13 @@ def sample_constants(network: Network) -> dict[tuple[str, str, int], Tensor]:
 
     Returns
     -------
-    dict of (str, str, int) to Tensor of shape (n,)
-        By condition, layer and its position.
+    dict of (str, str, int) to Tensor of shape (n',)
+        By condition, layer and its position, of the n' samples that are not zero.
     """
-    parts = map_chains(network, _constants)
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    parts = map_chains(network, lambda chain: (len(chain.x), _constants(chain.without_zeros())))
+    found = {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
+    check_zeros(len(next(iter(found.values()))), sum(size for size, _ in parts))
+    return found
 
 
 def _table(network: Network) -> pd.DataFrame:
@@ -191,7 +200,7 @@ def _smallest(factors: dict[tuple[int, int, int], Tensor]) -> dict[int, Tensor]:
 
 
 def _switches(z: Tensor, x: Tensor) -> Tensor:
-    """Compute C_2: the largest share of units within delta of zero, over delta."""
+    """Compute C_2, the largest share of units within delta of zero, over delta: (n,)."""
     size = relative_sizes(z, x).sort(dim=1).values
     width = z.shape[1]
     # the maximum is reached where delta is the size of one of the units

@@ -129,6 +129,10 @@ class StopAtLoss(_StopWhenReached):
       shows that the goal is not reached, the others need not be run. This changes no result. It
       is done for criteria without negative losses.
 
+    A net with a `get_loss` of its own may compute another loss than its criterion. The loss is
+    then what its `get_loss` returns with ``training=False``, regularisers included. Let it add
+    them only if `training` is true, to stop at the loss without them.
+
     Examples
     --------
     >>> from sklearn.datasets import load_iris

@@ -1,5 +1,7 @@
 """Cutting all kinds of inputs into batches, and refusing what cannot be."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -76,6 +78,11 @@ def test_integers_stay_integers_for_an_embedding():
     assert relative_flatness(net, RNG.integers(0, 5, size=(10, 4)), Y, criterion=CE) > 0
 
 
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
 def test_several_inputs():
     class Two(nn.Module):
         def __init__(self):
@@ -88,8 +95,12 @@ def test_several_inputs():
     net = Two().double()
     whole = nn.Sequential(net.out)
     expected = relative_flatness(whole, X, Y, criterion=CE)
-    for inputs in ((X[:, :1], X[:, 1:]), {"b": X[:, 1:], "a": X[:, :1]}):
+    parts = (X[:, :1], X[:, 1:])
+    for inputs in (parts, Pair(*parts), {"b": X[:, 1:], "a": X[:, :1]}):
         assert relative_flatness(net, inputs, Y, criterion=CE) == pytest.approx(expected)
+    rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]
+    loader = DataLoader(rows, batch_size=4)  # its batches are of the type of the samples
+    assert relative_flatness(net, loader, criterion=CE) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

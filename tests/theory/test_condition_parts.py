@@ -4,6 +4,7 @@ import copy
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.neural_network import MLPClassifier
@@ -11,7 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from relflat_sk import sharpness_conditions
+from relflat_sk import FlatnessWarning, sharpness_conditions
 from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
 from tests.theory.test_sharpness_conditions import constants, network
 
@@ -88,6 +89,22 @@ def test_the_largest_ratio_of_the_curve_is_the_second_constant():
         assert ratio <= worst[layer] * (1 + 1e-9)
         assert ratio > 0.99 * worst[layer]
     assert len(activation_curve(net, X)) == 2 * 26
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_samples_of_zeros_have_no_unit_and_are_left_out(bias):
+    net, X = network(bias=bias), torch.randn(9, 4).double()
+    X[[2, 7]] = 0
+    rest = X[[0, 1, 3, 4, 5, 6, 8]]
+    with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
+        curve = activation_curve(net, X, deltas=[0.1, 1], batch_size=3)
+    pd.testing.assert_frame_equal(curve, activation_curve(net, rest, deltas=[0.1, 1]))
+    with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
+        table = sharpness_conditions(net, X, batch_size=3)
+    pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest))
+    for function in (activation_curve, sharpness_conditions):
+        with pytest.raises(ValueError, match="all samples in X are zero, but the cond"):
+            function(net, 0 * X)
 
 
 def test_a_trained_network_is_compared_with_its_initial_weights():

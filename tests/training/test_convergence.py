@@ -124,6 +124,27 @@ def test_converged_starts_anew_with_each_fit(data):
     assert not net.converged_
 
 
+class Decayed(NeuralNetRegressor):
+    """A net of skorch whose loss has a term of its own, in training or always."""
+
+    always = False
+
+    def get_loss(self, y_pred, y_true, X=None, training=False):
+        loss = super().get_loss(y_pred, y_true, X=X, training=training)
+        return loss + 3.0 if training or self.always else loss
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_the_loss_of_a_net_s_own_is_that_outside_of_training(data, always):
+    X, _ = data
+    stop = StopAtLoss(100.0)
+    net = type("Net", (Decayed,), {"always": always})(
+        nn.Linear(4, 1), callbacks=[stop], max_epochs=1, lr=0.0, verbose=0
+    ).fit(X, X[:, :1])
+    mean = np.mean((net.predict(X) - X[:, :1]) ** 2)
+    assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
+
+
 def test_tells_when_it_stops(data, capsys):
     X, y = data
     net = make(StopAtLoss(0.5), verbose=1).fit(X, y)
