@@ -139,7 +139,7 @@ def test_the_loss_of_a_net_s_own_is_that_outside_of_training(data, always):
     X, _ = data
     stop = StopAtLoss(100.0)
     net = type("Net", (Decayed,), {"always": always})(
-        nn.Linear(4, 1), callbacks=[stop], max_epochs=1, lr=0.0, verbose=0
+        nn.Linear(4, 1), callbacks=[stop], max_epochs=1, train_split=None, verbose=0
     ).fit(X, X[:, :1])
     mean = np.mean((net.predict(X) - X[:, :1]) ** 2)
     assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
