@@ -6,7 +6,7 @@ sample weights and checks less. "No limit" is ``flatness_clip=None``. With a CUD
 ResNet-18 is timed there as well. A step is a share of an epoch of ten, trained as in `fit`, and
 "without the loader" of one whose batches are cut beforehand.
 
-    python -m benchmarks.costs.training            # 3 minutes
+    python -m benchmarks.costs.training            # 4 minutes
     python -m benchmarks.costs.training --quick    # a smoke run without verdict
 """
 
