@@ -5,6 +5,9 @@ from relflat_sk.measures._api import measure, relative_flatness
 from relflat_sk.measures._evaluate import evaluate
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._flatness import find_measured_layer as find_measured_layer
+from relflat_sk.measures._flatness import (
+    measure_feature_curvature as measure_feature_curvature,
+)
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
 from relflat_sk.measures._history import flatness_columns as flatness_columns

@@ -1,5 +1,7 @@
 """The generalisation bound by relative flatness, as far as its parts can be computed."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,18 +10,23 @@ import numpy as np
 from relflat_sk._models import DataOptions
 from relflat_sk._network import Layer
 from relflat_sk._random import RandomState, as_random_state
-from relflat_sk.measures import measure_flatness
-from relflat_sk.theory._feature_moves import check_delta, find_site
+from relflat_sk.measures import Flatness, measure_feature_curvature, measure_flatness
+from relflat_sk.theory._feature_moves import Site, check_delta, find_site
 from relflat_sk.theory._kernels import check_kernel, second_moment
 from relflat_sk.theory._representativeness import default_delta, representativeness
-from relflat_sk.theory._smoothing import Smoothing, check_alphas
+from relflat_sk.theory._smoothing import (
+    Smoothing,
+    check_alphas,
+    check_bandwidth,
+    find_bandwidth,
+)
 
 __all__ = ["GeneralizationBound", "generalization_bound"]
 
 
 @dataclass(frozen=True)
 class GeneralizationBound:
-    """The computable parts of the bounds; all but `delta` in the unit of the loss.
+    """The computable parts of the bounds; all but the radius in the unit of the loss.
 
     Parameters
     ----------
@@ -29,16 +36,20 @@ class GeneralizationBound:
         Estimate of the representativeness of S.
     flatness_term : float
         ``delta^2 kappa / (2 m)``, for kernels whose draws are longer than `delta` times their
-        mean squared length.
+        mean squared length; with a bandwidth h ``h^2 / 2 mean_i Tr(W^T B_i W)``.
+    label_term : float
+        Rise of the mean loss by the noise on the labels alone; 0 without it.
     total : float
-        The sum of these three, an estimate of the bound on the risk.
+        The sum of these four, an estimate of the bound on the risk.
     robustness : float
         The measured rise of the mean loss by the smoothing, whose second order the flatness
-        term bounds.
+        term and the label term bound.
     gap_bound : float
         ``|robustness| + |representativeness|``, an estimate of the bound on the gap.
     delta : float
-        Radius of the smoothing, ``n^(-1 / (4 + m))`` if it was not given.
+        Radius of the smoothing, ``n^(-1 / (4 + m))`` if it was not given; nan with a bandwidth.
+    bandwidth : float or None
+        Bandwidth of the kernel density estimate on all samples, if one was asked for.
     stderr : float
         Standard error of the total, from random splits and draws.
     """
@@ -46,10 +57,12 @@ class GeneralizationBound:
     empirical_risk: float
     representativeness: float
     flatness_term: float
+    label_term: float
     total: float
     robustness: float
     gap_bound: float
     delta: float
+    bandwidth: float | None
     stderr: float
 
 
@@ -62,7 +75,9 @@ def generalization_bound(  # noqa: PLR0913
     delta: float | None = None,
     kernel: str = "truncated_normal",
     sigma: float = 1.0,
+    bandwidth: float | str | None = None,
     alphas: Any = None,
+    label_noise: Callable[[Any, np.random.RandomState], Any] | None = None,
     n_splits: int = 10,
     test_size: float = 0.25,
     refit: bool = False,
@@ -93,9 +108,14 @@ def generalization_bound(  # noqa: PLR0913
         Distribution of the smoothing, see `representativeness`.
     sigma : float, default=1
         Width of the kernel.
+    bandwidth : float, "scott" or "silverman", optional
+        Smooth by a Gaussian kernel density estimate with one bandwidth for all samples, in place
+        of a kernel, see `representativeness`.
     alphas : array of shape (n,), optional
         Weights of the samples in the smoothed distribution, see `representativeness`. Mean
         loss, flatness and robustness then have these weights, too.
+    label_noise : callable, optional
+        Moves the labels, too, see `representativeness`.
     n_splits : int, default=10
         Random splits for the representativeness, at least 2.
     test_size : float, default=0.25
@@ -118,9 +138,9 @@ def generalization_bound(  # noqa: PLR0913
     Returns
     -------
     GeneralizationBound
-        Frozen, with `empirical_risk`, `representativeness`, `flatness_term`, their sum
-        `total`, `robustness`, `gap_bound`, `delta`, and `stderr` of the total; all but delta in
-        the unit of the loss.
+        Frozen, with `empirical_risk`, `representativeness`, `flatness_term`, `label_term`, their
+        sum `total`, `robustness`, `gap_bound`, `delta`, `bandwidth`, and `stderr` of the total;
+        all but delta and bandwidth in the unit of the loss.
 
     Raises
     ------
@@ -148,7 +168,14 @@ def generalization_bound(  # noqa: PLR0913
     By Theorem 10 of [2]_, the gap is at most :math:`\epsilon + \epsilon'` for a model that is
     :math:`\epsilon`-feature robust on a sample that is :math:`\epsilon'`-representative.
     `gap_bound` has the measured robustness and the estimated representativeness in their place,
-    and no expansion in delta.
+    and no expansion in delta. By Definition 9 of [2]_, the distributions around the samples may
+    be of features and labels: with `label_noise`, representativeness and robustness have noisy
+    labels, and the rise of the loss by the labels alone is a term of its own. The flatness term
+    is always that of the labels as they are.
+
+    A Gaussian kernel density estimate moves all features by the same noise, of deviation h. Its
+    flatness term is :math:`\tfrac{h^2}{2} \, \mathrm{mean}_i \mathrm{Tr}(W^\top B_i W)`,
+    relative flatness without the factors :math:`|\phi_i|^2`.
 
     With other kernels, the flatness term is :math:`\delta^2 c \kappa / (2m)`, where c is the mean
     squared length of the kernel's draws in units of :math:`\delta |\phi_i|`; for truncated
@@ -179,6 +206,7 @@ def generalization_bound(  # noqa: PLR0913
     options = DataOptions(criterion, batch_size, device)
     site = find_site(model, X, y, layer, options)
     check_kernel(kernel, sigma)
+    check_bandwidth(bandwidth, delta)
     shares = check_alphas(alphas, site.n_samples)
     if alphas is not None:
         options = replace(options, sample_weight=shares)
@@ -189,37 +217,61 @@ def generalization_bound(  # noqa: PLR0913
             f"{site.name!r} receives {tuple(site.shape)}. Choose a linear layer behind it."
         )
     rng = as_random_state(random_state)
-    flatness = measure_flatness(site.network, site.name, random_state=rng)
     delta = default_delta(site) if delta is None else check_delta(delta)
-    share = delta**2 / (2 * site.size) * second_moment(kernel, site.size, sigma)
+    h = find_bandwidth(site, bandwidth)
+    flatness, share = _second_order(site, delta, second_moment(kernel, site.size, sigma), h, rng)
     estimate, stderr = representativeness(
         model,
         X,
         y,
         layer=layer,
-        delta=delta,
+        delta=delta if h is None else None,
         n_splits=n_splits,
         test_size=test_size,
         refit=refit,
         kernel=kernel,
         sigma=sigma,
+        bandwidth=bandwidth,
         alphas=alphas,
+        label_noise=label_noise,
         n_draws=n_draws,
         criterion=criterion,
         batch_size=batch_size,
         device=device,
         random_state=rng,
     )
-    smooth = Smoothing(kernel, sigma, n_draws, None, rng)
-    smoothed = smooth(site, delta, np.ones(site.n_samples))
-    robustness = smoothed.mean_smooth_loss(slice(None)) - smoothed.mean_loss(slice(None))
+    smooth = Smoothing(kernel, sigma, n_draws, label_noise, rng, h)
+    robustness, _ = _mean_rise(smooth, site, delta)
+    # noise on the labels of features that stay where they are
+    alone = replace(smooth, bandwidth=0.0)
+    labels, error = (0.0, 0.0) if label_noise is None else _mean_rise(alone, site, delta)
     return GeneralizationBound(
         empirical_risk=flatness.risk,
         representativeness=estimate,
         flatness_term=share * flatness.value,
-        total=flatness.risk + estimate + share * flatness.value,
+        label_term=labels,
+        total=flatness.risk + estimate + share * flatness.value + labels,
         robustness=robustness,
         gap_bound=abs(robustness) + abs(estimate),
-        delta=delta,
-        stderr=float(np.hypot(stderr, share * flatness.stderr)),
+        delta=delta if h is None else math.nan,
+        bandwidth=h,
+        stderr=math.hypot(stderr, share * flatness.stderr, error),
     )
+
+
+def _second_order(
+    site: Site, delta: float, moment: float, h: float | None, rng: np.random.RandomState
+) -> tuple[Flatness, float]:
+    """Measure the flatness that the smoothing depends on, and return its factor in the bound."""
+    if h is not None:
+        return measure_feature_curvature(site.network, site.name, random_state=rng), h**2 / 2
+    flatness = measure_flatness(site.network, site.name, random_state=rng)
+    return flatness, delta**2 / (2 * site.size) * moment
+
+
+def _mean_rise(smooth: Smoothing, site: Site, delta: float) -> tuple[float, float]:
+    """Measure the rise of the mean loss by a smoothing, and its standard error."""
+    smoothed = smooth(site, delta, np.ones(site.n_samples))
+    everything = slice(None)
+    rise = smoothed.mean_smooth_loss(everything) - smoothed.mean_loss(everything)
+    return rise, smoothed.stderr

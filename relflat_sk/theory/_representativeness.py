@@ -196,12 +196,7 @@ def representativeness(  # noqa: PLR0913
     """
     options = DataOptions(criterion, batch_size, device, in_order=alphas is not None)
     site = find_site(model, X, y, layer, options)
-    check_bandwidth(bandwidth)
-    if bandwidth is not None and delta is not None:
-        raise ValueError(
-            f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
-            "proportion to their features: give one of them."
-        )
+    check_bandwidth(bandwidth, delta)
     delta = default_delta(site) if delta is None else check_delta(delta)
     rng = as_random_state(random_state)
     splits = _splits(site.n_samples, n_splits, test_size, rng)

@@ -10,7 +10,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._warnings import warn
 from relflat_sk.theory._kernels import Scheme, make_kernel, on_spheres
 
-__all__ = ["haar_matrices", "make_scheme", "of_matrices"]
+__all__ = ["check_matrices", "haar_matrices", "make_scheme", "of_matrices"]
 
 
 def _orthogonal(m: int, n_draws: int, generator: torch.Generator) -> Scheme:
@@ -97,12 +97,7 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
     Raises
     ------
     ValueError
-        If there is no such scheme, or the matrices do not fit the features.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the operator norm of a matrix is above 1.
+        If there is no such scheme.
     """
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     if isinstance(matrices, str):
@@ -111,7 +106,37 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
                 f"matrices must be one of {sorted(SCHEMES)} or an array, got {matrices!r}."
             )
         return SCHEMES[matrices](m, int(n_draws), generator)
-    stacked = torch.as_tensor(matrices, dtype=torch.float64, device=generator.device)
+    return of_matrices(check_matrices(matrices, m, generator.device))
+
+
+def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
+    """Check matrices of the user's own by which features are moved.
+
+    Parameters
+    ----------
+    matrices : array of shape (m, m) or (k, m, m)
+        The matrices ``A``.
+    m : int
+        Number of features of a sample.
+    device : torch.device
+        Device of the result.
+
+    Returns
+    -------
+    Tensor of shape (k, m, m)
+        In float64.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit the features.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the operator norm of a matrix is above 1.
+    """
+    stacked = torch.as_tensor(matrices, dtype=torch.float64, device=device)
     if stacked.ndim == 2:
         stacked = stacked[None]
     if stacked.shape != (len(stacked), m, m) or len(stacked) == 0:
@@ -126,7 +151,7 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
             "for norms of at most 1 (P19, Definition 1), and its bounds hold for those only. "
             "Divide them by their norm, and choose delta in proportion."
         )
-    return of_matrices(stacked)
+    return stacked
 
 
 def of_matrices(matrices: Tensor) -> Scheme:

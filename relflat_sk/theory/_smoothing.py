@@ -157,18 +157,20 @@ class Smoothing:
         return torch.as_tensor(np.asarray(self.label_noise(labels.cpu().numpy(), self.rng)))
 
 
-def check_bandwidth(bandwidth: float | str | None) -> None:
-    """Refuse a bandwidth that is neither a positive number nor the name of a rule.
+def check_bandwidth(bandwidth: float | str | None, delta: float | None) -> None:
+    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside delta.
 
     Parameters
     ----------
     bandwidth : float, "scott", "silverman" or None
         As the user gave it.
+    delta : float or None
+        As the user gave it.
 
     Raises
     ------
     ValueError
-        If it is none of these.
+        If the bandwidth is none of these, or both are given.
     """
     if isinstance(bandwidth, str):
         if bandwidth not in ("scott", "silverman"):
@@ -177,6 +179,11 @@ def check_bandwidth(bandwidth: float | str | None) -> None:
             )
     elif bandwidth is not None:
         check_number("bandwidth", bandwidth)
+    if bandwidth is not None and delta is not None:
+        raise ValueError(
+            f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
+            "proportion to their features: give one of them."
+        )
 
 
 def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:

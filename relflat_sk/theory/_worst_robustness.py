@@ -1,12 +1,15 @@
 """Feature robustness in the worst case: the largest change of the loss over all matrices."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from relflat_sk._checks import check_integer
@@ -16,7 +19,7 @@ from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk.measures import measure_layers
 from relflat_sk.theory._feature_moves import Site, check_delta, find_site, losses_of, split_at
 from relflat_sk.theory._robustness import warn_of_non_finite_rise
-from relflat_sk.theory._schemes import haar_matrices
+from relflat_sk.theory._schemes import check_matrices, haar_matrices
 
 __all__ = ["WorstRobustness", "worst_feature_robustness"]
 
@@ -34,11 +37,12 @@ class WorstRobustness:
         The larger of `rise` and `fall`: a lower bound of the smallest epsilon for which the
         model is epsilon-feature robust.
     rise : float
-        The largest rise of the mean loss that was found.
+        The largest rise of the mean loss that was found, not negative.
     fall : float
         The largest fall of the mean loss that was found, not negative.
     matrix : ndarray of shape (m, m)
-        A matrix of operator norm at most 1 by which the loss changes by `value`.
+        A matrix of operator norm at most 1 by which the loss changes by `value`; a multiple of
+        one of your own if you gave any.
     flatness_bound : float
         ``delta^2 / 2 |W|^2 lambda_max(H)``; nan where the layer receives more than one vector
         for each sample.
@@ -58,6 +62,7 @@ def worst_feature_robustness(  # noqa: PLR0913
     delta: float,
     *,
     layer: Layer = -1,
+    matrices: Any = None,
     n_steps: int = 20,
     n_restarts: int = 2,
     criterion: Any = None,
@@ -67,9 +72,9 @@ def worst_feature_robustness(  # noqa: PLR0913
 ) -> WorstRobustness:
     r"""Find a matrix by which the mean loss changes most when it moves the features of a layer.
 
-    All matrices A of operator norm at most 1 are allowed, and all moves by ``delta' A`` with
-    ``|delta'| <= delta``. The result is a lower bound of the largest change: an ascent finds a
-    local maximum.
+    All matrices A of operator norm at most 1 are allowed, or those that you give, and all moves
+    by ``delta' A`` with ``|delta'| <= delta``. The result is a lower bound of the largest change:
+    an ascent finds a local maximum.
 
     Parameters
     ----------
@@ -83,10 +88,15 @@ def worst_feature_robustness(  # noqa: PLR0913
         How far features are moved at most, as a share of their norm.
     layer : int, str or nn.Module, default=-1
         The layer whose features are moved, see `relative_flatness`.
+    matrices : array of shape (m, m) or (k, m, m), optional
+        Matrices A of your own. The largest change is then searched over ``delta'`` and these
+        matrices alone.
     n_steps : int, default=20
-        Most steps of an ascent.
+        Most steps of an ascent. With `matrices`, ``delta'`` is tried at so many values on either
+        side of zero; the best one is refined.
     n_restarts : int, default=2
         Ascents from random orthogonal matrices, beside those from the identity and its negative.
+        Not used with `matrices`.
     criterion : torch loss, optional
         Needed for a bare module; an estimator knows its own.
     batch_size : int, default=1024
@@ -114,7 +124,7 @@ def worst_feature_robustness(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If the loss is not finite; the result is nan.
+        If the loss is not finite; the result is nan. If a matrix has an operator norm above 1.
 
     See Also
     --------
@@ -125,7 +135,8 @@ def worst_feature_robustness(  # noqa: PLR0913
     A model is :math:`((\delta, S, A), \epsilon)`-feature robust if :math:`|F(\delta', S, A)| \le
     \epsilon` for all :math:`|\delta'| \le \delta` (Definition 1 of [1]_). Since moves by
     :math:`\delta' A` are those by :math:`\delta A'` with a matrix :math:`A'` of smaller norm, one
-    search over :math:`\|A\| \le 1` covers all of them. By equation 6 and Theorem 2, at a minimum
+    search over :math:`\|A\| \le 1` covers all of them. With `matrices`, the value is for given
+    A, as the definition reads first. By equation 6 and Theorem 2, at a minimum
 
     .. math:: \max_{\|A\| \le 1} F(\delta, S, A) \le \frac{\delta^2}{2} \|W\|_F^2
         \lambda_{\max}(H) + O(\delta^3) .
@@ -158,7 +169,6 @@ def worst_feature_robustness(  # noqa: PLR0913
     rng = as_random_state(random_state)
     generator = make_generator(rng, site.network.device)
     identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)
-    starts = [identity, -identity, *haar_matrices(site.size, n_restarts, generator).to(identity)]
     with borrowed(site.network.module):
         risk = _Risk(site, delta)
         before = risk(torch.zeros_like(identity))
@@ -166,14 +176,18 @@ def worst_feature_robustness(  # noqa: PLR0913
             warn_of_non_finite_rise(site.network.module)
             nothing = np.full(identity.shape, np.nan)
             return WorstRobustness(math.nan, math.nan, math.nan, nothing, math.nan)
-        rise, highest = max(
-            (_ascend(risk, start, 1.0, n_steps) for start in starts), key=lambda found: found[0]
-        )
-        fall, lowest = max(
-            (_ascend(risk, start, -1.0, n_steps) for start in (0 * identity, *starts)),
-            key=lambda found: found[0],
-        )
-    rise, fall = rise - before, max(0.0, fall + before)
+        search: Callable[[float], Iterator[tuple[float, Tensor]]]
+        if matrices is None:
+            starts = [identity, -identity]
+            starts += haar_matrices(site.size, n_restarts, generator).to(identity)
+            search = partial(_ascents, risk, starts, n_steps)
+        else:
+            given = check_matrices(matrices, site.size, identity.device)
+            search = partial(_along, risk, given, n_steps)
+        still = 0 * identity
+        rise, highest = max([(before, still), *search(1.0)], key=lambda found: found[0])
+        fall, lowest = max([(-before, still), *search(-1.0)], key=lambda found: found[0])
+    rise, fall = rise - before, fall + before
     worst = highest if rise >= fall else lowest
     return WorstRobustness(
         value=max(rise, fall),
@@ -229,6 +243,33 @@ class _Risk:
         losses, divisors = losses_of(self.site.network, batch, output)
         weights = sample_weight(batch, len(losses), losses.device)
         return weights @ losses, float(weights @ divisors.detach())
+
+
+def _ascents(
+    risk: _Risk, starts: list[Tensor], n_steps: int, sign: float
+) -> Iterator[tuple[float, Tensor]]:
+    """Climb with ``sign * risk`` from several matrices."""
+    for start in (0 * starts[0], *starts) if sign < 0 else starts:
+        yield _ascend(risk, start, sign, n_steps)
+
+
+def _along(
+    risk: _Risk, matrices: Tensor, n_steps: int, sign: float
+) -> Iterator[tuple[float, Tensor]]:
+    """Maximise ``sign * risk`` over multiples of given matrices, by shares from -1 to 1."""
+    shares = np.linspace(-1, 1, 2 * n_steps + 1)
+    for matrix in matrices:
+        values = [sign * risk(share * matrix) for share in shares]
+        best = int(np.argmax(values))
+        yield values[best], shares[best] * matrix
+        around = shares[max(0, best - 1)], shares[min(len(shares) - 1, best + 1)]
+        found = minimize_scalar(
+            lambda share, matrix=matrix: -sign * risk(share * matrix),
+            bounds=around,
+            method="bounded",
+            options={"xatol": 1e-6},
+        )
+        yield -float(found.fun), float(found.x) * matrix
 
 
 def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float, Tensor]:

@@ -89,6 +89,40 @@ def test_with_one_output_linear_regression_attains_the_bound_of_equation_6():
         assert found.fall == pytest.approx(0, abs=1e-12)  # at a minimum of a convex loss
 
 
+@pytest.mark.parametrize("layer", [0, -1])
+def test_the_largest_change_by_multiples_of_given_matrices(layer):
+    """Definition 1 for one matrix: all delta' up to delta, of either sign."""
+    net, X, y = network()
+    name, m = {0: ("0", 3), -1: ("2", 2)}[layer]
+    matrices = [np.diag([1.0, -1.0, 0.5][:m]), np.eye(m)[::-1] * 0.9]
+    found, steps = [], np.linspace(-3, 3, 1201)
+    for A in matrices:
+        worst = worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=A, **CE)
+        changes = np.array([rise_by(net, name, X, y, step, A) for step in steps])
+        # no less than on a fine grid, and little more
+        assert max(0, *changes) <= worst.rise + 1e-12 <= max(0, *changes) * 1.001 + 1e-6
+        assert max(0, *-changes) <= worst.fall + 1e-6 <= max(0, *-changes) * 1.001 + 2e-6
+        share = (worst.matrix * A).sum() / (A**2).sum()
+        np.testing.assert_allclose(worst.matrix, share * A, atol=1e-12)
+        attained = abs(rise_by(net, name, X, y, 3.0, worst.matrix))
+        assert attained == pytest.approx(worst.value, rel=1e-9)
+        found.append(worst)
+    both = worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=np.stack(matrices), **CE)
+    assert both.rise == max(one.rise for one in found)
+    assert both.fall == max(one.fall for one in found)
+    with pytest.raises(ValueError, match=rf"matrices must have shape \({m}, {m}\) or \(k, {m}"):
+        worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=np.eye(7), **CE)
+
+
+def test_the_worst_change_may_be_inside():
+    """The loss of one sample is lowest where the squared error vanishes, before delta."""
+    model = LinearRegression(fit_intercept=False).fit([[1.0]], [2.0])
+    found = worst_feature_robustness(model, [[1.0]], [3.0], 1.0, matrices=[[1.0]])
+    assert found.fall == pytest.approx(1.0, abs=1e-9)  # 2 (1 + 0.5) = 3
+    assert found.matrix == pytest.approx(-1.0)  # but it rises more the other way
+    assert found.rise == pytest.approx(9.0 - 1.0, rel=1e-12)
+
+
 def test_convolutions_have_no_bound():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 2)).double()

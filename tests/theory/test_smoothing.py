@@ -224,6 +224,60 @@ def test_flatness_terms_of_other_kernels(kernel, sigma, factor):
     assert bound.robustness == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("bandwidth", [0.02, "scott"])
+def test_the_bound_of_a_kernel_density_estimate(layer, bandwidth):
+    """Against the Hessian of each sample's loss in the layer's features."""
+    torch.manual_seed(0)
+    net, X, y = mlp(4), torch.randn(30, 5).double(), torch.arange(30) % 4
+    body, tail = (net[:-1], net[-1]) if layer else (nn.Identity(), net)
+    features = body(X).detach()
+    traces = [
+        torch.autograd.functional.hessian(
+            lambda f, label=label: nn.functional.cross_entropy(tail(f)[None], label[None]), phi
+        ).trace()
+        for phi, label in zip(features, y, strict=True)
+    ]
+    n, m = features.shape
+    spread = features.var(dim=0).mean().sqrt().item()
+    h = 0.02 if bandwidth == 0.02 else spread * n ** (-1 / (m + 4))
+    expected = h**2 / 2 * torch.stack(traces).mean().item()
+    options = {"layer": layer, "bandwidth": bandwidth, "n_splits": 2, "n_draws": 100, **CE}
+    bound = generalization_bound(net, X, y, random_state=0, **options)
+    assert bound.flatness_term == pytest.approx(expected, rel=1e-9)
+    assert bound.bandwidth == pytest.approx(h, rel=1e-12)
+    assert np.isnan(bound.delta)
+    if bandwidth == 0.02:  # small enough for the second order to be the rise itself
+        assert bound.robustness == pytest.approx(expected, rel=0.3)
+    alone, error = representativeness(net, X, y, random_state=0, **options)
+    assert bound.representativeness == pytest.approx(alone, abs=5 * error)
+    with pytest.raises(ValueError, match=r"bandwidth=0.1 is the same .*, and delta=0.1 in"):
+        generalization_bound(net, X, y, bandwidth=0.1, delta=0.1, **CE)
+
+
+def test_the_bound_with_noise_on_the_labels():
+    """Squared errors: noise of deviation s adds its variance to all losses, moved or not."""
+    model, X, y = regression()
+
+    def noise(labels, rng):
+        return labels + rng.normal(scale=0.8, size=labels.shape)
+
+    options = {"delta": 0.3, "n_splits": 20, "n_draws": 400, "random_state": 0}
+    bound = generalization_bound(model, X, y, label_noise=noise, **options)
+    plain = generalization_bound(model, X, y, **options)
+    variance, error = 0.8**2, 0.04
+    assert bound.label_term == pytest.approx(variance, abs=error)
+    assert plain.label_term == 0
+    assert bound.flatness_term == plain.flatness_term
+    assert bound.robustness == pytest.approx(plain.robustness + variance, abs=error)
+    assert bound.representativeness == pytest.approx(plain.representativeness - variance, abs=error)
+    # the rise by the labels is in the sum once with each sign
+    assert bound.total == pytest.approx(plain.total, abs=2 * error)
+    assert bound.total == pytest.approx(
+        bound.empirical_risk + bound.representativeness + bound.flatness_term + bound.label_term
+    )
+
+
 def test_the_bound_with_shares_weighs_loss_and_flatness():
     torch.manual_seed(0)
     net, X, y = mlp(4), torch.randn(40, 5).double(), torch.arange(40) % 4

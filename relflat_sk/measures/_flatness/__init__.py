@@ -1,5 +1,6 @@
 """Measures from the Hessian of the loss in one layer's weight."""
 
+from relflat_sk.measures._flatness.feature_curvature import measure_feature_curvature
 from relflat_sk.measures._flatness.flatness import (
     LAYER_MEASURES,
     measure_flatness,
@@ -16,6 +17,7 @@ __all__ = [
     "Flatness",
     "Summary",
     "find_measured_layer",
+    "measure_feature_curvature",
     "measure_flatness",
     "measure_layers",
     "summarize",
