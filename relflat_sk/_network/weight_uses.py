@@ -51,12 +51,10 @@ class WeightWatch(TorchFunctionMode):
     >>> layer = nn.Linear(2, 3)
     >>> with WeightWatch({"layer": layer}) as watch:
     ...     h = layer(torch.ones(4, 2))
-    >>> watch.noticed
-    set()
-    >>> with watch:
+    ...     before = set(watch.noticed)
     ...     x = F.linear(h, layer.weight.T)
-    >>> watch.noticed
-    {'layer'}
+    >>> before, watch.noticed
+    (set(), {'layer'})
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:

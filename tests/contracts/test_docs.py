@@ -8,7 +8,7 @@ import pytest
 
 import relflat_sk
 from relflat_sk import get_measure_names
-from relflat_sk.measures._registry import invariance_table
+from relflat_sk.measures._registry import INVARIANCES, invariance_table
 
 ROOT = Path(__file__).parents[2]
 MEASURES = ROOT / "docs" / "measures.md"
@@ -32,6 +32,19 @@ def test_every_measure_is_defined():
     definitions = MEASURES.read_text(encoding="utf-8").split("##")[0]
     for name in get_measure_names():
         assert f"`{name}`" in definitions
+
+
+def test_every_measure_is_compared_before_and_after_a_rescaling():
+    page = (ROOT / "docs/theory.md").read_text(encoding="utf-8")
+    rows = page.split("## Minima after a rescaling")[1].split("\n## ")[0]
+    for name in get_measure_names():
+        verdict = re.search(rf"^\| `{name}` \|.*\| (\w+)[^|]*\|$", rows, re.MULTILINE)
+        if name == "parameter_count":
+            assert "`parameter_count` is the same for all" in rows
+        else:
+            unchanged = INVARIANCES[name]["layer"] == "same"
+            assert verdict is not None, name
+            assert (verdict[1] == "unchanged") == unchanged, name
 
 
 def test_the_reference_lists_every_public_name():

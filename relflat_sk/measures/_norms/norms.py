@@ -181,6 +181,24 @@ def inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estim
     -------
     Estimate
         In 1 over squared logits; nan, with a `FlatnessWarning`, if the margin is not positive.
+
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 2.2.
+
+    Examples
+    --------
+    The score of class 1 is the input, that of class 0 is zero: the margins are 2 and 4.
+
+    >>> import torch
+    >>> from relflat_sk import measure
+    >>> net = torch.nn.Linear(1, 2, bias=False)
+    >>> _ = net.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
+    >>> X, y = torch.tensor([[2.0], [4.0]]), torch.tensor([1, 1])
+    >>> arguments = {"criterion": torch.nn.CrossEntropyLoss(), "percentile": 0}
+    >>> measure("inverse_margin", net, X, y, **arguments)
+    0.25
     """
     return estimate_from_log(0.0, network, over_margin=True, percentile=percentile)
 

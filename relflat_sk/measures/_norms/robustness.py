@@ -70,6 +70,11 @@ def log_robustness(
         pooling with a divisor of its own, or, with ``norm="l2"``, a maximum over windows that
         overlap or an average that leaves padding out.
 
+    References
+    ----------
+    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 2.3.
+
     Examples
     --------
     The margins are 2 and 3, and the score of class 1 is the input, so C is 1. The inputs lie
