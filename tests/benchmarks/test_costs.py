@@ -32,8 +32,9 @@ from tests.processes import ROOT
         ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
         ("benchmarks.costs.fleet", ["64-128-64-10, batch 32, fleet / torch loop"]),
         ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
+        ("benchmarks.costs.measuring", ["64-128-64-10, batch 32, fit / with stacked measures"]),
     ],
-    ids=["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking"],
+    ids=["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")
