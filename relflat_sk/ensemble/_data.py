@@ -51,6 +51,11 @@ class Data:
         self._own_rows, self._own_targets = own + self._first_rows, own + self._first_targets
         self.n_rows = own.shape[1]
 
+    @property
+    def drops_some(self) -> bool:
+        """Whether an epoch leaves out the samples of an incomplete batch."""
+        return self._drop_last and bool(self.n_rows % self._size)
+
     def start(self, members: Sequence[Member]) -> None:
         """Take the orders of an epoch.
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ class Fleet(EpochTrainer):
         self.auto = auto
         self._groups = Groups(self._accept)
         self._waiting: dict[Routine, Member] = {}
-        self._asking: dict[Routine, tuple[Member, float]] = {}
+        self._losses: dict[Routine, tuple[Member, float]] = {}  # asked for, with goals
+        self._norms: dict[Routine, Member] = {}  # of gradients that are asked for
         self._answers: dict[Routine, float] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []
@@ -99,8 +101,9 @@ class Fleet(EpochTrainer):
         """End all trainings that have begun."""
         for routine in self._routines:
             routine.cancel()
-        for begun in (self._routines, self._waiting, self._asking, self._answers):
-            begun.clear()
+        begun = self._routines, self._waiting, self._losses, self._norms, self._answers
+        for some in begun:
+            some.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
         token = EPOCH_TRAINER.set(self)
@@ -132,7 +135,39 @@ class Fleet(EpochTrainer):
         if member is None or not self._groups.of(member).evaluates(member):
             return None
         assert routine is not None
-        self._asking[routine] = member, goal
+        self._losses[routine] = member, goal
+        return self._answer_to(routine)
+
+    def gradient_norm(self, net: Any, goal: float) -> float | None:
+        """Wait until the gradient of a net on its training data is computed, with those of others.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A norm; far above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
+            if the net has to compute it itself.
+        """
+        routine, member = CURRENT.get(), self._groups.member(net)
+        if member is None:
+            return None
+        group = self._groups.of(member)
+        if group.is_far(member, goal):
+            return math.inf
+        if not group.differentiates(member):
+            return None
+        assert routine is not None
+        self._norms[routine] = member
+        return self._answer_to(routine)
+
+    def _answer_to(self, routine: Routine) -> float:
+        """Wait for the answer to a question."""
         routine.pause()
         return self._answers.pop(routine)
 
@@ -161,14 +196,19 @@ class Fleet(EpochTrainer):
     # -- called by the fleet itself ------------------------------------------------------------
 
     def _answer(self) -> list[Routine]:
-        """Compute the losses that nets ask for, group by group; return their routines."""
-        asking, self._asking = self._asking, {}
-        for group, routines in self._by_group({one: asked[0] for one, asked in asking.items()}):
+        """Compute what nets ask for, group by group; return their routines."""
+        losses, self._losses = self._losses, {}
+        for group, routines in self._by_group({one: asked[0] for one, asked in losses.items()}):
             with _shared(routines):
-                members, goals = zip(*(asking[one] for one in routines), strict=True)
+                members, goals = zip(*(losses[one] for one in routines), strict=True)
                 found = group.losses(members, goals)
             self._answers.update(zip(routines, found, strict=True))
-        return list(asking)
+        norms, self._norms = self._norms, {}
+        for group, routines in self._by_group(norms):
+            with _shared(routines):
+                found = group.gradient_norms([norms[one] for one in routines])
+            self._answers.update(zip(routines, found, strict=True))
+        return [*losses, *norms]
 
     def _train_epoch(self) -> list[Routine]:
         """Train the epochs of all nets that wait, group by group; return their routines."""

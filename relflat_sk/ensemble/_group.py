@@ -16,6 +16,7 @@ from relflat_sk.ensemble._criteria import find_criterion
 from relflat_sk.ensemble._data import Data
 from relflat_sk.ensemble._earlier import EarlierPenalty
 from relflat_sk.ensemble._evaluation import losses_on_all
+from relflat_sk.ensemble._gradients import FAR_GRADIENT, RunningGradients, gradient_norms
 from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._penalty import LastPenalty
@@ -24,7 +25,7 @@ from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._stackable import NotStackable
 from relflat_sk.ensemble._vmapped import Vmapped
-from relflat_sk.training import knows_its_batch
+from relflat_sk.training import acts_alike, knows_its_batch
 
 __all__ = ["Group"]
 
@@ -68,6 +69,7 @@ class Group:
         self._data: Data | None = None
         self._try(member, x, found.target)
         self._evaluable = self._can_evaluate(module, x)
+        self._acts_alike = self._criterion.is_known and acts_alike(module)
 
     def _make_penalty(self, net: Any, found: Probe) -> LastPenalty | EarlierPenalty:
         """Make the penalty at the layers that the probe has found."""
@@ -129,13 +131,21 @@ class Group:
         if self._penalty is not None:
             self._penalty.start(members, data.sizes)
         recorded = []
+        running = None
+        if any(member.stops_at_gradient for member in members) and not data.drops_some:
+            running = RunningGradients(stack.gradients.values())
         with torch.no_grad():
             for step, (x, target) in enumerate(data):
                 self._masks.set(step, x.shape[1])
                 recorded.append(self._step(x, target, factors, limits))
+                if running is not None:
+                    running.add(x.shape[1])
                 update.step()
         if self._penalty is not None:
             self._penalty.finish()
+        norms = [0.0] * len(members) if running is None else running.norms()
+        for member, norm in zip(members, norms, strict=True):
+            member.running_gradient = norm
         stack.hand_over()
         _record(members, torch.stack(recorded), data.sizes)
 
@@ -213,6 +223,83 @@ class Group:
         stack.take_over()
         positions = [stack.members.index(member) for member in members]
         return losses_on_all(self._body, self._criterion, stack, data, positions, goals)
+
+    def is_far(self, member: Member, goal: float) -> bool:
+        """Return whether the last epoch's gradients are far from a goal.
+
+        Parameters
+        ----------
+        member : Member
+            A member of this group.
+        goal : float
+            A norm of the gradient on all data.
+
+        Returns
+        -------
+        bool
+            False also if they say nothing of the gradient in evaluation mode.
+        """
+        return self._acts_alike and member.running_gradient > FAR_GRADIENT * goal
+
+    def differentiates(self, member: Member) -> bool:
+        """Return whether a member's gradient on all its data can be computed in the stack.
+
+        Parameters
+        ----------
+        member : Member
+            A member of this group.
+
+        Returns
+        -------
+        bool
+            False if it has not been trained in the last epoch, if its network acts otherwise in
+            evaluation, or if its gradient is random.
+        """
+        return (
+            self._acts_alike
+            and self._stack is not None
+            and member in self._stack.members
+            and member.valid_batch_size is not None
+            and not isinstance(self._penalty, EarlierPenalty)
+        )
+
+    def gradient_norms(self, members: Sequence[Member]) -> list[float]:
+        """Compute the norms of the gradients of members on all their data, penalty included.
+
+        Parameters
+        ----------
+        members : sequence of Member
+            Members for which `differentiates` is true.
+
+        Returns
+        -------
+        list of float
+            The norms.
+        """
+        # the limit of a penalty depends on the batch
+        found: dict[int, float] = {}
+        for size in {member.valid_batch_size for member in members}:
+            some = [member for member in members if member.valid_batch_size == size]
+            found |= dict(zip(map(id, some), self._norms_of(some, int(size or 1)), strict=True))
+        return [found[id(member)] for member in members]
+
+    def _norms_of(self, members: Sequence[Member], batch_size: int) -> list[float]:
+        """Compute the norms of members whose data are evaluated in batches of the same size."""
+        stack, data = self._stack, self._data
+        assert stack is not None
+        assert data is not None
+        stack.take_over()
+        positions = [stack.members.index(member) for member in members]
+        weights, buffers = stack.of(positions)
+        gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self._body.bind(weights, gradients, buffers)
+        settings = self._penalty_settings(members, data.inputs)
+        with torch.no_grad():
+            return gradient_norms(
+                list(gradients.values()),
+                data.in_order(positions, None, batch_size),
+                lambda x, target: self._step(x, target, *settings),
+            )
 
     def release(self) -> None:
         """Forget the stack, because its members change or have ended."""

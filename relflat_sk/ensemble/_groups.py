@@ -53,16 +53,28 @@ class Groups:
         NotStackable
             If the net needs a training loop of its own.
         """
-        member = make_member(net, loader, fit_params)
         known = self._members.pop(id(net), None)
+        try:
+            member = self._place(net, loader, fit_params)
+        except NotStackable:
+            # torch's fused optimizers change weights without a trace: the net gets a new place
+            # if it comes back
+            if known is not None:
+                release_states(net.optimizer_)
+            raise
         if known is not None and known.loader is loader and known.key == member.key:
             member = known
+        self._members[id(net)] = member
+        return member
+
+    def _place(self, net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
+        """Make a member whose group can be stacked."""
+        member = make_member(net, loader, fit_params)
         if member.key not in self._groups:
             self._groups[member.key] = self._make(member)
         found = self._groups[member.key]
         if isinstance(found, NotStackable):
             raise NotStackable(str(found))
-        self._members[id(net)] = member
         return member
 
     def _make(self, member: Member) -> Group | NotStackable:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from relflat_sk._network import cast_inputs
 from relflat_sk.ensemble._stackable import NotStackable, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
-from relflat_sk.training import ArrayLoader
+from relflat_sk.training import ArrayLoader, StopAtGradientNorm
 
 __all__ = ["Member", "make_member"]
 
@@ -38,6 +39,8 @@ class Member:
         Seed of the dropout masks of the next epoch.
     random_state : Tensor of shape (n_bytes,)
         Torch's random state on the CPU, in which the next epoch begins, or has ended.
+    running_gradient : float
+        A norm of the gradients of the last epoch's steps, see `RunningGradients`; 0 if unknown.
     hardest : Tensor of shape (n_hardest,) or None
         The samples with the largest losses, if these were enough to show that a goal is not
         reached.
@@ -51,6 +54,7 @@ class Member:
     order: Tensor = field(init=False)
     seed: int = field(init=False, default=0)
     random_state: Tensor = field(init=False)
+    running_gradient: float = field(init=False, default=0.0)
     hardest: Tensor | None = field(init=False, default=None)
 
     @property
@@ -116,6 +120,20 @@ class Member:
         """The settings of the optimizer now."""
         settings: Mapping[str, Any] = self.optimizer.param_groups[0]
         return settings
+
+    @property
+    def stops_at_gradient(self) -> bool:
+        """Whether the net stops at a gradient norm."""
+        return any(isinstance(one, StopAtGradientNorm) for _, one in self.net.callbacks_)
+
+    @property
+    def valid_batch_size(self) -> int | None:
+        """The size of the batches in which data are evaluated; None if they are not just cut."""
+        arguments = self.net.get_params_for("iterator_valid")
+        if self.net.iterator_valid is not DataLoader or arguments.keys() - {"batch_size"}:
+            return None
+        size = int(arguments.get("batch_size", self.net.batch_size))
+        return self.loader.n_rows if size == -1 else size
 
     @property
     def is_penalised(self) -> bool:

@@ -1,5 +1,6 @@
 """The training of a net that is fitted by itself, by the formulas of a stack."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,30 @@ class Single(EpochTrainer):
         if member is None or not self._groups.of(member).evaluates(member):
             return None
         return self._groups.of(member).losses([member], [goal])[0]
+
+    def gradient_norm(self, net: Any, goal: float) -> float | None:
+        """Compute the norm of the gradient on a net's training data, in evaluation mode.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A norm; far above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
+            if the net has to compute it itself.
+        """
+        member = self._groups.member(net)
+        if member is None:
+            return None
+        group = self._groups.of(member)
+        if group.is_far(member, goal):
+            return math.inf
+        return group.gradient_norms([member])[0] if group.differentiates(member) else None
 
     def release(self, net: Any) -> None:
         self._groups.release(net)

@@ -22,6 +22,7 @@ from relflat_sk.training._fast_net import knows_its_batch as knows_its_batch
 from relflat_sk.training._loss_check import FEWEST_FOR_A_PROOF as FEWEST_FOR_A_PROOF
 from relflat_sk.training._loss_check import ROUNDING_OF_A_PROOF as ROUNDING_OF_A_PROOF
 from relflat_sk.training._loss_check import SHARE_OF_A_PROOF as SHARE_OF_A_PROOF
+from relflat_sk.training._loss_check import acts_alike as acts_alike
 from relflat_sk.training._measured_net import measured_later as measured_later
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (

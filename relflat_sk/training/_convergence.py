@@ -200,7 +200,7 @@ class StopAtGradientNorm(_StopWhenReached):
     Attributes
     ----------
     gradient_norm_ : float
-        The norm of the last measurement.
+        The norm of the last measurement on all data. nan before the first one.
 
     Raises
     ------
@@ -210,6 +210,15 @@ class StopAtGradientNorm(_StopWhenReached):
     See Also
     --------
     StopAtLoss : Stop training at a training loss.
+
+    Notes
+    -----
+    Nets that train together (`EnsembleTrainer`), and chains of linear layers, activations and
+    dropout, take no pass over the training data while the mean gradient of the epoch's steps, and
+    the gradient of the last step, are more than 100 times `tol`. This holds for the criteria and
+    networks of the same rule for `StopAtLoss`, if the epoch leaves out no samples. The gradient
+    could in theory fall that much within an epoch; training would then stop at the next epoch that
+    is checked.
 
     Examples
     --------
@@ -231,11 +240,16 @@ class StopAtGradientNorm(_StopWhenReached):
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters."""
         check_number("tol", self.tol)
+        self.gradient_norm_ = math.nan
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        self.gradient_norm_ = gradient_norm(net, dataset)
-        return self.gradient_norm_ <= self.tol
+        trainer = getattr(net, "_epoch_trainer", OwnLoop)()  # nets of others have none
+        found = trainer.gradient_norm(net, self.tol)
+        if found is None:
+            found = gradient_norm(net, dataset)
+        self.gradient_norm_ = found if math.isfinite(found) else self.gradient_norm_
+        return found <= self.tol
 
     def _goal(self) -> str:
         return f"a gradient norm of {self.tol:g}"

@@ -49,6 +49,24 @@ class EpochTrainer(ABC):
         """
 
     @abstractmethod
+    def gradient_norm(self, net: Any, goal: float) -> float | None:
+        """Compute the norm of the gradient on a net's training data, in evaluation mode.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net, at the end of an epoch.
+        goal : float
+            A norm; far above it, the value need not be known.
+
+        Returns
+        -------
+        float or None
+            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
+            if the net has to compute it itself.
+        """
+
+    @abstractmethod
     def release(self, net: Any) -> None:
         """Forget a net, whose training has ended.
 
@@ -66,6 +84,23 @@ class OwnLoop(EpochTrainer):
         return False
 
     def training_loss(self, net: Any, goal: float) -> float | None:
+        return None
+
+    def gradient_norm(self, net: Any, goal: float) -> float | None:
+        """Compute nothing.
+
+        Parameters
+        ----------
+        net : NeuralNet
+            The net.
+        goal : float
+            A norm.
+
+        Returns
+        -------
+        None
+            The net computes its gradient itself.
+        """
         return None
 
     def release(self, net: Any) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "ROUNDING_OF_A_PROOF",
     "SHARE_OF_A_PROOF",
     "Proof",
+    "acts_alike",
     "is_above",
     "is_far",
     "mean_loss_with_proof",

@@ -9,7 +9,7 @@ import torch
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
-from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
+from skorch.callbacks import Callback, EarlyStopping, GradientNormClipping, LRScheduler
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -133,6 +133,24 @@ def test_data_are_each_members_own():
     X, y = data()
     each = [(X, y), (X, 2 - y), (X[::-1].copy(), y), (X[:20], y[:20]), (X[:20], y[-20:])]
     compare(classifiers(5, max_epochs=4), each=each)
+
+
+class HooksInSecondEpoch(Callback):
+    """Lets a net train its second epoch by itself."""
+
+    def on_epoch_begin(self, net, **kwargs):
+        if len(net.history) == 2:
+            self.hook_ = net.module_.register_forward_hook(lambda *args: None)
+
+    def on_epoch_end(self, net, **kwargs):
+        if len(net.history) == 2:
+            self.hook_.remove()
+
+
+def test_nets_may_train_epochs_by_themselves_in_between(caplog):
+    caplog.expected = ["trained one by one: its network has hooks"]
+    callbacks = [("hooks", HooksInSecondEpoch()), StopAtLoss(0.5)]
+    compare(classifiers(2, max_epochs=4, callbacks=callbacks), fleet=2)
 
 
 class BatchNorm(nn.Module):

@@ -1,0 +1,103 @@
+"""The gradients of many networks on all their training data, as `StopAtGradientNorm` needs them.
+
+The gradients of the steps of an epoch tell mostly that a network is far from a stationary point,
+so that none is computed on all data.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FAR_GRADIENT", "RunningGradients", "gradient_norms"]
+
+# In trainings without dropout and batch norm (5 data sets, Adam and SGD at four rates from 0.001
+# to 0.5 each, batches of 8, of 32 and of all samples; 4,350 epochs at which a goal could be
+# reached), no epoch ended at a gradient this much smaller than `RunningGradients.norms`. Two did
+# at a tenth of this margin, both with Adam at the rate 0.5.
+FAR_GRADIENT = 100.0
+
+
+class RunningGradients:
+    """The gradients of the steps of an epoch.
+
+    Their mean is the gradient on all data but for the moves of the weights within the epoch. The
+    last one shows if the weights have moved to a stationary point of each single sample.
+
+    Parameters
+    ----------
+    gradients : iterable of Tensor of shape (k, ...)
+        Where each step puts the gradients of the members.
+    """
+
+    def __init__(self, gradients: Iterable[Tensor]) -> None:
+        self._gradients = list(gradients)
+        self._sums = [torch.zeros_like(gradient) for gradient in self._gradients]
+        self._n = 0
+
+    def add(self, n: int) -> None:
+        """Add the gradients of a step.
+
+        Parameters
+        ----------
+        n : int
+            Number of samples in its batch.
+        """
+        torch._foreach_add_(self._sums, self._gradients, alpha=n)
+        self._n += n
+
+    def norms(self) -> list[float]:
+        """Compute the norm of the mean and that of the last step; return the smaller one.
+
+        Returns
+        -------
+        list of float
+            One number for each member.
+        """
+        found: list[float] = torch.minimum(_norms(self._gradients), self.of_mean()).tolist()
+        return found
+
+    def of_mean(self) -> Tensor:
+        """Compute the norm of the mean.
+
+        Returns
+        -------
+        Tensor of shape (k,)
+            One number for each member.
+        """
+        return _norms(self._sums) / max(1, self._n)
+
+
+def gradient_norms(
+    gradients: Sequence[Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    differentiate: Callable[[Tensor, Tensor], object],
+) -> list[float]:
+    """Compute the norms of the gradients on all data.
+
+    Parameters
+    ----------
+    gradients : sequence of Tensor of shape (k, ...)
+        Where `differentiate` puts the gradients of the members.
+    batches : iterable of (inputs, targets)
+        The data of the members.
+    differentiate : callable
+        Computes the gradients of the mean over a batch.
+
+    Returns
+    -------
+    list of float
+        One norm for each member.
+    """
+    running = RunningGradients(gradients)
+    for x, target in batches:
+        differentiate(x, target)
+        running.add(x.shape[1])
+    found: list[float] = running.of_mean().tolist()
+    return found
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norms of the members over all tensors, in float64: (k,)."""
+    each = [tensor.flatten(1).double().square().sum(1) for tensor in tensors]
+    return torch.stack(each).sum(0).sqrt().cpu()
