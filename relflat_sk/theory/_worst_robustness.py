@@ -135,8 +135,8 @@ def worst_feature_robustness(  # noqa: PLR0913
     A model is :math:`((\delta, S, A), \epsilon)`-feature robust if :math:`|F(\delta', S, A)| \le
     \epsilon` for all :math:`|\delta'| \le \delta` (Definition 1 of [1]_). Since moves by
     :math:`\delta' A` are those by :math:`\delta A'` with a matrix :math:`A'` of smaller norm, one
-    search over :math:`\|A\| \le 1` covers all of them. With `matrices`, the value is for given
-    A, as the definition reads first. By equation 6 and Theorem 2, at a minimum
+    search over :math:`\|A\| \le 1` covers all of them. With `matrices`, the search is over
+    :math:`\delta'` for each of these A. By equation 6 and Theorem 2, at a minimum
 
     .. math:: \max_{\|A\| \le 1} F(\delta, S, A) \le \frac{\delta^2}{2} \|W\|_F^2
         \lambda_{\max}(H) + O(\delta^3) .

@@ -11,6 +11,7 @@ from skorch.callbacks import EpochScoring, EpochTimer, PrintLog
 from torch import Tensor, nn
 
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
+from relflat_sk._models import IGNORED
 from relflat_sk._network import floating_parameter
 from relflat_sk.training._ending import check_ending
 from relflat_sk.training._epoch_mean import EpochMean
@@ -25,8 +26,6 @@ __all__ = ["TaskNet"]
 
 # columns of the history that the net's own callbacks record on validation data
 _OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best")
-
-_NONE_IGNORED = -100  # torch's default of ignore_index
 
 
 class TaskNet(PenalisedNet):
@@ -194,7 +193,7 @@ class TaskNet(PenalisedNet):
         super().initialize_criterion()
         made = self.criterion_
         if self._task is TASKS["classification"] and self._knows_labels():
-            _check_ignored(getattr(made, "ignore_index", _NONE_IGNORED), self.classes_)
+            _check_ignored(getattr(made, "ignore_index", IGNORED), self.classes_)
         if type(made) is nn.NLLLoss:
             self.criterion_ = ProbabilityNLLLoss(
                 weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
@@ -244,7 +243,7 @@ def _check_ignored(ignored: int, classes: Any) -> None:
     """Refuse an index to ignore that the encoding of labels gives another meaning."""
     if np.array_equal(classes, np.arange(len(classes))):
         return  # the criterion sees the labels as they are
-    if ignored != _NONE_IGNORED or ignored in classes.tolist():
+    if ignored != IGNORED or ignored in classes.tolist():
         raise ValueError(
             f"the criterion has ignore_index={ignored}, but the labels in y are not the numbers 0 "
             f"to {len(classes) - 1}: they are encoded as these, so that the criterion would not "

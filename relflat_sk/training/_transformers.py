@@ -110,6 +110,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         self.criterion = criterion
         self._training = FlatTraining(layer, weight, clip, every, dataset)
         self._open = ExitStack()
+        self._steps: Any = None  # the trainer's method for a step, with the penalty
         self._checked = False
         self._penalties: list[Tensor] = []
         self._found: dict[str, float] = {}
@@ -159,11 +160,15 @@ class TransformersFlatnessCallback(TrainerCallback):
 
         @wraps(plain_step)
         def training_step(*inputs: Any, **named: Any) -> Any:
-            if self not in trainer.callback_handler.callbacks:  # removed after a training failed
+            # left over from a training that failed, or put back by another callback at its end
+            is_over = self._steps is not training_step
+            if is_over or self not in trainer.callback_handler.callbacks:
                 return plain_step(*inputs, **named)
             with self._penalised(model):
                 return plain_step(*inputs, **named)
 
+        self._steps = training_step
+        self._open.callback(setattr, self, "_steps", None)
         self._open.enter_context(mock.patch.object(trainer, "training_step", training_step))
 
     @contextmanager

@@ -1,5 +1,6 @@
 """The callback for Hugging Face's Trainer, against a plain loop with the same batches."""
 
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -274,6 +275,20 @@ def test_a_trainer_whose_training_failed_can_train_again(kept):
         again.pop_callback(TransformersFlatnessCallback)
     again.train()
     assert_same(model, expected)
+
+
+def test_two_callbacks_leave_the_next_training_as_the_first():
+    model = classifier()
+    before = copy.deepcopy(model.state_dict())
+    callbacks = [
+        TransformersFlatnessCallback(layer=layer, every=None, **PENALTY)
+        for layer in ("classifier", "bert.pooler.dense")
+    ]
+    trainer = fit(model, rows(CLASSES), *callbacks, max_steps=2)
+    first = copy.deepcopy(model)
+    model.load_state_dict(before)
+    trainer.train()
+    assert_same(model, first)
 
 
 @pytest.mark.parametrize(
