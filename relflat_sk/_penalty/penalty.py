@@ -80,7 +80,8 @@ class RelativeFlatnessPenalty:
     with the statistics of the batch.
 
     At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight. The
-    penalty's gradient reaches both uses of the weight.
+    penalty's gradient reaches both uses of the weight. A layer whose weight is used a second time
+    in any other way, by another layer or by a function, is refused.
 
     No part of the network runs a second time. A penalty at an earlier layer costs one more
     differentiation of the network behind that layer.
