@@ -30,7 +30,6 @@ test-scale: $(READY)  ## run the tests on a local cluster of ray
 	$(PIP) --editable '.[ray]'
 	$(BIN)/python -m pytest -q -m scale tests/search/test_clusters.py
 
-# scikit-learn 1.6 makes two classes of its three by the first label, before and after a shuffle
 test-lowest: $(READY)  ## run the tests of the packages with the lowest versions allowed; torch as pinned
 	$(PYTHON) -m venv --clear out/lowest
 	out/lowest/bin/python -m pip install --quiet --constraint constraints.txt torch
@@ -39,8 +38,7 @@ test-lowest: $(READY)  ## run the tests of the packages with the lowest versions
 	out/lowest/bin/python -m pip install --quiet --no-deps --editable .
 	out/lowest/bin/python -m pytest -q -n 2 --dist worksteal \
 		-W ignore::DeprecationWarning -W ignore::FutureWarning \
-		tests --ignore tests/contracts --ignore tests/benchmarks --ignore tests/devices \
-		-k 'not (test_sklearn_contract and Binary)'
+		tests --ignore tests/contracts --ignore tests/benchmarks --ignore tests/devices
 
 coverage: $(READY)  ## run the tests and print which lines and branches they leave out
 	$(PIP) pytest-cov

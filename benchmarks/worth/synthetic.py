@@ -202,7 +202,7 @@ def main() -> int:
     measured, bounds = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        for separation in SEPARATIONS:
+        for separation in arguments.separations:
             for seed in range(arguments.draws):
                 draw = make_draw(separation, seed, hidden=arguments.hidden, alpha=arguments.alpha)
                 measured.append(measure_draw(draw, separation, seed))
@@ -241,8 +241,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--alpha", type=float, default=0.5, help="weight decay (0.5)")
     parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
     arguments = parser.parse_args()
-    arguments.draws = arguments.draws or (5 if arguments.quick else 100)
-    arguments.bounds = arguments.bounds or (2 if arguments.quick else 20)
+    arguments.separations = SEPARATIONS[2:4] if arguments.quick else SEPARATIONS
+    arguments.draws = arguments.draws or (4 if arguments.quick else 100)
+    arguments.bounds = arguments.bounds or (1 if arguments.quick else 20)
     return arguments
 
 

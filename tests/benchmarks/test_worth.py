@@ -8,16 +8,21 @@ from tests.benchmarks.commands import run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "line"),
+    ("module", "options", "line"),
     [
-        ("benchmarks.worth.reparameterization", "relative_flatness "),
-        ("benchmarks.worth.synthetic", "relative flatness orders the gaps"),
+        (
+            "reparameterization",
+            ["--n-train", "100", "--measures", "relative_flatness", "hessian_trace"],
+            "relative_flatness ",
+        ),
+        ("synthetic", [], "relative flatness orders the gaps"),
     ],
     ids=["reparameterization", "synthetic"],
 )
-def test_quick_runs_of_the_theory_print_and_draw(module, line, tmp_path):
+def test_quick_runs_of_the_theory_print_and_draw(module, options, line, tmp_path):
     pytest.importorskip("matplotlib")
-    printed = run(module, "--quick", "--figure", str(tmp_path / "figure.png"))
+    figure = ("--figure", str(tmp_path / "figure.png"))
+    printed = run(f"benchmarks.worth.{module}", "--quick", *options, *figure)
     assert line in printed
     assert "not judged (quick)" in printed
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

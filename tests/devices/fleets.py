@@ -7,7 +7,7 @@ from torch import nn
 from relflat_sk import MLP, EnsembleTrainer, RelativeFlatnessRegularizedClassifier
 from tests.devices.simulated import DEVICE, count, simulated_device
 
-MEMBERS = 16
+MEMBERS = 8
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy import sparse
+from scipy import sparse, special
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
@@ -74,6 +74,7 @@ def test_every_process_finds_the_same():
         (LRScheduler(policy="StepLR", step_size=3), None),
         (LogisticRegression(C=2.0, verbose=3, n_jobs=2), "sklearn.LogisticRegression(C=2.0)"),
         (FunctionTransformer(np.log1p), "sklearn.FunctionTransformer(func=numpy.log1p)"),
+        (special.expit, "numpy.expit"),
         (StopAtLoss(0.1).on_epoch_end, "relflat_sk.StopAtLoss(loss=0.1).on_epoch_end"),
     ],
 )

@@ -1,6 +1,7 @@
 """Tests of `FlatMinimaSearch` and `MinimaObjective`: training, measuring, resuming, refusing."""
 
 import copy
+import logging
 import pickle
 import signal
 import warnings
@@ -1074,7 +1075,9 @@ def test_data_frames_and_string_labels(make):
 
 
 @pytest.mark.parametrize(("verbose", "bar", "log"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
-def test_verbose(verbose, bar, log, capfd, caplog):
+def test_verbose(verbose, bar, log, capfd, caplog, monkeypatch):
+    # Optuna's messages are for its own handler, unless another library asked for them
+    monkeypatch.setattr(logging.getLogger("optuna"), "propagate", True)
     optuna.logging.set_verbosity(optuna.logging.INFO)
     logistic(verbose=verbose).fit(X, Y)
     shown = capfd.readouterr()

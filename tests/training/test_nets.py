@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
 from sklearn.datasets import load_digits, load_iris, make_friedman1
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -575,6 +575,19 @@ def test_repr():
     assert "RelativeFlatnessRegularizedClassifier'>[uninitialized]" in repr(net)
     assert "Linear(in_features=4, out_features=100" in repr(net.fit(X, NAMES))
     assert "RelativeFlatnessRegularizedClassifier" in net._repr_html_()
+
+
+@pytest.mark.skipif(
+    not hasattr(BaseEstimator, "_get_fitted_attr_html"),
+    reason="scikit-learn shows fitted attributes from 1.9 on",
+)
+def test_a_notebook_shows_flatness_and_convergence_of_a_fitted_net():
+    net = make(callbacks=[StopAtLoss(0.5)])
+    plain = net._repr_html_()
+    shown = net.fit(X, NAMES)._repr_html_()
+    for name in ("relative_flatness_", "converged_"):
+        assert name not in plain
+        assert name in shown
 
 
 def test_tags():

@@ -1,7 +1,9 @@
 """The whole of scikit-learn's contract, for all three tasks; run with -s to see the checks."""
 
 import pytest
+import sklearn
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
+from sklearn.utils.fixes import parse_version
 
 from relflat_sk import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -15,14 +17,21 @@ NOT_ASKED_FOR = {"check_array_api_input"}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "weight", [0.1, pytest.param(0, marks=pytest.mark.slow)], ids=["penalised", "plain"]
-)
-@pytest.mark.parametrize(
-    ("kind", "epochs"),
+    ("kind", "epochs", "weight"),
     [
-        (RelativeFlatnessRegularizedClassifier, 30),
-        (RelativeFlatnessRegularizedBinaryClassifier, 20),
-        (RelativeFlatnessRegularizedRegressor, 30),
+        (RelativeFlatnessRegularizedClassifier, 30, 0.1),
+        pytest.param(
+            RelativeFlatnessRegularizedBinaryClassifier,
+            20,
+            0.1,
+            marks=pytest.mark.skipif(
+                parse_version(sklearn.__version__) < parse_version("1.7"),
+                reason="scikit-learn 1.6 makes two classes of three by the first label, before and"
+                " after a shuffle, so that its weighted and its repeated data differ",
+            ),
+        ),
+        (RelativeFlatnessRegularizedRegressor, 30, 0.1),
+        pytest.param(RelativeFlatnessRegularizedClassifier, 30, 0, marks=pytest.mark.slow),
     ],
 )
 def test_sklearn_contract(kind, epochs, weight):

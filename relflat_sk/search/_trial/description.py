@@ -183,7 +183,8 @@ def _name(code: Any) -> str:
     no folder, since a script that runs is a module of another name than one that is imported.
     """
     name = str(getattr(code, "__qualname__", code.__name__)).rpartition("<locals>.")[2]
-    module = getattr(code, "__module__", None) or "builtins"
+    # ufuncs of numpy 1 and of scipy have no module, their type has
+    module = getattr(code, "__module__", None) or type(code).__module__
     top = module.partition(".")[0]
     if _is_installed(module, top):
         return f"{top}.{name}"
