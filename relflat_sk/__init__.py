@@ -51,7 +51,7 @@ from relflat_sk.training import (
     StopAtLoss,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     # measuring
