@@ -1,11 +1,13 @@
 r"""The penalty at earlier layers of a chain, with its limit, for many networks at once.
 
-Behind these layers, the network is piecewise linear, so that their curvature is known from the
-gradients of the outputs, see `relflat_sk._penalty.batch_flatness`. The penalty is differentiated
-by autograd, once for all networks. Shapes are those of `relflat_sk.ensemble._criteria`.
+Where the network is piecewise linear behind these layers, their curvature is known from the
+gradients of the outputs, and otherwise from products with the Hessian, see
+`relflat_sk._penalty.batch_flatness`. The penalty is differentiated by autograd, once for all
+networks. Shapes are those of `relflat_sk.ensemble._criteria`.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +18,14 @@ from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
 from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member
+from relflat_sk.ensemble._probe import Probe
 from relflat_sk.ensemble._signs import Signs
-from relflat_sk.ensemble._trace import Trace
+from relflat_sk.ensemble._trace import Trace, Traced
 
-__all__ = ["EarlierPenalty"]
+__all__ = ["EarlierPenalty", "make_earlier_penalty"]
 
 
-class EarlierPenalty:
+class EarlierPenalty(ABC):
     """The penalty at layers of a chain, with its limit.
 
     Parameters
@@ -36,8 +39,10 @@ class EarlierPenalty:
         their random draws.
     at_last : bool
         Whether the last layer is penalised as well.
-    signs : Signs
-        The random signs.
+    n_outputs : int
+        Number of outputs of the network.
+    n_draws : int
+        Number of random draws in a step.
     """
 
     def __init__(
@@ -46,13 +51,22 @@ class EarlierPenalty:
         divisor: float,
         layers: Mapping[str, int],
         at_last: bool,
-        signs: Signs,
+        n_outputs: int,
+        n_draws: int,
     ) -> None:
         self._criterion = criterion
         self._divisor = divisor
         self._layers = dict(layers)
         self._at_last = at_last
-        self._signs = signs
+        self._signs = Signs(lambda n: self._shapes(n, n_outputs), n_draws)
+
+    @abstractmethod
+    def _shapes(self, n: int, n_outputs: int) -> list[tuple[int, int]]:
+        """Return the shapes of the random signs of a draw, for n samples."""
+
+    @abstractmethod
+    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
+        """Return a function from the signs of a draw to the estimates of the sums: (k,)."""
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
         """Begin an epoch.
@@ -102,7 +116,9 @@ class EarlierPenalty:
         scale = factors / (self._divisor * n)
         with torch.enable_grad():
             trace = body.trace(x)
-            value = scale * self._estimate(trace, n)
+            estimate = self._estimator(trace, target)
+            draws = [estimate(*signs) for signs in self._signs.step(n, x)]
+            value = scale * torch.stack(draws).mean(0)
             z, phi, weight = trace.last
         loss = self._criterion.slopes(z.detach(), target)
         total = value.detach()
@@ -119,27 +135,6 @@ class EarlierPenalty:
         trace.backward([z, value, *tensors], [loss.z, share, *(each * slope for slope in slopes)])
         return torch.stack([loss.value, total, share])
 
-    def _estimate(self, trace: Trace, n: int) -> Tensor:
-        """Return the sums over samples of ``kappa / (2 m)``, with their graph: (k,)."""
-        z = trace.last[0]
-        draws = [self._draw(trace, *signs) for signs in self._signs.step(n, z)]
-        return torch.stack(draws).mean(0)
-
-    def _draw(self, trace: Trace, of_outputs: Tensor, *shared: Tensor) -> Tensor:
-        """Draw the squared slopes along random changes, as `RandomChanges.slopes` does."""
-        z, vectors = trace.last[0], iter(shared)
-        cotangent = self._criterion.root_product(z, of_outputs)
-        outputs = [trace.layers[name].output for name in self._layers]
-        gradients = torch.autograd.grad(z, outputs, cotangent, create_graph=True)
-        squares = []
-        for (name, m), gradient in zip(self._layers.items(), gradients, strict=True):
-            layer, n = trace.layers[name], n_shared(m)
-            columns = layer.weight @ next(vectors).transpose(1, 2) if n else layer.weight
-            norms = torch.linalg.vector_norm(layer.inputs, dim=2, keepdim=True)
-            slopes = (gradient * (norms * (2 * m * max(1, n)) ** -0.5)) @ columns
-            squares.append(slopes.square().sum(dim=(1, 2)))
-        return torch.stack(squares).sum(0)
-
     def _share(
         self, loss: Tensor, total: Tensor, z: Tensor, target: Tensor, limits: Tensor | None
     ) -> Tensor:
@@ -149,3 +144,84 @@ class EarlierPenalty:
         gain = self._criterion.gain(loss, z, target)
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
         return share_left(limits, AT_EARLIER_LAYERS * room[None], total.abs()[None])
+
+
+class _BySlopes(EarlierPenalty):
+    """Squared slopes along random changes, where the network is piecewise linear."""
+
+    def _shapes(self, n: int, n_outputs: int) -> list[tuple[int, int]]:
+        shared = [(n_shared(m), m) for m in self._layers.values() if n_shared(m)]
+        return [(n, n_outputs), *shared]
+
+    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
+        z = trace.last[0]
+        outputs = [trace.layers[name].output for name in self._layers]
+
+        def draw(of_outputs: Tensor, *shared: Tensor) -> Tensor:
+            cotangent = self._criterion.root_product(z, of_outputs)
+            gradients = torch.autograd.grad(z, outputs, cotangent, create_graph=True)
+            vectors = iter(shared)
+            squares = []
+            for (name, m), gradient in zip(self._layers.items(), gradients, strict=True):
+                layer, n = trace.layers[name], n_shared(m)
+                columns = layer.weight @ next(vectors).transpose(1, 2) if n else layer.weight
+                slopes = (gradient * (_norms(layer) * (2 * m * max(1, n)) ** -0.5)) @ columns
+                squares.append(slopes.square().sum(dim=(1, 2)))
+            return torch.stack(squares).sum(0)
+
+        return draw
+
+
+class _ByForms(EarlierPenalty):
+    """Forms of the Hessian along random changes, in any other network."""
+
+    def _shapes(self, n: int, n_outputs: int) -> list[tuple[int, int]]:
+        return [(n, m) for m in self._layers.values()]
+
+    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
+        layers = [trace.layers[name] for name in self._layers]
+        outputs = [layer.output for layer in layers]
+        loss = self._criterion.each(trace.last[0], target).sum() * self._divisor
+        gradients = torch.autograd.grad(loss, outputs, create_graph=True)
+
+        def draw(*signs: Tensor) -> Tensor:
+            changes = [
+                (one @ layer.weight.transpose(1, 2)) * (_norms(layer) * (2 * one.shape[2]) ** -0.5)
+                for one, layer in zip(signs, layers, strict=True)
+            ]
+            products = torch.autograd.grad(gradients, outputs, changes, create_graph=True)
+            forms = [
+                (product * change).sum(dim=(1, 2))
+                for product, change in zip(products, changes, strict=True)
+            ]
+            return torch.stack(forms).sum(0)
+
+        return draw
+
+
+def _norms(layer: Traced) -> Tensor:
+    """Return the norms of a layer's inputs: (k, n, 1)."""
+    norms: Tensor = torch.linalg.vector_norm(layer.inputs, dim=2, keepdim=True)
+    return norms
+
+
+def make_earlier_penalty(criterion: Criterion, found: Probe, n_draws: int) -> EarlierPenalty:
+    """Make the penalty at the layers that a probe has found.
+
+    Parameters
+    ----------
+    criterion : Criterion
+        A criterion whose curvature is known.
+    found : Probe
+        The penalised layers.
+    n_draws : int
+        Number of random draws in a step.
+
+    Returns
+    -------
+    EarlierPenalty
+        The penalty.
+    """
+    kind = _BySlopes if found.is_piecewise_linear else _ByForms
+    layers, n_outputs = found.earlier, found.output.shape[1]
+    return kind(criterion, found.divisor, layers, found.at_last, n_outputs, n_draws)

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._penalty import n_shared
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
 from relflat_sk.ensemble._data import Data
-from relflat_sk.ensemble._earlier import EarlierPenalty
+from relflat_sk.ensemble._earlier import EarlierPenalty, make_earlier_penalty
 from relflat_sk.ensemble._evaluation import losses_on_all
 from relflat_sk.ensemble._gradients import FAR_GRADIENT, RunningGradients, gradient_norms
 from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._penalty import LastPenalty
 from relflat_sk.ensemble._probe import Probe, probe
-from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._stackable import NotStackable
 from relflat_sk.ensemble._vmapped import Vmapped
@@ -79,10 +77,7 @@ class Group:
             return LastPenalty(self._criterion, found.divisor, found.learns_features)
         if not isinstance(self._body, Chain):
             raise NotStackable("with a penalty at earlier layers, it must be a chain of layers")
-        shared = [(n_shared(m), m) for m in found.earlier.values() if n_shared(m)]
-        signs = Signs(found.output.shape[1], shared, net.flatness_probes)
-        arguments = found.divisor, found.earlier, found.at_last, signs
-        return EarlierPenalty(self._criterion, *arguments)
+        return make_earlier_penalty(self._criterion, found, net.flatness_probes)
 
     def _try(self, member: Member, x: Tensor, target: Tensor) -> None:
         """Refuse a network or a criterion that cannot be stacked."""

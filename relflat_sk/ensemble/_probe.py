@@ -41,6 +41,8 @@ class Probe:
         Whether the penalty is at the last layer.
     earlier : dict of str to int
         The penalised layers before the last one, with the number of their inputs.
+    is_piecewise_linear : bool, default=True
+        Whether the network is piecewise linear behind these.
     divisor : float, default=1.0
         What each sample adds to the divisor of the criterion's mean.
     learns_features : bool, default=True
@@ -52,6 +54,7 @@ class Probe:
     last: str | None
     at_last: bool = True
     earlier: Mapping[str, int] = field(default_factory=dict)
+    is_piecewise_linear: bool = True
     divisor: float = 1.0
     learns_features: bool = True
 
@@ -114,14 +117,13 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     ways = choose_curvatures(tail, [*earlier, recorder[order[-1]]], _Ways(), together=True)
     if "many classes" in ways:
         raise NotStackable("with a penalty, it has too many classes")
-    if earlier and ways != ["gradients", "closed form"]:
-        raise NotStackable("behind a penalised layer, its network is not piecewise linear")
     return Probe(
         output.detach(),
         target.values,
         order[-1],
         order[-1] in names,
         {record.name: record.check()[0].shape[-1] for record in earlier},
+        "gradients" in ways,
         float(each),
         recorder[order[-1]].check()[0].requires_grad,
     )

@@ -1,6 +1,6 @@
 """The random signs of a penalty: each net draws those that it draws if it is trained alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,18 +19,14 @@ class Signs:
 
     Parameters
     ----------
-    n_outputs : int
-        Number of outputs of the network; a draw begins with a sign for each of them and each
-        sample.
-    others : sequence of tuple of int
-        The shapes of the other signs of a draw.
+    shapes : callable
+        From the number of samples in a batch to the shapes of the signs of a draw.
     n_draws : int
         Number of draws in a step.
     """
 
-    def __init__(self, n_outputs: int, others: Sequence[tuple[int, int]], n_draws: int) -> None:
-        self._n_outputs = n_outputs
-        self._others = list(others)
+    def __init__(self, shapes: Callable[[int], list[tuple[int, int]]], n_draws: int) -> None:
+        self._shapes = shapes
         self._n_draws = n_draws
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
@@ -67,15 +63,12 @@ class Signs:
         Yields
         ------
         list of Tensor of shape (k, ...)
-            The signs of a draw for all members: (k, n, n_outputs) and the others.
+            The signs of a draw for all members.
         """
         words, shapes = next(self._words).to(like.device), self._shapes(n)
         for draw in words.chunk(self._n_draws, 1):
             parts = torch.split(draw, [n_words(shape) for shape in shapes], 1)
             yield [signs_of(part, one, like) for part, one in zip(parts, shapes, strict=True)]
-
-    def _shapes(self, n: int) -> list[tuple[int, int]]:
-        return [(n, self._n_outputs), *self._others]
 
     def _drawn(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Draw the words of one step after the other, those of several steps at once."""

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from sklearn.base import clone
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
@@ -24,7 +25,9 @@ from relflat_sk import (
     StopAtGradientNorm,
     StopAtLoss,
 )
-from tests.ensemble.compare import assert_same, compare, curve, data
+from relflat_sk.ensemble._masks import Masks
+from relflat_sk.ensemble._member import Member
+from tests.ensemble.compare import assert_same, compare, curve, data, own_loop
 
 # 13 epochs of 4 steps, whose last batch is smaller: more than 50 steps
 STEPS = {"batch_size": 16, "max_epochs": 13, "verbose": 0}
@@ -94,6 +97,61 @@ def test_penalties_at_earlier_layers(layer, optimizer):
     hidden = {"module__hidden_layer_sizes": (70, 5)}  # from 65 inputs on, columns are drawn
     nets = classifiers(3, flatness_layer=layer, flatness_weight=0.1, **hidden)
     compare([net.set_params(**OPTIMIZERS[optimizer]) for net in nets])
+
+
+@pytest.mark.parametrize(
+    ("activation", "layer"), [("tanh", [0, -1]), ("logistic", [1, 0]), ("gelu", "all")], ids=str
+)
+def test_penalties_at_earlier_layers_of_curved_networks(activation, layer):
+    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
+    settings = {f"module__{name}": value for name, value in architecture.items()}
+    nets = classifiers(2, flatness_layer=layer, flatness_probes=1 + (layer == "all"), **settings)
+    trained = compare([
+        net.set_params(flatness_weight=weight)
+        for net, weight in zip(nets, [0.1, 1000.0], strict=True)
+    ])
+    assert np.mean(curve(trained[1], "flatness_clipped")) > 0
+
+
+@pytest.mark.parametrize("kind", ["numbers", "two classes"])
+def test_penalties_at_earlier_layers_of_curved_networks_of_other_tasks(kind):
+    X, y = data(n_classes=2)
+    make, target = {
+        "numbers": (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
+        "two classes": (RelativeFlatnessRegularizedBinaryClassifier, y),
+    }[kind]
+    settings = {"module": Silent, "flatness_layer": 0, "flatness_clip": None, **STEPS}
+    compare([make(random_state=seed, **settings) for seed in range(2)], X=X, y=target)
+
+
+class CurvedDropping(nn.Sequential):
+    def __init__(self, n_features, n_outputs, drops=True):
+        dropout = [nn.Dropout(0.3)] if drops else []
+        super().__init__(nn.Linear(n_features, 9), nn.Tanh(), *dropout, nn.Linear(9, n_outputs))
+        self.double()
+
+
+def test_penalties_at_earlier_layers_with_dropout(monkeypatch):
+    """Masks of ones train as no dropout; other masks do not depend on the other nets."""
+    settings = {"flatness_layer": 0, "module": CurvedDropping}
+    nets = classifiers(3, **settings)
+    trained = EnsembleTrainer(nets, fleet=3).fit(*data()).estimators_
+    assert_same(trained[0], clone(nets[0]).fit(*data()))
+    assert_same(trained[2], EnsembleTrainer(nets[2:], fleet=1).fit(*data()).estimators_[0])
+    monkeypatch.setattr(Masks, "_draw", lambda masks, name: torch.ones(1, masks._n_steps, 1, 1))
+    monkeypatch.setattr(Member, "draw", _draw_no_seed)
+    net = classifiers(1, **settings)[0]
+    plain = clone(net).set_params(module__drops=False)
+    with own_loop():
+        plain.fit(*data())
+    net.fit(*data())
+    np.testing.assert_allclose(curve(net), curve(plain), rtol=0, atol=1e-8)
+    penalties = (curve(one, "flatness_penalty") for one in (net, plain))
+    np.testing.assert_allclose(*penalties, rtol=0, atol=1e-8)
+
+
+def _draw_no_seed(member):
+    member.order, member.random_state = member.loader.draw_order(), torch.get_rng_state()
 
 
 def test_settings_of_penalties_at_earlier_layers():
@@ -467,10 +525,6 @@ REASONS = {
     "its network does not use each layer of dropout once": {"module": DropsTwice},
     "its callback GradientNormClipping is called in each step": {
         "callbacks": [GradientNormClipping(1.0)]
-    },
-    "behind a penalised layer, its network is not piecewise linear": {
-        "flatness_layer": 0,
-        "module__activation": "tanh",
     },
     "with a penalty at earlier layers, it must be a chain of layers": {
         "flatness_layer": 0,
