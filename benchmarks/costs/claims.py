@@ -93,7 +93,7 @@ def claim_at_once(n_workers: int) -> tuple[int, int]:
     plan, add_trial = Draws(2 * n_workers), claims_module.add_trial
     study.sampler = optuna.samplers.RandomSampler(seed=0)
 
-    def add_with_others(study: optuna.Study, template: Any) -> tuple[int, int]:
+    def add_with_others(study: optuna.Study, template: Any) -> int:
         together.wait()
         return add_trial(study, template)
 
@@ -242,16 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--only", choices=["moment", "storage"], help="one of the two parts")
+    parser.add_argument("--only", choices=["moment", "share", "size"], help="one of the parts")
     parser.add_argument("--url", help="URL of a database, in place of files")
     parser.add_argument("--n-workers", type=int, help="simulated workers (default: 100)")
+    parser.add_argument("--n-trials", type=int, help="their candidates (default: two for each)")
     given = parser.parse_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     print(f"Simulated workers that share candidates\n{environment()}")
     n_workers = given.n_workers or (6 if given.quick else 100)
     sizes = (0, 10) if given.quick else (0, 500, 2000)
     budgets = []
-    if given.only != "storage":
+    if given.only in {None, "moment"}:
         budgets += at_once((2, 10) if given.quick else (10, 100, 1000))
     if given.only == "moment":
         return verdict(budgets, judged=not given.quick)
@@ -259,8 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = {kind: f"{Path(folder, name)}" for kind, name in FILES.items()}
         storages = {given.url.partition(":")[0]: given.url} if given.url else files
         for kind, storage in storages.items():
-            budgets += share(kind, storage, n_workers, 2 * n_workers)
-            by_size(kind, storage, sizes, 2 if given.quick else 20)
+            if given.only != "size":
+                budgets += share(kind, storage, n_workers, given.n_trials or 2 * n_workers)
+            if given.only != "share":
+                by_size(kind, storage, sizes, 2 if given.quick else 20)
     return verdict(budgets, judged=not given.quick)
 
 

@@ -166,8 +166,6 @@ class _InTurns(ParallelBackendBase):
         self._queue.append(job)
         return job
 
-    apply_async = submit  # its name before joblib 1.5
-
     def retrieve_result(self, out: _Job, timeout: float | None = None) -> Any:
         """Run functions until one of them has ended, and return its result."""
         assert self._fleet is not None

@@ -7,7 +7,7 @@ from typing import Any
 import optuna
 
 from relflat_sk._checks import check_integer
-from relflat_sk.search._optuna_internals import StoppableStudy
+from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._sharing import Stopping, give_up, train_together
 from relflat_sk.search._trial import MinimaObjective
 

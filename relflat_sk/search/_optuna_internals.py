@@ -1,4 +1,4 @@
-"""Adapter to the private attributes of Optuna: no other module but `_optuna_journal` uses them.
+"""Adapter to the private attributes of Optuna, as `_optuna_journal` and `_optuna_views` are.
 
 Optuna has no public way to create a running trial, to learn its id and to run exactly that
 trial. Processes that share a study need all three (see `relflat_sk.search._sharing.claims`). The
@@ -6,7 +6,8 @@ tests of this module (``tests/search/test_optuna_internals.py``) pass with the o
 newest version of Optuna that ``pyproject.toml`` allows; run them with a new version first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,16 @@ from optuna.trial import FrozenTrial, TrialState
 __all__ = [
     "FIXED_VALUES",
     "TELL_ERRORS",
-    "OneTrialStudy",
-    "StoppableStudy",
     "add_trial",
     "fail_trial",
     "file_of",
     "is_journal",
     "is_shared_by_threads",
     "last_known",
+    "one_transaction",
     "read_trial",
-    "reread",
     "trial_id_of",
+    "trials_between",
     "widen_choices",
 ]
 
@@ -41,62 +41,7 @@ FIXED_VALUES = "fixed_params"
 TELL_ERRORS = (ValueError, AssertionError)
 
 
-class OneTrialStudy(optuna.Study):
-    """A view of a study whose ``optimize(..., n_trials=1)`` runs a trial that exists already.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study that holds the trial.
-    trial_id : int
-        The trial's id in the storage, as returned by `add_trial`.
-
-    Attributes
-    ----------
-    trial_id : int
-        The same id.
-    stopped : bool
-        Whether the sampler asked to stop, because it has nothing left to draw.
-    """
-
-    def __init__(self, study: optuna.Study, trial_id: int) -> None:
-        super().__init__(study.study_name, study._storage, study.sampler, study.pruner)
-        self.trial_id = trial_id
-        self.stopped = False
-
-    def _pop_waiting_trial_id(self) -> int:
-        return self.trial_id
-
-    def stop(self) -> None:
-        """Stop as `optuna.Study.stop` does, and remember it."""
-        super().stop()
-        self.stopped = True
-
-
-class StoppableStudy(optuna.Study):
-    """A view of a study for callbacks, whose `stop` says that a search is to end.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Attributes
-    ----------
-    stopped : bool
-        Whether `stop` was called.
-    """
-
-    def __init__(self, study: optuna.Study) -> None:
-        super().__init__(study.study_name, study._storage, study.sampler, study.pruner)
-        self.stopped = False
-
-    def stop(self) -> None:
-        """End the search after the candidates that are in training."""
-        self.stopped = True
-
-
-def add_trial(study: optuna.Study, template: FrozenTrial) -> tuple[int, int]:
+def add_trial(study: optuna.Study, template: FrozenTrial) -> int:
     """Create a trial in a study.
 
     Parameters
@@ -108,10 +53,8 @@ def add_trial(study: optuna.Study, template: FrozenTrial) -> tuple[int, int]:
 
     Returns
     -------
-    trial_id : int
-        The trial's id in the storage.
-    number : int
-        The trial's number in the study. All trials with smaller numbers are visible by now.
+    int
+        The trial's id in the storage. All trials with smaller numbers are visible by now.
     """
     storage: Any = study._storage
     trial_id: int = storage.create_new_trial(study._study_id, template)
@@ -119,7 +62,73 @@ def add_trial(study: optuna.Study, template: FrozenTrial) -> tuple[int, int]:
     interval: Callable[[], int | None] = getattr(storage, "get_heartbeat_interval", lambda: None)
     if interval() is not None:
         storage.record_heartbeat(trial_id)
-    return trial_id, storage.get_trial_number_from_id(trial_id)
+    return trial_id
+
+
+def trials_between(
+    study: optuna.Study, known: Sequence[FrozenTrial], trial_id: int
+) -> list[FrozenTrial]:
+    """Read the trials that were added to a study after some and before another one.
+
+    `optuna.Study.get_trials` would read from a database all trials that run, too, which are many
+    if many processes share it.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+    known : sequence of optuna.trial.FrozenTrial
+        All trials that the study held at a time, by number.
+    trial_id : int
+        Id of the other one, which was added later.
+
+    Returns
+    -------
+    list of optuna.trial.FrozenTrial
+        The trials in between, by number.
+    """
+    storage: Any = study._storage
+    backend = getattr(storage, "_backend", None)
+    if isinstance(backend, RDBStorage):
+        newest = known[-1]._trial_id if known else -1
+        added = backend._get_trials(study._study_id, None, set(), newest)
+    else:
+        added = study.get_trials(deepcopy=False)[len(known) :]
+    # ids are in the order of numbers
+    return [trial for trial in added if trial._trial_id < trial_id]
+
+
+@contextmanager
+def one_transaction(trial: Any) -> Iterator[None]:
+    """Write to the database of a trial in one transaction.
+
+    Each call of Optuna's storage is a transaction of its own, for which a database waits for its
+    disk. In the context, those of the calling thread join a transaction that was begun before,
+    see "Joining a Session into an External Transaction" in the documentation of SQLAlchemy.
+
+    Parameters
+    ----------
+    trial : optuna.trial.BaseTrial
+        The trial; nothing changes if it is not in a database.
+
+    Yields
+    ------
+    None
+        On exit all is written, or nothing after an exception. Write only, and at once: other
+        processes may wait for a lock meanwhile.
+    """
+    backend = getattr(getattr(trial, "storage", None), "_backend", None)  # of FixedTrial, none
+    if not isinstance(backend, RDBStorage):
+        yield
+        return
+    sessions = backend.scoped_session  # one for each thread
+    with backend.engine.begin() as connection:
+        sessions.remove()
+        sessions(bind=connection)
+        try:
+            yield
+        finally:
+            sessions.remove()
 
 
 def read_trial(study: optuna.Study, trial_id: int) -> FrozenTrial:
@@ -200,24 +209,6 @@ def is_shared_by_threads(study: optuna.Study) -> bool:
     url = getattr(getattr(storage, "_backend", storage), "url", "")
     in_memory = url.startswith("sqlite") and (":memory:" in url or url.rstrip("/").endswith(":"))
     return not in_memory
-
-
-def reread(study: optuna.Study) -> optuna.Study:
-    """Open a study anew, so that samplers see the trials that it holds now.
-
-    A study hands its sampler the trials that it read when it last began a trial.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        Any study.
-
-    Returns
-    -------
-    optuna.Study
-        The same study, with nothing read so far. It is not meant to run trials.
-    """
-    return OneTrialStudy(study, -1)
 
 
 def is_journal(study: optuna.Study) -> bool:

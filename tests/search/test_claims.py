@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import optuna
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -16,6 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
+from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
@@ -117,6 +119,16 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
     assert states(study) == ["COMPLETE", "FAIL", "COMPLETE"]
     assert is_cut_short(study.trials[1])
     assert [study.trials[n].params for n in (0, 2)] == POINTS[:2]
+
+
+def test_a_minimum_takes_few_transactions(tmp_path):
+    """Each takes a round trip to a server, or a wait for a disk."""
+    storage = study_module.open_storage(tmp_path / "minima.db")
+    commits, counts = [], []
+    event.listen(storage._backend.engine, "commit", commits.append)
+    logistic(storage=storage, callbacks=[lambda *_: counts.append(len(commits))]).fit(X, Y)
+    assert len(counts) == len(C)
+    assert max(np.diff(counts)) <= 9
 
 
 def move_elsewhere(claimed):

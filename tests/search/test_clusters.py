@@ -13,7 +13,7 @@ from joblib import parallel_config
 from optuna.trial import TrialState
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, cross_val_score
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -209,6 +209,30 @@ def test_grid_search_with_the_scorer(engine):
     assert np.isfinite(scores).all()
     assert len(set(scores)) == 2
     np.testing.assert_allclose(found.cv_results_["mean_test_score"], scores, rtol=1e-5)
+
+
+def fit_in_a_task(_):
+    with parallel_config(backend="dask"):  # by the worker's own client
+        search = make_search(LogisticRegression(max_iter=1000)).fit(X, Y)
+    n_complete = sum(trial.state == TrialState.COMPLETE for trial in search.study_.trials)
+    return n_complete, search.minima_[["param_C", "relative_flatness"]]
+
+
+def test_searches_in_tasks_of_dask_train_in_tasks(dask):
+    """Both workers have one thread, in which a search waits for its candidates."""
+    tasks = dask["client"].map(fit_in_a_task, range(2), pure=False)
+    alone = make_search(LogisticRegression(max_iter=1000), n_jobs=None).fit(X, Y)
+    for n_complete, minima in dask["client"].gather(tasks):
+        assert n_complete == len(CHOICES)
+        assert minima.equals(alone.minima_[minima.columns])
+
+
+def test_cross_validation_of_a_search_on_dask(dask):
+    """scikit-learn fits the searches in tasks, which pass their candidates on as tasks."""
+    search = make_search(LogisticRegression(max_iter=1000))
+    with parallel_config(**dask):
+        found = cross_val_score(search, X, Y, cv=2, n_jobs=2)
+    assert found.tolist() == cross_val_score(search.set_params(n_jobs=1), X, Y, cv=2).tolist()
 
 
 @pytest.mark.scale

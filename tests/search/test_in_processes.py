@@ -5,6 +5,8 @@ from collections import deque
 
 import numpy as np
 import pytest
+from joblib import parallel_config
+from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
@@ -87,6 +89,17 @@ def test_tasks_begin_before_the_caller_uses_a_result():
     assert cluster.n_begun == 3
     results.close()
     assert cluster.n_closed == 1
+
+
+def test_a_search_in_threads_finds_what_one_in_processes_finds():
+    """Nested searches run so: scikit-learn's cross-validation fits them in processes."""
+    search = FlatMinimaSearch(
+        LogisticRegression(max_iter=1000), {"C": [0.01, 1.0]}, depth_band=None, random_state=0
+    )
+    alone = search.fit(X, Y).predict_proba(X)
+    with parallel_config(backend="threading"):
+        together = clone(search).set_params(n_jobs=2).fit(X, Y).predict_proba(X)
+    np.testing.assert_array_equal(together, alone)
 
 
 @pytest.fixture

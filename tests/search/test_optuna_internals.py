@@ -5,6 +5,7 @@ With another version: ``pip install --target FOLDER --no-deps optuna==4.3.0``, t
 """
 
 import ast
+import pickle
 import threading
 from pathlib import Path
 
@@ -15,20 +16,22 @@ from optuna.samplers import GridSampler
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
+from sqlalchemy import event
 
 import relflat_sk
 from relflat_sk.search._optuna_internals import (
     FIXED_VALUES,
     TELL_ERRORS,
-    OneTrialStudy,
     add_trial,
     fail_trial,
     is_journal,
+    one_transaction,
     read_trial,
-    reread,
     trial_id_of,
+    trials_between,
     widen_choices,
 )
+from relflat_sk.search._optuna_views import OneTrialStudy, with_trials
 
 STORAGES = {
     "memory": lambda folder: InMemoryStorage(),
@@ -57,8 +60,9 @@ def draw(trial):
 def test_a_trial_that_was_added_is_run(study):
     waiting = optuna.trial.create_trial(state=TrialState.WAITING)
     study.add_trial(waiting)  # Optuna itself would run this one
-    trial_id, number = add_trial(study, running(**{FIXED_VALUES: {"x": 0.25}}))
-    assert (number, read_trial(study, trial_id).state) == (1, TrialState.RUNNING)
+    trial_id = add_trial(study, running(**{FIXED_VALUES: {"x": 0.25}}))
+    added = read_trial(study, trial_id)
+    assert (added.number, added.state) == (1, TrialState.RUNNING)
     OneTrialStudy(study, trial_id).optimize(draw, n_trials=1)
     assert [trial.state.name for trial in study.trials] == ["WAITING", "COMPLETE"]
     assert study.trials[1].value == 0.25
@@ -68,15 +72,14 @@ def test_a_trial_that_was_added_is_run(study):
 def test_ids_are_found_among_several_studies(study):
     add_trial(study, running())
     other = optuna.create_study(storage=OneTrialStudy(study, -1)._storage, study_name="other")
-    trial_id, number = add_trial(other, running())
-    assert number == 0
+    trial_id = add_trial(other, running())
     assert read_trial(other, trial_id).number == 0
     assert fail_trial(other, trial_id)
     assert [one.trials[0].state.name for one in (study, other)] == ["RUNNING", "FAIL"]
 
 
 def test_a_running_trial_can_be_failed_once(study):
-    trial_id, _ = add_trial(study, running())
+    trial_id = add_trial(study, running())
     assert fail_trial(study, trial_id, {"killed": True})
     assert not fail_trial(study, trial_id, {"killed": False})
     trial = read_trial(study, trial_id)
@@ -84,7 +87,7 @@ def test_a_running_trial_can_be_failed_once(study):
 
 
 def test_a_trial_that_another_process_failed_ends_in_one_of_the_errors(study):
-    trial_id, _ = add_trial(study, running())
+    trial_id = add_trial(study, running())
 
     def fails_meanwhile(trial):
         fail_trial(study, trial_id)
@@ -99,7 +102,7 @@ def test_the_sampler_can_stop():
     study = optuna.create_study(sampler=GridSampler({"x": [0.0, 1.0]}, seed=0))
     stopped = []
     for _ in range(2):
-        one = OneTrialStudy(study, add_trial(study, running())[0])
+        one = OneTrialStudy(study, add_trial(study, running()))
         one.optimize(draw, n_trials=1)
         stopped.append(one.stopped)
     assert stopped == [False, True]
@@ -119,14 +122,15 @@ def test_a_first_heartbeat_is_recorded(tmp_path):
     assert unseen not in stale
 
 
-def test_a_study_can_be_read_again(study):
+def test_samplers_can_see_trials_that_were_read_later(study):
     """During a trial, a study shows its sampler the trials it held when the trial began."""
     counts = []
 
     def objective(trial):
         add_trial(study, running())
         cached = trial.study._get_trials(deepcopy=False, use_cache=True)
-        fresh = reread(trial.study)._get_trials(deepcopy=False, use_cache=True)
+        now = with_trials(trial.study, trial.study.get_trials(deepcopy=False))
+        fresh = now._get_trials(deepcopy=False, use_cache=True)
         counts.append((len(cached), len(fresh)))
         return 0.0
 
@@ -134,6 +138,59 @@ def test_a_study_can_be_read_again(study):
     study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
     study.optimize(lambda trial: [draw(trial), objective(trial)][1], n_trials=1)
     assert all(fresh == cached + 1 for cached, fresh in counts)
+
+
+def test_trials_between_others_are_read(study):
+    """Another process adds them, and nothing else is read again from a database."""
+    other = pickle.loads(pickle.dumps(study))
+    if isinstance(study._storage, InMemoryStorage):
+        other = study
+    known = []
+    for n_added in (0, 2, 1):
+        for _ in range(n_added):
+            add_trial(other, running(candidate=len(study.get_trials())))
+        trial_id = add_trial(study, running())
+        add_trial(other, running())
+        found = trials_between(study, known, trial_id)
+        numbers = range(len(known), len(known) + n_added)
+        assert [trial.number for trial in found] == list(numbers)
+        assert [trial.system_attrs["candidate"] for trial in found] == list(numbers)
+        known = study.get_trials(deepcopy=False)
+
+
+def write(trial, attributes, then):
+    with one_transaction(trial):
+        for name, value in attributes.items():
+            trial.set_user_attr(name, value)
+        then()
+
+
+def test_a_transaction_writes_all_or_nothing(study):
+    """Others see nothing before its end, nor after an exception."""
+    trial, in_database, commits, seen = study.ask(), is_in_database(study), [], []
+    trial.suggest_float("x", 0.0, 1.0)
+    other = pickle.loads(pickle.dumps(study)) if in_database else study
+    if in_database:
+        event.listen(study._storage._backend.engine, "commit", commits.append)
+
+    def read():
+        return other.trials[0].user_attrs
+
+    attributes = {"a": 3, "b": [2.5, None]}
+    write(trial, attributes, then=lambda: seen.append(read()))
+    assert seen == [{} if in_database else attributes]
+    assert read() == attributes
+    assert len(commits) == in_database
+    with pytest.raises(ZeroDivisionError):
+        write(trial, {"c": 1}, then=lambda: 1 / 0)
+    assert ("c" in read()) != in_database
+    trial.set_user_attr("d", 4)  # afterwards, each write is a transaction as before
+    assert read()["d"] == 4
+    assert study.tell(trial, 0.5).value == 0.5
+
+
+def is_in_database(study):
+    return isinstance(getattr(study._storage, "_backend", None), RDBStorage)
 
 
 def test_choices_can_be_added(study):
@@ -149,12 +206,11 @@ def test_choices_can_be_added(study):
     widen_choices(study, wider)
     before = [trial.params for trial in study.get_trials()][:2]
     template = create_trial(state=TrialState.RUNNING, params={"x": "c"}, distributions=wider)
-    OneTrialStudy(study, add_trial(study, template)[0]).optimize(objective, n_trials=1)
+    OneTrialStudy(study, add_trial(study, template)).optimize(objective, n_trials=1)
     if not is_journal(study):
         study.optimize(objective, n_trials=1)
-    fresh = reread(study)
-    assert [trial.params for trial in fresh.get_trials()][:2] == before
-    assert fresh.get_trials()[3].params == {"x": "c"}
+    assert [trial.params for trial in study.get_trials()][:2] == before
+    assert study.get_trials()[3].params == {"x": "c"}
 
 
 def private_names_used(path):
@@ -176,5 +232,9 @@ def test_private_attributes_of_optuna_are_used_in_the_adapters_only():
         for path in [*folder.glob("search/**/*.py"), *folder.glob("minima/**/*.py")]
         if (found := list(private_names_used(path)))
     }
-    adapters = ["search/_optuna_internals.py", "search/_optuna_journal.py"]
+    adapters = [
+        "search/_optuna_internals.py",
+        "search/_optuna_journal.py",
+        "search/_optuna_views.py",
+    ]
     assert sorted(users) == adapters, users

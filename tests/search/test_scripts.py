@@ -18,7 +18,7 @@ from skorch.callbacks import Callback
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
-from relflat_sk.search._sharing.transfer import ByValue, packed
+from relflat_sk.search._sharing.transfer import ByValue, packed, unpacked
 
 X, Y = load_iris(return_X_y=True)
 X = X.astype(np.float32)
@@ -168,7 +168,6 @@ def test_network_that_cannot_be_sent_is_trained_again():
 def test_values_arrive_as_they_are():
     module, loss = local_parts()
     net = our_net(module, loss).fit(X, Y)
-    for sent in (ByValue(net), packed(net)):
-        arrived = pickle.loads(pickle.dumps(sent))
+    for arrived in (pickle.loads(pickle.dumps(ByValue(net))), unpacked(packed(net))):
         np.testing.assert_array_equal(arrived.predict_proba(X), net.predict_proba(X))
     assert packed(threading.Lock()) is None

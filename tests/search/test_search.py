@@ -5,6 +5,7 @@ import logging
 import pickle
 import signal
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import optuna
@@ -46,6 +47,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
+from relflat_sk.search._sharing import log_level
 from relflat_sk.search._trial import watching
 from tests.processes import run_script
 
@@ -1084,6 +1086,17 @@ def test_verbose(verbose, bar, log, capfd, caplog, monkeypatch):
     assert shown.out == ""
     assert ("minima: 100%" in shown.err) == bool(bar)
     assert ("Trial 0 finished" in caplog.text) == bool(log)
+
+
+def test_threads_give_the_log_level_back_together():
+    """A search that ends first leaves the others silent, and the last one restores the level."""
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(log_level(quiet=True))
+        second.enter_context(log_level(quiet=True))
+        first.close()
+        assert optuna.logging.get_verbosity() == optuna.logging.ERROR
+    assert optuna.logging.get_verbosity() == optuna.logging.INFO
 
 
 @pytest.mark.parametrize("estimator", [LogisticRegression(max_iter=1000), Fails()])

@@ -10,7 +10,8 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from relflat_sk.search._optuna_internals import FIXED_VALUES, reread
+from relflat_sk.search._optuna_internals import FIXED_VALUES
+from relflat_sk.search._optuna_views import with_trials
 from relflat_sk.search._sharing.claims import NUMBER, Plan, is_suspect
 from relflat_sk.search._trial import Space
 
@@ -81,7 +82,8 @@ class Draws(Plan):
         candidates = [{NUMBER: number} for number in self._missing(trials)]
         found = _suspects_last(candidates, trials, skip)
         if found is not None and isinstance(study.sampler, CandidateSampler):
-            found |= study.sampler.point(study, found[NUMBER], _points(self.counted(trials)))
+            now = with_trials(study, trials)
+            found |= study.sampler.point(now, found[NUMBER], _points(self.counted(trials)))
         return found
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[int]:
@@ -212,13 +214,11 @@ class CandidateSampler(TPESampler):
     ) -> dict[str, Any] | None:
         """Draw by TPE until a combination is not taken; None after 100 attempts."""
         self._restart(number)
-        current = reread(study)
         trial = create_trial(state=TrialState.WAITING)
         choices: dict[str, BaseDistribution] = self.choices
         for _ in range(100):
             point = {
-                name: self.sample_independent(current, trial, name, choices[name])
-                for name in choices
+                name: self.sample_independent(study, trial, name, choices[name]) for name in choices
             }
             if _key(point) not in taken:
                 return point

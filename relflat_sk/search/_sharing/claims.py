@@ -38,11 +38,12 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from relflat_sk.search._optuna_internals import (
     FIXED_VALUES,
-    OneTrialStudy,
     add_trial,
     fail_trial,
     trial_id_of,
+    trials_between,
 )
+from relflat_sk.search._optuna_views import OneTrialStudy
 from relflat_sk.search._sharing.processes import is_gone, this_process
 
 __all__ = [
@@ -152,8 +153,7 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
         Its ``optimize(..., n_trials=1)`` trains the candidate. None if nothing can be claimed.
     """
     for lost in itertools.count():
-        give_up_abandoned(study, except_of=sweep)
-        trials = study.get_trials(deepcopy=False)
+        trials = give_up_abandoned(study, except_of=sweep)
         # processes that begin at once would otherwise all try the same candidate, then the next
         candidate = plan.next_candidate(study, trials, skip=_RANDOM.randrange(2 ** min(lost, 10)))
         if candidate is None:
@@ -170,11 +170,9 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
         alone = is_suspect(template, trials)
         if alone and _sweep_is_busy(template, trials):
             return None
-        trial_id, number = add_trial(study, template)
-        earlier = study.get_trials(deepcopy=False)[:number]
-        if not any(_same_candidate(template, other) for other in plan.counted(earlier)) and not (
-            alone and _sweep_is_busy(template, earlier)
-        ):
+        others = trials_between(study, trials, trial_id := add_trial(study, template))
+        taken = any(_same_candidate(template, other) for other in plan.counted(others))
+        if not taken and not (alone and _sweep_is_busy(template, others)):
             return OneTrialStudy(study, trial_id)
         fail_trial(study, trial_id)
     return None
@@ -193,9 +191,7 @@ def counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     list of optuna.trial.FrozenTrial
         All but those that wait or were cut short.
     """
-    return [
-        trial for trial in trials if trial.state != TrialState.WAITING and not is_cut_short(trial)
-    ]
+    return [one for one in trials if one.state != TrialState.WAITING and not is_cut_short(one)]
 
 
 def is_cut_short(trial: FrozenTrial) -> bool:
@@ -298,7 +294,7 @@ def give_up(
     study: optuna.Study,
     which: Callable[[FrozenTrial], bool],
     attributes: Callable[[FrozenTrial], dict[str, Any]] = lambda trial: {},
-) -> None:
+) -> list[FrozenTrial]:
     """Mark running trials as failed, so that their candidates are free again.
 
     Parameters
@@ -309,13 +305,20 @@ def give_up(
         From a running trial to whether it is given up.
     attributes : callable, optional
         From a trial that is given up to the user attributes that it gets.
+
+    Returns
+    -------
+    list of optuna.trial.FrozenTrial
+        All trials of the study, as they are afterwards.
     """
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if which(trial):
-            fail_trial(study, trial_id_of(trial), attributes(trial))
+    trials = study.get_trials(deepcopy=False)
+    given_up = [one for one in trials if one.state == TrialState.RUNNING and which(one)]
+    for trial in given_up:
+        fail_trial(study, trial_id_of(trial), attributes(trial))
+    return study.get_trials(deepcopy=False) if given_up else trials
 
 
-def give_up_abandoned(study: optuna.Study, except_of: str = "") -> None:
+def give_up_abandoned(study: optuna.Study, except_of: str = "") -> list[FrozenTrial]:
     """Give up the running trials of processes that are gone.
 
     Parameters
@@ -323,15 +326,19 @@ def give_up_abandoned(study: optuna.Study, except_of: str = "") -> None:
     study : optuna.Study
         The study.
     except_of : str, optional
-        Name of a sweep whose trials are left as they are. Worker processes pass their own
-        sweep: when one of them dies, joblib ends the others, too, and the sweep itself gives
-        up all their trials. If a worker gave up the dead one's trial and claimed another, that
-        one would be blamed for the crash.
+        Name of a sweep whose trials are left as they are. Worker processes pass their own: when
+        one of them dies, joblib ends the others, too, and the sweep gives up all their trials. A
+        trial that a worker claimed meanwhile would be blamed for the crash.
+
+    Returns
+    -------
+    list of optuna.trial.FrozenTrial
+        All trials of the study, as they are afterwards.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)  # in storages with a heartbeat
-    give_up(
+    return give_up(
         study,
         lambda trial: trial.user_attrs.get("sweep") != except_of and _is_abandoned(trial),
         lambda trial: {"killed": True},
@@ -339,5 +346,4 @@ def give_up_abandoned(study: optuna.Study, except_of: str = "") -> None:
 
 
 def _is_abandoned(trial: FrozenTrial) -> bool:
-    process = trial.user_attrs.get("process")
-    return process is not None and is_gone(process)
+    return "process" in trial.user_attrs and is_gone(trial.user_attrs["process"])

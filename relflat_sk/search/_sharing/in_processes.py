@@ -16,11 +16,12 @@ from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._optuna_internals import file_of
 from relflat_sk.search._sharing.claims import give_up, is_suspect
 from relflat_sk.search._sharing.clusters import WorkersDiedError, find_cluster, results_of
+from relflat_sk.search._sharing.transfer import unpacked
 from relflat_sk.search._trial import CallError
 
 __all__ = ["n_processes", "train_in_processes"]
 
-Found = list[tuple[FrozenTrial, Any]]
+Found = list[tuple[FrozenTrial, bytes | None]]
 
 
 def n_processes(n_jobs: int | None) -> int:
@@ -80,8 +81,8 @@ def train_in_processes(study: optuna.Study, sweep: Any, n_jobs: int, on_finished
         try:
             with closing(_results(study, sweep, -(-n_left // n), n, n_jobs)) as results:
                 for found in results:
-                    for result in found:
-                        on_finished(*result)
+                    for trial, estimator in found:
+                        on_finished(trial, unpacked(estimator))
         except (TerminatedWorkerError, WorkersDiedError) as error:
             death = error
         # no worker trains any more: what seems to be running was killed, on whichever machine

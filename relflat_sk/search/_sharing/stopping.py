@@ -8,7 +8,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from relflat_sk._checks import check_number
-from relflat_sk.search._optuna_internals import StoppableStudy
+from relflat_sk.search._optuna_views import StoppableStudy
 
 __all__ = ["Stopping"]
 

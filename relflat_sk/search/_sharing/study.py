@@ -1,5 +1,6 @@
 """Open a study and its storage, check that a search may resume it, copy it into memory."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ _LOST_A_RACE = ("already exists", "unique constraint", "duplicate")
 # how names of files end
 _OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
 _OF_JOURNALS = {".log", ".journal"}
+# the log levels that quiet searches of this process have found
+_LEVELS: list[int] = []
+_LEVEL_LOCK = threading.Lock()
 # drivers of PostgreSQL that take its command-line options
 _POSTGRESQL = {"postgresql", "postgresql+psycopg2", "postgresql+psycopg"}
 
@@ -237,12 +241,19 @@ def log_level(quiet: bool) -> Iterator[None]:
     Yields
     ------
     None
-        On exit, the log level is what it was on entry.
+        On exit, the log level is what it was on entry. Threads share it, such as those of one of
+        dask's workers: the last of them to leave gives it back.
     """
-    before = optuna.logging.get_verbosity()
+    if not quiet:
+        yield
+        return
+    with _LEVEL_LOCK:
+        _LEVELS.append(optuna.logging.get_verbosity())
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        if quiet:
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
         yield
     finally:
-        optuna.logging.set_verbosity(before)
+        with _LEVEL_LOCK:
+            before = _LEVELS.pop()
+            if not _LEVELS:
+                optuna.logging.set_verbosity(before)

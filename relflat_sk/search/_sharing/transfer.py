@@ -21,7 +21,7 @@ import skorch.net
 
 from relflat_sk._network import mapped_file
 
-__all__ = ["ByPath", "ByValue", "packed"]
+__all__ = ["ByPath", "ByValue", "packed", "unpacked"]
 
 _LOCK = threading.Lock()
 
@@ -112,17 +112,7 @@ def _open_hdf5(file: Path, name: str) -> Any:
     return import_module("h5py").File(file, "r")[name]  # the user's library
 
 
-class _Packed:
-    """Bytes of a pickled value, which become the value itself when they are unpickled again."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def __reduce__(self) -> Any:
-        return cloudpickle.loads, (self.content,)
-
-
-def packed(value: Any) -> Any:
+def packed(value: Any) -> bytes | None:
     """Pickle a value now, so that nothing can fail on its way to another process.
 
     Parameters
@@ -132,13 +122,29 @@ def packed(value: Any) -> Any:
 
     Returns
     -------
-    object
-        Arrives as the value; None if the value cannot be pickled: it holds an open file, say.
+    bytes or None
+        The value for `unpacked`; None if it cannot be pickled: it holds an open file, say.
     """
     try:
-        return _Packed(_dumps(value))
+        return _dumps(value)
     except Exception:  # pickling runs code of any class
         return None
+
+
+def unpacked(content: bytes | None) -> Any:
+    """Return the value that `packed` has pickled.
+
+    Parameters
+    ----------
+    content : bytes or None
+        What `packed` returned, in this process or in another.
+
+    Returns
+    -------
+    object
+        The value; None if there is none.
+    """
+    return None if content is None else cloudpickle.loads(content)
 
 
 def _dumps(value: Any) -> bytes:

@@ -104,8 +104,7 @@ class Sweep:
         int
             Number of candidates that nobody has trained or is training.
         """
-        give_up_abandoned(study)
-        return self.plan.n_left(study.get_trials(deepcopy=False))
+        return self.plan.n_left(give_up_abandoned(study))
 
     def n_killed(self, study: optuna.Study) -> int:
         """Count the trials of this sweep whose process died.
@@ -234,7 +233,9 @@ class Sweep:
         objective = self.objective
         train_together(train, study, objective.estimator, self.fleet, objective.n_threads)
 
-    def train_some_in_worker(self, study: optuna.Study, n: int) -> list[tuple[FrozenTrial, Any]]:
+    def train_some_in_worker(
+        self, study: optuna.Study, n: int
+    ) -> list[tuple[FrozenTrial, bytes | None]]:
         """Claim candidates and train them in a worker process.
 
         Parameters
@@ -246,9 +247,9 @@ class Sweep:
 
         Returns
         -------
-        list of (optuna.trial.FrozenTrial, estimator or None)
-            The finished trials, if there were candidates left. The estimators come along only
-            if they are minima and can be pickled.
+        list of (optuna.trial.FrozenTrial, bytes or None)
+            The finished trials, if there were candidates left, and their estimators, `packed`:
+            only those that are minima and can be pickled.
         """
         end_with_parent(self.process_id)
         found: list[tuple[FrozenTrial, Any]] = []

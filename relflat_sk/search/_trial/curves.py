@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import optuna
 from skorch import NeuralNet
 
 from relflat_sk._minima_table import CURVES
@@ -17,13 +16,13 @@ MOST_EPOCHS = 200  # of longer trainings, epochs at equal distances, the first a
 LOSSES = ("train_loss", "valid_loss")
 
 
-def record_curves(trial: optuna.Trial, estimator: Any) -> None:
+def record_curves(record: dict[str, Any], estimator: Any) -> None:
     """Record the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it.
 
     Parameters
     ----------
-    trial : optuna.Trial
-        Gets a dict of lists as user attribute, unless the estimator has no record of its epochs.
+    record : dict
+        Gets a dict of lists, unless the estimator has no history of its epochs.
     estimator : estimator
         The trained candidate.
     """
@@ -36,9 +35,7 @@ def record_curves(trial: optuna.Trial, estimator: Any) -> None:
     n_epochs = len(list(curves["epoch"]))
     if n_epochs and len(curves) > 1:
         kept = np.unique(np.linspace(0, n_epochs - 1, MOST_EPOCHS).round().astype(int))
-        trial.set_user_attr(
-            CURVES, {name: _short(np.asarray(values)[kept]) for name, values in curves.items()}
-        )
+        record[CURVES] = {name: _short(np.asarray(values)[kept]) for name, values in curves.items()}
 
 
 def _curves_of_net(net: NeuralNet) -> dict[str, Any]:

@@ -7,12 +7,12 @@ result. A full disk or a wrong test set is not: the next call may have mended it
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import optuna
 import torch
 from optuna.exceptions import UpdateFinishedTrialError
 
-__all__ = ["CallError", "blame_call", "explain", "is_of_storage", "record_failure"]
+__all__ = ["CallError", "blame_call", "explain", "failure_record", "is_of_storage"]
 
 _ADVICE = {  # by words in the error
     ("disk is full", "no space left", "file too large", "disk quota", "disk i/o"): (
@@ -41,15 +41,18 @@ class CallError(RuntimeError):
     """Training or measuring failed for a reason that is not the candidate's."""
 
 
-def record_failure(trial: optuna.Trial, error: Exception) -> None:
-    """Record in a trial why its candidate failed.
+def failure_record(error: Exception) -> dict[str, Any]:
+    """Return what is recorded of a candidate that failed.
 
     Parameters
     ----------
-    trial : optuna.Trial
-        The trial.
     error : Exception
         The reason.
+
+    Returns
+    -------
+    dict
+        User attributes of its trial.
 
     Raises
     ------
@@ -60,8 +63,7 @@ def record_failure(trial: optuna.Trial, error: Exception) -> None:
         raise error
     if is_of_storage(error):
         raise CallError(f"the storage failed: {explain(error)}") from error
-    trial.set_user_attr("reason", f"{type(error).__name__}: {error}")
-    trial.set_user_attr("failed", True)
+    return {"reason": f"{type(error).__name__}: {error}", "failed": True}
 
 
 @contextmanager

@@ -72,9 +72,14 @@ def prepare(
 
 
 def fit(
-    estimator: Any, data: TrainingData, seed: int | None, layer: Any = -1, trial: Any = None
+    estimator: Any,
+    data: TrainingData,
+    seed: int | None,
+    record: dict[str, Any],
+    layer: Any = -1,
+    trial: Any = None,
 ) -> Any:
-    """Fit an estimator and record in a trial how long it took.
+    """Fit an estimator and record how long it took.
 
     Parameters
     ----------
@@ -84,12 +89,13 @@ def fit(
         What to train on.
     seed : int or None
         Seed of torch's random state.
+    record : dict
+        Gets the seconds that training took, and the curves of loss and flatness. If several
+        estimators train together, each has its share of their seconds.
     layer : int or str, default=-1
         The layer that is going to be measured; nets without it are not trained.
     trial : optuna.Trial, optional
-        Gets the seconds that training took, the curves of loss and flatness, and the training
-        loss of each epoch for the study's pruner. If several estimators train together, each has
-        its share of their seconds.
+        Gets the training loss of each epoch for the study's pruner.
 
     Returns
     -------
@@ -116,10 +122,8 @@ def fit(
             raise
         raise explained from error
     finally:
-        if trial is not None:
-            trial.set_user_attr("seconds", seconds_used() - started)
-    if trial is not None:
-        record_curves(trial, estimator)
+        record["seconds"] = seconds_used() - started
+    record_curves(record, estimator)
     return estimator
 
 

@@ -14,7 +14,7 @@ from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness
 from relflat_sk.search._trial.arguments import check_data, check_fit_params
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
-from relflat_sk.search._trial.failures import record_failure
+from relflat_sk.search._trial.failures import failure_record
 from relflat_sk.search._trial.fitting import fit, prepare
 from relflat_sk.search._trial.goal import AUTO, check_goal
 from relflat_sk.search._trial.held_out import check_early_stopping, split_recorded, trained_rows
@@ -22,7 +22,7 @@ from relflat_sk.search._trial.isolation import in_fleet, in_isolation
 from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
 from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.provenance import check_study_of
-from relflat_sk.search._trial.recording import check_names, record_trial
+from relflat_sk.search._trial.recording import check_names, record_trial, write_record
 from relflat_sk.search._trial.seeds import Seeds
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
@@ -218,29 +218,38 @@ class MinimaObjective:
         estimator : estimator
             The trained estimator.
         """
+        record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
         try:
             params = self.space.suggest(trial)
             for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
-                trial.set_user_attr(f"param_scaled_{name}", lr)
-            trial.set_user_attr(IN_FLEET, in_fleet())
+                record[f"param_scaled_{name}"] = lr
+            record[IN_FLEET] = in_fleet()
+            seed = self.seeds.begin(trial, record)
             with measured_later() as later:
-                estimator = self.train(params, self.seeds.begin(trial), trial)
-            found = record_trial(trial, estimator, self.data(params), self)
+                estimator = self.train(params, seed, record, trial)
+            found = record_trial(record, trial, estimator, self.data(params), self, seed)
             for check in later:
                 check()
+            if not np.isfinite(found).all():
+                record["failed"] = True
+            write_record(trial, record)
         except optuna.TrialPruned:
-            trial.set_user_attr("reason", NO_REASON[TrialState.PRUNED])
+            write_record(trial, record | {"reason": NO_REASON[TrialState.PRUNED]})
             raise
         except Exception as error:
-            record_failure(trial, error)
+            write_record(trial, record | failure_record(error))
             raise
-        if not np.isfinite(found).all():
-            trial.set_user_attr("failed", True)
         values = tuple(SIGNS[self.direction] * value for value in found)
         return (values[0] if len(values) == 1 else values), estimator
 
     @in_isolation
-    def train(self, params: Mapping[str, Any], seed: int | None, trial: Any = None) -> Any:
+    def train(
+        self,
+        params: Mapping[str, Any],
+        seed: int | None,
+        record: dict[str, Any] | None = None,
+        trial: Any = None,
+    ) -> Any:
         """Train the estimator with one combination of parameters, on all the data.
 
         Parameters
@@ -249,17 +258,19 @@ class MinimaObjective:
             Values by parameter name, as the estimator takes them.
         seed : int or None
             The seed of the trial, see `Seeds`.
+        record : dict, optional
+            Gets the seconds that training took, and its curves.
         trial : optuna.Trial, optional
-            Gets the seconds that training took, and the training loss of each epoch for the
-            study's pruner.
+            Gets the training loss of each epoch for the study's pruner.
 
         Returns
         -------
         estimator
             A trained clone.
         """
+        record = {} if record is None else record
         layer = self.measuring.layer
-        return fit(self._prepare(params, seed), self.data(params), seed, layer, trial)
+        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
 
     @in_isolation
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:

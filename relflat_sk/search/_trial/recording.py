@@ -16,6 +16,7 @@ from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import Flatness, find_measures
+from relflat_sk.search._optuna_internals import one_transaction
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
@@ -25,18 +26,11 @@ from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
-__all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial"]
+__all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial", "write_record"]
 
 TRAIN_LOSS = "train_loss"
 # how the reason of a minimum begins whose measures are nan or infinite
 NO_MEASURE = "cannot be ranked: "
-
-
-class _Attributes(dict[str, Any]):
-    """User attributes, recorded as in a trial, but in a dict."""
-
-    def set_user_attr(self, name: str, value: Any) -> None:
-        self[name] = value
 
 
 @dataclass(frozen=True)
@@ -86,21 +80,21 @@ def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def record_measures(
-    trial: optuna.Trial,
+    record: dict[str, Any],
     network: Network,
     names: Sequence[str],
     seed: int | None,
     measuring: Measuring,
 ) -> Measured:
-    """Measure a network, and record the measures and the training loss in a trial.
+    """Measure a network, and record the measures and the training loss.
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
     has a loss, which then takes a pass of its own.
 
     Parameters
     ----------
-    trial : optuna.Trial
-        Gets the user attributes.
+    record : dict
+        Gets the measures and the loss.
     network : Network
         The network, with its loss and the training data.
     names : sequence of str
@@ -129,35 +123,44 @@ def record_measures(
             error = caught
     if not np.isfinite(train_loss):
         train_loss = mean_loss(network)
-    trial.set_user_attr("train_loss", train_loss)
-    trial.set_user_attr("converged", False)
+    record["train_loss"] = train_loss
+    record["converged"] = False
     if not np.isfinite(train_loss):
-        trial.set_user_attr("reason", "the training loss is not finite")
+        record["reason"] = "the training loss is not finite"
         return Measured(train_loss, {})
     if isinstance(error, LayerNotFoundError) and measuring.layer != LAST:
         raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
     for name, measured in found.items():
-        trial.set_user_attr(name, measured.value)
+        record[name] = measured.value
     return Measured(train_loss, found)
 
 
 def record_trial(
-    trial: optuna.Trial, estimator: Any, data: TrainingData, objective: Any
+    record: dict[str, Any],
+    trial: optuna.Trial,
+    estimator: Any,
+    data: TrainingData,
+    objective: Any,
+    seed: int,
 ) -> list[float]:
     """Measure a trained candidate, record it, and save its weights.
 
     Parameters
     ----------
+    record : dict
+        Gets the user attributes of the trial.
     trial : optuna.Trial
-        Gets the user attributes.
+        The trial.
     estimator : estimator
         The trained candidate.
     data : TrainingData
         Its training data.
     objective : MinimaObjective
         Says what to measure and to save.
+    seed : int
+        The seed of the trial.
 
     Returns
     -------
@@ -165,21 +168,21 @@ def record_trial(
         The values of the study's objectives; nan for a candidate that failed.
     """
     is_training_data = data.X is data.X_fit and data.y is data.y_fit
-    seed, data = objective.seeds.of(trial), data.only(trained_rows(estimator))
+    data = data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
-        measured = record_measures(trial, network, objective.measures, seed, objective.measuring)
+        measured = record_measures(record, network, objective.measures, seed, objective.measuring)
         if not measured.found:
             return [np.nan] * len(objective.names)
         if is_training_data and data.sample_weight is None:
             _hand_over(estimator, measured.found, objective.measuring)
         held_out = objective.X_test, objective.y_test
-        record_held_out(trial, estimator, measured.train_loss, data, *held_out)
-    save_weights(objective.artifact_store, trial, network.module)
+        record_held_out(record, estimator, measured.train_loss, data, *held_out)
+    save_weights(objective.artifact_store, trial, network.module, record)
     values = {name: found.value for name, found in measured.found.items()}
     values["train_loss"] = measured.train_loss
     objectives = [values[name] for name in objective.names]
-    return record_verdict(trial, estimator, objective.goal, measured, objectives)
+    return record_verdict(record, estimator, objective.goal, measured, objectives)
 
 
 def _hand_over(estimator: Any, found: Mapping[str, Flatness], measuring: Measuring) -> None:
@@ -203,7 +206,7 @@ def _has_finite_weights(module: nn.Module) -> bool:
 
 
 def record_held_out(
-    trial: optuna.Trial | _Attributes,
+    record: dict[str, Any],
     estimator: Any,
     train_loss: float,
     data: TrainingData,
@@ -214,8 +217,8 @@ def record_held_out(
 
     Parameters
     ----------
-    trial : optuna.Trial
-        Gets the user attributes.
+    record : dict
+        Gets the loss and the scores.
     estimator : estimator
         The trained candidate.
     train_loss : float
@@ -233,16 +236,16 @@ def record_held_out(
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
         score = float(estimator.score(data.X, data.y, **of_samples))
-        trial.set_user_attr("train_score", score)
+        record["train_score"] = score
     if X_test is None:
         return
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
         test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
-    trial.set_user_attr("test_loss", test_loss)
-    trial.set_user_attr("generalization_gap", test_loss - train_loss)
+    record["test_loss"] = test_loss
+    record["generalization_gap"] = test_loss - train_loss
     if scored:
-        trial.set_user_attr("test_score", test_score)
+        record["test_score"] = test_score
 
 
 def measure_held_out(
@@ -268,21 +271,21 @@ def measure_held_out(
     dict of str to float
         The columns of the table of minima.
     """
-    found = _Attributes()
+    found: dict[str, float] = {}
     data = data.only(trained_rows(estimator))
     record_held_out(found, estimator, train_loss, data, X_test, y_test)
     return found
 
 
 def record_verdict(
-    trial: optuna.Trial, estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
+    record: dict[str, Any], estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
 ) -> list[float]:
     """Record how deep a candidate is, whether it is a minimum, and why not.
 
     Parameters
     ----------
-    trial : optuna.Trial
-        Gets the user attributes.
+    record : dict
+        Gets the loss and the scores.
     estimator : estimator
         The trained candidate.
     goal : "auto", float or None
@@ -302,7 +305,7 @@ def record_verdict(
     constant_loss = next(iter(measured.found.values())).constant_risk()
     depth = depth_of(measured.train_loss, constant_loss)
     if np.isfinite(depth):
-        trial.set_user_attr("depth", depth)
+        record["depth"] = depth
     if measured.train_loss >= constant_loss:
         ending = Ending("", "the training loss is no better than a constant prediction's")
         checked = [np.nan] * len(checked)
@@ -311,9 +314,25 @@ def record_verdict(
     else:
         ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
     reason = ending.reason
-    trial.set_user_attr("converged", not reason)
-    trial.set_user_attr("ended_by", ending.by)
-    trial.set_user_attr("reason", reason)
-    if hasattr(trial, "set_constraint"):  # Optuna 5: samplers and best_trial respect it
-        trial.set_constraint("converged", float(bool(reason)))
+    record["converged"] = not reason
+    record["ended_by"] = ending.by
+    record["reason"] = reason
     return checked
+
+
+def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
+    """Write what was recorded of a trial, in one transaction of a database.
+
+    Parameters
+    ----------
+    trial : optuna.Trial
+        Gets the user attributes.
+    record : dict
+        Their values by name.
+    """
+    with one_transaction(trial):
+        for name, value in record.items():
+            trial.set_user_attr(name, value)
+        # Optuna 5: samplers and best_trial respect it
+        if "ended_by" in record and hasattr(trial, "set_constraint"):
+            trial.set_constraint("converged", float(not record["converged"]))

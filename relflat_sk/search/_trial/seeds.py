@@ -35,13 +35,15 @@ class Seeds:
         self.base = None if random_state is None else draw_seed(random_state)
         self._drawn = int(torch.randint(2**31 - 1, ())) if random_state is None else 0
 
-    def begin(self, trial: Any) -> int:
+    def begin(self, trial: Any, record: dict[str, Any]) -> int:
         """Choose the seed of a trial that begins, and record it.
 
         Parameters
         ----------
         trial : optuna.Trial
-            Has drawn its parameters, and gets a user attribute.
+            Has drawn its parameters.
+        record : dict
+            Gets the seed.
 
         Returns
         -------
@@ -52,7 +54,7 @@ class Seeds:
             seed = zlib.crc32(b"%d" % trial.number, self._drawn) >> 1
         else:
             seed = self._of_params(trial)
-        trial.set_user_attr(SEED, str(seed))
+        record[SEED] = str(seed)
         return seed
 
     def of(self, trial: Any) -> int | None:

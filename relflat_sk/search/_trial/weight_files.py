@@ -106,17 +106,21 @@ def _place(store: Any) -> str:
     return repr(str(getattr(store, "_base_path", store)))
 
 
-def save_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
-    """Save the weights of a network to a store, and the name of their file to its trial.
+def save_weights(
+    store: Any, trial: optuna.Trial, module: nn.Module, record: dict[str, Any]
+) -> None:
+    """Save the weights of a network to a store, and record the name of their file.
 
     Parameters
     ----------
     store : optuna artifact store or None
         Gets the file; None saves nothing.
     trial : optuna.Trial
-        Gets the user attribute `ARTIFACT`.
+        The trial that trained it.
     module : nn.Module
         The network.
+    record : dict
+        Gets the name and the checksum.
 
     Raises
     ------
@@ -132,8 +136,8 @@ def save_weights(store: Any, trial: optuna.Trial, module: nn.Module) -> None:
         path = Path(folder) / f"minimum_{trial.number}.pt"
         torch.save(weights, path)
         artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
-    trial.set_user_attr(CHECKSUM, _checksum(weights))
-    trial.set_user_attr(ARTIFACT, artifact)
+    record[CHECKSUM] = _checksum(weights)
+    record[ARTIFACT] = artifact
 
 
 def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
