@@ -7,6 +7,7 @@ import numpy as np
 import optuna
 import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
+from scipy.stats import rankdata
 
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
@@ -176,6 +177,8 @@ def cv_results(
     results["split0_test_score"] = scores
     results["mean_test_score"] = scores.copy()
     results["std_test_score"] = np.zeros(len(table))
-    ranks = ranked.set_index("trial")["rank"]
-    results["rank_test_score"] = ranks.loc[table["trial"]].to_numpy(dtype=np.int32)
+    order = ranked.set_index("trial")["rank"].loc[table["trial"]].to_numpy()
+    # minima come first in the ranking; those with equal scores share the smallest of their ranks
+    ranks = np.where(minima, rankdata(-scores, method="min", nan_policy="omit"), order)
+    results["rank_test_score"] = ranks.astype(np.int32)
     return results

@@ -932,6 +932,26 @@ def test_cv_results_are_those_of_scikit_learn():
     assert best["mean_test_score"] == search.best_score_ == table["mean_test_score"].max()
 
 
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+def test_equal_scores_share_a_rank_in_cv_results():
+    space = {"max_iter": [1000, 1, 1001], "C": [1.0, 0.5]}  # the limit of 1 is too low
+    search = logistic(space).fit(X, Y)
+    results = search.cv_results_
+    scores, ranks = results["mean_test_score"], results["rank_test_score"]
+    assert ranks.dtype == np.int32
+    of_params = {
+        (params["max_iter"], params["C"]): (score, int(rank))
+        for params, score, rank in zip(results["params"], scores, ranks, strict=True)
+    }
+    for C, expected in ((0.5, 1), (1.0, 3)):
+        one, other = of_params[1000, C], of_params[1001, C]
+        assert one == other
+        assert one[1] == expected
+    assert sorted(rank for (limit, _), (_, rank) in of_params.items() if limit == 1) == [5, 6]
+    assert ranks[search.best_index_] == 1
+    assert search.minima_["rank"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
 def test_without_refit():
     search = logistic(refit=False).fit(X, Y)
     assert not hasattr(search, "best_estimator_")
