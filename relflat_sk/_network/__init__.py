@@ -9,6 +9,7 @@ from relflat_sk._network.batches import (
     check_weights,
     make_batches,
 )
+from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.compiled import CompiledBody
 from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
 from relflat_sk._network.convolution_layers import find_convolutions
@@ -45,7 +46,6 @@ from relflat_sk._network.lipschitz import find_faster_step
 from relflat_sk._network.network import (
     Network,
     Outcome,
-    borrowed,
     layer_names,
     mean_loss,
     outcome_of,

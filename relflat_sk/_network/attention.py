@@ -32,6 +32,7 @@ class InProjection(nn.Linear):
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
+        self.training = attention.training
         self.in_features = attention.embed_dim
         self.out_features = 3 * attention.embed_dim
         self.weight = attention.in_proj_weight

@@ -1,7 +1,6 @@
-"""A trained network with its loss and its data, borrowed for measuring and given back."""
+"""A trained network with its loss and its data, and the losses of its batches."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,20 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss
-from relflat_sk._network.attention import explicit_attention
 from relflat_sk._network.batches import Batch, Batches
+from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
 from relflat_sk._network.source import Source
 from relflat_sk._numerics import full_precision
-from relflat_sk._random import fork_rng
 
 __all__ = [
     "Network",
     "Outcome",
-    "borrowed",
     "layer_names",
     "mean_loss",
     "outcome_of",
@@ -305,39 +302,3 @@ def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
     if batch.weight is None:
         return torch.ones(n, dtype=torch.float64, device=device)
     return batch.weight.to(device)
-
-
-@contextmanager
-def borrowed(module: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode, and give it back bit by bit as it was.
-
-    Train/eval mode of every submodule, buffers and the random state come back, also after
-    an exception. Inside the context attention runs step by step, see
-    `relflat_sk._network.attention`.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Yields
-    ------
-    None
-    """
-    modes = [(m, m.training) for m in module.modules()]
-    buffers = [(m, key, b) for m in module.modules() for key, b in m._buffers.items()]
-    contents = [(b, b._version, b.clone()) for _, _, b in buffers if b is not None]
-    device = next((p.device for p in module.parameters() if p.is_cuda), None)
-    with torch.inference_mode(False), fork_rng(device), explicit_attention(module):
-        try:
-            module.eval()
-            yield
-        finally:
-            for m, mode in modes:
-                m.training = mode
-            for m, key, buffer in buffers:
-                m._buffers[key] = buffer
-            for buffer, version, content in contents:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(content)

@@ -18,7 +18,8 @@ from relflat_sk import FlatnessScorer, FlatnessWarning, flatness_report, measure
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network, borrowed
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network
 from relflat_sk._rescaling.folding import fold_layers
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._norms.margin import margin, sample_margins

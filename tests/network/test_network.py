@@ -2,19 +2,28 @@
 
 import copy
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from relflat_sk import FlatnessWarning, relative_flatness
+from relflat_sk import (
+    FlatnessWarning,
+    feature_robustness,
+    flatness_report,
+    label_constancy,
+    measure,
+    relative_flatness,
+)
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.measures import evaluate
 
 CE = nn.CrossEntropyLoss()
+LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
 
 
 class Rude(nn.Module):
@@ -111,6 +120,41 @@ def test_values_are_those_of_evaluation_mode():
     assert relative_flatness(net, X, y, criterion=CE) == relative_flatness(
         frozen, X, y, criterion=CE
     )
+
+
+def square_of_outputs(model, X, y):
+    return model(X).square().sum().item()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda *data, **settings: flatness_report(*data, measures=LAYER_WISE, **settings).to_dict(),
+        partial(measure, "fisher_rao_norm"),
+        partial(measure, "expected_sharpness", random_state=0),
+        partial(measure, "inverse_margin", percentile=100),
+        partial(measure, square_of_outputs),
+        partial(feature_robustness, delta=0.1, random_state=0),
+        label_constancy,
+    ],
+    ids=["report", "slopes", "noise", "margin", "own", "features", "labels"],
+)
+def test_the_caller_s_mixed_precision_does_not_reach_measures(compute):
+    net, X, y = prepared()
+    expected = compute(net, X, y, criterion=CE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert repr(compute(net, X, y, criterion=CE)) == repr(expected)
+        assert net(X).dtype == torch.bfloat16
+
+
+def test_mixed_precision_comes_back_after_an_exception():
+    net, X, y = prepared(fails=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            relative_flatness(net, X, y, criterion=CE, batch_size=4)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_user_s_criterion_is_not_moved():

@@ -7,8 +7,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
+from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.forwards import has_own_forward
-from relflat_sk._network.network import Network, borrowed
+from relflat_sk._network.network import Network
 from relflat_sk._rescaling.folding import fold_layers
 
 X2 = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
