@@ -2,6 +2,14 @@
 
 from relflat_sk._network.attention import explicit_attention
 from relflat_sk._network.attention_kernel import MathAttention
+from relflat_sk._network.batch_losses import (
+    Outcome,
+    mean_loss,
+    outcome_of,
+    outcomes,
+    sample_weight,
+)
+from relflat_sk._network.batch_statistics import check_unmixed, find_mixed
 from relflat_sk._network.batches import (
     Batch,
     Batches,
@@ -13,6 +21,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.compiled import CompiledBody
 from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
 from relflat_sk._network.convolution_layers import find_convolutions
+from relflat_sk._network.criterion_check import warn_unless_mean
 from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import (
@@ -43,17 +52,9 @@ from relflat_sk._network.layers import (
     weight_layers,
 )
 from relflat_sk._network.lipschitz import find_faster_step
-from relflat_sk._network.network import (
-    Network,
-    Outcome,
-    layer_names,
-    mean_loss,
-    outcome_of,
-    outcomes,
-    primary_output,
-    sample_weight,
-)
+from relflat_sk._network.network import Network, layer_names
 from relflat_sk._network.norm_layers import find_norms
+from relflat_sk._network.outputs import check_part, primary_output, refuse_whole, takes_whole
 from relflat_sk._network.processes import Processes, join
 from relflat_sk._network.recording import (
     LayerRecord,
@@ -109,8 +110,10 @@ __all__ = [
     "check_finite",
     "check_kind",
     "check_layer",
+    "check_part",
     "check_stored",
     "check_thrice",
+    "check_unmixed",
     "check_unshared",
     "check_uses",
     "check_weights",
@@ -123,6 +126,7 @@ __all__ = [
     "find_faster_step",
     "find_layer",
     "find_link",
+    "find_mixed",
     "find_non_finite",
     "find_norms",
     "find_uses_elsewhere",
@@ -149,10 +153,13 @@ __all__ = [
     "primary_output",
     "record_order",
     "record_tail",
+    "refuse_whole",
     "sample_weight",
     "select_channels",
+    "takes_whole",
     "users_of_weight",
     "uses_elsewhere",
+    "warn_unless_mean",
     "weight_kind",
     "weight_layers",
 ]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from relflat_sk._losses import constant_risk
+from relflat_sk._network.batch_losses import outcome_of, sample_weight
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.network import Network, outcome_of, sample_weight
+from relflat_sk._network.network import Network
 
 __all__ = ["best_constant_loss", "output_shape"]
 

@@ -16,9 +16,11 @@ from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses import Loss, Target, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._network import (
     Layer,
+    check_part,
     check_weights,
     find_ending,
     primary_output,
+    warn_unless_mean,
 )
 from relflat_sk._numerics import full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
@@ -130,6 +132,7 @@ class RelativeFlatnessPenalty:
         self.weight = weight
         self.clip = clip
         self._limit: PenaltyLimit | None = None
+        self._checked: Any = None  # a criterion
         self._capture = Capture()
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -238,9 +241,10 @@ class RelativeFlatnessPenalty:
         Warns
         -----
         FlatnessWarning
-            If probabilities reach a criterion that takes logits.
+            If probabilities reach a criterion that takes logits, or a criterion is no mean.
         """
         loss = Loss(as_criterion(criterion))
+        check_part(loss, y_pred, y, "penalty")
         output = full_precision(primary_output(y_pred))
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
@@ -298,6 +302,9 @@ class RelativeFlatnessPenalty:
                 "penalty.capture(module):` before each call of the penalty. If the network is "
                 "compiled by torch.compile, capture the compiled module."
             )
+        if self._checked is not loss.criterion:
+            warn_unless_mean(loss, output, target.values)
+            self._checked = loss.criterion
         plan, recorder = self._capture.finish(output)
         records = [recorder[name] for name in plan.layers]
         if self.clip is not None:

@@ -168,7 +168,7 @@ class EstimatorNet(TaskNet):
         X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = TrainingState(weights, labels_encoded=True)
         self._unmeasured = None
-        self._criterion_takes_mapping = None
+        self._criterion_takes_whole = None
         try:
             with own_random_state(self, restart=restart):
                 yield X, y

@@ -1,16 +1,14 @@
 """From a module's output, which may be a mapping with `logits`, to losses and predictions."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from skorch import NeuralNet
 from torch import Tensor, nn
 
-from relflat_sk._losses import name_criterion
-from relflat_sk._network import primary_output
+from relflat_sk._network import primary_output, refuse_whole
 from relflat_sk._numerics import full_precision
 
 __all__ = [
@@ -18,82 +16,7 @@ __all__ = [
     "for_prediction",
     "log_probabilities",
     "movable",
-    "refuse_mapping",
-    "takes_mapping",
 ]
-
-# what a criterion raises for an argument that it does not expect
-_REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-def takes_mapping(criterion: Any, output: Mapping[str, Any], target: Any) -> bool:
-    """Find out whether a criterion takes a module's whole output, rather than its logits.
-
-    Parameters
-    ----------
-    criterion : callable
-        A criterion that is not in the table of losses. It is called once or twice.
-    output : mapping
-        The module's output for a batch.
-    target : Tensor of shape (n, ...)
-        The labels of the batch.
-
-    Returns
-    -------
-    bool
-        False if the criterion takes the entry "logits".
-
-    Raises
-    ------
-    ValueError
-        If the criterion takes neither.
-    """
-    refusals = []
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
-        for whole in (False, True):
-            try:
-                criterion(output if whole else primary_output(output), target)
-            except _REFUSALS as error:
-                refusals.append(f"{type(error).__name__}: {error}")
-            else:
-                return whole
-    raise ValueError(
-        f"the module returned a mapping with the names {list(output)}, and "
-        f"{name_criterion(criterion)} can take neither the entry "
-        f"'logits' ({refusals[0]}) nor the whole output ({refusals[1]})."
-    )
-
-
-# what needs a criterion of one tensor, and what to do if the criterion is to stay
-_NEEDS = {
-    "measure": ("measures need", "pass one with the argument criterion of the measure"),
-    "penalty": ("the flatness penalty needs", "train with flatness_weight=0"),
-    "sample_weight": ("sample_weight needs", "leave the weights out"),
-}
-
-
-def refuse_mapping(criterion: Any, by: str) -> NoReturn:
-    """Refuse a criterion that takes a mapping, where one of a tensor is needed.
-
-    Parameters
-    ----------
-    criterion : callable
-        A criterion that takes the module's whole output.
-    by : {"measure", "penalty", "sample_weight"}
-        What needs a criterion of a tensor.
-
-    Raises
-    ------
-    ValueError
-        In any case.
-    """
-    need, remedy = _NEEDS[by]
-    raise ValueError(
-        f"{name_criterion(criterion)} takes the module's whole output, a mapping, but {need} a "
-        "criterion of one tensor. Use a criterion that takes the entry 'logits', which is passed "
-        f"to it as a tensor, or {remedy}."
-    )
 
 
 def check_measurable(net: NeuralNet) -> None:
@@ -107,10 +30,10 @@ def check_measurable(net: NeuralNet) -> None:
     Raises
     ------
     ValueError
-        If its training has shown that the criterion takes a mapping.
+        If its training has shown that it does.
     """
-    if getattr(net, "_criterion_takes_mapping", False):
-        refuse_mapping(net.criterion_, "measure")
+    if getattr(net, "_criterion_takes_whole", False):
+        refuse_whole(net.criterion_, "measure")
 
 
 def movable(output: Any) -> Any:

@@ -11,12 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import Loss, Target, weighted_loss
-from relflat_sk._network import cast_inputs, floating_parameter, primary_output
+from relflat_sk._network import (
+    cast_inputs,
+    floating_parameter,
+    primary_output,
+    refuse_whole,
+    takes_whole,
+)
 from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._fast_net import record_batch
 from relflat_sk.training._measured_net import MeasuredNet
-from relflat_sk.training._outputs import movable, refuse_mapping, takes_mapping
+from relflat_sk.training._outputs import movable
 from relflat_sk.training._sample_weights import (
     plain_batch,
     split_target,
@@ -67,7 +73,7 @@ class PenalisedNet(MeasuredNet):
 
     _training: TrainingState | None = None
     # None before a batch has shown it
-    _criterion_takes_mapping: bool | None = None
+    _criterion_takes_whole: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -166,8 +172,8 @@ class PenalisedNet(MeasuredNet):
         recorded, state.recorded = state.recorded, False
         criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
-        if not isinstance(y_pred, Tensor) and self._takes_mapping(criterion, y_pred, y_true):
-            return self._loss_of_mapping(y_pred, y_true, weight, recorded, X=X, training=training)
+        if not isinstance(y_pred, Tensor) and self._takes_whole(criterion, y_pred, y_true):
+            return self._loss_of_whole(y_pred, y_true, weight, recorded, X=X, training=training)
         y_pred = _full_precision(primary_output(y_pred))
         self._check_output(criterion, y_pred)
         target = self._read_target(criterion, y_pred, y_true)
@@ -195,17 +201,15 @@ class PenalisedNet(MeasuredNet):
             state.terms = loss, term, share
         return loss if limited is None else loss + limited
 
-    def _takes_mapping(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
-        """Return whether the criterion takes the whole output, a mapping; tried on one batch."""
-        if not isinstance(y_pred, Mapping):
-            return False
-        if self._criterion_takes_mapping is None:
-            self._criterion_takes_mapping = criterion.row is None and takes_mapping(
+    def _takes_whole(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
+        """Return whether the criterion takes more than one tensor; tried on one batch."""
+        if self._criterion_takes_whole is None:
+            self._criterion_takes_whole = criterion.row is None and takes_whole(
                 criterion.criterion, y_pred, to_tensor(y_true, device=self.device)
             )
-        return self._criterion_takes_mapping
+        return self._criterion_takes_whole
 
-    def _loss_of_mapping(
+    def _loss_of_whole(
         self,
         y_pred: Any,
         y_true: Any,
@@ -215,11 +219,11 @@ class PenalisedNet(MeasuredNet):
         X: Any,
         training: bool,
     ) -> Tensor:
-        """Compute the loss of a criterion that takes the module's whole mapping."""
+        """Compute the loss of a criterion that takes the module's whole output."""
         if weight is not None:
-            refuse_mapping(self.criterion_, "sample_weight")
+            refuse_whole(self.criterion_, "sample_weight")
         if recorded:
-            refuse_mapping(self.criterion_, "penalty")
+            refuse_whole(self.criterion_, "penalty")
         loss: Tensor = super().get_loss(y_pred, y_true, X=X, training=training)
         if training and self._state().terms is None:
             self._state().terms = loss, None, None

@@ -113,7 +113,8 @@ def make_forward_pass(
     Raises
     ------
     ValueError
-        If labels are missing or do not fit the output, or the layers' rows are no samples.
+        If labels are missing or do not fit the output, the layers' rows are no samples, or the
+        criterion takes more than one tensor.
     """
     for record in records:
         _check_samples(record, output)
@@ -125,6 +126,8 @@ def make_forward_pass(
     warn_of_ending(loss.criterion, find_ending(output))
     if target is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
+    if target is not None:
+        network.check_criterion(batch.x, output, target.values)
     weighted = batch.weight is not None
     losses = _losses(loss, output, target, each=weighted)
     tail = Tail(loss, output, target, records[-1], _precise)

@@ -17,8 +17,10 @@ from relflat_sk._network import (
     Network,
     WeightWatch,
     check_layer,
+    check_unmixed,
     check_uses,
     find_layer,
+    find_mixed,
     find_uses_elsewhere,
     has_fused_attention,
     is_tied,
@@ -115,6 +117,7 @@ class _Runner:
         self._names: list[str] = []
         self._twice = True  # whether attention must allow a second derivative
         self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
+        self._mixed: set[str] = set()  # layers behind which samples are mixed
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run the network on one batch."""
@@ -125,6 +128,7 @@ class _Runner:
             for record in records:
                 _check_linear(self.network.module, record)
                 check_uses(record.name, self._elsewhere)
+                check_unmixed(record.name, self._mixed)
             self._names = [record.name for record in records]
         return make_forward_pass(self.network, batch, output, records)
 
@@ -145,6 +149,7 @@ class _Runner:
         if once:
             layers = {name: module.get_submodule(name) for name in once}
             self._elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
+        self._mixed = find_mixed(lambda: self.network(batch.x), module)
         names = self._names_in_order(guess, recorder.calls)
         fused = not self._twice and has_fused_attention(output, records[-1].node)
         if fused or not set(names) <= set(guess):
@@ -166,7 +171,9 @@ class _Runner:
         if self.layers == "all":
             if not order:
                 find_layer(module, -1)  # raises: the network has none
-            return self._without_shared(order, calls)
+            rest = self._without_shared(order, calls)
+            unmixed = [name for name in rest if name not in self._mixed]
+            return unmixed or rest  # a single layer says itself why it cannot be measured
         names = [
             find_layer(module, layer, order) if is_integer(layer) else name
             for layer, name in zip(self.layers, guess, strict=True)

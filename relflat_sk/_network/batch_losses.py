@@ -1,0 +1,170 @@
+"""The losses of batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relflat_sk._losses import Loss
+from relflat_sk._network.batches import Batch
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network
+from relflat_sk._numerics import full_precision
+
+__all__ = ["Outcome", "mean_loss", "outcome_of", "outcomes", "sample_weight"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outputs and targets of one batch of n samples, for which losses can be computed.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, ...)
+        The criterion's input.
+    target : Tensor of shape (n, ...)
+        Labels as the criterion takes them.
+    loss : Loss
+        The criterion, on the output's device.
+    weight : Tensor of shape (n,)
+        Sample weights, float64; ones if there are none.
+    weighted : bool
+        Whether there are sample weights.
+    """
+
+    output: Tensor
+    target: Tensor
+    loss: Loss
+    weight: Tensor
+    weighted: bool
+
+    def each(self) -> tuple[Tensor, Tensor]:
+        """Compute each sample's own loss.
+
+        Returns
+        -------
+        losses : Tensor of shape (n,)
+            Per-sample losses.
+        divisors : Tensor of shape (n,)
+            What each sample adds to the divisor of the criterion's mean.
+        """
+        if self.loss.row is not None:
+            return self.loss.terms(self.output, self.target, each=True)
+        # an unknown criterion may return nothing but means: give it one sample at a time
+        rows = [slice(i, i + 1) for i in range(len(self.output))]
+        terms = [self.loss.terms(self.output[row], self.target[row]) for row in rows]
+        losses, divisors = zip(*terms, strict=True)
+        return torch.cat(losses), torch.cat(divisors)
+
+    def total(self) -> tuple[Tensor, float]:
+        """Sum losses and divisors with the sample weights; their ratio is the mean loss.
+
+        Returns
+        -------
+        loss : Tensor of shape ()
+            Float64, with its graph.
+        divisor : float
+            Weighted sum of the divisors.
+        """
+        losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
+        return self.weight @ losses.double(), float(self.weight @ divisors.detach().double())
+
+
+def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
+    """Bring the network's output for a batch together with the batch's labels.
+
+    Parameters
+    ----------
+    network : Network
+        Has the loss.
+    batch : Batch
+        Has the labels and the weights.
+    output : Tensor of shape (n, ...)
+        The network's output for the batch; its losses are in float32 at least.
+
+    Returns
+    -------
+    Outcome
+        From which losses can be computed.
+
+    Raises
+    ------
+    ValueError
+        If there are no labels, or they do not fit the output.
+    """
+    output = full_precision(network.loss.classes_second(output, batch.y))
+    loss = network.loss.to(output.device, output.dtype)
+    if batch.y is None:
+        raise ValueError("y is needed to compute a loss. Pass y.")
+    target = loss.check_target(output, batch.y.to(output.device))
+    network.check_criterion(batch.x, output, target)
+    weight = sample_weight(batch, len(output), output.device)
+    return Outcome(output, target, loss, weight, batch.weight is not None)
+
+
+def outcomes(network: Network) -> Iterator[Outcome]:
+    """Run the network on all batches. To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        With labels.
+
+    Yields
+    ------
+    Outcome
+        One for each batch.
+
+    Raises
+    ------
+    ValueError
+        If there are no labels, or they do not fit the network's output.
+    """
+    for batch in network.batches():
+        yield outcome_of(network, batch, network(batch.x))
+
+
+def mean_loss(network: Network) -> float:
+    """Compute the mean loss over the data, in evaluation mode.
+
+    Parameters
+    ----------
+    network : Network
+        With labels; given back as it was.
+
+    Returns
+    -------
+    float
+        In the unit of the loss.
+    """
+    total, divisor = 0.0, 0.0
+    with borrowed(network.module), torch.no_grad():
+        for outcome in outcomes(network):
+            loss, share = outcome.total()
+            total += float(loss)
+            divisor += share
+    total, divisor = network.processes.sum_numbers(total, divisor)
+    return total / divisor
+
+
+def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
+    """Return the weights of a batch's samples, ones where there are none.
+
+    Parameters
+    ----------
+    batch : Batch
+        The batch.
+    n : int
+        Number of its samples.
+    device : torch.device
+        Device of the result.
+
+    Returns
+    -------
+    Tensor of shape (n,)
+        Float64.
+    """
+    if batch.weight is None:
+        return torch.ones(n, dtype=torch.float64, device=device)
+    return batch.weight.to(device)

@@ -1,0 +1,84 @@
+"""Batch norm without running statistics, which mixes the samples of a batch in evaluation, too."""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from relflat_sk._network.layers import weight_layers
+from relflat_sk._network.recording import Recorder
+from relflat_sk._warnings import warn
+
+__all__ = ["check_unmixed", "find_mixed"]
+
+
+def find_mixed(run: Callable[[], object], module: nn.Module) -> set[str]:
+    """Find the layers behind which batch norm mixes the samples of a batch.
+
+    Parameters
+    ----------
+    run : callable
+        Runs the network on a batch. It is called only if there is such a batch norm.
+    module : nn.Module
+        The network, in evaluation mode.
+
+    Returns
+    -------
+    set of str
+        Names of layers with a weight matrix.
+
+    Warns
+    -----
+    FlatnessWarning
+        If there is such a batch norm.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    >>> find_mixed(lambda: net(torch.ones(4, 2)), net)
+    set()
+    """
+    norms = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.running_mean is None
+    }
+    if not norms:
+        return set()
+    layers = weight_layers(module)
+    with torch.no_grad(), Recorder({**layers, **norms}, None) as recorder:
+        run()
+    calls = recorder.calls
+    last = max((at for at, name in enumerate(calls) if name in norms), default=-1)
+    if last >= 0:
+        warn(
+            f"batch norm without running statistics ({', '.join(map(repr, norms))}) mixes the "
+            "samples of a batch, so that losses and flatness depend on batch_size. Train with "
+            "track_running_stats=True."
+        )
+    return {name for name in calls[: last + 1] if name in layers}
+
+
+def check_unmixed(name: str, mixed: Collection[str]) -> None:
+    """Refuse a layer behind which the samples of a batch are mixed.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer.
+    mixed : collection of str
+        From `find_mixed`.
+
+    Raises
+    ------
+    ValueError
+        If the layer is one of them.
+    """
+    if name in mixed:
+        raise ValueError(
+            f"behind layer {name!r} there is a batch norm without running statistics, so that the "
+            "losses of samples depend on each other, and the curvature in the weight is not that "
+            "of single samples. Measure a layer behind the batch norm, or train with "
+            "track_running_stats=True."
+        )

@@ -1,0 +1,208 @@
+"""Criteria that take several tensors, or that are no mean over samples, and mixing batch norm."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from skorch import NeuralNet
+from torch import nn
+from torch.nn import functional as F
+
+from relflat_sk import (
+    FlatnessWarning,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedNet,
+    flatness_report,
+    measure,
+    relative_flatness,
+)
+
+
+class MeanAndVariance(nn.Module):
+    """A network with two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.mean, self.log_variance = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = torch.relu(self.body(x))
+        return self.mean(h), self.log_variance(h)
+
+
+class GaussianLoss(nn.Module):
+    """Takes both heads by their index, which a tensor has as well."""
+
+    def forward(self, output, y):
+        return (0.5 * (output[1] + (y - output[0]) ** 2 / output[1].exp())).mean()
+
+
+def squared_error_of_the_mean(output, y):
+    mean = output[0] if isinstance(output, tuple) else output
+    return ((mean - y) ** 2).mean()
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+    X = torch.randn(64, 4)
+    return X, X[:, :1] * 2 + 0.1 * torch.randn(64, 1)
+
+
+@pytest.fixture
+def two_heads():
+    torch.manual_seed(1)
+    return MeanAndVariance()
+
+
+SETTINGS = {
+    "optimizer": torch.optim.SGD,
+    "lr": 0.05,
+    "max_epochs": 5,
+    "batch_size": 64,
+    "verbose": 0,
+}
+WHOLE = "takes the module's whole output, but {} a criterion of one tensor"
+
+
+def test_a_criterion_of_both_heads_gets_both_in_training(data, two_heads):
+    theirs = NeuralNet(
+        copy.deepcopy(two_heads), criterion=GaussianLoss, train_split=None, **SETTINGS
+    ).fit(*data)
+    with pytest.warns(FlatnessWarning, match=WHOLE.format("measures need")):
+        ours = RelativeFlatnessRegularizedNet(
+            two_heads, criterion=GaussianLoss, flatness_weight=0, **SETTINGS
+        ).fit(*data)
+    np.testing.assert_allclose(
+        ours.history[:, "train_loss"], theirs.history[:, "train_loss"], rtol=1e-6
+    )
+    assert np.isnan(ours.relative_flatness_)
+
+
+def test_a_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
+    net = RelativeFlatnessRegularizedNet(two_heads, criterion=GaussianLoss, **SETTINGS)
+    with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
+        net.fit(*data)
+    penalty = RelativeFlatnessPenalty(layer="mean")
+    with penalty.capture(two_heads):
+        output = two_heads(data[0])
+    with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
+        penalty(GaussianLoss(), output, data[1])
+    for name, params in (("relative_flatness", {"layer": "mean"}), ("expected_sharpness", {})):
+        with pytest.raises(ValueError, match=WHOLE.format("measures need")):
+            measure(name, two_heads, *data, criterion=GaussianLoss(), **params)
+
+
+def test_a_criterion_that_takes_the_first_head_as_well_is_measured(data, two_heads):
+    found, expected = (
+        relative_flatness(two_heads, *data, layer="mean", criterion=criterion)
+        for criterion in (squared_error_of_the_mean, nn.MSELoss())
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def rmse(output, y):
+    return F.mse_loss(output, y).sqrt()
+
+
+NO_MEAN = {
+    "RMSE": rmse,
+    "batch statistics": lambda z, y: F.mse_loss(z, y) + z.var(0).sum(),
+    "pairs": lambda z, y: ((z - z.T) ** 2).mean(),
+    "of each, over the batch's": lambda z, y: ((z - y) ** 2 / z.detach().var()).mean(1),
+}
+
+
+@pytest.fixture
+def chain():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+@pytest.mark.parametrize("name", NO_MEAN)
+def test_a_criterion_that_is_no_mean_over_samples_warns(data, chain, name):
+    with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples: for 8"):
+        relative_flatness(chain, *data, criterion=NO_MEAN[name])
+
+
+def test_a_penalty_warns_of_it_in_the_first_step(data, chain):
+    penalty = RelativeFlatnessPenalty()
+    caught = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with penalty.capture(chain):
+                output = chain(data[0])
+            penalty(rmse, output, data[1])
+        caught.append([str(one.message) for one in found])
+    assert len(caught[0]) == 1
+    assert "rmse is no mean of losses of single samples" in caught[0][0]
+    assert caught[1] == []
+
+
+class Summed(nn.Module):
+    """A sum over samples, that counts its calls."""
+
+    reduction = "sum"
+    n_calls = 0
+
+    def forward(self, z, y):
+        self.n_calls += 1
+        return ((z - y) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [lambda z, y: ((z - y) ** 2).mean(), lambda z, y: (z - y).abs().square(), Summed()],
+    ids=["mean", "of each", "sum"],
+)
+def test_means_and_sums_over_samples_do_not_warn(data, chain, criterion):
+    n = 63  # halves of different size
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = relative_flatness(chain, *(one[:n] for one in data), criterion=criterion)
+    assert found == pytest.approx(
+        relative_flatness(chain, *(one[:n] for one in data), criterion=nn.MSELoss()), rel=1e-4
+    )
+
+
+def test_a_criterion_is_not_changed_by_the_check(data, chain):
+    criterion = Summed()
+    state = torch.get_rng_state()
+    relative_flatness(chain, *data, criterion=criterion)
+    once = criterion.n_calls
+    relative_flatness(chain, data[0][:1], data[1][:1], criterion=criterion)  # nothing to check
+    assert criterion.n_calls == 2 * once
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def mixing():
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(5, track_running_stats=False)
+    return nn.Sequential(nn.Linear(4, 5), norm, nn.ReLU(), nn.Linear(5, 1))
+
+
+def test_layers_before_batch_norm_without_running_statistics_are_refused(data, mixing):
+    with (
+        pytest.warns(FlatnessWarning, match=r"\('1'\) mixes the samples of a batch"),
+        pytest.raises(ValueError, match="behind layer '0' there is a batch norm without running"),
+    ):
+        relative_flatness(mixing, *data, layer=0, criterion=nn.MSELoss())
+
+
+def test_layers_behind_it_are_measured_with_a_warning(data, mixing):
+    with pytest.warns(FlatnessWarning, match="flatness depend on batch_size"):
+        found = relative_flatness(mixing, *data, criterion=nn.MSELoss())
+    last = nn.Sequential(mixing[3])
+    features = mixing[:3](data[0]).detach()
+    assert found == pytest.approx(
+        relative_flatness(last, features, data[1], criterion=nn.MSELoss()), rel=1e-5
+    )
+    with pytest.warns(FlatnessWarning, match="mixes the samples"):
+        report = flatness_report(
+            mixing, *data, measures=["relative_flatness"], criterion=nn.MSELoss()
+        )
+    assert list(report["layer"]) == ["3"]
