@@ -39,6 +39,7 @@ from relflat_sk._network.inputs import (
     floating_parameter,
 )
 from relflat_sk._network.layer_maps import LayerMap, select_channels
+from relflat_sk._network.layer_record import LayerRecord
 from relflat_sk._network.layers import (
     Layer,
     check_layer,
@@ -57,7 +58,6 @@ from relflat_sk._network.norm_layers import find_norms
 from relflat_sk._network.outputs import check_part, primary_output, refuse_whole, takes_whole
 from relflat_sk._network.processes import Processes, join
 from relflat_sk._network.recording import (
-    LayerRecord,
     Recorder,
     keep_copies,
     keep_graph,

@@ -50,7 +50,7 @@ def _is_plain(layer: Any) -> bool:
 
 def _run(layer: Any, explicit: ExplicitLayers, x: Tensor) -> Tensor:
     """Run a convolution so that vectors are pulled back by a transposed one."""
-    if x.ndim != layer.weight.ndim or not torch.is_grad_enabled():
+    if x.ndim != 2 + len(layer.kernel_size) or not torch.is_grad_enabled():
         usual: Tensor = type(layer).forward(layer, x)
         return usual
     done: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]

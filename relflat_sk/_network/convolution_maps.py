@@ -28,7 +28,7 @@ class ConvolutionMap(LayerMap):
     @property
     def matrix(self) -> Tensor:
         """The weight as a matrix: one row for each output channel, one column for each input."""
-        weight: Tensor = self.layer.weight
+        weight = self.kernel
         if not self.inputs_first:
             return weight.flatten(1)
         groups, d = self.layer.groups, self.layer.out_channels
@@ -116,11 +116,11 @@ class ConvolutionMap(LayerMap):
     def column_channels(self) -> Tensor:
         """Return the input channel of each column; with groups, those of each row's group."""
         layer = self.layer
-        size = prod(layer.weight.shape[2:])
+        size = self.n_offsets
         within = torch.arange(layer.in_channels // layer.groups).repeat_interleave(size)
         group = torch.arange(layer.out_channels) // (layer.out_channels // layer.groups)
         at = within + group[:, None] * (layer.in_channels // layer.groups)
-        return (at if layer.groups > 1 else within).to(layer.weight.device)
+        return (at if layer.groups > 1 else within).to(self.kernel.device)
 
     def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows with copies of the patches, for some samples at a time."""
@@ -186,17 +186,16 @@ class ConvolutionMap(LayerMap):
 
     def _kernels(self, matrices: Tensor) -> Tensor:
         """Rearrange matrices (n, d, m) into the kernels of n convolutions side by side."""
-        shape = self.layer.weight.shape
+        groups, d, size = self.layer.groups, self.layer.out_channels, self.layer.kernel_size
         if not self.inputs_first:
-            return matrices.reshape(-1, *shape[1:])
-        groups, d = self.layer.groups, self.layer.out_channels
-        parts = matrices.reshape(len(matrices), groups, d // groups, -1, prod(shape[2:]))
-        return parts.transpose(2, 3).reshape(-1, *shape[1:])
+            return matrices.reshape(-1, self.layer.in_channels // groups, *size)
+        parts = matrices.reshape(len(matrices), groups, d // groups, -1, self.n_offsets)
+        return parts.transpose(2, 3).reshape(-1, d // groups, *size)
 
     def _convolve(self, x: Tensor, kernels: Tensor, groups: int) -> Tensor:
         """Run the layer's convolution with other kernels and groups, without bias."""
         layer = self.layer
-        n_axes = layer.weight.ndim - 2
+        n_axes = len(layer.kernel_size)
         padding = layer.padding if layer.padding_mode == "zeros" else 0
         if self.inputs_first:
             transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_axes - 1]

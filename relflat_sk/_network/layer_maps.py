@@ -33,6 +33,9 @@ class LayerMap:
     ----------
     layer : nn.Module
         The layer. Each kind of layer has a subclass, see `relflat_sk._network.layers.layer_map`.
+    weight : Tensor, optional
+        Its weight in one of its calls, if the layer computes another one whenever it is read, as
+        spectral norm does in training. Otherwise it is read from the layer.
 
     Attributes
     ----------
@@ -43,14 +46,20 @@ class LayerMap:
 
     channels_last = False
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
         self.layer = layer
+        self._weight = weight
+
+    @property
+    def kernel(self) -> Tensor:
+        """The weight in the shape that it has in the layer, with its graph."""
+        weight: Tensor = self.layer.weight if self._weight is None else self._weight
+        return weight
 
     @property
     def matrix(self) -> Tensor:
         """The weight as a matrix of shape (d, m), with its graph."""
-        weight: Tensor = self.layer.weight
-        return weight
+        return self.kernel
 
     @property
     def weight(self) -> Tensor:
@@ -302,7 +311,7 @@ class LinearMap(LayerMap):
 
     def column_channels(self) -> Tensor:
         """Return the numbers of the features: column j reads feature j."""
-        return torch.arange(self.n_inputs, device=self.layer.weight.device)
+        return torch.arange(self.n_inputs, device=self.kernel.device)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over positions."""
@@ -322,18 +331,17 @@ class TransposedLinearMap(LinearMap):
     @property
     def matrix(self) -> Tensor:
         """The weight as a matrix of shape (outputs, inputs), with its graph."""
-        weight: Tensor = self.layer.weight.T
-        return weight
+        return self.kernel.T
 
     @property
     def n_inputs(self) -> int:
         """Number of input features."""
-        return len(self.layer.weight)
+        return len(self.kernel)
 
     @property
     def n_outputs(self) -> int:
         """Number of output features."""
-        return int(self.layer.weight.shape[1])
+        return int(self.kernel.shape[1])
 
     @property
     def inputs_first(self) -> bool:

@@ -1,10 +1,9 @@
 """Find the layers of a network that have a weight matrix."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from relflat_sk._network.convolution_maps import ConvolutionMap
 from relflat_sk._network.layer_maps import LayerMap, LinearMap, TransposedLinearMap
@@ -25,7 +24,7 @@ __all__ = [
 
 Layer = int | str | nn.Module
 
-_MAPS: dict[type[nn.Module], Callable[[Any], LayerMap]] = {
+_MAPS: dict[type[nn.Module], type[LayerMap]] = {
     nn.Linear: LinearMap,
     nn.Conv1d: ConvolutionMap,
     nn.Conv2d: ConvolutionMap,
@@ -88,13 +87,15 @@ def _is_conv1d(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 2 and weight.shape[1] == n_outputs
 
 
-def layer_map(layer: nn.Module) -> LayerMap:
+def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
     """Return a layer as a linear map of its weight matrix.
 
     Parameters
     ----------
     layer : nn.Module
         A layer with a weight matrix.
+    weight : Tensor, optional
+        Its weight in one of its calls, see `LayerMap`.
 
     Returns
     -------
@@ -113,9 +114,9 @@ def layer_map(layer: nn.Module) -> LayerMap:
     """
     for kind, make in _MAPS.items():
         if isinstance(layer, kind):
-            return make(layer)
+            return make(layer, weight)
     if _is_conv1d(layer):
-        return TransposedLinearMap(layer)
+        return TransposedLinearMap(layer, weight)
     raise TypeError(
         f"flatness is not defined at a {type(layer).__name__}: its output is not a matrix times "
         f"its input. Layers that can be measured: {[kind.__name__ for kind in _MAPS]}, and "

@@ -12,19 +12,19 @@ None                 nothing but the order of the calls
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
 
 from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.forwards import ReplacedForwards
+from relflat_sk._network.layer_record import LayerRecord
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._numerics import constant
 
 __all__ = [
-    "LayerRecord",
     "Recorder",
     "keep_copies",
     "keep_graph",
@@ -33,75 +33,6 @@ __all__ = [
     "record_tail",
     "start_graph",
 ]
-
-
-@dataclass(slots=True)
-class LayerRecord:
-    """Input and output of a layer in one forward pass.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer in the network.
-    layer : nn.Module
-        The layer.
-    calls : int
-        Number of calls. The other fields are those of the last call.
-    features : Tensor of shape (n, ...) or None
-        The layer's input.
-    version : int
-        Torch's version counter of `features` at the call; another value later shows that
-        they were overwritten.
-    output : Tensor of shape (n, ...) or None
-        The layer's output.
-    node : torch.autograd.graph.Node or None
-        The node at which the tail of the network starts, from which autograd reaches the
-        network's output.
-    output_nr : int
-        Number of the layer's output among the outputs of `node`.
-    offset : Tensor of shape (n, ...) or None
-        For measuring: zeros added to the output, by which the loss is differentiated.
-    tail_input : Tensor of shape (n, ...) or None
-        For measuring: the output plus `offset`, which the tail of the network receives.
-    """
-
-    name: str
-    layer: nn.Module
-    calls: int = 0
-    features: Tensor | None = None
-    version: int = 0
-    output: Tensor | None = None
-    node: Any = None
-    output_nr: int = 0
-    offset: Tensor | None = None
-    tail_input: Tensor | None = None
-
-    def check(self) -> tuple[Tensor, Tensor]:
-        """Return features and output of a layer that was called exactly once.
-
-        Returns
-        -------
-        features : Tensor of shape (n, ...)
-            The layer's input.
-        output : Tensor of shape (n, ...)
-            The layer's output.
-
-        Raises
-        ------
-        ValueError
-            If the layer was not called, or more than once, or its input was overwritten.
-        """
-        if self.calls != 1 or self.features is None or self.output is None:
-            raise ValueError(
-                f"layer {self.name!r} was called {self.calls} times in one forward pass; only a "
-                "layer that is called exactly once can be measured. Measure another layer."
-            )
-        if self.features._version != self.version:
-            raise ValueError(
-                f"the input that layer {self.name!r} received was overwritten in place later in "
-                "the forward pass. Replace the in-place operation, or measure another layer."
-            )
-        return self.features, self.output
 
 
 # from a record, the call's arguments and its output to what the rest of the network receives
@@ -289,7 +220,7 @@ class Recorder:
 
     def _recorded(self, record: LayerRecord) -> Callable[..., Any]:
         """Return a layer's forward method that records its calls as well."""
-        forward, name, calls, keep = record.layer.forward, record.name, self.calls, self._keep
+        forward, name, calls, keep = _forward_of(record), record.name, self.calls, self._keep
         attention = self._attention if name in self._twice else None
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -300,6 +231,22 @@ class Recorder:
             return output if keep is None else keep(record, args, kwargs, output)
 
         return recorded
+
+
+def _forward_of(record: LayerRecord) -> Callable[..., Any]:
+    """Return a layer's forward method; one that keeps the weight, if each read computes it."""
+    layer: Any = record.layer
+    forward: Callable[..., Any] = layer.forward
+    if "weight" in layer._parameters or not is_parametrized(layer, "weight"):
+        return forward
+
+    def keeping_weight(*args: Any, **kwargs: Any) -> Any:
+        with cached():  # spectral norm changes its buffers when the weight is computed once more
+            output = forward(*args, **kwargs)
+            record.weight = layer.weight
+        return output
+
+    return keeping_weight
 
 
 def record_order(module: nn.Module) -> Recorder:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
 from relflat_sk._network.graph import find_link, is_piecewise_linear, only_moves_axes
-from relflat_sk._network.recording import LayerRecord
+from relflat_sk._network.layer_record import LayerRecord
 
 __all__ = ["Tail", "choose_curvatures"]
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from relflat_sk._network.forwards import ReplacedForwards
-from relflat_sk._network.recording import LayerRecord, Recorder
+from relflat_sk._network.layer_record import LayerRecord
+from relflat_sk._network.recording import Recorder
 
 __all__ = ["WeightWatch", "check_uses", "find_uses_elsewhere", "uses_elsewhere"]
 

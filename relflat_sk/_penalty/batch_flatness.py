@@ -34,7 +34,6 @@ from relflat_sk._network import (
     Tail,
     check_thrice,
     choose_curvatures,
-    layer_map,
 )
 from relflat_sk._numerics import full_precision, inverse_spread, safe_root, varies
 from relflat_sk._penalty.random_changes import RandomChanges
@@ -163,7 +162,7 @@ class _Terms:
         if self.normalize:
             spread = _spread(features, weights)
             features = features * inverse_spread(spread)
-        weight = layer_map(record.layer).matrix
+        weight = record.map.matrix
         return _ManyClassesTerm(curvature, weight, spread, features, weights)
 
     def gradients(
@@ -190,7 +189,7 @@ class _Terms:
         return edges, [self._changes(record) for record in records]
 
     def _changes(self, record: LayerRecord) -> RandomChanges:
-        layer, features = layer_map(record.layer), full_precision(record.check()[0])
+        layer, features = record.map, full_precision(record.check()[0])
         spread = None
         if self.normalize:
             rows = layer.channels(features)
@@ -317,7 +316,7 @@ class _ProductTerm(_RandomTerm):
 
 def _weight(record: LayerRecord) -> Tensor:
     """Return a layer's weight as a matrix, in full precision."""
-    return full_precision(layer_map(record.layer).matrix)
+    return full_precision(record.map.matrix)
 
 
 def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:

@@ -36,14 +36,13 @@ were trained at high rates lost accuracy.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from relflat_sk._losses import TotalSlopes, chunks, pull_back, total_slopes
-from relflat_sk._network import LayerRecord, layer_map
+from relflat_sk._network import LayerRecord
 from relflat_sk._numerics import constant, full_precision, without_autocast
 
 __all__ = [
@@ -136,7 +135,7 @@ class LastLayerLimit(PenaltyLimit):
         super().__init__(limit)
         self._features = last.check()[0]
         self._last = last
-        self._weight: Any = last.layer.weight
+        self._weight = last.map.kernel
         self._compares_weight = not tied and self._weight.requires_grad
 
     def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ class LastLayerLimit(PenaltyLimit):
 
     def _norms_in_channels(self, pair: Tensor) -> list[Tensor]:
         """Compute the norms in a shift and a gain of the features from gradients in them."""
-        layer = layer_map(self._last.layer)
+        layer = self._last.map
         features = full_precision(layer.channels(self._features.detach()))
         columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
         return _norms_of_shift_and_gain(columns, features)

@@ -1,5 +1,6 @@
 """Norms and margins against values computed by hand, path by path, and from matrices."""
 
+import copy
 import itertools
 import math
 from contextlib import nullcontext
@@ -484,6 +485,22 @@ def test_parametrized_weights_count_with_their_values():
     assert value("frobenius_product", net, X) == pytest.approx(net.weight.square().sum().item())
     paths = (net.weight.abs().sum() + net.bias.abs().sum()).item() ** 2
     assert value("l1_path_norm", net, X) == pytest.approx(paths, rel=EXACT)
+
+
+def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():
+    """In training mode, each read of such a weight is an iteration that changes buffers."""
+    torch.manual_seed(0)
+    spectral_norm = nn.utils.parametrizations.spectral_norm
+    layers = [spectral_norm(layer) for layer in (nn.Conv2d(1, 2, 3), nn.Linear(8, 3))]
+    for layer in layers:
+        nn.init.normal_(layer.parametrizations.weight.original)  # as after a step of training
+    net, X = nn.Sequential(layers[0], nn.ReLU(), nn.Flatten(), layers[1]), torch.randn(4, 1, 4, 4)
+    names = ["l2_norm", *PRODUCTS, *PATHS]
+    expected = [value(name, net.eval(), X) for name in names]
+    before = copy.deepcopy(net.train().state_dict())
+    assert [value(name, net, X) for name in names] == expected
+    for key, after in net.state_dict().items():
+        assert torch.equal(after, before[key])
 
 
 def test_norms_too_large_for_a_number_are_infinite():

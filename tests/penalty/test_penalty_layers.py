@@ -316,3 +316,37 @@ def test_on_cuda_as_on_cpu(kind, name):
     assert_right_on_average(penalty, net, CE, X, y, truth)
     evaluate(penalty, net, CE, X, y).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3], ids=["free", "limited"])
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+def test_a_weight_that_changes_when_it_is_read_is_that_of_the_forward_pass(layer, clip):
+    """In training mode, each read of a weight with spectral norm is a power iteration."""
+    torch.manual_seed(0)
+    fixed = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 3, 2), nn.Flatten(), nn.Linear(27, 3)
+    ).double()
+    net, with_weight = copy.deepcopy(fixed), (0, 2, 4)
+    for i in with_weight:
+        nn.utils.parametrizations.spectral_norm(net[i])
+        nn.init.normal_(net[i].parametrizations.weight.original)  # as after a step of training
+    plain = copy.deepcopy(net)
+    X, y = torch.randn(6, 1, 4, 4).double(), torch.arange(6) % 3
+    penalties = [RelativeFlatnessPenalty(layer, weight=10.0, clip=clip) for _ in range(2)]
+    for _ in range(2):  # the first step finds the layers
+        plain.train()(X)
+        plain.eval()
+        for i in with_weight:
+            fixed[i].weight.data = plain[i].weight.detach().clone()
+        values = []
+        for penalty, module in zip(penalties, (fixed, net), strict=True):
+            torch.manual_seed(1)  # the same probes
+            with penalty.capture(module):
+                output = module(X)
+            values.append(penalty(CE, output, y))
+        assert values[0] > 0
+        assert values[1].item() == pytest.approx(values[0].item(), rel=1e-9)
+        buffers = dict(plain.named_buffers())
+        assert buffers
+        for name, buffer in net.named_buffers():
+            assert torch.equal(buffer, buffers[name])

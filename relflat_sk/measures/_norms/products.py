@@ -319,7 +319,8 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
     """
     with borrowed(network.module):
         layers = fold_layers(network)
-    others = [name for name, _ in other_weights(network.module, layers)]
+        # in training mode, spectral norm changes its buffers whenever a weight is read
+        others = [name for name, _ in other_weights(network.module, layers)]
     if others:
         raise ValueError(
             f"{measure} is a product over the linear and convolutional layers that are called, "
