@@ -23,6 +23,8 @@ class ConvolutionMap(LayerMap):
     ----------
     layer : nn.Module
         The convolution.
+    weight : Tensor, optional
+        Its weight in one of its calls, see `LayerMap`.
     """
 
     @property

@@ -263,6 +263,8 @@ class LinearMap(LayerMap):
     ----------
     layer : nn.Linear
         The layer.
+    weight : Tensor, optional
+        Its weight in one of its calls, see `LayerMap`.
     """
 
     channels_last = True
@@ -326,6 +328,8 @@ class TransposedLinearMap(LinearMap):
     ----------
     layer : nn.Module
         The layer, such as the `Conv1D` of Hugging Face's transformers.
+    weight : Tensor, optional
+        Its weight in one of its calls, see `LayerMap`.
     """
 
     @property
