@@ -23,7 +23,7 @@ class ConvolutionMap(LayerMap):
     ----------
     layer : nn.Module
         The convolution.
-    weight : Tensor, optional
+    weight : Tensor of shape (...), optional
         Its weight in one of its calls, see `LayerMap`.
     """
 

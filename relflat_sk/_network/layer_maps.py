@@ -33,7 +33,7 @@ class LayerMap:
     ----------
     layer : nn.Module
         The layer. Each kind of layer has a subclass, see `relflat_sk._network.layers.layer_map`.
-    weight : Tensor, optional
+    weight : Tensor of shape (...), optional
         Its weight in one of its calls, if the layer computes another one whenever it is read, as
         spectral norm does in training. Otherwise it is read from the layer.
 
@@ -263,7 +263,7 @@ class LinearMap(LayerMap):
     ----------
     layer : nn.Linear
         The layer.
-    weight : Tensor, optional
+    weight : Tensor of shape (...), optional
         Its weight in one of its calls, see `LayerMap`.
     """
 
@@ -328,7 +328,7 @@ class TransposedLinearMap(LinearMap):
     ----------
     layer : nn.Module
         The layer, such as the `Conv1D` of Hugging Face's transformers.
-    weight : Tensor, optional
+    weight : Tensor of shape (...), optional
         Its weight in one of its calls, see `LayerMap`.
     """
 

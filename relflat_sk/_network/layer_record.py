@@ -39,7 +39,7 @@ class LayerRecord:
         For measuring: zeros added to the output, by which the loss is differentiated.
     tail_input : Tensor of shape (n, ...) or None
         For measuring: the output plus `offset`, which the tail of the network receives.
-    weight : Tensor or None
+    weight : Tensor of shape (...) or None
         The layer's weight, with its graph, if a parametrization computes it whenever it is read.
     """
 

@@ -94,7 +94,7 @@ def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
     ----------
     layer : nn.Module
         A layer with a weight matrix.
-    weight : Tensor, optional
+    weight : Tensor of shape (...), optional
         Its weight in one of its calls, see `LayerMap`.
 
     Returns

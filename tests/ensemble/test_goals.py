@@ -186,6 +186,7 @@ class Switching(nn.Sequential):
     [{"module": Batchwise}, {"module": Switching}, {"criterion__label_smoothing": 0.1}],
     ids=["batch norm of a batch", "switches", "label smoothing"],
 )
+@pytest.mark.filterwarnings("ignore:batch norm without running statistics")
 def test_what_cannot_be_stacked_is_measured_alone(settings, alone, monkeypatch):
     monkeypatch.setattr(_group, "losses_on_all", None)
     compare(

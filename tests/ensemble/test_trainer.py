@@ -307,6 +307,7 @@ class Squared(nn.CrossEntropyLoss):
         {"criterion": Squared},
     ],
 )
+@pytest.mark.filterwarnings("ignore:Squared is no mean of losses of single samples")
 def test_any_criterion_that_vmap_takes(criterion):
     compare(classifiers(3, flatness_weight=0, **criterion))
 
