@@ -490,6 +490,7 @@ def test_predictions_are_made_in_large_batches(shape, sizes):
         ({"module__part": nn.BatchNorm1d(2)}, [20]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:batch norm without running statistics")
 def test_batches_of_predictions_stay_where_the_size_matters(arguments, sizes):
     assert _predicting(X, **arguments)[1] == sizes
 

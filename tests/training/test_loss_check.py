@@ -183,6 +183,7 @@ class OwnStatistics(nn.Module):
         return self.layers(self.norm(x))
 
 
+@pytest.mark.filterwarnings("ignore:batch norm without running statistics")
 def test_statistics_of_the_batch_prove_nothing(data):
     callbacks = StopAtLoss(1e-6), EvaluatedSamples
     net = make(*callbacks, module=OwnStatistics, max_epochs=3).fit(*data)
