@@ -13,9 +13,8 @@ name          shape             meaning
 ``matrices``  ``(n, d, m)``     one change of the weight matrix for each sample
 ============  ================  =========================================================
 
-A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p^T``, which is
-all that curvature in the weight of any layer needs. With groups, a row of ``W`` is applied to
-the patches of its own group only.
+A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p^T``, all that
+curvature in a weight needs. With groups, a row of ``W`` sees the patches of its own group.
 """
 
 from typing import Any
@@ -34,8 +33,7 @@ class LayerMap:
     layer : nn.Module
         The layer. Each kind of layer has a subclass, see `relflat_sk._network.layers.layer_map`.
     weight : Tensor of shape (...), optional
-        Its weight in one of its calls, if the layer computes another one whenever it is read, as
-        spectral norm does in training. Otherwise it is read from the layer.
+        Its weight in one of its calls, if each read computes another one, as in spectral norm.
 
     Attributes
     ----------
@@ -53,8 +51,7 @@ class LayerMap:
     @property
     def kernel(self) -> Tensor:
         """The weight in the shape that it has in the layer, with its graph."""
-        weight: Tensor = self.layer.weight if self._weight is None else self._weight
-        return weight
+        return self.layer.weight if self._weight is None else self._weight
 
     @property
     def matrix(self) -> Tensor:
