@@ -112,7 +112,7 @@ class Fleet(EpochTrainer):
         finally:
             EPOCH_TRAINER.reset(token)
 
-    # -- called by nets, in their routines; the first two wait for the other nets -------------
+    # -- called by nets, in their routines; all but the last wait for the others ---------------
 
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         routine = CURRENT.get()
@@ -139,21 +139,6 @@ class Fleet(EpochTrainer):
         return self._answer_to(routine)
 
     def gradient_norm(self, net: Any, goal: float) -> float | None:
-        """Wait until the gradient of a net on its training data is computed, with those of others.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A norm; far above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
-            if the net has to compute it itself.
-        """
         routine, member = CURRENT.get(), self._groups.member(net)
         if member is None:
             return None

@@ -195,7 +195,11 @@ class Group:
             False if it has not been trained in the last epoch, or if its samples have no losses
             by formula.
         """
-        return self._evaluable and self._stack is not None and member in self._stack.members
+        return self._evaluable and self._holds(member)
+
+    def _holds(self, member: Member) -> bool:
+        """Return whether a member has been trained in the last epoch."""
+        return self._stack is not None and member in self._stack.members
 
     def losses(self, members: Sequence[Member], goals: Sequence[float]) -> list[float]:
         """Compute the losses of members on all their data, in evaluation mode.
@@ -252,8 +256,7 @@ class Group:
         """
         return (
             self._acts_alike
-            and self._stack is not None
-            and member in self._stack.members
+            and self._holds(member)
             and member.valid_batch_size is not None
             and not isinstance(self._penalty, EarlierPenalty)
         )

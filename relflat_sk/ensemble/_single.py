@@ -48,21 +48,6 @@ class Single(EpochTrainer):
         return self._groups.of(member).losses([member], [goal])[0]
 
     def gradient_norm(self, net: Any, goal: float) -> float | None:
-        """Compute the norm of the gradient on a net's training data, in evaluation mode.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A norm; far above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
-            if the net has to compute it itself.
-        """
         member = self._groups.member(net)
         if member is None:
             return None

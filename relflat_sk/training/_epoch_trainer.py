@@ -87,20 +87,6 @@ class OwnLoop(EpochTrainer):
         return None
 
     def gradient_norm(self, net: Any, goal: float) -> float | None:
-        """Compute nothing.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        goal : float
-            A norm.
-
-        Returns
-        -------
-        None
-            The net computes its gradient itself.
-        """
         return None
 
     def release(self, net: Any) -> None:
