@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-scale lint format bench docs dist test-dist clean
+.PHONY: help install demo test test-scale test-lowest coverage lint format bench docs links dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +63,10 @@ docs: $(READY)  ## build the site into out/site; runs the examples of the galler
 	$(PIP) --editable '.[docs]'
 	rm -rf docs/api docs/gallery
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
+
+links: $(READY)  ## check the links of the site to other sites, without running the gallery
+	$(PIP) --editable '.[docs]'
+	$(BIN)/python -m sphinx -b linkcheck -D plot_gallery=0 -q docs out/links
 
 dist: $(READY)  ## build wheel and sdist into dist/
 	rm -rf dist

@@ -34,6 +34,8 @@ def check_kind(X: Any) -> None:
         _check_tensor(X)
     elif isinstance(X, pd.DataFrame):
         _check_columns(X)
+    elif hasattr(X, "__arrow_c_stream__") and hasattr(X, "columns"):
+        _check_columns(_to_pandas(X))
     elif isinstance(X, np.ndarray | pd.Series) and X.dtype.kind in "mM":
         raise TypeError(
             f"X holds dates or times, of type {X.dtype}, but a network takes numbers. Turn them "
@@ -65,6 +67,12 @@ def _check_tensor(X: Tensor) -> None:
             f"X holds complex numbers ({X.dtype}), but networks are measured and trained with real "
             "numbers. Pass torch.view_as_real(X), for example."
         )
+
+
+def _to_pandas(X: Any) -> pd.DataFrame:
+    """Return a frame of polars or pyarrow with the types that its columns have as arrays."""
+    names = X.column_names if hasattr(X, "column_names") else X.columns
+    return pd.DataFrame({name: np.asarray(X[name]) for name in names}, copy=False)
 
 
 def _check_columns(X: pd.DataFrame) -> None:

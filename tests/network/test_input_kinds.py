@@ -28,6 +28,31 @@ def with_column(values):
     return FRAME.assign(c=values)
 
 
+class ArrowFrame:
+    """What the frames of polars and of pyarrow have in common, under polars' names."""
+
+    def __init__(self, **columns):
+        self._columns = columns
+        self.columns = list(columns)
+
+    def __getitem__(self, name):
+        return self._columns[name]
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise NotImplementedError
+
+
+class ArrowTable(ArrowFrame):
+    """The same under pyarrow's names."""
+
+    def __init__(self, **columns):
+        super().__init__(**columns)
+        self.column_names, self.columns = self.columns, list(columns.values())
+
+
+DATES = np.full(N, np.datetime64("2020-01-01"))
+
+
 REFUSED = {
     "category": (
         with_column(pd.Categorical(np.array(list("abc"))[Y])),
@@ -43,6 +68,8 @@ REFUSED = {
     "duration": (with_column(pd.to_timedelta(Y, unit="D")), r"'c' \(timedelta64"),
     "period": (with_column(pd.period_range("2020", periods=N, freq="D")), r"'c' \(period"),
     "empty dates": (with_column(pd.Series([pd.NaT] * N)), r"'c' \(datetime64\[.*\]\)\. Encode"),
+    "polars": (ArrowFrame(x=X[:, 0], d=DATES), r"numbers: 'd' \(datetime64.*turn dates"),
+    "pyarrow": (ArrowTable(x=X[:, 0], d=DATES), r"numbers: 'd' \(datetime64.*turn dates"),
     "many": (pd.DataFrame({str(i): ["a"] * N for i in range(7)}), "'4' .* and 2 more. Encode"),
     "array of dates": (
         np.full((N, 2), np.datetime64("2020-01-01")),

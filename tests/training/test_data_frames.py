@@ -51,3 +51,14 @@ def test_frames_train_the_net_that_arrays_train(make):
     search.fit(frame, labels, sample_weight=weights, X_test=frame, y_test=labels)
     assert search.feature_names_in_.tolist() == NAMES
     assert search.score(frame, labels) == search.minima_["test_score"].iloc[0]
+
+
+@pytest.mark.parametrize("make", [_polars, _pyarrow])
+def test_frames_with_dates_are_refused(make):
+    library = make.__name__[1:]
+    module = pytest.importorskip(library, reason=f"needs {library}")
+    dates = np.full(len(X), np.datetime64("2020-01-01"))
+    table = module.table if library == "pyarrow" else module.DataFrame
+    frame = table({"x": X[:, 0], "d": dates})
+    with pytest.raises(TypeError, match="columns that hold no numbers: 'd' .*turn dates"):
+        RelativeFlatnessRegularizedClassifier().fit(frame, Y)
