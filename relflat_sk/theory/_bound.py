@@ -15,6 +15,8 @@ from relflat_sk.theory._feature_moves import Site, check_delta, find_site
 from relflat_sk.theory._kernels import check_kernel, second_moment
 from relflat_sk.theory._representativeness import default_delta, representativeness
 from relflat_sk.theory._smoothing import (
+    DEFAULT_KERNEL,
+    DEFAULT_SIGMA,
     Smoothing,
     check_alphas,
     check_bandwidth,
@@ -73,8 +75,8 @@ def generalization_bound(  # noqa: PLR0913
     *,
     layer: Layer = -1,
     delta: float | None = None,
-    kernel: str = "truncated_normal",
-    sigma: float = 1.0,
+    kernel: str = DEFAULT_KERNEL,
+    sigma: float = DEFAULT_SIGMA,
     bandwidth: float | str | None = None,
     alphas: Any = None,
     label_noise: Callable[[Any, np.random.RandomState], Any] | None = None,
@@ -110,7 +112,7 @@ def generalization_bound(  # noqa: PLR0913
         Width of the kernel.
     bandwidth : float, "scott" or "silverman", optional
         Smooth by a Gaussian kernel density estimate with one bandwidth for all samples, in place
-        of a kernel, see `representativeness`.
+        of `kernel`, `sigma` and `delta`, see `representativeness`.
     alphas : array of shape (n,), optional
         Weights of the samples in the smoothed distribution, see `representativeness`. Mean
         loss, flatness and robustness then have these weights, too.
@@ -206,7 +208,7 @@ def generalization_bound(  # noqa: PLR0913
     options = DataOptions(criterion, batch_size, device)
     site = find_site(model, X, y, layer, options)
     check_kernel(kernel, sigma)
-    check_bandwidth(bandwidth, delta)
+    check_bandwidth(bandwidth, delta, kernel, sigma)
     shares = check_alphas(alphas, site.n_samples)
     if alphas is not None:
         options = replace(options, sample_weight=shares)

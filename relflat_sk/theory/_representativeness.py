@@ -27,7 +27,13 @@ from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer, mean_loss
 from relflat_sk._random import RandomState, as_random_state
 from relflat_sk.theory._feature_moves import Site, check_delta, find_site
-from relflat_sk.theory._smoothing import Smoothing, check_alphas, check_bandwidth
+from relflat_sk.theory._smoothing import (
+    DEFAULT_KERNEL,
+    DEFAULT_SIGMA,
+    Smoothing,
+    check_alphas,
+    check_bandwidth,
+)
 
 __all__ = ["default_delta", "representativeness"]
 
@@ -71,8 +77,8 @@ def representativeness(  # noqa: PLR0913
     n_splits: int = 10,
     test_size: float = 0.25,
     refit: bool = False,
-    kernel: str = "truncated_normal",
-    sigma: float = 1.0,
+    kernel: str = DEFAULT_KERNEL,
+    sigma: float = DEFAULT_SIGMA,
     bandwidth: float | str | None = None,
     alphas: Any = None,
     label_noise: Callable[[Any, np.random.RandomState], Any] | None = None,
@@ -121,9 +127,10 @@ def representativeness(  # noqa: PLR0913
     bandwidth : float, "scott" or "silverman", optional
         Smooth all samples by a Gaussian kernel density estimate with this bandwidth, in the unit
         of the features and the same for all samples, in place of a kernel whose radius is in
-        proportion to the features. The rules of Scott and Silverman take the root mean variance
-        of the features times ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``; with `refit`, of
-        each new model on the samples that it was fitted to.
+        proportion to the features, so that `kernel`, `sigma` and `delta` are left out. The rules
+        of Scott and Silverman take the root mean variance of the features times
+        ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``; with `refit`, of each new model on the
+        samples that it was fitted to.
     alphas : array of shape (n,), optional
         Weights ``alpha_i`` of the samples in the smoothed distribution, divided by their sum;
         equal if None. Some may be zero, but not those of all samples in one part of a split. A
@@ -196,7 +203,7 @@ def representativeness(  # noqa: PLR0913
     """
     options = DataOptions(criterion, batch_size, device, in_order=alphas is not None)
     site = find_site(model, X, y, layer, options)
-    check_bandwidth(bandwidth, delta)
+    check_bandwidth(bandwidth, delta, kernel, sigma)
     delta = default_delta(site) if delta is None else check_delta(delta)
     rng = as_random_state(random_state)
     splits = _splits(site.n_samples, n_splits, test_size, rng)

@@ -14,9 +14,20 @@ from relflat_sk._random import make_generator
 from relflat_sk.theory._feature_moves import Site, move_features, split_at
 from relflat_sk.theory._kernels import gaussian, make_kernel
 
-__all__ = ["Smoothed", "Smoothing", "check_alphas", "check_bandwidth", "find_bandwidth"]
+__all__ = [
+    "DEFAULT_KERNEL",
+    "DEFAULT_SIGMA",
+    "Smoothed",
+    "Smoothing",
+    "check_alphas",
+    "check_bandwidth",
+    "find_bandwidth",
+]
 
 Floats = NDArray[np.float64]
+
+DEFAULT_KERNEL = "truncated_normal"
+DEFAULT_SIGMA = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,8 +168,10 @@ class Smoothing:
         return torch.as_tensor(np.asarray(self.label_noise(labels.cpu().numpy(), self.rng)))
 
 
-def check_bandwidth(bandwidth: float | str | None, delta: float | None) -> None:
-    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside delta.
+def check_bandwidth(
+    bandwidth: float | str | None, delta: float | None, kernel: str, sigma: float
+) -> None:
+    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside a kernel.
 
     Parameters
     ----------
@@ -166,11 +179,15 @@ def check_bandwidth(bandwidth: float | str | None, delta: float | None) -> None:
         As the user gave it.
     delta : float or None
         As the user gave it.
+    kernel : str
+        As the user gave it.
+    sigma : float
+        As the user gave it.
 
     Raises
     ------
     ValueError
-        If the bandwidth is none of these, or both are given.
+        If the bandwidth is none of these, or another argument of the smoothing is given as well.
     """
     if isinstance(bandwidth, str):
         if bandwidth not in ("scott", "silverman"):
@@ -183,6 +200,12 @@ def check_bandwidth(bandwidth: float | str | None, delta: float | None) -> None:
         raise ValueError(
             f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
             "proportion to their features: give one of them."
+        )
+    if bandwidth is not None and (kernel, sigma) != (DEFAULT_KERNEL, DEFAULT_SIGMA):
+        raise ValueError(
+            f"bandwidth={bandwidth!r} smooths by a normal distribution of this deviation, in place "
+            f"of a kernel, but kernel={kernel!r} and sigma={sigma!r} are given as well. Leave out "
+            "kernel and sigma, or the bandwidth."
         )
 
 

@@ -170,11 +170,27 @@ def test_noise_on_the_labels():
         ({"bandwidth": "best"}, "bandwidth must be a positive number, \"scott\" or .* got 'best'"),
         ({"bandwidth": -1}, "bandwidth must be a finite positive number, got -1"),
         ({"bandwidth": 0.1, "delta": 0.1}, "bandwidth=0.1 is the same for all samples, and delta"),
+        (
+            {"bandwidth": 0.1, "kernel": "uniform"},
+            "bandwidth=0.1 .*, but kernel='uniform' and sigma",
+        ),
+        ({"bandwidth": 0.1, "sigma": 2.0}, "in place of a kernel, but .* and sigma=2.0 are given"),
         ({"alphas": [1.0]}, r"alphas must be 40 numbers, .* got an array of shape \(1,\)"),
         ({"alphas": np.zeros(40)}, "alphas must be 40 numbers"),
         ({"alphas": -np.ones(40)}, "alphas must be 40 numbers"),
     ],
-    ids=["kernel", "sigma", "rule", "bandwidth", "both", "one share", "zeros", "negative"],
+    ids=[
+        "kernel",
+        "sigma",
+        "rule",
+        "bandwidth",
+        "and delta",
+        "and kernel",
+        "and sigma",
+        "one share",
+        "zeros",
+        "negative",
+    ],
 )
 def test_smoothing_says_what_is_wrong(arguments, message):
     model, X, y = regression()
@@ -253,6 +269,8 @@ def test_the_bound_of_a_kernel_density_estimate(layer, bandwidth):
     assert bound.representativeness == pytest.approx(alone, abs=5 * error)
     with pytest.raises(ValueError, match=r"bandwidth=0.1 is the same .*, and delta=0.1 in"):
         generalization_bound(net, X, y, bandwidth=0.1, delta=0.1, **CE)
+    with pytest.raises(ValueError, match="bandwidth='scott' smooths .*, but kernel='normal' and"):
+        generalization_bound(net, X, y, bandwidth="scott", kernel="normal", **CE)
 
 
 def test_the_bound_with_noise_on_the_labels():
