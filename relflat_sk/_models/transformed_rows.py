@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network import RowSource, as_row_source, is_on_disk
+from relflat_sk._network import RowSource, as_row_source, autocast_off, is_on_disk
 
 __all__ = ["transform"]
 
@@ -45,8 +45,8 @@ def transform(step: Any, X: Any, batch_size: int) -> Any:
         n_compared = max(2, min(_N_COMPARED, batch_size))  # not more than a batch at a time
         if _is_row_wise(step, rows[:n_compared]):
             return RowSource(_TransformedRows(step, rows))
-        return step.transform(rows[:])
-    return step.transform(X)
+        return _transform(step, rows[:])
+    return _transform(step, X)
 
 
 _N_COMPARED = 64
@@ -103,6 +103,12 @@ class _TransformedBatches(IterableDataset[Any]):
             yield _transformed(self._step, rows), y
 
 
+def _transform(step: Any, rows: Any) -> Any:
+    """Transform rows without the caller's mixed precision, which a step made of torch would see."""
+    with autocast_off():
+        return step.transform(rows)
+
+
 def _transformed(step: Any, rows: NDArray[Any]) -> NDArray[Any]:
-    found = step.transform(rows)
+    found = _transform(step, rows)
     return np.asarray(found.toarray() if issparse(found) else found)

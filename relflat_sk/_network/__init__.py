@@ -17,7 +17,7 @@ from relflat_sk._network.batches import (
     check_weights,
     make_batches,
 )
-from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.borrowing import autocast_off, borrowed
 from relflat_sk._network.compiled import CompiledBody
 from relflat_sk._network.constant_prediction import best_constant_loss, output_shape
 from relflat_sk._network.convolution_layers import find_convolutions
@@ -104,6 +104,7 @@ __all__ = [
     "Tail",
     "WeightWatch",
     "as_row_source",
+    "autocast_off",
     "best_constant_loss",
     "borrowed",
     "cast_inputs",

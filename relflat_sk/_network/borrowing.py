@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import is_autocast_available
 
 from relflat_sk._network.attention import explicit_attention
-from relflat_sk._numerics import without_autocast
 from relflat_sk._random import fork_rng
 
-__all__ = ["borrowed"]
+__all__ = ["autocast_off", "borrowed"]
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         fork_rng(device),
-        _autocast_off(module),
+        autocast_off(*module.parameters(), *module.buffers()),
         _evaluation_mode(module),
         explicit_attention(module),
     ):
@@ -44,13 +43,25 @@ def borrowed(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_off(module: nn.Module) -> Iterator[None]:
-    """Turn mixed precision off on the devices of a network, and on the CPU, where sums are made."""
-    tensors = [torch.empty(0, device="cpu"), *module.parameters(), *module.buffers()]
-    on_each = {t.device.type: t for t in tensors if is_autocast_available(t.device.type)}
+def autocast_off(*tensors: Tensor) -> Iterator[None]:
+    """Turn mixed precision off on the CPU, where sums are made, and on the accelerator.
+
+    Parameters
+    ----------
+    *tensors : Tensor of any shape
+        Mixed precision is turned off on their devices as well.
+
+    Yields
+    ------
+    None
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+    kinds |= set() if accelerator is None else {accelerator.type}
     with ExitStack() as stack:
-        for tensor in on_each.values():
-            stack.enter_context(without_autocast(tensor))
+        for kind in kinds:
+            if is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -66,3 +66,22 @@ def test_steps_that_depend_on_all_rows_refuse_data_sets():
     data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
     with pytest.raises(ValueError, match="does not transform each row by itself.*Give X as an arr"):
         relative_flatness(model, data, None)
+
+
+class Projects:
+    """A transformer made of torch, which does not mind the caller's mixed precision."""
+
+    def fit(self, X, y=None):
+        return self
+
+    def transform(self, X):
+        with torch.no_grad():
+            return torch.tensor(X).mul(3).matmul(torch.eye(6) / 3).float().numpy()
+
+
+def test_steps_do_not_see_the_caller_s_mixed_precision():
+    model = make_pipeline(Projects(), LogisticRegression()).fit(X, Y)
+    expected = relative_flatness(model, X, Y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_flatness(model, X, Y) == expected
+        assert torch.is_autocast_enabled("cpu")
