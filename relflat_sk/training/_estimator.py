@@ -201,6 +201,7 @@ class EstimatorNet(TaskNet):
             return X, None
         if reset:
             self._task.learn(self, y, classes)
+            self._check_ignored()
         y = self._encode(y)
         if hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
             raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")

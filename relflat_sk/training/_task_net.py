@@ -192,8 +192,7 @@ class TaskNet(PenalisedNet):
         """
         super().initialize_criterion()
         made = self.criterion_
-        if self._task is TASKS["classification"] and self._knows_labels():
-            _check_ignored(getattr(made, "ignore_index", IGNORED), self.classes_)
+        self._check_ignored()
         if type(made) is nn.NLLLoss:
             self.criterion_ = ProbabilityNLLLoss(
                 weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
@@ -202,6 +201,12 @@ class TaskNet(PenalisedNet):
         if isinstance(self.criterion_, nn.Module) and type(self.module_) is MLP:
             self.criterion_.to(next(self.module_.parameters()).dtype)
         return self
+
+    def _check_ignored(self) -> None:
+        """Refuse an index to ignore that the encoding of labels gives another meaning."""
+        criterion = getattr(self, "criterion_", None)
+        if self._task is TASKS["classification"] and criterion is not None and self._knows_labels():
+            _check_ignored(getattr(criterion, "ignore_index", IGNORED), self.classes_)
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""

@@ -85,6 +85,15 @@ def test_an_index_to_ignore_must_be_that_of_a_label(y, ignored):
         net.fit(X, y)
 
 
+def test_an_index_to_ignore_is_checked_when_labels_follow_a_dataset():
+    settings = {**SETTINGS, "module": torch.nn.Linear(4, 3), "criterion__ignore_index": 1}
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    net = RelativeFlatnessRegularizedClassifier(**settings).fit(data)
+    with pytest.raises(ValueError, match=r"ignore_index=1, but the labels .* 0 to 2: they"):
+        net.partial_fit(X, np.array(list("abc"))[Y])
+    assert_array_equal(net.partial_fit(X, Y).classes_, [0, 1, 2])
+
+
 def test_an_index_to_ignore_among_classes_from_0_is_ignored():
     settings = {**SETTINGS, "module": torch.nn.Linear(4, 3), "batch_size": 60}
     net = RelativeFlatnessRegularizedClassifier(**settings, criterion__ignore_index=1).fit(X, Y)
