@@ -98,7 +98,7 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
     if batch.y is None:
         raise ValueError("y is needed to compute a loss. Pass y.")
     target = loss.check_target(output, batch.y.to(output.device))
-    network.check_criterion(batch.x, output, target)
+    network.check_criterion(output, target)
     weight = sample_weight(batch, len(output), output.device)
     return Outcome(output, target, loss, weight, batch.weight is not None)
 

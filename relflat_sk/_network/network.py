@@ -51,6 +51,8 @@ class Network:
     source: Source | None = None
     processes: Processes = ALONE
     _checked: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
+    # what the module returned last, until `check_criterion` has seen it
+    _whole: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -61,35 +63,26 @@ class Network:
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
         x = self._prepared(x)
-        output = primary_output(self._run(x))
+        whole = self._run(x)
+        if self._must_check:
+            self._whole[:] = [whole]
+        output = primary_output(whole)
         if _is_one(x) and (output.ndim == 0 or len(output) != 1):
             return output[None]  # a squeeze() in the network removed the axis of a single sample
         return output
 
-    def whole_output(self, x: Any) -> Any:
-        """Run the network on inputs, and return its output as it is.
+    @property
+    def _must_check(self) -> bool:
+        """Whether the criterion is a user's, and no batch has shown that it can be measured."""
+        return self.loss.row is None and not self._checked
+
+    def check_criterion(self, output: Tensor, target: Tensor) -> None:
+        """Check on the first batch, after it was run, that a user's criterion can be measured.
 
         Parameters
         ----------
-        x : Tensor, or dict, tuple or list of tensors
-            Inputs as they come from the data.
-
-        Returns
-        -------
-        Tensor, tuple, list or mapping
-            Of which `primary_output` is a part.
-        """
-        return self._run(self._prepared(x))
-
-    def check_criterion(self, x: Any, output: Tensor, target: Tensor) -> None:
-        """Check on the first batch that a criterion of a user can be measured.
-
-        Parameters
-        ----------
-        x : Tensor, or dict, tuple or list of tensors
-            Inputs of the batch.
         output : Tensor of shape (n, ...)
-            The network's output for it, as the criterion takes it.
+            The network's output for the batch, as the criterion takes it.
         target : Tensor of shape (n, ...)
             Labels as the criterion takes them.
 
@@ -103,12 +96,10 @@ class Network:
         FlatnessWarning
             If it is no mean over samples.
         """
-        if self.loss.row is not None or self._checked:
+        if not self._must_check:
             return
         self._checked.add(True)
-        with torch.no_grad():
-            whole = self.whole_output(x)
-        check_part(self.loss, whole, target, "measure")
+        check_part(self.loss, self._whole.pop(), target, "measure")
         warn_unless_mean(self.loss, output, target)
 
     def _prepared(self, x: Any) -> Any:

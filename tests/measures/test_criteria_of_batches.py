@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -206,3 +207,21 @@ def test_layers_behind_it_are_measured_with_a_warning(data, mixing):
             mixing, *data, measures=["relative_flatness"], criterion=nn.MSELoss()
         )
     assert list(report["layer"]) == ["3"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [partial(relative_flatness, layer="mean"), partial(measure, "expected_sharpness")],
+    ids=["flatness", "sharpness"],
+)
+def test_the_check_of_a_criterion_takes_no_further_pass(two_heads, data, compute):
+    calls = []
+    two_heads.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    for criterion in (nn.MSELoss(), squared_error_of_the_mean):
+        calls.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FlatnessWarning)
+            compute(two_heads, *data, criterion=criterion)
+        counts.append(len(calls))
+    assert counts[0] == counts[1]

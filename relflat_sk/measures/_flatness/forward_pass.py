@@ -127,7 +127,7 @@ def make_forward_pass(
     if target is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
     if target is not None:
-        network.check_criterion(batch.x, output, target.values)
+        network.check_criterion(output, target.values)
     weighted = batch.weight is not None
     losses = _losses(loss, output, target, each=weighted)
     tail = Tail(loss, output, target, records[-1], _precise)
