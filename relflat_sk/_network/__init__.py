@@ -81,6 +81,7 @@ from relflat_sk._network.weight_uses import (
     check_uses,
     find_uses_elsewhere,
     uses_elsewhere,
+    watch_frozen,
 )
 
 __all__ = [
@@ -161,6 +162,7 @@ __all__ = [
     "users_of_weight",
     "uses_elsewhere",
     "warn_unless_mean",
+    "watch_frozen",
     "weight_kind",
     "weight_layers",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import cached, is_parametrized
+from torch.nn.utils.parametrize import cached
 
 from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.forwards import ReplacedForwards
@@ -234,10 +234,10 @@ class Recorder:
 
 
 def _forward_of(record: LayerRecord) -> Callable[..., Any]:
-    """Return a layer's forward method; one that keeps the weight, if each read computes it."""
+    """Return a layer's forward method; one that keeps the weight, if each call computes it."""
     layer: Any = record.layer
     forward: Callable[..., Any] = layer.forward
-    if "weight" in layer._parameters or not is_parametrized(layer, "weight"):
+    if "weight" in layer._parameters:
         return forward
 
     def keeping_weight(*args: Any, **kwargs: Any) -> Any:

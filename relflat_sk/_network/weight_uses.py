@@ -4,7 +4,8 @@ An autoencoder whose decoder is ``F.linear(h, encoder.weight.T)`` calls its enco
 other module has the weight. The curvature in the weight is not that of the layer's call then.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,19 +17,23 @@ from relflat_sk._network.forwards import ReplacedForwards
 from relflat_sk._network.layer_record import LayerRecord
 from relflat_sk._network.recording import Recorder
 
-__all__ = ["WeightWatch", "check_uses", "find_uses_elsewhere", "uses_elsewhere"]
+__all__ = ["WeightWatch", "check_uses", "find_uses_elsewhere", "uses_elsewhere", "watch_frozen"]
 
 # a head that is tied to an embedding counts as if it had a copy of the weight to itself
 _LOOKUPS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 
 
 def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that a weight is, or is computed from; none if hooks compute it."""
+    """List the parameters that a weight is, or is computed from."""
     weight = layer._parameters.get("weight")
     if weight is not None:
         return [weight]
     computed = getattr(layer, "parametrizations", {})
-    return list(computed["weight"].parameters()) if "weight" in computed else []
+    if "weight" in computed:
+        return list(computed["weight"].parameters())
+    # hooks of torch compute it before each call: weight_g, weight_v; weight_orig
+    named = layer._parameters.items()
+    return [one for name, one in named if name.startswith("weight_") and one is not None]
 
 
 class WeightWatch(TorchFunctionMode):
@@ -129,6 +134,50 @@ class WeightWatch(TorchFunctionMode):
                 self._running.pop()
 
         return marked
+
+
+@contextmanager
+def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """Watch frozen weights in the calls of a network, whose graph does not show their uses.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+    layers : dict of str to nn.Module
+        Its layers by name.
+
+    Yields
+    ------
+    set of str
+        Names of the layers with frozen weights that are used outside of the layers' calls, as
+        soon as the network has run. A use that the output does not depend on counts, too.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 3)).requires_grad_(False)
+    >>> with watch_frozen(net, {"0": net[0]}) as noticed:
+    ...     y = net(torch.ones(4, 2))
+    >>> noticed
+    set()
+    """
+    frozen = {
+        name: layer
+        for name, layer in layers.items()
+        if layer is not module
+        and any(not weight.requires_grad for weight in _parameters_of_weight(layer))
+    }
+    noticed: set[str] = set()
+    forward = module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with WeightWatch(frozen) as watch:
+            output = forward(*args, **kwargs)
+        noticed.update(watch.noticed)
+        return output
+
+    with ReplacedForwards([(module, watched)] if frozen else []):
+        yield noticed
 
 
 def _has_values(result: Any) -> bool:

@@ -15,6 +15,7 @@ from relflat_sk._network import (
     explicit_attention,
     find_convolutions,
     find_norms,
+    watch_frozen,
     weight_layers,
 )
 from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
@@ -128,8 +129,9 @@ class Capture:
             twice = names if asked == (-1,) else layers
             with make_recorder(layers, names, twice) as recorder:
                 self.recorder = recorder
-                self._plan = UnfinishedPlan(asked, parts, explicit, recorder)
-                yield
+                with watch_frozen(module, layers) as noticed:
+                    self._plan = UnfinishedPlan(asked, parts, explicit, recorder, noticed)
+                    yield
             self._finish_plan()
 
     def _finish_plan(self) -> Plan | None:

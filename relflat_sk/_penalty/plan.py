@@ -52,6 +52,8 @@ class Plan:
         layer is penalised, as long as it is not known whether it needs one.
     tied : bool
         Whether the last layer shares its weight with an embedding.
+    noticed : set of str
+        Names of the layers with frozen weights that are used outside of the layers' calls.
     complete : bool
         Whether the graph of a first batch has been read, see `completed`.
     """
@@ -66,6 +68,7 @@ class Plan:
     explicit: list[Explicit]
     twice: list[str] | None
     tied: bool
+    noticed: set[str]
     complete: bool = False
 
     @classmethod
@@ -77,6 +80,7 @@ class Plan:
         penalised: list[str],
         order: list[str],
         explicit: list[Explicit],
+        noticed: set[str],
     ) -> "Plan":
         """Make the plan of a network whose layers were called in some order.
 
@@ -94,6 +98,8 @@ class Plan:
             Names of the layers with a weight matrix, in the order of their calls.
         explicit : list of (nn.Module, callable)
             The layers of the network that can run so.
+        noticed : set of str
+            From `watch_frozen`.
 
         Returns
         -------
@@ -118,6 +124,7 @@ class Plan:
             explicit=_behind(penalised, order, named, explicit) if earlier else [],
             twice=penalised if earlier else None,
             tied=any(users_of_weight(name, named) for name in last),
+            noticed=noticed,
         )
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
@@ -196,7 +203,7 @@ class Plan:
             If the network uses the weight of a penalised layer outside of the layer's call.
         """
         once = [name for name in self.penalised if recorder[name].calls == 1]
-        elsewhere = {name for name in once if uses_elsewhere(output, recorder[name])}
+        elsewhere = {name for name in once if uses_elsewhere(output, recorder[name])} | self.noticed
         for name in once:
             check_uses(name, elsewhere)
         twice = self.twice
@@ -220,12 +227,15 @@ class UnfinishedPlan:
         The layers of the network that run so that a penalty can differentiate them.
     recorder : Recorder
         Records all layers with a weight matrix.
+    noticed : set of str
+        From `watch_frozen`.
     """
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
     explicit: list[Explicit]
     recorder: Recorder
+    noticed: set[str]
 
     def finish(self) -> Plan:
         """Make the plan from the order of the recorded calls.
@@ -240,7 +250,9 @@ class UnfinishedPlan:
         named = dict(module.named_modules())
         for name in penalised:
             check_unshared(name, named)
-        return Plan.make(self.asked, self.parts, named, penalised, order, self.explicit)
+        return Plan.make(
+            self.asked, self.parts, named, penalised, order, self.explicit, self.noticed
+        )
 
 
 def _behind(

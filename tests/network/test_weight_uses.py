@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from relflat_sk import flatness_report, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
@@ -86,6 +86,28 @@ def test_frozen_weights_are_noticed_and_stay_frozen(frozen):
     assert all("forward" not in vars(module) for module in net.modules())
 
 
+@pytest.mark.parametrize("use", USES)
+def test_penalties_notice_other_uses_of_frozen_weights(use):
+    net, name = Tied(use), USES[use]
+    net.get_submodule(name).requires_grad_(False)
+    penalty = RelativeFlatnessPenalty(name)
+    with penalty.capture(net):
+        y_pred = net(X)
+    with pytest.raises(ValueError, match=f"uses the weight of layer '{name}' outside"):
+        penalty(MSE, y_pred, X)
+    assert "forward" not in vars(net)
+
+
+def test_frozen_weights_may_be_read_beside_the_network():
+    net = Tied("none")
+    net.mid.requires_grad_(False)
+    penalty = RelativeFlatnessPenalty("mid")
+    with penalty.capture(net):
+        y_pred = net(X)
+        decay = sum(weight.square().sum() for weight in net.parameters())
+        assert penalty(MSE, y_pred, X) + decay > 0
+
+
 def test_properties_of_a_weight_are_no_use_of_it():
     for use in ("like", "none"):
         assert relative_flatness(Tied(use), X, X, layer="enc", criterion=MSE) == pytest.approx(
@@ -104,6 +126,46 @@ def test_parametrised_weights_are_watched():
         relative_flatness(net, X, X, layer="enc", criterion=MSE)
     net.use = "none"
     assert relative_flatness(net, X, X, layer="enc", criterion=MSE) > 0
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        pytest.param(weight_norm, marks=pytest.mark.filterwarnings("ignore::FutureWarning")),
+        lambda layer: prune.random_unstructured(layer, "weight", 3),
+    ],
+    ids=["weight norm", "pruning"],
+)
+def test_weights_that_hooks_compute_are_watched(compute):
+    net = Tied("function")
+    compute(net.enc)
+    with pytest.raises(ValueError, match="uses the weight of layer 'enc' outside"):
+        relative_flatness(net, X, X, layer="enc", criterion=MSE)
+    penalty = RelativeFlatnessPenalty("enc")
+    with penalty.capture(net):
+        y_pred = net(X)
+    with pytest.raises(ValueError, match="uses the weight of layer 'enc' outside"):
+        penalty(MSE, y_pred, X)
+    net.use = "none"
+    assert relative_flatness(net, X, X, layer="enc", criterion=MSE) > 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_penalties_take_the_weight_that_a_hook_computed_for_their_pass():
+    slopes = []
+    for again in (False, True):
+        net = Tied("none")
+        weight_norm(net.enc)
+        penalty = RelativeFlatnessPenalty("enc")
+        with penalty.capture(net):
+            y_pred = net(X)
+        if again:
+            with torch.no_grad():
+                net(X)
+        torch.manual_seed(0)
+        penalty(MSE, y_pred, X).backward()
+        slopes.append(net.enc.weight_g.grad)
+    assert torch.equal(*slopes)
 
 
 class Reads(nn.Linear):
