@@ -26,9 +26,9 @@ demo: $(READY)  ## train candidates on digits, rank them by flatness, write out/
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-scale: $(READY)  ## run the tests on a local cluster of ray
+test-scale: $(READY)  ## run the tests on a local cluster of ray, and those that take minutes
 	$(PIP) --editable '.[ray]'
-	$(BIN)/python -m pytest -q -m scale tests/search/test_clusters.py
+	$(BIN)/python -m pytest -q -m scale tests/search
 
 test-lowest: $(READY)  ## run the tests of the packages with the lowest versions allowed; torch as pinned
 	$(PYTHON) -m venv --clear out/lowest

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,19 @@ SPACES = {
 }
 
 
-def make_search(storage, space):
+class Slow(LogisticRegression):
+    """Takes at least a third of a second, so that two processes need half a minute for 180."""
+
+    def fit(self, X, y):
+        time.sleep(1 / 3)
+        return super().fit(X, y)
+
+
+def make_search(storage, space, model=LogisticRegression, n_trials=N_TRIALS):
     return FlatMinimaSearch(
-        LogisticRegression(max_iter=1000),
+        model(max_iter=1000),
         SPACES[space],
-        n_trials=N_TRIALS,
+        n_trials=n_trials,
         storage=storage,
         study_name="sweep",
         depth_band=None,  # C determines the depth
@@ -41,9 +50,9 @@ def make_search(storage, space):
     )
 
 
-def work(make_storage, space):
+def work(make_storage, *arguments):
     # the other process can hold what is left, and die of it: then this one comes again
-    make_search(make_storage(), space).fit(*load_iris(return_X_y=True))
+    make_search(make_storage(), *arguments).fit(*load_iris(return_X_y=True))
 
 
 def begin(context, *arguments):
@@ -56,6 +65,37 @@ def count(study):
     return sum(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
 
 
+def search_and_kill(is_due, make_storage, *arguments):
+    """Search in two processes, kill them in turns whenever a kill is due, and start them again.
+
+    Returns the study and the number of kills.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    context = forkserver()
+    study = optuna.create_study(storage=make_storage(), study_name="sweep")
+    workers = [begin(context, make_storage, *arguments) for _ in range(2)]
+    n_killed = 0
+    while any(worker.exitcode is None for worker in workers):
+        turn = n_killed % 2
+        if is_due(n_killed, count(study)):
+            os.kill(workers[turn].pid, signal.SIGKILL)
+            workers[turn].join()
+            assert workers[turn].exitcode == -signal.SIGKILL
+            workers[turn] = begin(context, make_storage, *arguments)
+            n_killed += 1
+        time.sleep(0.05)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return study, n_killed
+
+
+def assert_each_once(study, n_trials):
+    minima = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
+    assert len(minima) == n_trials
+    assert len({trial.params["C"] for trial in minima}) == n_trials
+    # all else is what was killed, or withdrawn
+    assert all(is_cut_short(trial) for trial in study.trials if trial not in minima)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_storage", "space"),
@@ -63,32 +103,30 @@ def count(study):
     indirect=["make_storage"],
 )
 def test_two_processes_one_of_which_is_killed(make_storage, space):
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    context = forkserver()
-    study = optuna.create_study(storage=make_storage(), study_name="sweep")
-    workers = [begin(context, make_storage, space) for _ in range(2)]
-    n_killed = 0
-    while any(worker.exitcode is None for worker in workers):
-        turn = n_killed % 2
-        if n_killed < N_KILLS and count(study) >= EVERY * (n_killed + 1):
-            os.kill(workers[turn].pid, signal.SIGKILL)
-            workers[turn].join()
-            assert workers[turn].exitcode == -signal.SIGKILL
-            workers[turn] = begin(context, make_storage, space)
-            n_killed += 1
-        time.sleep(0.05)
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    def is_due(n_killed, n_minima):
+        return n_killed < N_KILLS and n_minima >= EVERY * (n_killed + 1)
+
+    study, n_killed = search_and_kill(is_due, make_storage, space)
     assert n_killed == N_KILLS
-    minima = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
-    assert len(minima) == N_TRIALS
-    assert len({trial.params["C"] for trial in minima}) == N_TRIALS
-    # all else is what was killed, or withdrawn
-    assert all(is_cut_short(trial) for trial in study.trials if trial not in minima)
+    assert_each_once(study, N_TRIALS)
     # and they are the candidates that one process would have had
     if space == "grid":
-        assert sorted(trial.params["C"] for trial in minima) == SPACES["grid"]["C"]
+        found = study.get_trials(states=(TrialState.COMPLETE,))
+        assert sorted(trial.params["C"] for trial in found) == SPACES["grid"]["C"]
     table = make_search(make_storage(), space).fit(*load_iris(return_X_y=True)).minima_
     assert len(table) == N_TRIALS
+
+
+@pytest.mark.scale
+def test_200_minima_in_postgresql_with_a_kill_every_7_s(postgresql):
+    begun = time.monotonic()
+
+    def is_due(n_killed, n_minima):
+        return n_minima < 180 and time.monotonic() - begun > 7 * (n_killed + 1)
+
+    study, n_killed = search_and_kill(is_due, partial(str, postgresql.url), "draws", Slow, 200)
+    assert n_killed >= 4
+    assert_each_once(study, 200)
 
 
 class Waits(LogisticRegression):
@@ -135,7 +173,9 @@ def test_workers_end_with_the_main_process(tmp_path, monkeypatch):
     assert main.pid not in [process_id for _, process_id, _, _ in workers]
     main.kill()
     main.join()
+    begun = time.monotonic()
     wait_until(lambda: all(map(is_gone, workers)))
+    assert time.monotonic() - begun < 10
     (tmp_path / "go").touch()  # the candidates of the workers are free, and train at once
     monkeypatch.setenv("WAIT_FOR", "")  # set by the search, and given back
     search_waiting(tmp_path, 1)

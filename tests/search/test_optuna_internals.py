@@ -11,7 +11,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.samplers import GridSampler
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -27,6 +27,7 @@ from relflat_sk.search._optuna_internals import (
     is_journal,
     one_transaction,
     read_trial,
+    read_trials,
     trial_id_of,
     trials_between,
     widen_choices,
@@ -211,6 +212,23 @@ def test_choices_can_be_added(study):
         study.optimize(objective, n_trials=1)
     assert [trial.params for trial in study.get_trials()][:2] == before
     assert study.get_trials()[3].params == {"x": "c"}
+
+
+def test_trials_share_their_choices(study):
+    """Optuna reads a list of choices for each trial, and thousands of seeds are a long one."""
+    for names in ("ab", "ab", "abc"):
+        choices = {"x": CategoricalDistribution(tuple(names)), "lr": FloatDistribution(0, 1)}
+        widen_choices(study, choices)
+        params = {"x": "a", "lr": 0.5}
+        for _ in range(2):
+            study.add_trial(create_trial(value=0.0, params=params, distributions=choices))
+    other = pickle.loads(pickle.dumps(study))  # as another process reads it
+    before = other.trials
+    trials = read_trials(other)
+    assert trials == before
+    for held in (trials, other.get_trials(deepcopy=False)):
+        lists = [trial.distributions["x"].choices for trial in held]
+        assert len(set(map(id, lists))) == len(set(lists))
 
 
 def private_names_used(path):

@@ -40,6 +40,7 @@ from relflat_sk.search._optuna_internals import (
     FIXED_VALUES,
     add_trial,
     fail_trial,
+    read_trials,
     trial_id_of,
     trials_between,
 )
@@ -311,11 +312,11 @@ def give_up(
     list of optuna.trial.FrozenTrial
         All trials of the study, as they are afterwards.
     """
-    trials = study.get_trials(deepcopy=False)
+    trials = read_trials(study)
     given_up = [one for one in trials if one.state == TrialState.RUNNING and which(one)]
     for trial in given_up:
         fail_trial(study, trial_id_of(trial), attributes(trial))
-    return study.get_trials(deepcopy=False) if given_up else trials
+    return read_trials(study) if given_up else trials
 
 
 def give_up_abandoned(study: optuna.Study, except_of: str = "") -> list[FrozenTrial]:
