@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import cached
 from relflat_sk._network.attention_kernel import MathAttention
 from relflat_sk._network.forwards import ReplacedForwards
 from relflat_sk._network.layer_record import LayerRecord
-from relflat_sk._network.layers import weight_layers
+from relflat_sk._network.layers import is_weight_layer, weight_layers
 from relflat_sk._numerics import constant
 
 __all__ = [
@@ -237,7 +237,7 @@ def _forward_of(record: LayerRecord) -> Callable[..., Any]:
     """Return a layer's forward method; one that keeps the weight, if each call computes it."""
     layer: Any = record.layer
     forward: Callable[..., Any] = layer.forward
-    if "weight" in layer._parameters:
+    if "weight" in layer._parameters or not is_weight_layer(layer):
         return forward
 
     def keeping_weight(*args: Any, **kwargs: Any) -> Any:
