@@ -136,7 +136,7 @@ class _Total(torch.autograd.Function):
         in_z, in_features, in_weight, _ = ctx.needs_input_grad
         return (
             of_z.mul_(outer) if in_z else None,
-            features * (along * outer)[:, None] if in_features else None,
+            features * (2 * along * outer)[:, None] if in_features else None,
             of_weight.mul_(outer) if in_weight else None,
             None,
         )
@@ -148,7 +148,7 @@ def _slopes(ctx: Any, z: Tensor, features: Tensor) -> TotalSlopes:
         z, ctx.rows, ctx.sums, ctx.of_variances, (True, ctx.needs_input_grad[2], False)
     )
     assert of_z is not None
-    along = (2 * ctx.each * ctx.sums.variances())[:, 0].to(features.dtype)
+    along = (ctx.each * ctx.sums.variances())[:, 0].to(features.dtype)
     return TotalSlopes(of_z, along, z.new_zeros(()) if of_weight is None else of_weight)
 
 

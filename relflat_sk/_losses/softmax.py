@@ -156,7 +156,7 @@ class TotalSlopes(NamedTuple):
     z : Tensor of shape (n, d)
         Gradient in the logits.
     along : Tensor of shape (n,)
-        The gradient in the features of sample i is ``along_i phi_i``.
+        The gradient in the features of sample i is ``2 along_i phi_i``.
     factor : Tensor of shape (d, k)
         Gradient in the matrix F.
     """
@@ -202,35 +202,40 @@ class _SoftmaxTotal(torch.autograd.Function):
         ctx: Any, z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
     ) -> Tensor:
         p = z.T.softmax(dim=0)
+        # a factor of all samples is part of products with few numbers
+        scale, own = (1.0, each.reshape(-1)) if isinstance(each, Tensor) else (each, None)
         gaps = None
         if factor.shape[0] * factor.numel() > _FEW:
-            distances = _squared_distances(factor)
+            squares = _distances(factor)
         else:
             gaps = factor.unsqueeze(1) - factor
-            distances = (gaps * gaps).sum(dim=2)
-        slope = distances @ p
-        forms = (slope * p).sum(dim=0)  # twice the variances
-        each = each.reshape(-1) if isinstance(each, Tensor) else each
-        norms = (features * features).sum(dim=1) * (0.5 * each)
+            squares = torch.linalg.vector_norm(gaps, dim=2)
+        norms = torch.linalg.vector_norm(features, dim=1)
+        torch._foreach_mul_([squares, norms], [squares, norms])
+        norms = norms if own is None else norms * own
+        zero = constant(0.0, p)
+        slope = torch.addmm(zero, squares, p, beta=0, alpha=scale / 2)
+        forms = (slope * p).sum(dim=0)  # the variances
         weighted = p * norms
-        pairs = torch.addmm(constant(0.0, p), p, weighted.T, beta=0, alpha=4)
-        towards = _summed_gaps(pairs, factor) if gaps is None else (pairs[:, :, None] * gaps).sum(1)
+        pairs = torch.addmm(zero, p, weighted.T, beta=0, alpha=2 * scale)
+        towards = (
+            _summed_gaps(pairs, factor) if gaps is None else torch.bmm(pairs[:, None], gaps)[:, 0]
+        )
         ctx.save_for_backward(z, features, factor)
         ctx.each = each
-        of_z = torch.addcmul(constant(0.0, p), weighted, slope - forms, value=2)
-        ctx.slopes = TotalSlopes(of_z.T, forms * each, towards)
+        of_z = torch.addcmul(zero, weighted, slope - forms, value=2)
+        ctx.slopes = TotalSlopes(of_z.T, forms if own is None else forms * own, towards)
         return forms.dot(norms)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            each = ctx.each
-            each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
-            by_forms = partial(_total_by_forms, each=each)
+            by_forms = partial(_total_by_forms, each=ctx.each)
             return (*differentiable_backward(by_forms, ctx, outer, n_inputs=3), None)
         _, features, _ = ctx.saved_tensors
-        of_z, along, of_factor = ctx.slopes
-        return of_z * outer, features * (along * outer)[:, None], of_factor * outer, None
+        of_z, along, of_factor = torch._foreach_mul(ctx.slopes, outer)
+        of_features = torch.addcmul(constant(0.0, along), features, along[:, None], value=2)
+        return of_z, of_features, of_factor, None
 
 
 def _total_by_forms(z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor) -> Tensor:
@@ -266,11 +271,11 @@ def differentiable_backward(
     return tuple(next(found) if used else None for used in needs)
 
 
-def _squared_distances(rows: Tensor) -> Tensor:
-    """Compute ``|F_s - F_t|^2`` without the differences themselves: (d, d)."""
+def _distances(rows: Tensor) -> Tensor:
+    """Compute ``|F_s - F_t|`` without the differences themselves: (d, d)."""
     rows = rows - rows[0]  # where torch multiplies matrices, a common part would cancel
-    distances = torch.cdist(rows, rows)
-    return distances * distances
+    distances: Tensor = torch.cdist(rows, rows)
+    return distances
 
 
 def _summed_gaps(pairs: Tensor, rows: Tensor) -> Tensor:

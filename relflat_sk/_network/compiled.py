@@ -6,7 +6,6 @@ place of the last layer that returns what it receives, so that the network retur
 The last layer itself then runs without compilation.
 """
 
-import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -72,8 +71,10 @@ class CompiledBody:
 
 def _make_twin(layer: nn.Module) -> nn.Module:
     """Make a layer with everything of another one but what it computes."""
-    twin, kind = copy.copy(layer), type(layer)
-    twin.__class__ = _twin_of_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    kind = _twin_of_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+    twin: nn.Module = kind.__new__(kind)
+    # `copy.copy` refuses layers with a parametrization, such as weight norm
+    vars(twin).update(vars(layer))
     # the layer's hooks run when the layer itself does
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         vars(twin)[hooks] = type(vars(layer)[hooks])()

@@ -89,16 +89,18 @@ class PenaltyLimit(ABC):
         Tensor of shape ()
             From 0 to 1, without graph: a constant in the differentiation.
         """
-        gain = (of_constant - loss.detach()).clamp(min=0)
+        gain = of_constant - loss.detach()
         with without_autocast(penalty):
-            shares = self._shares(loss, penalty, gain)
-        # 0/0 is nan: where there is no penalty, there is nothing to limit
-        least = shares.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
-        return least.clamp(max=1).to(penalty.dtype)
+            of_loss, of_penalty = self._compared(loss, penalty, gain)
+            ratios = _ratio(of_loss, of_penalty, self.limit)
+            # 0/0 is nan: where there is no penalty, there is nothing to limit
+            least = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin()
+        # a network that has gained less than nothing gets no penalty
+        return least.clamp(0, 1).to(penalty.dtype)
 
     @abstractmethod
-    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
-        """Compute the shares of the penalty that the limit leaves; the least of them counts."""
+    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute numbers of the loss and the penalty, whose least ratio counts: (r,)."""
 
 
 class EarlierLayerLimit(PenaltyLimit):
@@ -110,11 +112,11 @@ class EarlierLayerLimit(PenaltyLimit):
         The limit that the user has set.
     """
 
-    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
+    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         loss = loss.detach()
         # a loss that can be negative does not tell how much is left to learn
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        return _ratio(room, penalty.detach().abs(), self.limit * AT_EARLIER_LAYERS)
+        return AT_EARLIER_LAYERS * room, penalty.detach().abs()
 
 
 class LastLayerLimit(PenaltyLimit):
@@ -138,24 +140,24 @@ class LastLayerLimit(PenaltyLimit):
         self._weight = last.map.kernel
         self._compares_weight = not tied and self._weight.requires_grad
 
-    def _shares(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> Tensor:
-        of_values = _ratio(gain, penalty.detach().abs(), self.limit * AT_LAST_LAYER)
-        norms = self._norms_of_gradients(loss, penalty)
-        if not norms:
-            return of_values
-        of_loss, of_penalty = torch.stack(norms).unbind(dim=1)
-        return torch.cat([of_values[None], _ratio(of_loss, of_penalty, self.limit)])
+    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [part for pair in self._gradients(loss, penalty) for part in pair.unbind()]
+        # the norm of so many copies has the factor of the gain
+        copies = penalty.detach().expand(round(AT_LAST_LAYER**-2))
+        value, *norms = torch._foreach_norm([copies, *parts])
+        compared = torch.stack([gain, *norms[::2], value, *norms[1::2]]).view(2, -1)
+        return compared[0], compared[1]
 
-    def _norms_of_gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the norms in each group of variables, of loss and penalty: (2,)."""
+    def _gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the gradients in each group of variables, of loss and penalty: (2, ...)."""
         if not (self._compares_weight or self._features.requires_grad):
             return []
         if not penalty.requires_grad:
             return []
         slopes = self._own_slopes(penalty)
         if slopes is not None:
-            return self._norms_at_linear(loss, slopes)
-        return self._norms_by_autograd(loss, penalty)
+            return self._gradients_at_linear(loss, slopes)
+        return self._gradients_by_autograd(loss, penalty)
 
     def _own_slopes(self, penalty: Tensor) -> TotalSlopes | None:
         """Return the slopes of a penalty in output, features and weight of a linear layer."""
@@ -172,60 +174,57 @@ class LastLayerLimit(PenaltyLimit):
         )
         return slopes if is_own else None
 
-    def _norms_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
-        """Compute the norms from gradients in the layer's output, over chunks of its rows."""
+    def _gradients_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
+        """Compute the gradients from those in the layer's output, over chunks of its rows."""
         features, weight = full_precision(self._features.detach()), self._weight.detach()
         edge = GradientEdge(self._last.node, self._last.output_nr)
         (of_loss,) = pull_back([loss], [edge], [constant(1.0, loss)], create_graph=False)
         pair = torch.stack([torch.zeros_like(slopes.z) if of_loss is None else of_loss, slopes.z])
-        in_features: Tensor | None = None
-        of_weight = []
-        for part in chunks(len(features), weight):
+        parts = list(chunks(len(features), weight))
+        # gradients in the features, and these times the features
+        both = features.new_empty(2, *pair.shape[:2], features.shape[1])
+        in_features = both[0].flatten(0, 1)
+        in_weight = []
+        for i, part in enumerate(parts):
             some = full_precision(pair[:, :, part])
             if self._features.requires_grad:
-                more = some @ full_precision(weight[part])
-                in_features = more if in_features is None else in_features.add_(more)
+                rows = full_precision(weight[part])
+                in_features.addmm_(some.flatten(0, 1), rows, beta=min(i, 1))
             if self._compares_weight:
-                in_weight = some.transpose(1, 2) @ features
+                of_part = some.transpose(1, 2) @ features
                 # the penalty depends on features and weight not only by the output
-                in_weight[1].add_(slopes.factor[part])
-                of_weight.append(_norms(in_weight))
-        norms = []
-        if in_features is not None:
-            in_features[1].addcmul_(features, slopes.along[:, None])
-            norms += _norms_of_shift_and_gain(in_features, features)
-        if of_weight:
-            norms.append(
-                of_weight[0] if len(of_weight) == 1 else _norms(torch.stack(of_weight, dim=1))
-            )
-        return norms
+                of_part[1].add_(slopes.factor[part])
+                in_weight.append(of_part if len(parts) == 1 else _norms(of_part))
+        found: list[Tensor] = []
+        if self._features.requires_grad:
+            both[0, 1].addcmul_(features, slopes.along[:, None], value=2)
+            torch.mul(both[0], features, out=both[1])
+            found += both.sum(dim=2)  # the gradients in shift and gain
+        if in_weight:  # the norm of the parts' norms is that of the whole
+            found.append(in_weight[0] if len(in_weight) == 1 else torch.stack(in_weight, dim=1))
+        return found
 
-    def _norms_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the norms at a layer of any kind."""
-        variables = [(self._features, self._norms_in_channels)]
-        variables += [(self._weight, lambda pair: [_norms(pair)])] if self._compares_weight else []
-        variables = [(tensor, norms) for tensor, norms in variables if tensor.requires_grad]
+    def _gradients_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
+        """Compute the gradients at a layer of any kind."""
+        variables = [(self._features, self._in_channels)]
+        variables += [(self._weight, lambda pair: [pair])] if self._compares_weight else []
+        variables = [(tensor, groups) for tensor, groups in variables if tensor.requires_grad]
         tensors = [tensor for tensor, _ in variables]
         of_loss = pull_back([loss], tensors, create_graph=False)
         of_penalty = pull_back([penalty], tensors, create_graph=False)
         found = []
-        for a, b, (_, norms) in zip(of_loss, of_penalty, variables, strict=True):
+        for a, b, (_, groups) in zip(of_loss, of_penalty, variables, strict=True):
             if b is not None:
                 pair = torch.stack([torch.zeros_like(b) if a is None else a, b])
-                found += norms(full_precision(pair))
+                found += groups(full_precision(pair))
         return found
 
-    def _norms_in_channels(self, pair: Tensor) -> list[Tensor]:
-        """Compute the norms in a shift and a gain of the features from gradients in them."""
+    def _in_channels(self, pair: Tensor) -> list[Tensor]:
+        """Compute the gradients in a shift and a gain of the features from those in them."""
         layer = self._last.map
         features = full_precision(layer.channels(self._features.detach()))
         columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
-        return _norms_of_shift_and_gain(columns, features)
-
-
-def _norms_of_shift_and_gain(pair: Tensor, features: Tensor) -> list[Tensor]:
-    """Compute the norms in a shift and a gain from gradients in the features: (2, n, m)."""
-    return [_norms(pair.sum(dim=1)), _norms((pair * features).sum(dim=1))]
+        return list(torch.stack([columns, columns * features]).sum(dim=2))
 
 
 def _norms(pair: Tensor) -> Tensor:

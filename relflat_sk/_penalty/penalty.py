@@ -260,7 +260,8 @@ class RelativeFlatnessPenalty:
         def losses() -> tuple[Tensor, Tensor]:
             return loss_of(output), constant_loss(loss_of, output, weight)
 
-        return self.limited(penalty, losses)[0]
+        share = self.share_left(penalty, losses)
+        return penalty if share is None else share * penalty
 
     def of_batch(
         self,
@@ -323,10 +324,10 @@ class RelativeFlatnessPenalty:
                 scale=scale,
             )
 
-    def limited(
+    def share_left(
         self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scale the penalty of the last call of `of_batch` down to the limit.
+    ) -> Tensor | None:
+        """Compute the share that the limit leaves of the penalty of the last call of `of_batch`.
 
         Parameters
         ----------
@@ -338,13 +339,8 @@ class RelativeFlatnessPenalty:
 
         Returns
         -------
-        penalty : Tensor of shape ()
-            With its graph.
-        share : Tensor of shape () or None
-            What it was multiplied by, a constant in the differentiation; None without a limit.
+        Tensor of shape () or None
+            From 0 to 1, a constant in the differentiation; None without a limit.
         """
         limit, self._limit = self._limit, None
-        if limit is None:
-            return penalty, None
-        share = limit.share(penalty, *losses())
-        return share * penalty, share
+        return None if limit is None else limit.share(penalty, *losses())

@@ -24,5 +24,5 @@ def share_left(limits: Tensor, of_loss: Tensor, of_penalty: Tensor) -> Tensor:
     """
     ratios = of_loss / of_penalty
     # 0/0 is nan: where there is no penalty, there is nothing to limit
-    least = ratios.nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(0)
+    least = ratios.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin(0)
     return (limits * least).clamp_(0, 1)

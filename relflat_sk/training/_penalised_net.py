@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from relflat_sk._network import (
     refuse_whole,
     takes_whole,
 )
-from relflat_sk._numerics import full_precision, read_numbers
+from relflat_sk._numerics import constant, full_precision, read_numbers
 from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
 from relflat_sk.training._fast_net import record_batch
 from relflat_sk.training._measured_net import MeasuredNet
@@ -190,16 +191,26 @@ class PenalisedNet(MeasuredNet):
         loss = loss_of(y_pred)
         if not training:
             return loss
-        term = share = limited = None
+        term = share = None
         if recorded and state.penalty is not None and _any_counts(weight):
             penalty = state.penalty
             term = penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
-            limited, share = penalty.limited(
-                term, lambda: (loss, constant_loss(loss_of, y_pred, weight))
-            )
+            share = penalty.share_left(term, lambda: (loss, constant_loss(loss_of, y_pred, weight)))
         if state.terms is None:  # the first pass of a step is at the weights it starts from
             state.terms = loss, term, share
-        return loss if limited is None else loss + limited
+        if term is None:
+            return loss
+        return loss + (term if share is None else share * term)
+
+    def train_step_single(self, batch: Any, **fit_params: Any) -> dict[str, Any]:
+        """Compute output, loss and gradients of a batch, as skorch does."""
+        self._set_training(True)
+        inputs, y_true = unpack_data(batch)
+        y_pred = self.infer(inputs, **fit_params)
+        loss = self.get_loss(y_pred, y_true, X=inputs, training=True)
+        # torch would make a new tensor of one
+        torch.autograd.backward(loss, constant(1.0, loss) if loss.ndim == 0 else None)
+        return {"loss": loss, "y_pred": y_pred}
 
     def _takes_whole(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
         """Return whether the criterion takes more than one tensor; tried on one batch."""

@@ -75,13 +75,13 @@ def skorch_step():
 
 
 STEPS = {
-    "no penalty": ({"flatness_weight": 0}, 1.02),
-    "last layer, no limit": ({"flatness_clip": None}, 1.28),
-    "last layer": ({}, 1.54),
-    "first layer, no limit": ({"flatness_layer": 0, "flatness_clip": None}, 1.9),
-    "first layer": ({"flatness_layer": 0}, 2.0),
-    "all layers, no limit": ({"flatness_layer": "all", "flatness_clip": None}, 2.95),
-    "all layers": ({"flatness_layer": "all"}, 3.1),
+    "no penalty": ({"flatness_weight": 0}, 1.0),
+    "last layer, no limit": ({"flatness_clip": None}, 1.2),
+    "last layer": ({}, 1.4),
+    "first layer, no limit": ({"flatness_layer": 0, "flatness_clip": None}, 1.84),
+    "first layer": ({"flatness_layer": 0}, 1.99),
+    "all layers, no limit": ({"flatness_layer": "all", "flatness_clip": None}, 2.85),
+    "all layers": ({"flatness_layer": "all"}, 3.0),
 }
 
 

@@ -36,7 +36,7 @@ _VIEWS = {
     f"aten::{name}"
     for name in ("alias", "detach", "expand", "permute", "reshape", "select", "slice", "squeeze",
                  "squeeze_", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
-                 "empty", "empty_like", "empty_strided")
+                 "empty", "empty_like", "empty_strided", "new_empty")
 }  # fmt: skip
 
 

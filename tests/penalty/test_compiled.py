@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import is_parametrized
 from torch.testing import assert_close
 
 from relflat_sk import RelativeFlatnessPenalty
@@ -85,6 +87,17 @@ def test_steps_run_compiled_and_nothing_is_compiled_again(inside):
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     train(net, compiled, X, y, steps=6, inside=inside)
     assert (len(graphs), len(runs)) == (1, 5)  # all steps but the first
+
+
+@pytest.mark.parametrize("change", [weight_norm, spectral_norm])
+def test_the_weight_of_the_last_layer_may_be_computed(change):
+    found = []
+    for compiles in (False, True):
+        net, X, y = make()
+        change(net.heads["classes"])
+        found.append(train(net, torch.compile(net, backend="eager") if compiles else net, X, y))
+    assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert is_parametrized(net.heads["classes"])
 
 
 def test_hooks_of_the_last_layer_run_once():

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
 from relflat_sk._penalty import constant_loss
-from relflat_sk._penalty.limit import LastLayerLimit
+from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit
+from relflat_sk.ensemble._limit import share_left
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
@@ -121,7 +122,7 @@ def test_the_closed_form_of_the_gradients_is_that_of_autograd(name, monkeypatch)
     if "outputs" in name:  # it has new layers
         train_a_little(net, X, y, 40)
     X = X.to(next(net.parameters()).dtype)
-    compare = LastLayerLimit._norms_by_autograd
+    compare = LastLayerLimit._gradients_by_autograd
     found = []
     for closed_form in (True, False):
         calls = []
@@ -130,7 +131,7 @@ def test_the_closed_form_of_the_gradients_is_that_of_autograd(name, monkeypatch)
                 patch.setattr(LastLayerLimit, "_own_slopes", lambda *_: None)
             patch.setattr(
                 LastLayerLimit,
-                "_norms_by_autograd",
+                "_gradients_by_autograd",
                 lambda *args, calls=calls: calls.append(args) or compare(*args),
             )
             penalty = RelativeFlatnessPenalty(weight=HUGE, clip=0.5, normalize=name == "normalised")
@@ -192,6 +193,15 @@ def test_a_network_that_distinguishes_no_samples_has_no_penalty():
     value = penalty(CRITERION, output, y)
     assert value.item() == 0
     assert not any(g.any() for g in gradients(value, list(net.parameters())))
+
+
+@pytest.mark.parametrize(("penalty", "share"), [(0.0, 1.0), (1e-9, 0.0)])
+@pytest.mark.parametrize("gain", [-1.0, 0.0])
+def test_a_penalty_of_zero_is_not_limited(penalty, share, gain):
+    penalty, loss = torch.tensor([penalty, 2.0]).unbind()
+    assert EarlierLayerLimit(0.5).share(penalty, loss, loss + gain) == share
+    gain = torch.tensor([[gain]])
+    assert share_left(torch.tensor([0.5]), gain, penalty.view(1, 1)) == share
 
 
 def test_a_single_sample_is_limited_by_gradients_alone():
