@@ -3,6 +3,7 @@
 from relflat_sk._losses.best_constant import constant_risk
 from relflat_sk._losses.class_chunks import Rows, chunks
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
+from relflat_sk._losses.class_slopes import Head, Slot
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
 from relflat_sk._losses.endings import explain_ending, warn_of_ending
@@ -20,10 +21,12 @@ __all__ = [
     "ClosedForm",
     "Curvature",
     "Factor",
+    "Head",
     "Loss",
     "ManyClasses",
     "ProbabilityNLLLoss",
     "Rows",
+    "Slot",
     "Target",
     "TotalSlopes",
     "as_criterion",

@@ -74,7 +74,7 @@ from relflat_sk._network.row_source import (
     mapped_file,
 )
 from relflat_sk._network.source import Source
-from relflat_sk._network.tail import Tail, choose_curvatures
+from relflat_sk._network.tail import Tail, choose_curvatures, is_large_head
 from relflat_sk._network.values import check_stored, find_non_finite
 from relflat_sk._network.weight_uses import (
     WeightWatch,
@@ -135,6 +135,7 @@ __all__ = [
     "floating_parameter",
     "has_fused_attention",
     "has_own_forward",
+    "is_large_head",
     "is_on_disk",
     "is_piecewise_linear",
     "is_row_source",

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from relflat_sk._losses import Head
 from relflat_sk._network.layer_maps import LayerMap
 from relflat_sk._network.layers import layer_map
 
@@ -41,6 +42,9 @@ class LayerRecord:
         For measuring: the output plus `offset`, which the tail of the network receives.
     weight : Tensor of shape (...) or None
         The layer's weight, with its graph, if a parametrization computes it whenever it is read.
+    head : Head or None
+        For training: how the gradients of loss and penalty in the weight are added up, if the layer
+        puts out the logits of very many classes.
     """
 
     name: str
@@ -54,6 +58,7 @@ class LayerRecord:
     offset: Tensor | None = None
     tail_input: Tensor | None = None
     weight: Tensor | None = None
+    head: Head | None = None
 
     @property
     def map(self) -> LayerMap:

@@ -26,13 +26,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
+from relflat_sk._network.forwards import has_own_forward
 from relflat_sk._network.graph import find_link, is_piecewise_linear, only_moves_axes
 from relflat_sk._network.layer_record import LayerRecord
 
-__all__ = ["Tail", "choose_curvatures"]
+__all__ = ["Tail", "choose_curvatures", "is_large_head"]
 
 CurvatureT = TypeVar("CurvatureT")
 CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
@@ -267,3 +268,21 @@ def _split_by_linearity(
         [record for record, is_linear in zip(records, linear, strict=True) if is_linear],
         [record for record, is_linear in zip(records, linear, strict=True) if not is_linear],
     )
+
+
+def is_large_head(layer: nn.Module) -> bool:
+    """Return whether a layer is linear and nothing else, with very many outputs.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        The layer, whose forward method nobody has replaced.
+
+    Returns
+    -------
+    bool
+        False for subclasses, and for layers whose weight is computed whenever it is read.
+    """
+    if type(layer) is not nn.Linear or has_own_forward(layer):
+        return False
+    return layer.out_features >= MANY and "weight" in layer._parameters

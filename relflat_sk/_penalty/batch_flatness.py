@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
+from relflat_sk._losses import ClosedForm, Head, Loss, ManyClasses, Target
 from relflat_sk._network import (
     ExplicitLayers,
     LayerRecord,
@@ -163,7 +163,7 @@ class _Terms:
             spread = _spread(features, weights)
             features = features * inverse_spread(spread)
         weight = record.map.matrix
-        return _ManyClassesTerm(curvature, weight, spread, features, weights)
+        return _ManyClassesTerm(curvature, weight, spread, features, weights, record.head)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
@@ -227,15 +227,14 @@ class _ManyClassesTerm:
     spread: Tensor | None
     features: Tensor
     weights: Tensor | None
+    head: Head | None
 
     def total(self, share: float | Tensor, probes: int) -> Tensor:
         """Return ``kappa / (2 m)``."""
         each = share / (2 * self.weight.shape[1])
-        if self.spread is None:
-            return self.curvature.total(self.weight, self.features, self.weights, each)
-        variances = self.curvature.variances(self.weight, self.spread)
-        norms = self.features.square().sum(dim=1)
-        return each * _weighted(self.weights, variances * norms)
+        return self.curvature.total(
+            self.weight, self.features, self.weights, each, self.spread, self.head
+        )
 
 
 class _RandomTerm:

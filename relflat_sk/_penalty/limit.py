@@ -41,9 +41,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import TotalSlopes, chunks, pull_back, total_slopes
+from relflat_sk._losses import TotalSlopes, pull_back, total_slopes
 from relflat_sk._network import LayerRecord
 from relflat_sk._numerics import constant, full_precision, without_autocast
+from relflat_sk._penalty.head_gradients import gradients_at_head
 
 __all__ = [
     "AT_EARLIER_LAYERS",
@@ -154,6 +155,12 @@ class LastLayerLimit(PenaltyLimit):
             return []
         if not penalty.requires_grad:
             return []
+        head = self._last.head
+        if head is not None and getattr(penalty.grad_fn, "slot", None) is head.slot:
+            of_loss, weight = self._of_loss(loss), self._last.map.matrix
+            return gradients_at_head(
+                of_loss, head.slot, self._features, weight, in_weight=self._compares_weight
+            )
         slopes = self._own_slopes(penalty)
         if slopes is not None:
             return self._gradients_at_linear(loss, slopes)
@@ -174,34 +181,29 @@ class LastLayerLimit(PenaltyLimit):
         )
         return slopes if is_own else None
 
-    def _gradients_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
-        """Compute the gradients from those in the layer's output, over chunks of its rows."""
-        features, weight = full_precision(self._features.detach()), self._weight.detach()
+    def _of_loss(self, loss: Tensor) -> Tensor | None:
+        """Compute the gradient of the loss in the layer's output."""
         edge = GradientEdge(self._last.node, self._last.output_nr)
-        (of_loss,) = pull_back([loss], [edge], [constant(1.0, loss)], create_graph=False)
+        return pull_back([loss], [edge], [constant(1.0, loss)], create_graph=False)[0]
+
+    def _gradients_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
+        """Compute the gradients from those in the layer's output."""
+        features, weight = full_precision(self._features.detach()), self._weight.detach()
+        of_loss = self._of_loss(loss)
         pair = torch.stack([torch.zeros_like(slopes.z) if of_loss is None else of_loss, slopes.z])
-        parts = list(chunks(len(features), weight))
-        # gradients in the features, and these times the features
-        both = features.new_empty(2, *pair.shape[:2], features.shape[1])
-        in_features = both[0].flatten(0, 1)
-        in_weight = []
-        for i, part in enumerate(parts):
-            some = full_precision(pair[:, :, part])
-            if self._features.requires_grad:
-                rows = full_precision(weight[part])
-                in_features.addmm_(some.flatten(0, 1), rows, beta=min(i, 1))
-            if self._compares_weight:
-                of_part = some.transpose(1, 2) @ features
-                # the penalty depends on features and weight not only by the output
-                of_part[1].add_(slopes.factor[part])
-                in_weight.append(of_part if len(parts) == 1 else _norms(of_part))
         found: list[Tensor] = []
         if self._features.requires_grad:
+            # gradients in the features, and these times the features
+            both = features.new_empty(2, *pair.shape[:2], features.shape[1])
+            both[0].flatten(0, 1).addmm_(pair.flatten(0, 1), full_precision(weight), beta=0)
             both[0, 1].addcmul_(features, slopes.along[:, None], value=2)
             torch.mul(both[0], features, out=both[1])
             found += both.sum(dim=2)  # the gradients in shift and gain
-        if in_weight:  # the norm of the parts' norms is that of the whole
-            found.append(in_weight[0] if len(in_weight) == 1 else torch.stack(in_weight, dim=1))
+        if self._compares_weight:
+            in_weight = pair.transpose(1, 2) @ features
+            # the penalty depends on features and weight not only by the output
+            in_weight[1].add_(slopes.factor)
+            found.append(in_weight)
         return found
 
     def _gradients_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
@@ -225,12 +227,6 @@ class LastLayerLimit(PenaltyLimit):
         features = full_precision(layer.channels(self._features.detach()))
         columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
         return list(torch.stack([columns, columns * features]).sum(dim=2))
-
-
-def _norms(pair: Tensor) -> Tensor:
-    """Compute the norms of two arrays: (2,)."""
-    norms: Tensor = torch.linalg.vector_norm(pair.flatten(1), dim=1)
-    return norms
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, factor: float) -> Tensor:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._losses import Head
 from relflat_sk._network import (
     Explicit,
     Layer,
@@ -16,7 +17,9 @@ from relflat_sk._network import (
     check_uses,
     find_layer,
     find_link,
+    is_large_head,
     keep_graph,
+    layer_input,
     users_of_weight,
     uses_elsewhere,
 )
@@ -309,6 +312,7 @@ def make_recorder(
     Recorder
         A context for the forward pass.
     """
+    heads = {name for name in penalised if name in layers and is_large_head(layers[name])}
 
     def keep(
         record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -316,6 +320,9 @@ def make_recorder(
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
             # the layers behind can still be trained to make this one flat
             output = output.detach().requires_grad_().view_as(output)
+        elif output.requires_grad and record.name in heads:
+            features, layer = layer_input(args, kwargs), cast(nn.Linear, record.layer)
+            output, record.head = Head.of(features, layer.weight, layer.bias, output)
         return keep_graph(record, args, kwargs, output)
 
     return Recorder(layers, keep, twice)

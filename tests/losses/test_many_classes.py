@@ -41,6 +41,12 @@ def make(d, m, gap, n=4):
     return z, W
 
 
+def total(z, W, spread=None, weights=None, features=None):
+    """The weighted sum of ``|phi_i|^2 V_i``, with its graph."""
+    features = torch.ones_like(z[:, :1]) if features is None else features
+    return ManyClasses(z, None).total(W, features, weights, 0.5, spread)
+
+
 @pytest.fixture(params=[1, 7, 2**23], ids=lambda size: f"chunks of {size}")
 def chunks(request, monkeypatch):
     monkeypatch.setattr(class_chunks, "_CLASSES", {False: request.param, True: request.param})
@@ -70,7 +76,9 @@ def test_any_chunks_give_the_same():
     assert_close(curvature.trace(None).double(), trace(z) * scale, rtol=1e-5, atol=0)
     scaled = class_by_class(z, W, spread).sum(dim=1) * scale
     assert_close(curvature.trace(Rows.of(W, spread)).double(), scaled, rtol=1e-5, atol=0)
-    assert_close(curvature.variances(W, spread).double(), scaled, rtol=1e-5, atol=0)
+    weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
+    summed = curvature.total(W, torch.full((4, 1), 3.0), weights, 2.0, spread)
+    assert_close(summed.double(), 18 * (weights * scaled).sum(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("gap", [0.0, 10.0], ids=["flat", "confident"])
@@ -81,14 +89,14 @@ def test_gradients_in_float32_agree_with_float64(d, m, gap, spread):
     inputs = [*make(d, m, gap), *([] if spread is None else [spread[:m]])]
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5])
 
-    def gradients(variances, dtype):
+    def gradients(value, dtype):
         arrays = [x.to(dtype).requires_grad_() for x in inputs]
-        return torch.autograd.grad((weights.to(dtype) * variances(*arrays)).sum(), arrays)
+        return torch.autograd.grad(value(*arrays), arrays)
 
-    found = gradients(
-        lambda z, W, spread=None: ManyClasses(z, None).variances(W, spread), torch.float32
+    found = gradients(lambda *arrays: 2 * total(*arrays, weights=weights), torch.float32)
+    expected = gradients(
+        lambda *arrays: weights.double() @ class_by_class(*arrays).sum(dim=1), torch.float64
     )
-    expected = gradients(lambda *arrays: class_by_class(*arrays).sum(dim=1), torch.float64)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).norm() <= 2e-5 * theirs.norm()
 
@@ -97,23 +105,22 @@ def test_the_gradient_of_a_confident_prediction_keeps_its_digits():
     # relative to the largest other probability, 1e-13, which 1 - p does not show in float32
     z, W = make(9, 4, 30.0, n=1)
     found, expected = (x.clone().requires_grad_() for x in (z, z.double()))
-    ManyClasses(found, None).variances(W, None).sum().backward()
+    (2 * total(found, W)).backward()
     class_by_class(expected, W).sum().backward()
     assert_close(found.grad.double(), expected.grad, rtol=1e-5, atol=0)
 
 
 @pytest.mark.usefixtures("chunks")
 def test_derivatives_of_any_order():
-    z, W = (x.double().requires_grad_() for x in make(9, 4, 1.0))
-    spread = torch.rand(4).double().requires_grad_()
-
-    def variances(z, W, spread):
-        return ManyClasses(z, None).variances(W, spread)
-
-    assert torch.autograd.gradcheck(variances, (z, W, spread))
-    assert torch.autograd.gradgradcheck(variances, (z, W, spread))
-    assert torch.autograd.gradcheck(variances, (z, W.detach(), None))
-    assert torch.autograd.gradcheck(variances, (z.detach(), W, None))
+    z, W = (x.double().requires_grad_() for x in make(8, 3, 1.0, n=2))
+    spread = torch.rand(3).double().requires_grad_()
+    features = torch.randn(2, 3).double().requires_grad_()
+    weights = torch.tensor([2.0, 0.5]).double()
+    inputs = z, W, spread, weights, features
+    assert torch.autograd.gradcheck(total, inputs)
+    assert torch.autograd.gradgradcheck(total, inputs)
+    assert torch.autograd.gradcheck(total, (z, W.detach()))
+    assert torch.autograd.gradcheck(total, (z.detach(), W))
 
 
 def test_half_precision_is_summed_in_float32():
@@ -124,9 +131,9 @@ def test_half_precision_is_summed_in_float32():
     assert_close(curvature.trace(Rows.of(W)).double(), forms.sum(dim=1), rtol=1e-5, atol=0)
     z.requires_grad_()
     W.requires_grad_()
-    values = curvature.variances(W, None)
-    assert values.dtype == torch.float32
-    of_z, of_W = torch.autograd.grad(values.sum(), (z, W))
+    value = 2 * total(z, W, features=torch.ones(len(z), 1))
+    assert value.dtype == torch.float32
+    of_z, of_W = torch.autograd.grad(value, (z, W))
     assert of_z.dtype == of_W.dtype == torch.bfloat16
     exact = [x.detach().double().requires_grad_() for x in (z, W)]
     expected = torch.autograd.grad(class_by_class(*exact).sum(), exact)

@@ -1,5 +1,6 @@
 """The penalty at a head of very many classes, whose gradient is computed over chunks of them."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from relflat_sk import RelativeFlatnessPenalty
 from tests.hugging_face import GPT2
 from tests.measures.test_layer_kinds import CE
-from tests.measures.test_many_classes import by_sums, make
+from tests.measures.test_many_classes import Sizes, by_sums, make
 from tests.penalty import test_penalty as small
 
 SOFTMAX = [name for name in small.CLOSED if "cross-entropy" in name]
@@ -76,6 +77,158 @@ def test_few_and_many_classes_with_weights_are_penalised_alike(normalize, reduct
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
     monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
+
+
+def tokens(tie):
+    """A language model whose labels have padding, in float64."""
+    torch.manual_seed(0)
+    net, ids = GPT2(tie=tie).double(), torch.randint(0, 7, (5, 3))
+    return net, ids, ids.roll(1, dims=1).masked_fill(torch.arange(3) >= torch.tensor([[2]]), -100)
+
+
+def frozen(part):
+    """A network of which one part is frozen."""
+    net, X, y = make(6, 5, 2.0)
+    net[part].requires_grad_(False)
+    return net.double(), X.double(), y
+
+
+def without_bias():
+    net, X, y = make(6, 5, 2.0)
+    net[2] = nn.Linear(5, 6, bias=False)
+    return net.double(), X.double(), y
+
+
+class Cooled(nn.Module):
+    """A network that changes its logits in place."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.net, self.change = make(6, 5, 2.0)[0], change
+
+    def forward(self, X):
+        return self.change(self.net(X))
+
+
+def cooled(change):
+    _, X, y = make(6, 5, 2.0)
+    return Cooled(change).double(), X.double(), y
+
+
+NETS = {
+    "tokens, tied": lambda: tokens(True),
+    "tokens, untied": lambda: tokens(False),
+    "frozen body": lambda: frozen(0),
+    "frozen head": lambda: frozen(2),
+    "no bias": without_bias,
+    "logits halved in place": lambda: cooled(lambda z: z.mul_(0.5)),
+    "logits in another shape": lambda: cooled(lambda z: z.view(6, 6, 1).squeeze(2)),
+}
+
+
+@pytest.mark.parametrize("case", NETS)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_few_and_many_classes_are_penalised_alike(case, normalize, monkeypatch):
+    net, X, y = NETS[case]()
+
+    def value_and_gradients():
+        # the first step finds the layers, the second one knows them
+        penalty = RelativeFlatnessPenalty(normalize=normalize, weight=3.0, clip=0.5)
+        found = []
+        for _ in range(2):
+            with penalty.capture(net):
+                output = net(X)
+            value = penalty(CE, output, y)
+            output = output["logits"].transpose(1, 2) if isinstance(output, dict) else output
+            net.zero_grad()
+            (CE(output, y) + value).backward()
+            found.append([value.detach(), *(p.grad for p in net.parameters())])
+        return found
+
+    expected = value_and_gradients()
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
+    torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_two_penalties_of_one_forward_pass():
+    net, X, y = make(6, 5, 2.0)
+    gradients = []
+    for weights in [(1.0, 2.0), (3.0,)]:
+        penalties = [RelativeFlatnessPenalty(weight=weight) for weight in weights]
+        with contextlib.ExitStack() as stack:
+            for penalty in penalties:
+                stack.enter_context(penalty.capture(net))
+            output = net(X)
+        total = CE(output, y) + sum(penalty(CE, output, y) for penalty in penalties)
+        gradients.append(torch.autograd.grad(total, list(net.parameters())))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_loss_and_penalty_are_differentiated_apart():
+    """The gradient of the loss alone has nothing of a penalty that was differentiated before."""
+    net, X, y = make(6, 5, 2.0)
+    parameters, penalty = list(net.parameters()), RelativeFlatnessPenalty()
+    plain = torch.autograd.grad(CE(net(X), y), parameters)
+    with penalty.capture(net):
+        output = net(X)
+    loss, value = CE(output, y), penalty(CE, output, y)
+    torch.autograd.grad(value, output, retain_graph=True)  # does not reach the weight
+    apart = torch.autograd.grad(loss, parameters, retain_graph=True)
+    torch.testing.assert_close(apart, plain, rtol=1e-6, atol=1e-8)
+    of_value = torch.autograd.grad(value, parameters, retain_graph=True)
+    together = torch.autograd.grad(loss + value, parameters)
+    summed = tuple(a + b for a, b in zip(apart, of_value, strict=True))
+    torch.testing.assert_close(together, summed, rtol=1e-5, atol=1e-8)
+
+
+def many_tokens():
+    torch.manual_seed(0)
+    X = torch.randint(0, 5000, (3, 4))
+    return GPT2(vocabulary=5000, width=48, tie=False), X, X.roll(1, dims=1)
+
+
+def half_precision():
+    net, X, y = make(5000, 48, 1.0)
+    return net.bfloat16(), X.bfloat16(), y
+
+
+LARGE = {
+    "float32": lambda: make(5000, 48, 1.0),
+    "bfloat16": half_precision,
+    "tokens": many_tokens,
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_a_step_makes_as_many_arrays_of_the_weights_size_as_without_penalty(case, normalize):
+    net, X, y = LARGE[case]()
+    penalty = RelativeFlatnessPenalty(normalize=normalize, weight=1.0, clip=0.5)
+
+    def sizes(step):
+        for parameter in net.parameters():
+            parameter.grad = None
+        with Sizes() as sizes:
+            step().backward()
+        return [size for size in sizes.found if size >= net.get_parameter(head).nbytes]
+
+    def loss(output):
+        output = output["logits"].transpose(1, 2) if isinstance(output, dict) else output
+        return CE(output.float(), y)
+
+    def penalised():
+        with penalty.capture(net):
+            output = net(X)
+        return loss(output) + penalty(CE, output, y)
+
+    head = "lm_head.weight" if case == "tokens" else "2.weight"
+    plain = sizes(lambda: loss(net(X)))
+    assert len(plain) == (2 if case == "tokens" else 1)  # those of embedding and head
+    assert sizes(penalised) == plain
+    assert sizes(penalised) == plain  # from the second step on, the layers are known
 
 
 @pytest.mark.usefixtures("few_are_many")
