@@ -16,6 +16,7 @@ __all__ = [
     "inverse_spread",
     "native",
     "native_type",
+    "or_one",
     "read_numbers",
     "safe_root",
     "varies",
@@ -116,6 +117,22 @@ def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
         in a more precise type.
     """
     return np.dtype(np.float64) if dtype.char == "g" else dtype.newbyteorder("=")
+
+
+def or_one(divisor: Tensor) -> Tensor:
+    """Replace divisors that are zero by one: what they divide is zero as well.
+
+    Parameters
+    ----------
+    divisor : Tensor of any shape
+        Sums of weights.
+
+    Returns
+    -------
+    Tensor of the same shape
+        Positive.
+    """
+    return divisor.where(divisor > 0, 1.0)
 
 
 def read_numbers(*tensors: Tensor) -> list[float]:

@@ -11,6 +11,7 @@ from relflat_sk._losses.criterion import call_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.row import Row, Target
 from relflat_sk._losses.table import TABLE
+from relflat_sk._numerics import or_one
 
 __all__ = ["Loss", "weighted_loss"]
 
@@ -346,5 +347,4 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
     total = (weight * losses).sum()  # a product of vectors loses digits under autocast
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total
-    divisor = (weight * divisors).sum()
-    return total / divisor.where(divisor > 0, 1.0)
+    return total / or_one((weight * divisors).sum())

@@ -35,7 +35,7 @@ from relflat_sk._network import (
     check_thrice,
     choose_curvatures,
 )
-from relflat_sk._numerics import full_precision, inverse_spread, safe_root, varies
+from relflat_sk._numerics import full_precision, inverse_spread, or_one, safe_root, varies
 from relflat_sk._penalty.random_changes import RandomChanges
 from relflat_sk._random import rademacher
 
@@ -124,9 +124,10 @@ def _share(
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return 1.0
     each = loss.each_divisor(output, relevant)
-    if isinstance(each, Tensor):
-        return 1 / _weighted(weights, full_precision(each))
-    return 1 / (each * (output.shape[0] if weights is None else weights.sum()))
+    if weights is None and not isinstance(each, Tensor):
+        return 1 / (each * output.shape[0])
+    divisors = loss.divisors(output, relevant)
+    return 1 / or_one(_weighted(weights, full_precision(divisors)))
 
 
 class _Term(Protocol):
@@ -335,7 +336,7 @@ def _spread(rows: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         variance = rows.var(dim=0, correction=0)
     else:
-        shares = weights / weights.sum()
+        shares = weights / or_one(weights.sum())
         mean = shares @ rows
         variance = shares @ (rows - mean).square()
         # samples of weight 0 do not count

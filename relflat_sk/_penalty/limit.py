@@ -43,7 +43,7 @@ from torch.autograd.graph import GradientEdge
 
 from relflat_sk._losses import TotalSlopes, pull_back, total_slopes
 from relflat_sk._network import LayerRecord
-from relflat_sk._numerics import constant, full_precision, without_autocast
+from relflat_sk._numerics import constant, full_precision, or_one, without_autocast
 from relflat_sk._penalty.head_gradients import gradients_at_head
 
 __all__ = [
@@ -260,6 +260,7 @@ def constant_loss(
         if sample_weight is None:
             mean = output.mean(dim=axes, keepdim=True)
         else:
-            share = (sample_weight / sample_weight.mean()).reshape(-1, *[1] * (output.ndim - 1))
+            share = sample_weight / or_one(sample_weight.mean())
+            share = share.reshape(-1, *[1] * (output.ndim - 1))
             mean = (share * output).mean(dim=axes, keepdim=True)
         return loss(mean.expand_as(output))

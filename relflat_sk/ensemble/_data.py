@@ -1,18 +1,40 @@
 """The batches of many nets at once."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from relflat_sk._losses import Loss
+from relflat_sk._numerics import or_one
 from relflat_sk.ensemble._member import Member
 
-__all__ = ["Data"]
+__all__ = ["Batch", "Data", "make_batch"]
+
+
+class Batch(NamedTuple):
+    """A batch of each member.
+
+    Parameters
+    ----------
+    inputs, targets : Tensor of shape (k, n, ...)
+        The samples.
+    weights : Tensor of shape (k, n)
+        Sample weights; ones for a member without.
+    shares : Tensor of shape (k, n, 1)
+        The weights divided by their sum, so that they make a mean; zeros if all of them are.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor
+    shares: Tensor
 
 
 class Data:
-    """The batches of an epoch, of all members; equal data are held once.
+    """The batches of an epoch, of all members; equal inputs are held once.
 
     Parameters
     ----------
@@ -29,8 +51,8 @@ class Data:
         The data of all members.
     sizes : list of int
         The number of samples in each batch of the epoch.
-    n_rows : int
-        The number of samples of each member.
+    total_weights : list of float
+        The sum of each member's sample weights; the number of its samples if there are none.
     """
 
     def __init__(
@@ -47,14 +69,16 @@ class Data:
         values = loss.read_target(shown, targets).values
         self.targets = values[:, None] if takes_columns else values
         self._drop_last = bool(members[0].loader.drop_last)
-        own = torch.stack([member.loader.rows for member in members])
-        self._own_rows, self._own_targets = own + self._first_rows, own + self._first_targets
-        self.n_rows = own.shape[1]
+        self._weights = torch.stack([member.weights for member in members]).to(output.dtype)
+        self._own = torch.stack([member.loader.rows for member in members])
+        self.total_weights: list[float] = (
+            self._weights.gather(1, self._own).double().sum(1).tolist()
+        )
 
     @property
     def drops_some(self) -> bool:
         """Whether an epoch leaves out the samples of an incomplete batch."""
-        return self._drop_last and bool(self.n_rows % self._size)
+        return self._drop_last and bool(self._own.shape[1] % self._size)
 
     def start(self, members: Sequence[Member]) -> None:
         """Take the orders of an epoch.
@@ -64,22 +88,18 @@ class Data:
         members : sequence of Member
             They have drawn their orders.
         """
-        device = self.inputs.device
         order = torch.stack([member.order for member in members])
-        n, size = order.shape[1], self._size
-        n = n - n % size if self._drop_last else n
-        rows, labels = order + self._first_rows, order + self._first_targets
-        self._rows = torch.split(rows[:, :n].to(device), size, dim=1)
-        self._labels = torch.split(labels[:, :n].to(device), size, dim=1)
-        self.sizes = [chunk.shape[1] for chunk in self._rows] if n else []
+        n = order.shape[1]
+        self._order = order[:, : n - n % self._size] if self._drop_last else order
+        n = self._order.shape[1]
+        self.sizes = [min(self._size, n - first) for first in range(0, n, self._size)]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows, labels in zip(self._rows if self.sizes else (), self._labels, strict=False):
-            yield _cut(self.inputs, rows), _cut(self.targets, labels)
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(range(len(self._order)), self._order, self._size)
 
     def in_order(
         self, positions: Sequence[int], samples: Tensor | None, size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[Batch]:
         """Cut batches in the order of the data.
 
         Parameters
@@ -91,20 +111,53 @@ class Data:
         size : int
             Number of samples in a batch.
 
-        Yields
-        ------
-        inputs, targets : Tensor of shape (len(positions), n, ...)
+        Returns
+        -------
+        iterator of Batch
             As in an epoch.
         """
-        chosen = torch.tensor(positions)
-        rows, labels = self._own_rows[chosen], self._own_targets[chosen]
-        if samples is not None:
-            rows, labels = (one.gather(1, samples.cpu()) for one in (rows, labels))
-        device = self.inputs.device
-        for some, others in zip(
-            *(torch.split(one, size, 1) for one in (rows, labels)), strict=True
-        ):
-            yield _cut(self.inputs, some.to(device)), _cut(self.targets, others.to(device))
+        rows = self._own[list(positions)]
+        rows = rows if samples is None else rows.gather(1, samples.cpu())
+        return self._batches(positions, rows, size)
+
+    def _batches(self, positions: Sequence[int], rows: Tensor, size: int) -> Iterator[Batch]:
+        """Cut batches out of rows of some members, (len(positions), n)."""
+        chosen = list(positions)
+        weights = self._weights[chosen].gather(1, rows)
+        parts = (
+            rows + self._first_rows[chosen],
+            rows + self._first_targets[chosen],
+            weights,
+            _shares(weights, size),
+        )
+        split = [torch.split(part.to(self.inputs.device), size, dim=1) for part in parts]
+        for own, labels, some, shares in zip(*split, strict=True):
+            yield Batch(_cut(self.inputs, own), _cut(self.targets, labels), some, shares)
+
+
+def make_batch(inputs: Tensor, targets: Tensor) -> Batch:
+    """Make a batch of one member, without sample weights.
+
+    Parameters
+    ----------
+    inputs, targets : Tensor of shape (n, ...)
+        The samples.
+
+    Returns
+    -------
+    Batch
+        With k = 1.
+    """
+    ones = torch.ones(1, len(inputs), device=inputs.device)
+    return Batch(inputs[None], targets[None], ones, _shares(ones, len(inputs)))
+
+
+def _shares(weights: Tensor, size: int) -> Tensor:
+    """Divide sample weights by their sums over batches: (k, n, 1)."""
+    k, n = weights.shape
+    batches = pad(weights, (0, -n % size)).view(k, -1, size)
+    shares = batches / or_one(batches.sum(2, keepdim=True))
+    return shares.view(k, -1, 1)[:, :n]
 
 
 def _cut(data: Tensor, rows: Tensor) -> Tensor:

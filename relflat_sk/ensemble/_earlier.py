@@ -16,6 +16,7 @@ from torch import Tensor
 from relflat_sk._penalty import AT_EARLIER_LAYERS, n_shared
 from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._probe import Probe
@@ -65,8 +66,8 @@ class EarlierPenalty(ABC):
         """Return the shapes of the random signs of a draw, for n samples."""
 
     @abstractmethod
-    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
-        """Return a function from the signs of a draw to the estimates of the sums: (k,)."""
+    def _estimator(self, trace: Trace, batch: Batch) -> Callable[..., Tensor]:
+        """Return a function from the signs of a draw to the estimates of the means: (k,)."""
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
         """Begin an epoch.
@@ -87,8 +88,7 @@ class EarlierPenalty(ABC):
     def step(
         self,
         body: Chain,
-        x: Tensor,
-        target: Tensor,
+        batch: Batch,
         factors: Tensor,
         limits: Tensor | None,
     ) -> Tensor:
@@ -98,10 +98,8 @@ class EarlierPenalty(ABC):
         ----------
         body : Chain
             The networks.
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-        target : Tensor of shape (k, n, ...)
-            Targets.
+        batch : Batch
+            The batch.
         factors : Tensor of shape (k,)
             Weights of the penalties.
         limits : Tensor of shape (k,) or None
@@ -112,36 +110,36 @@ class EarlierPenalty(ABC):
         Tensor of shape (3, k)
             Losses, penalties before the limit, and the shares that the limit leaves of them.
         """
-        n = x.shape[1]
-        scale = factors / (self._divisor * n)
+        scale = factors / self._divisor
         with torch.enable_grad():
-            trace = body.trace(x)
-            estimate = self._estimator(trace, target)
-            draws = [estimate(*signs) for signs in self._signs.step(n, x)]
+            trace = body.trace(batch.inputs)
+            estimate = self._estimator(trace, batch)
+            n = batch.inputs.shape[1]
+            draws = [estimate(*signs) for signs in self._signs.step(n, batch.shares)]
             value = scale * torch.stack(draws).mean(0)
             z, phi, weight = trace.last
-        loss = self._criterion.slopes(z.detach(), target)
+        loss = self._criterion.slopes(z.detach(), batch)
         total = value.detach()
         tensors: list[Tensor] = []
         slopes: list[Any] = []
         if self._at_last:
-            exact = (scale / (2 * weight.shape[2])).view(-1, 1, 1)
+            exact = batch.shares * (scale / (2 * weight.shape[2])).view(-1, 1, 1)
             term = self._criterion.curvature(z.detach(), phi.detach(), weight.detach(), exact)
             total = total + term.value
             tensors = [z, phi, weight]
             slopes = [term.z, term.of_phi * phi.detach(), term.of_weight @ term.rows]
-        share = self._share(loss.value, total, z.detach(), target, limits)
+        share = self._share(loss.value, total, z.detach(), batch, limits)
         each = share.view(-1, 1, 1)
         trace.backward([z, value, *tensors], [loss.z, share, *(each * slope for slope in slopes)])
         return torch.stack([loss.value, total, share])
 
     def _share(
-        self, loss: Tensor, total: Tensor, z: Tensor, target: Tensor, limits: Tensor | None
+        self, loss: Tensor, total: Tensor, z: Tensor, batch: Batch, limits: Tensor | None
     ) -> Tensor:
         """Return the shares that the limit leaves."""
         if limits is None:
             return torch.ones_like(loss)
-        gain = self._criterion.gain(loss, z, target)
+        gain = self._criterion.gain(loss, z, batch)
         room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
         return share_left(limits, AT_EARLIER_LAYERS * room[None], total.abs()[None])
 
@@ -153,12 +151,12 @@ class _BySlopes(EarlierPenalty):
         shared = [(n_shared(m), m) for m in self._layers.values() if n_shared(m)]
         return [(n, n_outputs), *shared]
 
-    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
-        z = trace.last[0]
+    def _estimator(self, trace: Trace, batch: Batch) -> Callable[..., Tensor]:
+        z, roots = trace.last[0], batch.shares.sqrt()
         outputs = [trace.layers[name].output for name in self._layers]
 
         def draw(of_outputs: Tensor, *shared: Tensor) -> Tensor:
-            cotangent = self._criterion.root_product(z, of_outputs)
+            cotangent = self._criterion.root_product(z, of_outputs * roots)
             gradients = torch.autograd.grad(z, outputs, cotangent, create_graph=True)
             vectors = iter(shared)
             squares = []
@@ -178,10 +176,10 @@ class _ByForms(EarlierPenalty):
     def _shapes(self, n: int, n_outputs: int) -> list[tuple[int, int]]:
         return [(n, m) for m in self._layers.values()]
 
-    def _estimator(self, trace: Trace, target: Tensor) -> Callable[..., Tensor]:
+    def _estimator(self, trace: Trace, batch: Batch) -> Callable[..., Tensor]:
         layers = [trace.layers[name] for name in self._layers]
         outputs = [layer.output for layer in layers]
-        loss = self._criterion.each(trace.last[0], target).sum() * self._divisor
+        loss = self._criterion.each(trace.last[0], batch.targets).sum() * self._divisor
         gradients = torch.autograd.grad(loss, outputs, create_graph=True)
 
         def draw(*signs: Tensor) -> Tensor:
@@ -191,7 +189,7 @@ class _ByForms(EarlierPenalty):
             ]
             products = torch.autograd.grad(gradients, outputs, changes, create_graph=True)
             forms = [
-                (product * change).sum(dim=(1, 2))
+                (product * change * batch.shares).sum(dim=(1, 2))
                 for product, change in zip(products, changes, strict=True)
             ]
             return torch.stack(forms).sum(0)

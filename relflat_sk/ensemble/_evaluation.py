@@ -51,8 +51,11 @@ def losses_on_all(
     list of float
         The losses; infinite for a network that is certainly above its goal.
     """
-    n = data.n_rows
-    limits = [goal * n * (1 + ROUNDING_OF_A_PROOF) for goal in goals]
+    divisors = [data.total_weights[k] for k in positions]
+    limits = [
+        goal * divisor * (1 + ROUNDING_OF_A_PROOF)
+        for goal, divisor in zip(goals, divisors, strict=True)
+    ]
     found = [math.inf] * len(positions)
     hardest = [stack.members[k].hardest for k in positions]
     tried = [i for i, rows in enumerate(hardest) if rows is not None]
@@ -66,7 +69,7 @@ def losses_on_all(
         rest = sorted(left)
         each = _losses(body, criterion, stack, data, [positions[i] for i in rest], None)
         for i, of_samples, total in zip(rest, each, each.sum(1).cpu().tolist(), strict=True):
-            found[i] = total / n
+            found[i] = total / divisors[i]
             stack.members[positions[i]].hardest = _hardest(of_samples, limits[i])
     return found
 
@@ -87,12 +90,12 @@ def _losses(
     positions: Sequence[int],
     rows: Tensor | None,
 ) -> Tensor:
-    """Compute the losses of samples in float64: of all samples if `rows` is None."""
+    """Compute weighted losses of samples in float64: of all samples if `rows` is None."""
     weights, buffers = stack.of(positions)
     body.bind(weights, weights, buffers)
     with torch.no_grad():
         parts = [
-            criterion.each(body.evaluate(x), target).double()
-            for x, target in data.in_order(positions, rows, _AT_ONCE)
+            criterion.each(body.evaluate(batch.inputs), batch.targets).double() * batch.weights
+            for batch in data.in_order(positions, rows, _AT_ONCE)
         ]
     return torch.cat(parts, 1)

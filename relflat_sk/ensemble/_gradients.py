@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from relflat_sk.ensemble._data import Batch
+
 __all__ = ["FAR_GRADIENT", "RunningGradients", "gradient_norms"]
 
 # In trainings without dropout and batch norm (5 data sets, Adam and SGD at four rates from 0.001
@@ -33,18 +35,20 @@ class RunningGradients:
     def __init__(self, gradients: Iterable[Tensor]) -> None:
         self._gradients = list(gradients)
         self._sums = [torch.zeros_like(gradient) for gradient in self._gradients]
-        self._n = 0
+        self._divisors = self._gradients[0].new_zeros(len(self._gradients[0]))
 
-    def add(self, n: int) -> None:
+    def add(self, batch: Batch) -> None:
         """Add the gradients of a step.
 
         Parameters
         ----------
-        n : int
-            Number of samples in its batch.
+        batch : Batch
+            Its batch.
         """
-        torch._foreach_add_(self._sums, self._gradients, alpha=n)
-        self._n += n
+        divisors = batch.weights.sum(1)
+        for total, gradient in zip(self._sums, self._gradients, strict=True):
+            total.addcmul_(gradient, divisors.view(-1, *[1] * (gradient.ndim - 1)))
+        self._divisors += divisors
 
     def norms(self) -> list[float]:
         """Compute the norm of the mean and that of the last step; return the smaller one.
@@ -65,13 +69,13 @@ class RunningGradients:
         Tensor of shape (k,)
             One number for each member.
         """
-        return _norms(self._sums) / max(1, self._n)
+        return _norms(self._sums) / self._divisors.double().cpu()
 
 
 def gradient_norms(
     gradients: Sequence[Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    differentiate: Callable[[Tensor, Tensor], object],
+    batches: Iterable[Batch],
+    differentiate: Callable[[Batch], object],
 ) -> list[float]:
     """Compute the norms of the gradients on all data.
 
@@ -79,7 +83,7 @@ def gradient_norms(
     ----------
     gradients : sequence of Tensor of shape (k, ...)
         Where `differentiate` puts the gradients of the members.
-    batches : iterable of (inputs, targets)
+    batches : iterable of Batch
         The data of the members.
     differentiate : callable
         Computes the gradients of the mean over a batch.
@@ -90,9 +94,9 @@ def gradient_norms(
         One norm for each member.
     """
     running = RunningGradients(gradients)
-    for x, target in batches:
-        differentiate(x, target)
-        running.add(x.shape[1])
+    for batch in batches:
+        differentiate(batch)
+        running.add(batch)
     found: list[float] = running.of_mean().tolist()
     return found
 

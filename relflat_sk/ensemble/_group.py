@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
-from relflat_sk.ensemble._data import Data
+from relflat_sk.ensemble._data import Batch, Data, make_batch
 from relflat_sk.ensemble._earlier import EarlierPenalty, make_earlier_penalty
 from relflat_sk.ensemble._evaluation import losses_on_all
 from relflat_sk.ensemble._gradients import FAR_GRADIENT, RunningGradients, gradient_norms
@@ -56,7 +56,11 @@ class Group:
         with fork_rng(x.device):
             found = probe(net, module, x, y)
         self._criterion = find_criterion(
-            net.criterion_, found.output, found.target, ignores=member.has_ignored
+            net.criterion_,
+            found.output,
+            found.target,
+            ignores=member.has_ignored,
+            weighted=member.has_weights,
         )
         self._output = found.output[:1]
         self.device = x.device
@@ -89,8 +93,8 @@ class Group:
         try:
             with torch.no_grad(), fork_rng(x.device):
                 z, _, _ = self._body.forward(x[None])
-                target = target[None, :, None] if self._criterion.takes_columns else target[None]
-                slopes = self._criterion.slopes(z, target)
+                targets = target[:, None] if self._criterion.takes_columns else target
+                slopes = self._criterion.slopes(z, make_batch(x, targets))
                 self._body.backward(slopes.z)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
@@ -130,11 +134,11 @@ class Group:
         if any(member.stops_at_gradient for member in members) and not data.drops_some:
             running = RunningGradients(stack.gradients.values())
         with torch.no_grad():
-            for step, (x, target) in enumerate(data):
-                self._masks.set(step, x.shape[1])
-                recorded.append(self._step(x, target, factors, limits))
+            for step, batch in enumerate(data):
+                self._masks.set(step, batch.inputs.shape[1])
+                recorded.append(self._step(batch, factors, limits))
                 if running is not None:
-                    running.add(x.shape[1])
+                    running.add(batch)
                 update.step()
         if self._penalty is not None:
             self._penalty.finish()
@@ -158,15 +162,13 @@ class Group:
         assert self._data is not None
         return self._stack, self._data
 
-    def _step(
-        self, x: Tensor, target: Tensor, factors: Tensor | None, limits: Tensor | None
-    ) -> Tensor:
+    def _step(self, batch: Batch, factors: Tensor | None, limits: Tensor | None) -> Tensor:
         """Compute the gradients of a batch; return losses, penalties and shares of them."""
         if self._penalty is not None and factors is not None:
             body: Any = self._body
-            return self._penalty.step(body, x, target, factors, limits)
-        z, _, _ = self._body.forward(x)
-        slopes = self._criterion.slopes(z, target)
+            return self._penalty.step(body, batch, factors, limits)
+        z, _, _ = self._body.forward(batch.inputs)
+        slopes = self._criterion.slopes(z, batch)
         self._body.backward(slopes.z)
         return slopes.value[None]
 
@@ -296,7 +298,7 @@ class Group:
             return gradient_norms(
                 list(gradients.values()),
                 data.in_order(positions, None, batch_size),
-                lambda x, target: self._step(x, target, *settings),
+                lambda batch: self._step(batch, *settings),
             )
 
     def release(self) -> None:

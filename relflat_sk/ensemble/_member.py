@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from relflat_sk._network import cast_inputs
 from relflat_sk.ensemble._stackable import NotStackable, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
-from relflat_sk.training import ArrayLoader, StopAtGradientNorm
+from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
 
 __all__ = ["Member", "make_member"]
 
@@ -33,6 +33,8 @@ class Member:
         Equal for members that can be stacked.
     inputs, targets : Tensor of shape (n, ...)
         The data that the loader cuts batches from.
+    weights : Tensor of shape (n,)
+        Their sample weights; ones if there are none.
     order : Tensor of shape (n,)
         Rows of the next epoch, in their order.
     seed : int
@@ -51,6 +53,7 @@ class Member:
     key: tuple[Any, ...] = field(init=False)
     inputs: Tensor = field(init=False)
     targets: Tensor = field(init=False)
+    weights: Tensor = field(init=False)
     order: Tensor = field(init=False)
     seed: int = field(init=False, default=0)
     random_state: Tensor = field(init=False)
@@ -61,6 +64,11 @@ class Member:
     def has_ignored(self) -> bool:
         """Whether the criterion ignores some of the targets."""
         return bool(self.key[1])
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the samples have weights."""
+        return bool(self.key[2])
 
     @property
     def module(self) -> nn.Module:
@@ -171,16 +179,22 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
         If the net needs a training loop of its own.
     """
     check_stackable(net, fit_params)
+    if not isinstance(loader, ArrayLoader):
+        raise NotStackable("its batches are not cut out of arrays")
+    inputs, labels = loader.parts
+    targets, weights = split_target(labels)
     member = Member(net, loader)
     member.key = (
-        _data_key(loader),
-        _has_ignored(net.criterion_, loader.parts[1]),
+        _data_key(loader, inputs, targets),
+        _has_ignored(net.criterion_, targets),
+        weights is not None,
         _module_key(net.module_),
         _module_key(net.criterion_),
         _optimizer_key(net),
         _penalty_key(net),
     )
-    member.inputs, member.targets = loader.parts
+    member.inputs, member.targets = inputs, targets
+    member.weights = torch.ones(()).expand(len(inputs)) if weights is None else weights
     return member
 
 
@@ -189,14 +203,11 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
-def _data_key(loader: Any) -> tuple[Any, ...]:
+def _data_key(loader: ArrayLoader, inputs: Any, targets: Any) -> tuple[Any, ...]:
     """Return what the data of members have in common."""
-    if not isinstance(loader, ArrayLoader):
-        raise NotStackable("its batches are not cut out of arrays")
-    inputs, targets = loader.parts
     for name, part in (("inputs", inputs), ("targets", targets)):
         if type(part) is not Tensor:
-            raise NotStackable(f"its {name} are not one array, or have sample weights")
+            raise NotStackable(f"its {name} are not one array")
     if not len(loader):
         raise NotStackable("it has fewer samples than a batch, and drops them")
     size = min(int(loader.batch_size or 1), loader.n_rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import Chain
 from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._slopes import PenaltySlopes, Slopes
@@ -55,8 +56,7 @@ class LastPenalty:
     def step(
         self,
         body: Chain | Vmapped,
-        x: Tensor,
-        target: Tensor,
+        batch: Batch,
         factors: Tensor,
         limits: Tensor | None,
     ) -> Tensor:
@@ -66,10 +66,8 @@ class LastPenalty:
         ----------
         body : Chain or Vmapped
             The networks.
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-        target : Tensor of shape (k, n, ...)
-            Targets.
+        batch : Batch
+            The batch.
         factors : Tensor of shape (k,)
             Weights of the penalties.
         limits : Tensor of shape (k,) or None
@@ -80,16 +78,15 @@ class LastPenalty:
         Tensor of shape (3, k)
             Losses, penalties before the limit, and the shares that the limit leaves of them.
         """
-        z, phi, weight = body.forward(x)
-        loss = self.criterion.slopes(z, target)
-        n, m = phi.shape[1:]
-        scale = (factors / (self.divisor * n * 2 * m)).view(-1, 1, 1)
-        term = self.criterion.curvature(z, phi, weight, scale)
+        z, phi, weight = body.forward(batch.inputs)
+        loss = self.criterion.slopes(z, batch)
+        each = (factors / (self.divisor * 2 * phi.shape[2])).view(-1, 1, 1)
+        term = self.criterion.curvature(z, phi, weight, batch.shares * each)
         pairs = _Pairs(loss, term, phi, weight)
         if limits is None:
             share = torch.ones_like(loss.value)
         else:
-            gain = self.criterion.gain(loss.value, z, target)
+            gain = self.criterion.gain(loss.value, z, batch)
             share = pairs.share(AT_LAST_LAYER * gain, limits, self.learns_features)
         body.backward_from_last(*pairs.total(share.view(-1, 1, 1)))
         return torch.stack([loss.value, term.value, share])

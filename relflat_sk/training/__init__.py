@@ -32,6 +32,7 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
+from relflat_sk.training._sample_weights import split_target as split_target
 
 __all__ = [
     "MLP",

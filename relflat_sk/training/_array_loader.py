@@ -183,8 +183,8 @@ def _weighted_parts(dataset: WeightedDataset) -> tuple[Any, Any, Tensor]:
     inputs, targets, rows = _parts(dataset.dataset)
     if not torch.equal(rows, torch.arange(len(next(_leaves(inputs))))):
         raise _NotArrays
-    # a copy: arrays of pandas are read-only
-    weights = torch.tensor(dataset.weights, dtype=torch.float64)
+    # a copy: arrays of pandas are read-only, and others have negative strides
+    weights = torch.from_numpy(np.array(dataset.weights, dtype=np.float64, order="C"))
     return inputs, Weighted(targets, weights), rows
 
 

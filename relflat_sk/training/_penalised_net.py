@@ -192,7 +192,7 @@ class PenalisedNet(MeasuredNet):
         if not training:
             return loss
         term = share = None
-        if recorded and state.penalty is not None and _any_counts(weight):
+        if recorded and state.penalty is not None:
             penalty = state.penalty
             term = penalty.of_batch(criterion, y_pred, target, weight, self._penalty_weight())
             share = penalty.share_left(term, lambda: (loss, constant_loss(loss_of, y_pred, weight)))
@@ -333,11 +333,6 @@ class PenalisedNet(MeasuredNet):
             X = with_weights(self.get_dataset(X, y), state.sample_weight)
         state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
         return state.dataset, valid
-
-
-def _any_counts(weight: Tensor | None) -> bool:
-    """Return whether any sample of a batch has a weight."""
-    return weight is None or bool((weight > 0).any())
 
 
 def _full_precision(output: Any) -> Any:

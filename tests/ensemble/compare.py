@@ -56,12 +56,18 @@ def own_loop():
 
 
 def compare(nets, *, X=None, y=None, each=None, fleet=4, atol=1e-8):
-    """Fit nets by their own loops and stacked, and one of them by itself; return the stacked."""
+    """Fit nets by their own loops and stacked, and one of them by itself; return the stacked.
+
+    Data may be pairs (X, y), or triples with the sample weights.
+    """
     if each is None:
         each = [data() if X is None else (X, y)] * len(nets)
     with own_loop():
         singles = [clone(net).fit(*one) for net, one in zip(nets, each, strict=True)]
-    stacked = EnsembleTrainer(nets, fleet=fleet).fit_each(each).estimators_
+    named = [
+        (*one[:2], {"sample_weight": weights}) for one in each for weights in one[2:] or [None]
+    ]
+    stacked = EnsembleTrainer(nets, fleet=fleet).fit_each(named).estimators_
     for one, other in zip(singles, stacked, strict=True):
         assert_same(one, other, atol)
     assert_same(singles[0], clone(nets[0]).fit(*each[0]), atol)

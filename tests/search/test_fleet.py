@@ -79,6 +79,18 @@ def test_the_table_is_the_same(alone):
     np.testing.assert_array_equal(search.predict(X), alone.predict(X))
 
 
+def test_sample_weights(caplog):
+    caplog.set_level(logging.INFO, logger="relflat_sk")
+    weights = RNG.choice([0.0, 0.5, 3.0], len(X))
+    space = {"lr": [0.01, 0.03], "data__random_labels": [0.0, 0.2]}
+    one, other = (
+        make_search(space=space, fleet=fleet).fit(X, y, X[:20], y[:20], sample_weight=weights)
+        for fleet in (None, 3)
+    )
+    assert not caplog.records
+    assert_same(one, other)
+
+
 def test_nets_in_pipelines(alone):
     space = {f"net__{name}" if "data" not in name else name: v for name, v in SPACE.items()}
     pipeline = make_pipeline(StandardScaler(), make_net())
