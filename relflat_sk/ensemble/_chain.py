@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from relflat_sk.ensemble._trace import Trace, Traced
 
-__all__ = ["Chain", "find_chain"]
+__all__ = ["Chain", "find_chain", "list_layers"]
 
 _ops: Any = torch.ops.aten
 
@@ -164,7 +164,7 @@ def find_chain(module: nn.Module, inputs: Tensor) -> "Chain | None":
     """
     steps: list[_Step] = []
     flat = inputs.ndim == 2
-    for name, layer in _layers(module, ""):
+    for name, layer in list_layers(module):
         if layer is None:
             return None
         kind = type(layer)
@@ -187,15 +187,28 @@ def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def _layers(module: nn.Module, name: str) -> list[tuple[str, Any]]:
-    """List the layers of nested sequences; None for what is no sequence."""
+def list_layers(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
+    """List the layers of nested sequences.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+    name : str, default=""
+        Its name in a larger network.
+
+    Returns
+    -------
+    list of (str, nn.Module or None)
+        Names and layers; None for what is no sequence.
+    """
     if type(module).forward is not nn.Sequential.forward:
         return [(name, module if not module._modules else None)]
     # `named_children` would leave out the second place of an activation that is used twice
     return [
         layer
         for child, part in module._modules.items()
-        for layer in _layers(cast(nn.Module, part), _join(name, child))
+        for layer in list_layers(cast(nn.Module, part), _join(name, child))
     ]
 
 

@@ -1,9 +1,9 @@
 """Nets of one architecture, trained epoch by epoch as one stacked model."""
 
 import copy
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._penalty import LastPenalty
 from relflat_sk.ensemble._probe import Probe, probe
+from relflat_sk.ensemble._recording import record_batches
+from relflat_sk.ensemble._small import SmallStep, find_small_step, one_blas_thread
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.ensemble._stackable import NotStackable
 from relflat_sk.ensemble._vmapped import Vmapped
@@ -67,6 +69,7 @@ class Group:
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
         self._penalty = self._make_penalty(net, found) if member.is_penalised else None
         self._masks = Masks(module, self._body, x)
+        self._small = self._find_small_step(net, module, x)
         self._stack: Stack | None = None
         self._data: Data | None = None
         self._try(member, x, found.target)
@@ -83,6 +86,15 @@ class Group:
             raise NotStackable("with a penalty at earlier layers, it must be a chain of layers")
         return make_earlier_penalty(self._criterion, found, net.flatness_probes)
 
+    def _find_small_step(self, net: Any, module: nn.Module, x: Tensor) -> SmallStep | None:
+        """Find how NumPy trains a single member, where this takes less time."""
+        penalty = self._penalty
+        known = self._criterion.is_known and isinstance(self._body, Chain)
+        if not known or isinstance(penalty, EarlierPenalty):
+            return None
+        divisor = None if penalty is None else penalty.divisor
+        return find_small_step(module, net.criterion_, x, divisor)
+
     def _try(self, member: Member, x: Tensor, target: Tensor) -> None:
         """Refuse a network or a criterion that cannot be stacked."""
         weights = {n: p.detach()[None].clone() for n, p in member.module.named_parameters()}
@@ -92,7 +104,8 @@ class Group:
         self._masks.ones()
         try:
             with torch.no_grad(), fork_rng(x.device):
-                z, _, _ = self._body.forward(x[None])
+                # a copy, because layers hold their inputs until the next pass
+                z, _, _ = self._body.forward(x[None].clone())
                 targets = target[:, None] if self._criterion.takes_columns else target
                 slopes = self._criterion.slopes(z, make_batch(x, targets))
                 self._body.backward(slopes.z)
@@ -121,22 +134,20 @@ class Group:
         """
         stack, data = self._prepared(members)
         stack.take_over()
-        self._body.bind(stack.weights, stack.gradients, stack.buffers)
         data.start(members)
         self._masks.start(members)
         device = data.inputs.device
         update = stack.make_update(device.type in _FUSED_ON)
-        factors, limits = self._penalty_settings(members, data.inputs)
         if self._penalty is not None:
             self._penalty.start(members, data.sizes)
         recorded = []
         running = None
         if any(member.stops_at_gradient for member in members) and not data.drops_some:
             running = RunningGradients(stack.gradients.values())
-        with torch.no_grad():
+        with torch.no_grad(), self._steps(members, stack, data) as compute:
             for step, batch in enumerate(data):
                 self._masks.set(step, batch.inputs.shape[1])
-                recorded.append(self._step(batch, factors, limits))
+                recorded.append(compute(batch))
                 if running is not None:
                     running.add(batch)
                 update.step()
@@ -146,7 +157,7 @@ class Group:
         for member, norm in zip(members, norms, strict=True):
             member.running_gradient = norm
         stack.hand_over()
-        _record(members, torch.stack(recorded), data.sizes)
+        record_batches(members, recorded, data.sizes)
 
     def _prepared(self, members: Sequence[Member]) -> tuple[Stack, Data]:
         """Return stack and data of these members, which may be those of the last epoch."""
@@ -161,6 +172,19 @@ class Group:
             self._stack = Stack(members)
         assert self._data is not None
         return self._stack, self._data
+
+    @contextmanager
+    def _steps(self, members: Sequence[Member], stack: Stack, data: Data) -> Iterator[Any]:
+        """Yield a function that computes the gradients of a batch, and returns what is recorded."""
+        if self._small is not None and len(members) == 1:
+            self._small.bind(stack.weights, stack.gradients)
+            net = members[0].net
+            with one_blas_thread():
+                yield partial(self._small, factor=net._penalty_weight(), limit=net.flatness_clip)
+            return
+        self._body.bind(stack.weights, stack.gradients, stack.buffers)
+        factors, limits = self._penalty_settings(members, data.inputs)
+        yield lambda batch: self._step(batch, factors, limits)
 
     def _step(self, batch: Batch, factors: Tensor | None, limits: Tensor | None) -> Tensor:
         """Compute the gradients of a batch; return losses, penalties and shares of them."""
@@ -304,39 +328,3 @@ class Group:
     def release(self) -> None:
         """Forget the stack, because its members change or have ended."""
         self._stack = self._data = None
-
-
-def _record(members: Sequence[Member], values: Tensor, sizes: Sequence[int]) -> None:
-    """Write the batches of an epoch to the histories, as the nets do."""
-    parts = values.permute(2, 1, 0).cpu().tolist()  # by member, quantity and step
-    with _without_collector():
-        _write(members, parts, sizes)
-
-
-def _write(members: Sequence[Member], parts: Any, sizes: Sequence[int]) -> None:
-    for member, (losses, *penalty) in zip(members, parts, strict=True):
-        terms, shares = penalty or ([0.0] * len(sizes), [1.0] * len(sizes))
-        history = member.net.history
-        batches = [
-            {
-                "train_loss": loss,
-                "train_batch_size": size,
-                "flatness_penalty": share * term,
-                "flatness_clipped": float(share < 1),
-            }
-            for loss, size, term, share in zip(losses, sizes, terms, shares, strict=True)
-        ]
-        list.__getitem__(history, -1)["batches"].extend(batches)
-        history.record("train_batch_count", len(sizes))
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Make many objects at once without Python's search for circles after every few."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,0 +1,243 @@
+"""Losses, their gradients and curvatures, for one network.
+
+They are those of `relflat_sk.ensemble._criteria`, without the axis of the members.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import expit
+
+__all__ = ["CrossEntropy", "LogisticLoss", "SmallCriterion", "SquaredError", "Term"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Term(NamedTuple):
+    """The penalty of a batch, with its partial derivatives.
+
+    Parameters
+    ----------
+    value : float
+        The penalty.
+    z : array of shape (n, d)
+        Derivative in the outputs.
+    of_phi : array of shape (n, 1)
+        The derivative in the features of the last layer, beside that through the outputs, is
+        ``of_phi * phi``.
+    weight : array of shape (d, m)
+        The derivative in the weight of the last layer, beside that through the outputs.
+    """
+
+    value: float
+    z: Array
+    of_phi: Array
+    weight: Array
+
+
+class SmallCriterion(ABC):
+    """A criterion with its gradient and curvature."""
+
+    @abstractmethod
+    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+        """Compute the loss of a batch, and its gradient.
+
+        Parameters
+        ----------
+        z : array of shape (n, d)
+            Outputs.
+        target : array of shape (n, ...)
+            Targets.
+
+        Returns
+        -------
+        loss : float
+            The mean loss.
+        gradient : array of shape (n, d)
+            Gradient in the outputs.
+        """
+
+    @abstractmethod
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+        """Compute the penalty of a batch.
+
+        Parameters
+        ----------
+        z : array of shape (n, d)
+            Outputs.
+        phi : array of shape (n, m)
+            Features of the last layer.
+        weight : array of shape (d, m)
+            Weight of the last layer.
+        scale : float
+            Factor of the penalty.
+
+        Returns
+        -------
+        Term
+            The penalty.
+        """
+
+    @abstractmethod
+    def constant_loss(self, z: Array, target: Array) -> float:
+        """Compute the loss of the mean output.
+
+        Parameters
+        ----------
+        z : array of shape (n, d)
+            Outputs.
+        target : array of shape (n, ...)
+            Targets.
+
+        Returns
+        -------
+        float
+            The mean loss.
+        """
+
+    def fits(self, d: int, m: int) -> bool:
+        """Return whether the curvature at a last layer of this size takes few numbers.
+
+        Parameters
+        ----------
+        d, m : int
+            Numbers of its outputs and inputs.
+
+        Returns
+        -------
+        bool
+            Whether it does.
+        """
+        return True
+
+
+class CrossEntropy(SmallCriterion):
+    """The mean cross-entropy of class indices, targets of shape (n, 1)."""
+
+    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+        n, d = z.shape
+        shifted = z - np.maximum.reduce(z, 1, keepdims=True)
+        p = np.exp(shifted)
+        sums = np.add.reduce(p, 1, keepdims=True)
+        p /= sums
+        self._p = p
+        chosen = target[:, 0] + np.arange(0, n * d, d)  # places in the flattened array
+        loss = (np.add.reduce(np.log(sums[:, 0])) - np.add.reduce(shifted.ravel()[chosen])) / n
+        gradient = p / n
+        gradient.reshape(-1)[chosen] -= 1 / n
+        return float(loss), gradient
+
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+        # sum_k Var(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2
+        p = self._p
+        gaps = weight[:, None] - weight
+        distances = np.einsum("stm,stm->st", gaps, gaps)
+        slope = p @ distances
+        forms = np.einsum("nd,nd->n", slope, p)[:, None]  # twice the variances
+        norms = np.einsum("nm,nm->n", phi, phi)[:, None] * scale
+        weighted = p * norms
+        pairs = p.T @ weighted
+        pairs *= -2
+        pairs.reshape(-1)[:: len(pairs) + 1] -= np.add.reduce(pairs, 1)
+        slope -= forms
+        slope *= weighted
+        value = 0.5 * float(np.dot(forms[:, 0], norms[:, 0]))
+        return Term(value, slope, forms * scale, pairs @ (weight - weight[0]))
+
+    def constant_loss(self, z: Array, target: Array) -> float:
+        mean = np.add.reduce(z, 0) / len(z)
+        mean -= np.maximum.reduce(mean)
+        loss = np.log(np.add.reduce(np.exp(mean))) - np.add.reduce(mean[target[:, 0]]) / len(z)
+        return float(loss)
+
+    def fits(self, d: int, m: int) -> bool:
+        return d * d * m <= 2**16
+
+
+class _Outputs(SmallCriterion):
+    """A criterion that is a mean over all outputs of all samples."""
+
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+        second, third = self.derivatives(z)
+        squares = np.einsum("dm,dm->d", weight, weight)
+        norms = np.einsum("nm,nm->n", phi, phi) * scale
+        forms = second @ squares
+        totals = norms @ second
+        totals *= 2
+        inner = third * squares
+        inner *= norms[:, None]
+        value = float(np.dot(forms, norms))
+        return Term(value, inner, forms[:, None] * (2 * scale), totals[:, None] * weight)
+
+    def constant_loss(self, z: Array, target: Array) -> float:
+        return self.loss(np.add.reduce(z, 0) / len(z), target)
+
+    @abstractmethod
+    def loss(self, z: Array, target: Array) -> float:
+        """Compute the loss of a batch.
+
+        Parameters
+        ----------
+        z : array of shape (n, d) or (d,)
+            Outputs, of all samples or of each.
+        target : array of shape (n, d)
+            Targets.
+
+        Returns
+        -------
+        float
+            The mean loss.
+        """
+
+    @abstractmethod
+    def derivatives(self, z: Array) -> tuple[Array, Array]:
+        """Compute the second and third derivative of each output's loss.
+
+        Parameters
+        ----------
+        z : array of shape (n, d)
+            Outputs.
+
+        Returns
+        -------
+        second, third : array of shape (n, d)
+            Derivatives.
+        """
+
+
+class SquaredError(_Outputs):
+    """The mean squared error, targets of shape (n, d)."""
+
+    def loss(self, z: Array, target: Array) -> float:
+        error = (z - target).ravel()
+        return float(np.dot(error, error) / error.size)
+
+    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+        error = z - target
+        flat = error.ravel()
+        loss = float(np.dot(flat, flat)) / error.size
+        error *= 2 / error.size
+        return loss, error
+
+    def derivatives(self, z: Array) -> tuple[Array, Array]:
+        return np.full_like(z, 2.0), np.zeros_like(z)
+
+
+class LogisticLoss(_Outputs):
+    """The mean logistic loss, targets of shape (n, d)."""
+
+    def loss(self, z: Array, target: Array) -> float:
+        losses = np.logaddexp(0, z) - z * target
+        return float(np.add.reduce(losses.ravel()) / losses.size)
+
+    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+        gradient = expit(z)
+        self._p = gradient.copy()
+        gradient -= target
+        gradient /= z.size
+        return self.loss(z, target), gradient
+
+    def derivatives(self, z: Array) -> tuple[Array, Array]:
+        second = self._p * (1 - self._p)
+        return second, second * (1 - 2 * self._p)
