@@ -1,4 +1,4 @@
-"""Training steps of one small network with NumPy, whose calls take a quarter of torch's time."""
+"""Training steps of one small network with NumPy, whose calls cost less than torch's."""
 
 from relflat_sk.ensemble._small.step import SmallStep, find_small_step, one_blas_thread
 
