@@ -60,10 +60,10 @@ class Make:
         return Network(*self.layers(), **self.settings)
 
 
-def assert_same_as_own_loop(net, X, y, **tolerance):
+def assert_same_as_own_loop(net, X, y, sample_weight=None, **tolerance):
     with own_loop():
-        own = clone(net).fit(X, y)
-    found = clone(net).fit(X, y)
+        own = clone(net).fit(X, y, sample_weight=sample_weight)
+    found = clone(net).fit(X, y, sample_weight=sample_weight)
     assert_same(own, found, **tolerance)
     gradients = [[p.grad for p in one.module_.parameters()] for one in (own, found)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
@@ -85,6 +85,17 @@ def test_steps_are_those_of_autograd(task, activation, weight, clip, steps):
     assert (len(steps[0]) == 3) == (weight > 0)
     if (weight, clip) == (100.0, 0.05):
         assert min(curve(net, "flatness_clipped")) == 1  # the limit was at work in each step
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_with_weights(task, steps):
+    kind, n_outputs, y = TASKS[task]
+    weights = np.where(np.arange(50) < 20, 0, np.linspace(0, 3, 50))
+    settings = SETTINGS | {"iterator_train__shuffle": False}  # the first batch has no weight
+    net = kind(module=Make(lambda: network(n_outputs=n_outputs)), flatness_weight=3, **settings)
+    assert_same_as_own_loop(net, X, y, sample_weight=weights)
+    assert len(steps) == 16
+    assert steps[0][:2] == (0, 0)
 
 
 @pytest.mark.parametrize(

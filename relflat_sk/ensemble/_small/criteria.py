@@ -40,7 +40,7 @@ class SmallCriterion(ABC):
     """A criterion with its gradient and curvature."""
 
     @abstractmethod
-    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+    def slopes(self, z: Array, target: Array, shares: Array) -> tuple[float, Array]:
         """Compute the loss of a batch, and its gradient.
 
         Parameters
@@ -49,6 +49,8 @@ class SmallCriterion(ABC):
             Outputs.
         target : array of shape (n, ...)
             Targets.
+        shares : array of shape (n,)
+            Sample weights that make a mean.
 
         Returns
         -------
@@ -59,7 +61,7 @@ class SmallCriterion(ABC):
         """
 
     @abstractmethod
-    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: Array) -> Term:
         """Compute the penalty of a batch.
 
         Parameters
@@ -70,8 +72,8 @@ class SmallCriterion(ABC):
             Features of the last layer.
         weight : array of shape (d, m)
             Weight of the last layer.
-        scale : float
-            Factor of the penalty.
+        scale : array of shape (n,)
+            Factors of the samples' terms.
 
         Returns
         -------
@@ -80,7 +82,7 @@ class SmallCriterion(ABC):
         """
 
     @abstractmethod
-    def constant_loss(self, z: Array, target: Array) -> float:
+    def constant_loss(self, z: Array, target: Array, shares: Array) -> float:
         """Compute the loss of the mean output.
 
         Parameters
@@ -89,6 +91,8 @@ class SmallCriterion(ABC):
             Outputs.
         target : array of shape (n, ...)
             Targets.
+        shares : array of shape (n,)
+            Sample weights that make a mean.
 
         Returns
         -------
@@ -115,7 +119,7 @@ class SmallCriterion(ABC):
 class CrossEntropy(SmallCriterion):
     """The mean cross-entropy of class indices, targets of shape (n, 1)."""
 
-    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+    def slopes(self, z: Array, target: Array, shares: Array) -> tuple[float, Array]:
         n, d = z.shape
         shifted = z - np.maximum.reduce(z, 1, keepdims=True)
         p = np.exp(shifted)
@@ -123,33 +127,33 @@ class CrossEntropy(SmallCriterion):
         p /= sums
         self._p = p
         chosen = target[:, 0] + np.arange(0, n * d, d)  # places in the flattened array
-        loss = (np.add.reduce(np.log(sums[:, 0])) - np.add.reduce(shifted.ravel()[chosen])) / n
-        gradient = p / n
-        gradient.reshape(-1)[chosen] -= 1 / n
-        return float(loss), gradient
+        loss = float(np.dot(np.log(sums[:, 0]) - shifted.ravel()[chosen], shares))
+        gradient = p * shares[:, None]
+        gradient.reshape(-1)[chosen] -= shares
+        return loss, gradient
 
-    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: Array) -> Term:
         # sum_k Var(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2
         p = self._p
         gaps = weight[:, None] - weight
         distances = np.einsum("stm,stm->st", gaps, gaps)
         slope = p @ distances
-        forms = np.einsum("nd,nd->n", slope, p)[:, None]  # twice the variances
-        norms = np.einsum("nm,nm->n", phi, phi)[:, None] * scale
-        weighted = p * norms
+        forms = np.einsum("nd,nd->n", slope, p)  # twice the variances
+        norms = np.einsum("nm,nm->n", phi, phi) * scale
+        weighted = p * norms[:, None]
         pairs = p.T @ weighted
         pairs *= -2
         pairs.reshape(-1)[:: len(pairs) + 1] -= np.add.reduce(pairs, 1)
-        slope -= forms
+        slope -= forms[:, None]
         slope *= weighted
-        value = 0.5 * float(np.dot(forms[:, 0], norms[:, 0]))
-        return Term(value, slope, forms * scale, pairs @ (weight - weight[0]))
+        value = 0.5 * float(np.dot(forms, norms))
+        return Term(value, slope, (forms * scale)[:, None], pairs @ (weight - weight[0]))
 
-    def constant_loss(self, z: Array, target: Array) -> float:
-        mean = np.add.reduce(z, 0) / len(z)
+    def constant_loss(self, z: Array, target: Array, shares: Array) -> float:
+        mean = shares @ z
         mean -= np.maximum.reduce(mean)
-        loss = np.log(np.add.reduce(np.exp(mean))) - np.add.reduce(mean[target[:, 0]]) / len(z)
-        return float(loss)
+        losses = np.log(np.add.reduce(np.exp(mean))) - mean
+        return float(np.dot(losses[target[:, 0]], shares))
 
     def fits(self, d: int, m: int) -> bool:
         return d * d * m <= 2**16
@@ -158,7 +162,7 @@ class CrossEntropy(SmallCriterion):
 class _Outputs(SmallCriterion):
     """A criterion that is a mean over all outputs of all samples."""
 
-    def curvature(self, z: Array, phi: Array, weight: Array, scale: float) -> Term:
+    def curvature(self, z: Array, phi: Array, weight: Array, scale: Array) -> Term:
         second, third = self.derivatives(z)
         squares = np.einsum("dm,dm->d", weight, weight)
         norms = np.einsum("nm,nm->n", phi, phi) * scale
@@ -168,13 +172,15 @@ class _Outputs(SmallCriterion):
         inner = third * squares
         inner *= norms[:, None]
         value = float(np.dot(forms, norms))
-        return Term(value, inner, forms[:, None] * (2 * scale), totals[:, None] * weight)
+        forms *= scale
+        forms *= 2
+        return Term(value, inner, forms[:, None], totals[:, None] * weight)
 
-    def constant_loss(self, z: Array, target: Array) -> float:
-        return self.loss(np.add.reduce(z, 0) / len(z), target)
+    def constant_loss(self, z: Array, target: Array, shares: Array) -> float:
+        return self.loss(shares @ z, target, shares)
 
     @abstractmethod
-    def loss(self, z: Array, target: Array) -> float:
+    def loss(self, z: Array, target: Array, shares: Array) -> float:
         """Compute the loss of a batch.
 
         Parameters
@@ -183,6 +189,8 @@ class _Outputs(SmallCriterion):
             Outputs, of all samples or of each.
         target : array of shape (n, d)
             Targets.
+        shares : array of shape (n,)
+            Sample weights that make a mean.
 
         Returns
         -------
@@ -209,16 +217,16 @@ class _Outputs(SmallCriterion):
 class SquaredError(_Outputs):
     """The mean squared error, targets of shape (n, d)."""
 
-    def loss(self, z: Array, target: Array) -> float:
-        error = (z - target).ravel()
-        return float(np.dot(error, error) / error.size)
-
-    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
+    def loss(self, z: Array, target: Array, shares: Array) -> float:
         error = z - target
-        flat = error.ravel()
-        loss = float(np.dot(flat, flat)) / error.size
-        error *= 2 / error.size
-        return loss, error
+        return float(np.einsum("nd,nd,n", error, error, shares) / error.shape[1])
+
+    def slopes(self, z: Array, target: Array, shares: Array) -> tuple[float, Array]:
+        error = z - target
+        gradient = error * (shares / z.shape[1])[:, None]
+        loss = float(np.dot(error.ravel(), gradient.ravel()))
+        gradient *= 2
+        return loss, gradient
 
     def derivatives(self, z: Array) -> tuple[Array, Array]:
         return np.full_like(z, 2.0), np.zeros_like(z)
@@ -227,16 +235,15 @@ class SquaredError(_Outputs):
 class LogisticLoss(_Outputs):
     """The mean logistic loss, targets of shape (n, d)."""
 
-    def loss(self, z: Array, target: Array) -> float:
+    def loss(self, z: Array, target: Array, shares: Array) -> float:
         losses = np.logaddexp(0, z) - z * target
-        return float(np.add.reduce(losses.ravel()) / losses.size)
+        return float(np.add.reduce(shares @ losses) / losses.shape[1])
 
-    def slopes(self, z: Array, target: Array) -> tuple[float, Array]:
-        gradient = expit(z)
-        self._p = gradient.copy()
-        gradient -= target
-        gradient /= z.size
-        return self.loss(z, target), gradient
+    def slopes(self, z: Array, target: Array, shares: Array) -> tuple[float, Array]:
+        self._p = expit(z)
+        gradient = self._p - target
+        gradient *= (shares / z.shape[1])[:, None]
+        return self.loss(z, target, shares), gradient
 
     def derivatives(self, z: Array) -> tuple[Array, Array]:
         second = self._p * (1 - self._p)

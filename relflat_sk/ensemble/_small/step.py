@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import list_layers
+from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._small.criteria import (
     CrossEntropy,
     LogisticLoss,
@@ -112,15 +113,13 @@ class SmallStep:
         for layer in self._linear:
             layer.bind(*arrays)
 
-    def __call__(
-        self, x: Tensor, target: Tensor, factor: float, limit: float | None
-    ) -> tuple[float, ...]:
+    def __call__(self, batch: Batch, factor: float, limit: float | None) -> tuple[float, ...]:
         """Compute the gradients of a batch.
 
         Parameters
         ----------
-        x, target : Tensor of shape (1, n, ...)
-            The batch.
+        batch : Batch
+            A batch of a single net.
         factor : float
             Weight of the penalty.
         limit : float or None
@@ -132,20 +131,20 @@ class SmallStep:
             The loss, the penalty before the limit, and the share that the limit leaves of it.
             Without penalty, the loss alone.
         """
-        z, labels = x.numpy()[0], target.numpy()[0]
+        z, target = batch.inputs.numpy()[0], batch.targets.numpy()[0]
+        shares = batch.shares.numpy()[0, :, 0]
         for layer in (*self._before, *self._layers):
             z = layer.forward(z)
-        loss, of_z = self._criterion.slopes(z, labels)
+        loss, of_z = self._criterion.slopes(z, target, shares)
         last = self._linear[-1]
         if self._divisor is None:
             self._backward(last.backward(of_z, needed=len(self._layers) > 1))
             return (loss,)
-        n, m = last.x.shape
-        scale = factor / (self._divisor * n * 2 * m)
+        scale = shares * (factor / (self._divisor * 2 * last.x.shape[1]))
         term = self._criterion.curvature(z, last.x, last.weight, scale)
         room = np.inf
-        if limit is not None and n > 1:
-            room = AT_LAST_LAYER * (self._criterion.constant_loss(z, labels) - loss)
+        if limit is not None and len(z) > 1:
+            room = AT_LAST_LAYER * (self._criterion.constant_loss(z, target, shares) - loss)
         share = self._backward_with(last, of_z, term, room, limit)
         return loss, term.value, share
 
