@@ -87,8 +87,9 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
                 "journal, grid, open files at the end - at the beginning": "0.00",
             },
         ),
+        ("engines", {"two processes, a journal, minima as in one process": "4.00"}),
     ],
-    ids=["claims", "soak"],
+    ids=["claims", "soak", "engines"],
 )
 def test_quick_run_counts_minima(module, expected):
     # an interpreter of its own, since it starts processes itself

@@ -211,18 +211,27 @@ def test_grid_search_with_the_scorer(engine):
     np.testing.assert_allclose(found.cv_results_["mean_test_score"], scores, rtol=1e-5)
 
 
-def fit_in_a_task(_):
-    with parallel_config(backend="dask"):  # by the worker's own client
+def fit_in_a_task(backend):
+    if backend == "ray":
+        import_module("ray.util.joblib").register_ray()
+    with parallel_config(backend=backend):  # of dask by the worker's own client
         search = make_search(LogisticRegression(max_iter=1000)).fit(X, Y)
     n_complete = sum(trial.state == TrialState.COMPLETE for trial in search.study_.trials)
     return n_complete, search.minima_[["param_C", "relative_flatness"]]
 
 
-def test_searches_in_tasks_of_dask_train_in_tasks(dask):
-    """Both workers have one thread, in which a search waits for its candidates."""
-    tasks = dask["client"].map(fit_in_a_task, range(2), pure=False)
+def run_two_tasks(function, backend, client=None):
+    """Call a function on both workers at the same time, and return its results."""
+    if client is not None:
+        return client.gather(client.map(function, [backend] * 2, pure=False))
+    ray = import_module("ray")
+    return ray.get([ray.remote(function).remote(backend) for _ in range(2)])
+
+
+def test_searches_in_tasks_train_in_tasks(engine):
+    """Both workers have one thread, or CPU, in which a search waits for its candidates."""
     alone = make_search(LogisticRegression(max_iter=1000), n_jobs=None).fit(X, Y)
-    for n_complete, minima in dask["client"].gather(tasks):
+    for n_complete, minima in run_two_tasks(fit_in_a_task, **engine):
         assert n_complete == len(CHOICES)
         assert minima.equals(alone.minima_[minima.columns])
 
