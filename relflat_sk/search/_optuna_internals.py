@@ -1,4 +1,4 @@
-"""Adapter to the private attributes of Optuna, as `_optuna_journal` and `_optuna_views` are.
+"""Adapter to the private attributes of Optuna, as the other modules `_optuna_...` are.
 
 Optuna has no public way to create a running trial, to learn its id and to run exactly that
 trial. Processes that share a study need all three (see `relflat_sk.search._sharing.claims`). The
@@ -6,17 +6,13 @@ tests of this module (``tests/search/test_optuna_internals.py``) pass with the o
 newest version of Optuna that ``pyproject.toml`` allows; run them with a new version first.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    distribution_to_json,
-)
+from optuna.distributions import CategoricalDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -33,9 +29,7 @@ __all__ = [
     "last_known",
     "one_transaction",
     "read_trial",
-    "read_trials",
     "trial_id_of",
-    "trials_between",
     "widen_choices",
 ]
 
@@ -68,39 +62,6 @@ def add_trial(study: optuna.Study, template: FrozenTrial) -> int:
     if interval() is not None:
         storage.record_heartbeat(trial_id)
     return trial_id
-
-
-def trials_between(
-    study: optuna.Study, known: Sequence[FrozenTrial], trial_id: int
-) -> list[FrozenTrial]:
-    """Read the trials that were added to a study after some and before another one.
-
-    `optuna.Study.get_trials` would read from a database all trials that run, too, which are many
-    if many processes share it.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    known : sequence of optuna.trial.FrozenTrial
-        All trials that the study held at a time, by number.
-    trial_id : int
-        Id of the other one, which was added later.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        The trials in between, by number.
-    """
-    storage: Any = study._storage
-    backend = getattr(storage, "_backend", None)
-    if isinstance(backend, RDBStorage):
-        newest = known[-1]._trial_id if known else -1
-        added = backend._get_trials(study._study_id, None, set(), newest)
-    else:
-        added = study.get_trials(deepcopy=False)[len(known) :]
-    # ids are in the order of numbers
-    return [trial for trial in added if trial._trial_id < trial_id]
 
 
 @contextmanager
@@ -152,32 +113,6 @@ def read_trial(study: optuna.Study, trial_id: int) -> FrozenTrial:
         A copy of the trial.
     """
     return study._storage.get_trial(trial_id)
-
-
-def read_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """Read all trials of a study, without copies.
-
-    Optuna parses the choices of each trial from a text. In a study of as many seeds as trials,
-    these lists would take more memory than all else. Here trials with equal choices share them.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        The trials that the study's storage holds in memory, by number.
-    """
-    trials = study.get_trials(deepcopy=False)
-    shared: dict[str, BaseDistribution] = {}
-    for trial in trials:
-        for name, own in trial.distributions.items():
-            earlier = shared.setdefault(name, own)
-            if own is not earlier:
-                shared[name] = trial.distributions[name] = earlier if own == earlier else own
-    return trials
 
 
 def fail_trial(

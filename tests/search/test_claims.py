@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import numpy as np
 import optuna
@@ -22,6 +23,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.search._sharing import claims as claims_module
 from relflat_sk.search._sharing import processes as processes_module
 from relflat_sk.search._sharing import study as study_module
 from relflat_sk.search._sharing import workers as workers_module
@@ -107,8 +109,7 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, monkeypatch):
         found = Grid.next_candidate(grid, study, trials)
         if not raced:
             raced.append(True)
-            first.append(claim(study, grid, "a"))
-            move_elsewhere(first[0])
+            first.append(claim_elsewhere(study, grid, "a"))
         return found
 
     other = Grid(POINTS)
@@ -131,9 +132,10 @@ def test_a_minimum_takes_few_transactions(tmp_path):
     assert max(np.diff(counts)) <= 9
 
 
-def move_elsewhere(claimed):
-    """Move a trial to another machine, so that this thread does not give it up as its own."""
-    claimed._storage.set_trial_user_attr(claimed.trial_id, "process", ["elsewhere", 1, "1", 1])
+def claim_elsewhere(*arguments):
+    """Claim on another machine, so that this thread does not give the trial up as its own."""
+    with mock.patch.object(claims_module, "this_process", return_value=["elsewhere", 1, "1", 1]):
+        return claim(*arguments)
 
 
 def test_running_trials_of_others_are_left_alone(study):
@@ -213,8 +215,7 @@ def test_a_heartbeat_tells_of_other_machines(tmp_path):
     trial_id = study.trials[0]._trial_id
     storage.record_heartbeat(trial_id)
     assert claim(study, Grid(POINTS[:1]), "b") is None
-    killed_at_once = claim(study, Grid(POINTS[1:2]), "elsewhere")
-    move_elsewhere(killed_at_once)
+    claim_elsewhere(study, Grid(POINTS[1:2]), "elsewhere")  # and killed at once
     while len(storage._get_stale_trial_ids(study._study_id)) < 2:
         threading.Event().wait(0.1)
     while claimed := claim(study, Grid(POINTS[:2]), "b"):
@@ -249,14 +250,12 @@ def test_candidates_that_a_process_died_of_come_last_and_one_at_a_time(study):
         add_running(study, point, **sweep)
     give_up(study, lambda trial: True, lambda trial: {"killed": True})
     grid = Grid(POINTS)
-    fresh = claim(study, grid, "a")
+    fresh = claim_elsewhere(study, grid, "a")
     assert study.trials[-1].system_attrs["fixed_params"] == POINTS[2]
-    move_elsewhere(fresh)
     assert claim(study, grid, "a") is None  # would be in company
     finish(fresh)
-    suspect = claim(study, grid, "a")
+    suspect = claim_elsewhere(study, grid, "a")
     assert study.trials[-1].system_attrs["fixed_params"] == POINTS[0]
-    move_elsewhere(suspect)
     assert claim(study, grid, "a") is None
     finish(suspect)
     assert claim(study, grid, "a") is not None

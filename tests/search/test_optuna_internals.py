@@ -27,11 +27,10 @@ from relflat_sk.search._optuna_internals import (
     is_journal,
     one_transaction,
     read_trial,
-    read_trials,
     trial_id_of,
-    trials_between,
     widen_choices,
 )
+from relflat_sk.search._optuna_reading import read_trials, trials_between
 from relflat_sk.search._optuna_views import OneTrialStudy, with_trials
 
 STORAGES = {
@@ -159,6 +158,44 @@ def test_trials_between_others_are_read(study):
         known = study.get_trials(deepcopy=False)
 
 
+def test_running_trials_are_read_once(study, monkeypatch):
+    """Of a database, which many processes may share; what others change is seen at once."""
+    other, ids = pickle.loads(pickle.dumps(study)), []
+    if isinstance(study._storage, InMemoryStorage):
+        other = study
+    if is_in_database(study):
+        backend, read = study._storage._backend, RDBStorage._get_trials
+
+        def note(*arguments, **named):
+            found = read(backend, *arguments, **named)
+            ids.append([trial._trial_id for trial in found])
+            return found
+
+        monkeypatch.setattr(backend, "_get_trials", note)
+    others = [add_trial(other, running(candidate=n)) for n in range(3)]
+    own = add_trial(study, running(candidate=3))
+    waiting = add_trial(other, create_trial(state=TrialState.WAITING))
+    read_trials(study)
+    steps = {
+        "nothing": lambda: None,
+        "finished": lambda: other._storage.set_trial_state_values(
+            others[1], TrialState.COMPLETE, [0.5]
+        ),
+        "failed": lambda: [fail_trial(other, one, {"failed": True}) for one in (others[0], own)],
+        "begun": lambda: other._storage.set_trial_state_values(waiting, TrialState.RUNNING),
+        "added": lambda: others.append(add_trial(other, running(candidate=4))),
+    }
+    for change in steps.values():
+        change()
+        assert read_trials(study) == other.trials
+    changed = [[], [others[1]], [others[0], own], [waiting], [others[3]]]
+    assert ids[1:] == changed * is_in_database(study)
+    # afterwards, Optuna's own reads see what happens as before
+    study._storage.set_trial_user_attr(others[3], "a", 1)
+    fail_trial(other, others[2])
+    assert study.trials == other.trials
+
+
 def write(trial, attributes, then):
     with one_transaction(trial):
         for name, value in attributes.items():
@@ -253,6 +290,7 @@ def test_private_attributes_of_optuna_are_used_in_the_adapters_only():
     adapters = [
         "search/_optuna_internals.py",
         "search/_optuna_journal.py",
+        "search/_optuna_reading.py",
         "search/_optuna_views.py",
     ]
     assert sorted(users) == adapters, users

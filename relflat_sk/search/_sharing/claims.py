@@ -40,10 +40,9 @@ from relflat_sk.search._optuna_internals import (
     FIXED_VALUES,
     add_trial,
     fail_trial,
-    read_trials,
     trial_id_of,
-    trials_between,
 )
+from relflat_sk.search._optuna_reading import read_trials, trials_between
 from relflat_sk.search._optuna_views import OneTrialStudy
 from relflat_sk.search._sharing.processes import is_gone, this_process
 

@@ -34,7 +34,8 @@ _ADVICE = {  # by words in the error
 }
 
 
-_STORAGES = ("optuna.storages", "relflat_sk.search._optuna_internals")
+_ADAPTERS = ("_optuna_internals", "_optuna_reading")
+_STORAGES = ("optuna.storages", *(f"relflat_sk.search.{name}" for name in _ADAPTERS))
 
 
 class CallError(RuntimeError):
