@@ -117,13 +117,15 @@ def _refuse_other_than_indices(n_classes: int, low: float, high: float) -> None:
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
     """Return the weights ``a_ik`` of the classes in sample i's loss ``-sum_k a_ik log p_ik``."""
-    smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
-        soft = target.to(dtype)
+        soft, counts = target.to(dtype), torch.ones_like(target[:, :1], dtype=dtype)
     else:
-        counts = target != criterion.ignore_index
-        soft = nn.functional.one_hot(target.where(counts, 0), n_classes).to(dtype) * counts[:, None]
-    soft = (1 - smoothing) * soft + smoothing * soft.sum(dim=1, keepdim=True) / n_classes
+        counts = (target != criterion.ignore_index).to(dtype)[:, None]
+        labels = target.where(target != criterion.ignore_index, 0)
+        soft = nn.functional.one_hot(labels, n_classes).to(dtype) * counts
+    # as torch does it, also for probabilities that do not sum to one
+    smoothing = getattr(criterion, "label_smoothing", 0.0)
+    soft = (1 - smoothing) * soft + smoothing * counts / n_classes
     return soft if criterion.weight is None else soft * criterion.weight.to(dtype)
 
 

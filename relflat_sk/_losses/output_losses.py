@@ -70,22 +70,23 @@ def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     pos_weight = getattr(criterion, "pos_weight", None)
     if pos_weight is not None:
         assert target is not None  # needs_target says so
+        _check_of_outputs(criterion, "pos_weight", z)
         beta = beta * (1 + (pos_weight - 1) * target.reshape(z.shape))
     if criterion.weight is not None:
-        beta = beta * _output_weight(criterion, z)
+        _check_of_outputs(criterion, "weight", z)
+        beta = beta * criterion.weight.to(z.dtype)
     return diagonal_curvature(beta)
 
 
-def _output_weight(criterion: Any, z: Tensor) -> Tensor:
-    """Return the criterion's weights of outputs; refuse weights of samples."""
-    weight: Tensor = criterion.weight
-    if weight.ndim > 1 and len(weight) > 1:
+def _check_of_outputs(criterion: Any, name: str, z: Tensor) -> None:
+    """Refuse weights of samples where weights of outputs are expected."""
+    shape = getattr(criterion, name).shape
+    if shape[:-1].numel() != 1 or shape[-1:].numel() not in (1, z.shape[1]):
         raise ValueError(
-            f"the weight of {type(criterion).__name__} has shape {tuple(weight.shape)}, one "
+            f"the {name} of {type(criterion).__name__} has shape {tuple(shape)}, one "
             "per sample of a fixed batch, which other batches cannot use; give one weight per "
             "output, or pass sample_weight."
         )
-    return weight.to(z.dtype)
 
 
 def _mean(y: Tensor, weight: Tensor) -> Tensor:

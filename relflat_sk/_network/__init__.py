@@ -26,6 +26,7 @@ from relflat_sk._network.explicit_layers import Explicit, ExplicitLayers
 from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
 from relflat_sk._network.graph import (
     check_thrice,
+    depends_on,
     find_ending,
     find_link,
     has_fused_attention,
@@ -38,6 +39,7 @@ from relflat_sk._network.inputs import (
     count_samples,
     floating_parameter,
 )
+from relflat_sk._network.layer_checks import check_linear, check_rows, few_rows
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layer_record import LayerRecord
 from relflat_sk._network.layers import (
@@ -112,7 +114,9 @@ __all__ = [
     "check_finite",
     "check_kind",
     "check_layer",
+    "check_linear",
     "check_part",
+    "check_rows",
     "check_stored",
     "check_thrice",
     "check_unmixed",
@@ -122,7 +126,9 @@ __all__ = [
     "choose_curvatures",
     "copy_rows",
     "count_samples",
+    "depends_on",
     "explicit_attention",
+    "few_rows",
     "find_convolutions",
     "find_ending",
     "find_faster_step",

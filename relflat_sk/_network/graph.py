@@ -12,6 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "check_thrice",
+    "depends_on",
     "find_ending",
     "find_link",
     "has_fused_attention",
@@ -247,6 +248,30 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
                 "gradient of the penalty needs its third derivative, which torch gets wrong. Use "
                 "a module such as nn.LayerNorm or nn.BatchNorm2d, or penalise the last layer."
             )
+
+
+def depends_on(base: Tensor, node: Any) -> bool:
+    """Return whether a value depends on a layer's output.
+
+    Parameters
+    ----------
+    base : Tensor of any shape
+        With its graph, if it has one.
+    node : torch.autograd.graph.Node
+        `LayerRecord.node` of the layer.
+
+    Returns
+    -------
+    bool
+        False also where gradients do not follow the dependence.
+
+    Examples
+    --------
+    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
+    >>> depends_on(z.relu(), z.grad_fn), depends_on(z.detach().relu(), z.grad_fn)
+    (True, False)
+    """
+    return base.grad_fn is node or bool(tail(base, node))
 
 
 def moves_axes(step: Any) -> bool:

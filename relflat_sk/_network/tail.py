@@ -182,7 +182,9 @@ class Tail:
 
     def _link(self, record: LayerRecord) -> str | None:
         """Return the function behind a layer; None where the criterion sees other axes than it."""
-        return find_link(self.output, record.node) if self.output.ndim <= 2 else None
+        z = record.output
+        same = self.output.ndim <= 2 and z is not None and len(self.output) == len(z)
+        return find_link(self.output, record.node) if same else None
 
     def base(self) -> tuple[Tensor, ClosedForm] | None:
         """Return where the table's curvature applies, as (n, o), and that curvature.

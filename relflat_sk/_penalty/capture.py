@@ -18,6 +18,7 @@ from relflat_sk._network import (
     watch_frozen,
     weight_layers,
 )
+from relflat_sk._penalty.first_pass import FirstPass
 from relflat_sk._penalty.plan import Plan, UnfinishedPlan, find_names, make_recorder
 
 __all__ = ["Capture"]
@@ -127,10 +128,11 @@ class Capture:
             names = find_names(module, asked, list(layers))
             # behind the last layer, attention is hardly ever to be differentiated twice
             twice = names if asked == (-1,) else layers
-            with make_recorder(layers, names, twice) as recorder:
-                self.recorder = recorder
-                with watch_frozen(module, layers) as noticed:
-                    self._plan = UnfinishedPlan(asked, parts, explicit, recorder, noticed)
+            with watch_frozen(module, layers) as noticed:
+                first = FirstPass(noticed)
+                with make_recorder(layers, names, twice, first) as recorder:
+                    self.recorder = recorder
+                    self._plan = UnfinishedPlan(asked, parts, explicit, recorder, first)
                     yield
             self._finish_plan()
 
@@ -140,13 +142,15 @@ class Capture:
             self._plan = self._plan.finish()
         return self._plan
 
-    def finish(self, output: Tensor) -> tuple[Plan, Recorder]:
+    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network.
 
         Parameters
         ----------
         output : Tensor of shape (n, ...)
             The criterion's input, with its graph.
+        weighted : bool
+            Whether samples have weights.
 
         Returns
         -------
@@ -159,6 +163,6 @@ class Capture:
         plan = self._finish_plan()
         assert recorder is not None
         assert plan is not None  # there is one for every recorder
-        if not plan.complete:
-            self._plan = plan.completed(output, recorder)
+        if plan.first is not None:
+            self._plan = plan.completed(output, recorder, self.explicit, weighted=weighted)
         return plan, recorder

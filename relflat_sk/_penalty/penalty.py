@@ -306,7 +306,7 @@ class RelativeFlatnessPenalty:
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             self._checked = loss.criterion
-        plan, recorder = self._capture.finish(output)
+        plan, recorder = self._capture.finish(output, weighted=sample_weight is not None)
         records = [recorder[name] for name in plan.layers]
         if self.clip is not None:
             self._limit = plan.limit(self.clip, records[-1])

@@ -10,19 +10,20 @@ from torch import Tensor, nn
 from relflat_sk._losses import Head
 from relflat_sk._network import (
     Explicit,
+    ExplicitLayers,
     Layer,
     LayerRecord,
     Recorder,
     check_unshared,
-    check_uses,
+    depends_on,
     find_layer,
     find_link,
     is_large_head,
     keep_graph,
     layer_input,
     users_of_weight,
-    uses_elsewhere,
 )
+from relflat_sk._penalty.first_pass import FirstPass
 from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit, PenaltyLimit
 
 __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
@@ -55,10 +56,8 @@ class Plan:
         layer is penalised, as long as it is not known whether it needs one.
     tied : bool
         Whether the last layer shares its weight with an embedding.
-    noticed : set of str
-        Names of the layers with frozen weights that are used outside of the layers' calls.
-    complete : bool
-        Whether the graph of a first batch has been read, see `completed`.
+    first : FirstPass or None
+        The first forward pass; None once it has been checked, see `completed`.
     """
 
     asked: tuple[Layer, ...] | None
@@ -71,8 +70,7 @@ class Plan:
     explicit: list[Explicit]
     twice: list[str] | None
     tied: bool
-    noticed: set[str]
-    complete: bool = False
+    first: FirstPass | None
 
     @classmethod
     def make(
@@ -83,7 +81,7 @@ class Plan:
         penalised: list[str],
         order: list[str],
         explicit: list[Explicit],
-        noticed: set[str],
+        first: FirstPass,
     ) -> "Plan":
         """Make the plan of a network whose layers were called in some order.
 
@@ -101,8 +99,8 @@ class Plan:
             Names of the layers with a weight matrix, in the order of their calls.
         explicit : list of (nn.Module, callable)
             The layers of the network that can run so.
-        noticed : set of str
-            From `watch_frozen`.
+        first : FirstPass
+            The first forward pass.
 
         Returns
         -------
@@ -127,7 +125,7 @@ class Plan:
             explicit=_behind(penalised, order, named, explicit) if earlier else [],
             twice=penalised if earlier else None,
             tied=any(users_of_weight(name, named) for name in last),
-            noticed=noticed,
+            first=first,
         )
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
@@ -185,7 +183,9 @@ class Plan:
         """
         return make_recorder(layers, self.penalised, self.twice or ())
 
-    def completed(self, output: Tensor, recorder: Recorder) -> "Plan":
+    def completed(
+        self, output: Tensor, recorder: Recorder, explicit: ExplicitLayers, *, weighted: bool
+    ) -> "Plan":
         """Read off the graph of a first batch what the order of the calls does not tell.
 
         Parameters
@@ -194,6 +194,10 @@ class Plan:
             The criterion's input, with its graph.
         recorder : Recorder
             The layers in this step.
+        explicit : ExplicitLayers
+            Within which the network ran.
+        weighted : bool
+            Whether samples have weights.
 
         Returns
         -------
@@ -203,17 +207,19 @@ class Plan:
         Raises
         ------
         ValueError
-            If the network uses the weight of a penalised layer outside of the layer's call.
+            If the penalty at a layer would not be that of the criterion, see `FirstPass`.
         """
-        once = [name for name in self.penalised if recorder[name].calls == 1]
-        elsewhere = {name for name in once if uses_elsewhere(output, recorder[name])} | self.noticed
-        for name in once:
-            check_uses(name, elsewhere)
+        records = [recorder[name] for name in self.penalised]
+        records = [record for record in records if record.calls == 1 and record.node is not None]
+        if self.asked is None:  # the term of a layer beside the criterion's input is zero
+            records = [record for record in records if depends_on(output, record.node)]
+        if self.first is not None:
+            self.first.check(output, records, explicit, weighted=weighted)
         twice = self.twice
         if twice is None:
             is_output = find_link(output, recorder[list(self.layers)[-1]].node) is not None
             twice = [] if is_output else self.penalised
-        return replace(self, twice=twice, complete=True)
+        return replace(self, twice=twice, first=None)
 
 
 @dataclass(frozen=True)
@@ -230,15 +236,15 @@ class UnfinishedPlan:
         The layers of the network that run so that a penalty can differentiate them.
     recorder : Recorder
         Records all layers with a weight matrix.
-    noticed : set of str
-        From `watch_frozen`.
+    first : FirstPass
+        The pass.
     """
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
     explicit: list[Explicit]
     recorder: Recorder
-    noticed: set[str]
+    first: FirstPass
 
     def finish(self) -> Plan:
         """Make the plan from the order of the recorded calls.
@@ -253,9 +259,7 @@ class UnfinishedPlan:
         named = dict(module.named_modules())
         for name in penalised:
             check_unshared(name, named)
-        return Plan.make(
-            self.asked, self.parts, named, penalised, order, self.explicit, self.noticed
-        )
+        return Plan.make(self.asked, self.parts, named, penalised, order, self.explicit, self.first)
 
 
 def _behind(
@@ -294,7 +298,10 @@ def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str
 
 
 def make_recorder(
-    layers: Mapping[str, nn.Module], penalised: Sequence[str], twice: Collection[str]
+    layers: Mapping[str, nn.Module],
+    penalised: Sequence[str],
+    twice: Collection[str],
+    first: FirstPass | None = None,
 ) -> Recorder:
     """Make a recorder after which a penalised layer has a gradient if all before it is frozen.
 
@@ -306,6 +313,8 @@ def make_recorder(
         Names of the penalised layers.
     twice : collection of str
         Layers behind which attention must allow a second derivative.
+    first : FirstPass, optional
+        Gets some inputs and outputs of all layers.
 
     Returns
     -------
@@ -317,6 +326,8 @@ def make_recorder(
     def keep(
         record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
+        if first is not None:
+            first.keep_rows(record, layer_input(args, kwargs), output)
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
             # the layers behind can still be trained to make this one flat
             output = output.detach().requires_grad_().view_as(output)

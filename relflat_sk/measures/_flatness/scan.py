@@ -5,11 +5,13 @@ runs on the next one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import gather_checks, is_integer
+from relflat_sk._losses import pull_back
 from relflat_sk._network import (
     Batch,
     Layer,
@@ -17,14 +19,17 @@ from relflat_sk._network import (
     Network,
     WeightWatch,
     check_layer,
+    check_linear,
+    check_rows,
     check_unmixed,
     check_uses,
+    depends_on,
+    few_rows,
     find_layer,
     find_mixed,
     find_uses_elsewhere,
     has_fused_attention,
     is_tied,
-    layer_map,
     record_order,
     record_tail,
     weight_layers,
@@ -34,12 +39,12 @@ from relflat_sk.measures._flatness.forward_pass import ForwardPass, make_forward
 
 __all__ = ["find_measured_layer", "scan"]
 
-# multiplications by which it is checked what a layer computes
-_CHECKED = 2**24
-
 
 def scan(
-    network: Network, layers: Sequence[Layer] | str, *visits: Callable[[ForwardPass], object]
+    network: Network,
+    layers: Sequence[Layer] | str,
+    *visits: Callable[[ForwardPass], object],
+    checked: bool = True,
 ) -> list[str]:
     """Run the network on all the data once, and call functions on the pass of each batch.
 
@@ -54,6 +59,8 @@ def scan(
     *visits : callable
         Called with the `ForwardPass` of each batch, in this order. Nothing of a batch is alive
         when the network runs on the next one, unless one of them keeps it.
+    checked : bool, default=True
+        Whether to refuse layers at which no curvature can be measured.
 
     Returns
     -------
@@ -65,7 +72,7 @@ def scan(
     LayerNotFoundError, TypeError, ValueError
         If the layers, the data or the criterion do not fit the network.
     """
-    runner = _Runner(network, layers)
+    runner = _Runner(network, layers, checked=checked)
     with gather_checks():
         for batch in network.batches():
             _visit(runner, batch, visits)
@@ -110,27 +117,40 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""
 
-    def __init__(self, network: Network, layers: Sequence[Layer] | str) -> None:
+    def __init__(
+        self, network: Network, layers: Sequence[Layer] | str, *, checked: bool = True
+    ) -> None:
         self.network = network
         self.layers = layers
+        self.checked = checked
         self.order: list[str] = []
         self._names: list[str] = []
         self._twice = True  # whether attention must allow a second derivative
         self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
         self._mixed: set[str] = set()  # layers behind which samples are mixed
+        self._unused: set[str] = set()  # layers that the output does not depend on
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run the network on one batch."""
-        if self._names:
-            output, records = self._record(self._names, batch)
-        else:
-            output, records = self._find(batch)
-            for record in records:
-                _check_linear(self.network.module, record)
-                check_uses(record.name, self._elsewhere)
-                check_unmixed(record.name, self._mixed)
-            self._names = [record.name for record in records]
+        if not self._names:
+            return self._run_first(batch)
+        output, records = self._record(self._names, batch)
         return make_forward_pass(self.network, batch, output, records)
+
+    def _run_first(self, batch: Batch) -> ForwardPass:
+        """Run the network on the first batch, and check the layers to record."""
+        output, records = self._find(batch)
+        self._names = [record.name for record in records]
+        if not self.checked:
+            return make_forward_pass(self.network, batch, output, records)
+        for record in records:
+            check_layer(self.network.module, record.name)
+            check_linear(record, *few_rows(record, *record.check()))
+            check_uses(record.name, self._elsewhere)
+            check_unmixed(record.name, self._mixed)
+        forward = make_forward_pass(self.network, batch, output, records)
+        check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
+        return forward
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -150,6 +170,7 @@ class _Runner:
             layers = {name: module.get_submodule(name) for name in once}
             self._elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
         self._mixed = find_mixed(lambda: self.network(batch.x), module)
+        self._unused = {one.name for one in records if not depends_on(output, one.node)}
         names = self._names_in_order(guess, recorder.calls)
         fused = not self._twice and has_fused_attention(output, records[-1].node)
         if fused or not set(names) <= set(guess):
@@ -171,7 +192,7 @@ class _Runner:
         if self.layers == "all":
             if not order:
                 find_layer(module, -1)  # raises: the network has none
-            rest = self._without_shared(order, calls)
+            rest = self._without_unused(self._without_shared(order, calls))
             unmixed = [name for name in rest if name not in self._mixed]
             return unmixed or rest  # a single layer says itself why it cannot be measured
         names = [
@@ -199,6 +220,17 @@ class _Runner:
             )
         return rest or order  # a single layer says itself why it cannot be measured
 
+    def _without_unused(self, names: list[str]) -> list[str]:
+        """Leave out layers that the criterion does not depend on, such as a second head."""
+        unused = [name for name in names if name in self._unused]
+        rest = [name for name in names if name not in self._unused]
+        if rest and unused:
+            warn(
+                f"{', '.join(map(repr, unused))} left out: the criterion does not depend on the "
+                "layer's output, which the network returns beside its first output, for example."
+            )
+        return rest or names  # a single layer says itself why it cannot be measured
+
 
 def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
     """Return the name of a layer if layers are called in the order of their registration."""
@@ -207,23 +239,3 @@ def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
         within = -len(registered) <= layer < len(registered)
         return registered[layer] if within else registered[0]
     return find_layer(module, layer)
-
-
-def _check_linear(module: nn.Module, record: LayerRecord) -> None:
-    """Refuse a layer that does not compute ``W x + b`` with its weight."""
-    layer = check_layer(module, record.name)
-    as_map = layer_map(layer)
-    few = max(1, min(8, _CHECKED // as_map.weight.numel()))
-    features, z = (array[:few] for array in record.check())
-    with torch.no_grad():
-        rows = as_map.apply(features, as_map.weight.to(features.dtype))
-        bias = getattr(layer, "bias", None)
-        expected = rows if bias is None else rows + bias[:, None]
-        error = (as_map.to_rows(z) - expected).abs().max()
-        scale = expected.abs().max()
-    if not bool(error <= 0.01 * scale) and bool(torch.isfinite(scale)):
-        raise ValueError(
-            f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
-            "with another forward?), so the curvature in its weight is not that of a linear "
-            "layer. Measure another layer."
-        )

@@ -99,7 +99,7 @@ def summarize(
     layers : sequence of int, str or nn.Module, or "all"
         The layers to record; integers are positions in forward order.
     *visits : callable
-        Called with the `ForwardPass` of each batch.
+        Called with the `ForwardPass` of each batch. Without any, the layers do not matter.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def summarize(
         The totals of all processes that hold the data.
     """
     summary = Summary()
-    summary.order = scan(network, layers, summary.add, *visits)
+    summary.order = scan(network, layers, summary.add, *visits, checked=bool(visits))
     if network.processes.are_several:
         totals = float(summary.divisors), float(summary.losses), summary.n_samples
         summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)

@@ -1,0 +1,84 @@
+"""What the first forward pass of a training shows of a network, and later ones need not."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from relflat_sk._network import (
+    ExplicitLayers,
+    LayerRecord,
+    check_linear,
+    check_rows,
+    check_uses,
+    few_rows,
+    uses_elsewhere,
+)
+from relflat_sk._numerics import without_autocast
+
+__all__ = ["FirstPass"]
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The layers of a network in its first forward pass.
+
+    Parameters
+    ----------
+    noticed : collection of str
+        Names of the layers with frozen weights that are used outside of the layers' calls.
+    rows : dict of str to (Tensor, Tensor)
+        Copies of some inputs and outputs of each layer: its activation may work in place.
+    """
+
+    noticed: Collection[str] = ()
+    rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def keep_rows(self, record: LayerRecord, features: Tensor, z: Tensor) -> None:
+        """Copy some inputs and outputs of a layer.
+
+        Parameters
+        ----------
+        record : LayerRecord
+            The layer.
+        features : Tensor of shape (n, ...)
+            Its input.
+        z : Tensor of shape (n, ...)
+            Its output.
+        """
+        few_features, few_z = few_rows(record, features, z)
+        self.rows[record.name] = few_features.clone(), few_z.clone()
+
+    def check(
+        self,
+        output: Tensor,
+        records: Sequence[LayerRecord],
+        explicit: ExplicitLayers,
+        *,
+        weighted: bool,
+    ) -> None:
+        """Refuse layers at which the penalty would not be that of the criterion.
+
+        Parameters
+        ----------
+        output : Tensor of shape (n, ...)
+            The criterion's input, with its graph.
+        records : sequence of LayerRecord
+            The penalised layers that were called once, and up to which there is a gradient.
+        explicit : ExplicitLayers
+            Within which the network ran.
+        weighted : bool
+            Whether samples have weights.
+
+        Raises
+        ------
+        ValueError
+            If there is such a layer.
+        """
+        for record in records:
+            elsewhere = uses_elsewhere(output, record) or record.name in self.noticed
+            check_uses(record.name, [record.name] if elsewhere else [])
+            check_linear(record, *self.rows[record.name])
+        with without_autocast(output):
+            check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
