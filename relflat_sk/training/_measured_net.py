@@ -52,6 +52,8 @@ def measured_later() -> Iterator[list[Callable[[], None]]]:
 _GAIN, _LOST = 0.25, 0.5
 # the attributes that are measured on the training data
 _MEASURED = ("relative_flatness_", "constant_comparison_")
+# parameters with which they would have other values; skorch makes a new module or criterion at once
+_MEASURED_WITH = {"criterion", "flatness_layer", "flatness_normalize", "module"}
 
 
 class MeasuredNet(FastNet):
@@ -83,6 +85,22 @@ class MeasuredNet(FastNet):
         getattr(self, "relative_flatness_", None)
         state: dict[str, Any] = super().__getstate__()
         return state
+
+    def set_params(self, **params: Any) -> Any:
+        """Set parameters as skorch does; what is left to measure is measured with the old ones.
+
+        Parameters
+        ----------
+        **params
+            New values by name.
+
+        Returns
+        -------
+        self
+        """
+        if _MEASURED_WITH & {name.partition("__")[0] for name in params}:
+            getattr(self, "relative_flatness_", None)
+        return super().set_params(**params)
 
     def _layers(self) -> Any:
         """Return the penalised layers in the form that measures take: a sequence or "all"."""

@@ -408,6 +408,28 @@ def test_fit_measures_once(monkeypatch):
     assert np.isfinite(net.relative_flatness_)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"flatness_layer": 0},
+        {"criterion__weight": torch.tensor([1.0, 5.0])},
+        {"module__activation": "tanh"},
+    ],
+    ids=["layer", "criterion", "module"],
+)
+def test_new_parameters_do_not_change_what_is_left_to_measure(params):
+    found = []
+    for reads_first in (True, False):
+        net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0, random_state=0)
+        net.partial_fit(X / N, Y)
+        if reads_first:
+            net.relative_flatness_  # noqa: B018
+        torch.manual_seed(0)  # skorch makes a new module
+        net.set_params(**params)
+        found.append(net.relative_flatness_)
+    assert found[0] == found[1]
+
+
 def test_scorer_gets_the_value_after_partial_fit():
     net = RelativeFlatnessRegularizedClassifier(max_epochs=30, verbose=0, random_state=0)
     net.partial_fit(X / N, Y)
