@@ -16,6 +16,7 @@ from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClass
 from relflat_sk._penalty import constant_loss
 from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit
 from relflat_sk.ensemble._limit import share_left
+from relflat_sk.ensemble._small.step import _share_left
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
@@ -200,8 +201,10 @@ def test_a_network_that_distinguishes_no_samples_has_no_penalty():
 def test_a_penalty_of_zero_is_not_limited(penalty, share, gain):
     penalty, loss = torch.tensor([penalty, 2.0]).unbind()
     assert EarlierLayerLimit(0.5).share(penalty, loss, loss + gain) == share
-    gain = torch.tensor([[gain]])
-    assert share_left(torch.tensor([0.5]), gain, penalty.view(1, 1)) == share
+    stacked = torch.tensor([[gain]]), penalty.view(1, 1)
+    assert share_left(torch.tensor([0.5]), *stacked) == share
+    with np.errstate(all="ignore"):
+        assert _share_left(0.5, (gain, penalty.item()), []) == share
 
 
 def test_a_single_sample_is_limited_by_gradients_alone():

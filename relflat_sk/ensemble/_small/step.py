@@ -188,8 +188,8 @@ def _share_left(
     """Return the share of a penalty that its limit leaves; see `relflat_sk.ensemble._limit`."""
     sizes = np.array([values, *([_norm(one) for one in pair] for pair in gradients)])
     ratios = sizes[:, 0] / sizes[:, 1]
-    # 0/0 is nan: where there is no penalty, there is nothing to limit
-    ratios[np.isnan(ratios)] = np.inf
+    # nan or minus infinity, by 0: where there is no penalty, there is nothing to limit
+    ratios[~(ratios > -np.inf)] = np.inf
     return float(min(max(limit * np.minimum.reduce(ratios), 0.0), 1.0))
 
 
