@@ -135,20 +135,22 @@ class Data:
             yield Batch(_cut(self.inputs, own), _cut(self.targets, labels), some, shares)
 
 
-def make_batch(inputs: Tensor, targets: Tensor) -> Batch:
+def make_batch(inputs: Tensor, targets: Tensor, output: Tensor) -> Batch:
     """Make a batch of one member, without sample weights.
 
     Parameters
     ----------
     inputs, targets : Tensor of shape (n, ...)
         The samples.
+    output : Tensor of any shape
+        Has the dtype of the weights.
 
     Returns
     -------
     Batch
         With k = 1.
     """
-    ones = torch.ones(1, len(inputs), device=inputs.device)
+    ones = output.new_ones(1, len(inputs))
     return Batch(inputs[None], targets[None], ones, _shares(ones, len(inputs)))
 
 

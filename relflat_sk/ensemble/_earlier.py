@@ -1,4 +1,4 @@
-r"""The penalty at earlier layers of a chain, with its limit, for many networks at once.
+r"""The penalty at earlier layers, with its limit, for many networks at once.
 
 Where the network is piecewise linear behind these layers, their curvature is known from the
 gradients of the outputs, and otherwise from products with the Hessian, see
@@ -22,12 +22,13 @@ from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._probe import Probe
 from relflat_sk.ensemble._signs import Signs
 from relflat_sk.ensemble._trace import Trace, Traced
+from relflat_sk.ensemble._vmapped import Vmapped
 
 __all__ = ["EarlierPenalty", "make_earlier_penalty"]
 
 
 class EarlierPenalty(ABC):
-    """The penalty at layers of a chain, with its limit.
+    """The penalty at linear layers, with its limit.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ class EarlierPenalty(ABC):
 
     def step(
         self,
-        body: Chain,
+        body: Chain | Vmapped,
         batch: Batch,
         factors: Tensor,
         limits: Tensor | None,
@@ -96,7 +97,7 @@ class EarlierPenalty(ABC):
 
         Parameters
         ----------
-        body : Chain
+        body : Chain or Vmapped
             The networks.
         batch : Batch
             The batch.

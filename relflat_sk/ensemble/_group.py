@@ -66,7 +66,9 @@ class Group:
         )
         self._output = found.output[:1]
         self.device = x.device
-        self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(module, found.last)
+        self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(
+            module, found.last, found.earlier
+        )
         self._penalty = self._make_penalty(net, found) if member.is_penalised else None
         self._masks = Masks(module, self._body, x)
         self._small = self._find_small_step(net, module, x)
@@ -82,8 +84,6 @@ class Group:
             raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
         if not found.earlier:
             return LastPenalty(self._criterion, found.divisor, found.learns_features)
-        if not isinstance(self._body, Chain):
-            raise NotStackable("with a penalty at earlier layers, it must be a chain of layers")
         return make_earlier_penalty(self._criterion, found, net.flatness_probes)
 
     def _find_small_step(self, net: Any, module: nn.Module, x: Tensor) -> SmallStep | None:
@@ -102,13 +102,15 @@ class Group:
         gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self._body.bind(weights, gradients, buffers)
         self._masks.ones()
+        targets = target[:, None] if self._criterion.takes_columns else target
+        # a copy, because layers hold their inputs until the next pass
+        batch = make_batch(x.clone(), targets, self._output)
+        member.random_state = torch.get_rng_state()
         try:
             with torch.no_grad(), fork_rng(x.device):
-                # a copy, because layers hold their inputs until the next pass
-                z, _, _ = self._body.forward(x[None].clone())
-                targets = target[:, None] if self._criterion.takes_columns else target
-                slopes = self._criterion.slopes(z, make_batch(x, targets))
-                self._body.backward(slopes.z)
+                if self._penalty is not None:
+                    self._penalty.start([member], [len(x)])
+                self._step(batch, *self._penalty_settings([member], batch.shares))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
             raise NotStackable(f"torch.func cannot stack it: {text}") from error

@@ -12,9 +12,11 @@ from relflat_sk._network import (
     Recorder,
     Tail,
     choose_curvatures,
+    find_convolutions,
     find_ending,
     find_layer,
     find_link,
+    find_norms,
     keep_graph,
     primary_output,
     record_order,
@@ -113,6 +115,13 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     if isinstance(each, Tensor):
         raise NotStackable("with a penalty, its criterion must weigh all samples equally")
     earlier = [recorder[name] for name in names if name != order[-1]]
+    if earlier and _runs_otherwise(module):
+        raise NotStackable(
+            "with a penalty at earlier layers, it must have no convolution, normalisation or "
+            "attention"
+        )
+    if any(type(one.layer) is not nn.Linear or one.check()[0].ndim != 2 for one in earlier):
+        raise NotStackable("a penalised layer must be a Linear, one row per sample")
     tail = Tail(loss, output, target, recorder[order[-1]], full_precision)
     ways = choose_curvatures(tail, [*earlier, recorder[order[-1]]], _Ways(), together=True)
     if "many classes" in ways:
@@ -127,6 +136,12 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         float(each),
         recorder[order[-1]].check()[0].requires_grad,
     )
+
+
+def _runs_otherwise(module: nn.Module) -> bool:
+    """Return whether a penalty at an earlier layer lets some layers run in another way."""
+    attention = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
+    return attention or bool(find_norms(module) or find_convolutions(module))
 
 
 class _Ways:

@@ -1,4 +1,4 @@
-"""A forward pass of many chains of layers, with a graph that can be differentiated twice."""
+"""A forward pass of many networks, with a graph that can be differentiated twice."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Traced:
     inputs : Tensor of shape (k, n, m)
         Its inputs.
     output : Tensor of shape (k, n, d)
-        Its outputs.
+        Its outputs, or zeros that are added to them: gradients in both are the same.
     weight : Tensor of shape (k, d, m)
         Its weight.
     """
@@ -66,6 +66,7 @@ class Trace:
         outer : sequence of Tensor
             The gradient in each of them.
         """
-        found = torch.autograd.grad(tensors, list(self._leaves.values()), outer)
+        leaves = list(self._leaves.values())
+        found = torch.autograd.grad(tensors, leaves, outer, materialize_grads=True)
         for name, gradient in zip(self._leaves, found, strict=True):
             self._gradients[name].copy_(gradient)

@@ -43,8 +43,9 @@ class EnsembleTrainer(BaseEstimator):
     Nets are stacked if they have equal architectures, numbers of samples, batch sizes and
     optimizers, one of SGD, Adam and AdamW. Not stacked are nets with callbacks that are called in
     each step, with random operations other than `torch.nn.Dropout`, with a penalty at earlier
-    layers unless they are chains of linear layers and activations, and networks that
-    `torch.func.vmap` refuses. The log of the logger "relflat_sk" names the reason.
+    layers unless these are linear layers of a network without convolutions, normalisations and
+    attention, and networks that `torch.func.vmap` refuses. The log of the logger "relflat_sk"
+    names the reason.
 
     Examples
     --------

@@ -1,11 +1,15 @@
 """Forward and backward passes of many networks at once, by `torch.func`."""
 
 import copy
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+
+from relflat_sk.ensemble._trace import Trace, Traced
 
 __all__ = ["Vmapped"]
 
@@ -34,9 +38,11 @@ class Vmapped:
         One of the networks; it is copied.
     last : str or None
         Name of the last layer, if its features are needed.
+    earlier : iterable of str, default=()
+        Names of the linear layers before it that `trace` records.
     """
 
-    def __init__(self, module: nn.Module, last: str | None) -> None:
+    def __init__(self, module: nn.Module, last: str | None, earlier: Iterable[str] = ()) -> None:
         self._skeleton = copy.deepcopy(module).to("meta").train()
         self.dropout: dict[str, Any] = {}
         for name, part in list(self._skeleton.named_modules()):
@@ -47,9 +53,24 @@ class Vmapped:
         self._found: list[Tensor] = []
         if last is not None:
             self._skeleton.get_submodule(last).register_forward_pre_hook(self._record)
+        self._earlier = list(earlier)
+        self._inputs: Tensors = {}
+        self._moves: Tensors = {}
+        for name in self._earlier:
+            layer = self._skeleton.get_submodule(name)
+            layer.register_forward_hook(partial(self._move, name))
 
     def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._found.append(args[0])
+
+    def _move(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
+    ) -> Tensor | None:
+        """Record a layer's input, and add to its output what it is differentiated by."""
+        if name not in self._moves:
+            return None
+        self._inputs[name] = args[0]
+        return output + self._moves[name]
 
     def bind(self, weights: Tensors, gradients: Tensors, buffers: Tensors) -> None:
         """Use the weights of a stack, and write gradients to it.
@@ -67,6 +88,45 @@ class Vmapped:
         if not isinstance(output, Tensor):
             raise TypeError(f"its network returns a {type(output).__name__}")
         return output, *self._found
+
+    def trace(self, x: Tensor) -> Trace:
+        """Compute outputs with a graph that can be differentiated twice.
+
+        Parameters
+        ----------
+        x : Tensor of shape (k, n, ...)
+            Inputs.
+
+        Returns
+        -------
+        Trace
+            The forward pass. In place of an earlier layer's output, by which gradients are taken,
+            it holds zeros that are added to the output.
+        """
+        leaves = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
+        weights = {name: leaves[f"{name}.weight"] for name in (*self._earlier, str(self._last))}
+        moves = {
+            name: weights[name].new_zeros(*x.shape[:2], weights[name].shape[1], requires_grad=True)
+            for name in self._earlier
+        }
+        buffers = {**self._buffers, **self._masks()}
+        z, phi, inputs = vmap(self._call_moved)(leaves, buffers, x, moves)
+        layers = {name: Traced(inputs[name], moves[name], weights[name]) for name in moves}
+        layers[str(self._last)] = Traced(phi, z, weights[str(self._last)])
+        return Trace(layers, leaves, self._gradients)
+
+    def _call_moved(
+        self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        self._moves = moves
+        try:
+            z, phi = self._call(weights, buffers, x)
+            return z, phi, self._inputs
+        finally:
+            self._moves, self._inputs = {}, {}
+
+    def _masks(self) -> Tensors:
+        return {f"{name}.mask": part.mask for name, part in self.dropout.items()}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with the features and the weight of the last layer if needed.
@@ -87,8 +147,7 @@ class Vmapped:
         """
         with torch.enable_grad():
             self._leaves = {n: w.detach().requires_grad_() for n, w in self._weights.items()}
-            masks = {f"{name}.mask": part.mask for name, part in self.dropout.items()}
-            self._outputs = vmap(self._call)(self._leaves, {**self._buffers, **masks}, x)
+            self._outputs = vmap(self._call)(self._leaves, {**self._buffers, **self._masks()}, x)
         z, phi = (one.detach() for one in (self._outputs[0], self._outputs[-1]))
         return z, phi, z if self._last is None else self._weights[f"{self._last}.weight"]
 

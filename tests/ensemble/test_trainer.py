@@ -503,13 +503,45 @@ class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
 
 
 class Residual(nn.Module):
-    def __init__(self, n_features, n_outputs):
+    """Two hidden layers with a connection past the second."""
+
+    def __init__(self, n_features, n_outputs, act=torch.relu):
         super().__init__()
-        self.first, self.last = nn.Linear(n_features, 6), nn.Linear(6, n_outputs)
+        self.act = act
+        self.first, self.second = nn.Linear(n_features, 70), nn.Linear(70, 70)
+        self.last = nn.Linear(70, n_outputs)
         self.double()
 
     def forward(self, x):
-        return self.last(x + torch.relu(self.first(x)))
+        h = self.act(self.first(x))
+        return self.last(h + self.act(self.second(h)))
+
+
+@pytest.mark.parametrize("layer", [0, [1, 0], "all"], ids=str)
+@pytest.mark.parametrize("act", [torch.relu, torch.tanh], ids=["relu", "tanh"])
+def test_penalties_at_earlier_layers_of_residual_networks(layer, act):
+    probes = 1 + (layer == "all")
+    settings = {"flatness_layer": layer, "flatness_probes": probes, "module__act": act}
+    nets = classifiers(3, module=Residual, max_epochs=4, **settings)
+    X, y = data()
+    weights = np.where(y == 0, 0.0, 1.0 + X[:, 0] ** 2)
+    trained = compare(
+        [net.set_params(flatness_weight=w) for net, w in zip(nets, [0.1, 1e3, 1.0], strict=True)],
+        each=[(X, y, None), (X, y, None), (X, y, weights)],
+    )
+    assert np.mean(curve(trained[1], "flatness_clipped")) > 0
+
+
+class Rows(nn.Module):
+    """Runs its first layer on three rows of each sample."""
+
+    def __init__(self, n_outputs):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(12, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x.reshape(len(x), 3, 2))).flatten(1))
 
 
 class DropsTwice(nn.Module):
@@ -527,9 +559,13 @@ REASONS = {
     "its callback GradientNormClipping is called in each step": {
         "callbacks": [GradientNormClipping(1.0)]
     },
-    "with a penalty at earlier layers, it must be a chain of layers": {
+    "with a penalty at earlier layers, it must have no convolution, normalisation or attention": {
         "flatness_layer": 0,
-        "module": Residual,
+        "module": BatchNorm,
+    },
+    "a penalised layer must be a Linear, one row per sample": {
+        "flatness_layer": 0,
+        "module": Rows,
     },
     "flatness_normalize=True is computed for single nets only": {"flatness_normalize": True},
     "the penalty of CrossEntropyLoss is not known": {"criterion__label_smoothing": 0.1},
