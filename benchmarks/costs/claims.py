@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ import optuna
 from optuna.trial import TrialState, create_trial
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
+from relflat_sk.search._optuna_internals import add_trial
+from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._sharing import Draws, open_storage
 from relflat_sk.search._sharing import claims as claims_module
 from relflat_sk.search._sharing.claims import claim
@@ -90,7 +93,7 @@ def claim_at_once(n_workers: int) -> tuple[int, int]:
     Returns the number of different candidates that they hold, and of withdrawn trials.
     """
     study, together = optuna.create_study(), Together(n_workers)
-    plan, add_trial = Draws(2 * n_workers), claims_module.add_trial
+    plan = Draws(2 * n_workers)
     study.sampler = optuna.samplers.RandomSampler(seed=0)
 
     def add_with_others(study: optuna.Study, template: Any) -> int:
@@ -236,6 +239,28 @@ def by_size(kind: str, storage: str, sizes: Sequence[int], rounds: int) -> None:
     print(f"\n{kind}: one worker, in a study with finished trials\n{table(rows)}")
 
 
+def by_running(kind: str, storage: str, n_running: int) -> None:
+    """Print the time to read a study in which many trials run: their states only, and all."""
+    study = optuna.create_study(study_name=uuid.uuid4().hex, storage=open_storage(storage))
+    for number in range(n_running):
+        attributes = {"process": elsewhere(number), "sweep": "sweep"}
+        template = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+        add_trial(study, template)
+    read_trials(study)
+    milliseconds = []
+    for read in (read_trials, partial(optuna.Study.get_trials, deepcopy=False)):
+        times = []
+        for _ in range(5):
+            started = time.process_time()
+            read(study)
+            times.append(time.process_time() - started)
+        milliseconds.append(f"{1000 * statistics.median(times):.1f} ms")
+    print(
+        f"\n{kind}: {n_running} trials that run are read in {milliseconds[0]} on the CPU at a "
+        f"claim, and in {milliseconds[1]} by Optuna"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -264,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 budgets += share(kind, storage, n_workers, given.n_trials or 2 * n_workers)
             if given.only != "share":
                 by_size(kind, storage, sizes, 2 if given.quick else 20)
+                by_running(kind, storage, 10 if given.quick else 1000)
     return verdict(budgets, judged=not given.quick)
 
 
