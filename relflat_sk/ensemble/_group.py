@@ -170,7 +170,7 @@ class Group:
             self._stack = Stack(members)
             columns = self._criterion.takes_columns
             self._data = Data(members, self._output, takes_columns=columns)
-        elif self._stack.is_view:  # of tensors that a callback may have replaced
+        elif not self._stack.is_current:
             self._stack = Stack(members)
         assert self._data is not None
         return self._stack, self._data

@@ -49,6 +49,20 @@ class Stack:
         stacked = [*self.weights.values(), *self.buffers.values()]
         self._rows = [tensor[k] for k in range(len(members)) for tensor in stacked]
         self._versions = [tensor._version for tensor in self._own]
+        self._places = self._find_places()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the stack holds the members' tensors, which a callback may have replaced."""
+        return not self.is_view or self._places == self._find_places()
+
+    def _find_places(self) -> list[int]:
+        """Return where the tensors of the members are; the stack holds them, so none is freed."""
+        member = self.members[0]
+        tensors = [*member.module.parameters(), *member.module.buffers()]
+        for parameter in member.module.parameters():
+            tensors += member.optimizer.state[parameter].values()
+        return [one.data_ptr() if isinstance(one, Tensor) else 0 for one in tensors]
 
     def _stack_states(self) -> None:
         """Stack the states of the optimizers, which become views."""
