@@ -73,11 +73,12 @@ class Rows:
         Returns
         -------
         Rows
-            The rows, which are computed when they are read.
+            The rows, which are computed when they are read, without graph.
         """
         factor = factor.detach()
         some = factor[:: max(1, len(factor) // _CENTRED)]
-        return cls(factor, full_precision(some).mean(dim=0), spread)
+        centre = full_precision(some).mean(dim=0)
+        return cls(factor, centre, None if spread is None else spread.detach())
 
     @property
     def shape(self) -> torch.Size:

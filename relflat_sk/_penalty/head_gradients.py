@@ -12,6 +12,7 @@ from relflat_sk._losses import Slot, chunks, pull_back
 __all__ = ["gradients_at_head"]
 
 
+@torch.no_grad()
 def gradients_at_head(
     of_loss: Tensor | None, slot: Slot, features: Tensor, weight: Tensor, *, in_weight: bool
 ) -> list[Tensor]:

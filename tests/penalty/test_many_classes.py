@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty
+from relflat_sk._losses import Loss
 from tests.hugging_face import GPT2
 from tests.measures.test_layer_kinds import CE
 from tests.measures.test_many_classes import Sizes, by_sums, make
@@ -182,6 +183,31 @@ def test_loss_and_penalty_are_differentiated_apart():
     together = torch.autograd.grad(loss + value, parameters)
     summed = tuple(a + b for a, b in zip(apart, of_value, strict=True))
     torch.testing.assert_close(together, summed, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+def test_the_limit_by_gradients_is_that_of_few_classes(normalize, monkeypatch):
+    net, X, y = make(6, 5, 2.0)
+    net, X, loss = net.double(), X.double(), Loss(CE)
+
+    def share(part):
+        for parameter in net.parameters():
+            parameter.requires_grad_(part is None or parameter is net[2].weight)
+        penalty = RelativeFlatnessPenalty(normalize=normalize, weight=100.0, clip=0.5)
+        with penalty.capture(net):
+            output = net(X)
+        term = penalty.of_batch(loss, output, loss.read_target(output, y), None, 100.0)
+        # a constant output is so much worse that the limit by values does not count
+        return penalty.share_left(term, lambda: (CE(output, y), torch.tensor(1e9).double()))
+
+    parts = [None, "weight of the head"]
+    few = [share(part) for part in parts]
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    monkeypatch.setattr("relflat_sk._losses.class_chunks._CLASSES", {False: 3, True: 3})
+    many = [share(part) for part in parts]
+    assert all(0 < one < 1 for one in few)
+    assert not any(one.requires_grad for one in [*few, *many])  # constants in the differentiation
+    torch.testing.assert_close(many, few, rtol=1e-9, atol=0)
 
 
 def many_tokens():
