@@ -927,7 +927,8 @@ def test_squeezed_outputs_are_not_broadcast():
 
     for y in (VALUES, VALUES[:, None]):
         net = make(Regressor, module=Squeezed).fit(X, y)
-        same(net, make(Regressor).fit(X, y))
+        expected = make(Regressor).fit(X, y)  # by formulas, so equal up to rounding
+        assert_close(net.module_.state_dict(), expected.module_.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 def test_labels_in_a_data_set_must_fit_the_outputs():
