@@ -164,7 +164,6 @@ THEORY = {
     "representativeness, bandwidth": lambda *a, **k: representativeness(
         *a,
         bandwidth="scott",
-        sigma=0.5,
         n_splits=2,
         criterion=CRITERION,
         random_state=0,

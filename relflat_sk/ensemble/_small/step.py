@@ -205,6 +205,12 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Let NumPy multiply on one thread, which small matrices do not share among several."""
+    """Let NumPy multiply on one thread, which small matrices do not share among several.
+
+    Yields
+    ------
+    None
+        Nothing; warnings of NaN and infinity are off as well.
+    """
     with _controller().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         yield
