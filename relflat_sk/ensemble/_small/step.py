@@ -186,11 +186,11 @@ def _share_left(
     limit: float, values: tuple[float, float], gradients: Sequence[tuple[Array, Array]]
 ) -> float:
     """Return the share of a penalty that its limit leaves; see `relflat_sk.ensemble._limit`."""
-    sizes = np.array([values, *([_norm(one) for one in pair] for pair in gradients)])
-    ratios = sizes[:, 0] / sizes[:, 1]
-    # nan or minus infinity, by 0: where there is no penalty, there is nothing to limit
-    ratios[~(ratios > -np.inf)] = np.inf
-    return float(min(max(limit * np.minimum.reduce(ratios), 0.0), 1.0))
+    pairs = [values, *((_norm(of_loss), _norm(of_term)) for of_loss, of_term in gradients)]
+    # where there is no penalty, there is nothing to limit
+    ratios = (of_loss / of_term for of_loss, of_term in pairs if of_term > 0)
+    least = min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
+    return min(max(limit * least, 0.0), 1.0)
 
 
 def _norm(array: Array) -> float:
