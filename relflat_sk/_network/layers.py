@@ -183,7 +183,7 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     if isinstance(layer, bool) or not isinstance(layer, int | str | nn.Module):
         raise TypeError(
             "layer must be an int, a dotted module name or the module itself, got "
-            f"{layer!r} of type {type(layer).__name__}. {known}"
+            f"{layer!r} of type {type(layer).__name__}; flatness_report measures several. {known}"
         )
     if isinstance(layer, int):
         if not -len(names) <= layer < len(names):

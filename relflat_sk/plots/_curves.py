@@ -86,9 +86,9 @@ class TrainingCurvesDisplay(MinimaDisplay):
         column : str, default="train_loss"
             What is drawn: ``"train_loss"`` or ``"valid_loss"``, ``"flatness_penalty"`` of the
             nets with a penalty, or the name of a callback
-            ``EpochScoring(FlatnessScorer(), name=..., on_train=True)``, for the flatness along
-            training. Such a callback records minus the flatness; the display reverses the sign,
-            so that small is flat.
+            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=..., on_train=True)``, for the
+            flatness along training. Such a callback records minus the flatness; the display
+            reverses the sign, so that small is flat.
         color_by : str or None, default="auto"
             The column that colors the curves. "auto" takes the batch size if it was varied, or
             else the first parameter that was; None uses one color.
@@ -129,8 +129,9 @@ class TrainingCurvesDisplay(MinimaDisplay):
             known = sorted({name for one in found.values() for name in one} - {"epoch"})
             raise ValueError(
                 f"column: no candidate has a curve of {column!r}; there are {known}. For flatness "
-                "along training, add EpochScoring(FlatnessScorer(), name='relative_flatness', "
-                "on_train=True) to the callbacks of the net, before it trains."
+                "along training, add EpochScoring(FlatnessScorer(at_minimum='ignore'), "
+                "name='relative_flatness', on_train=True) to the callbacks of the net, before it "
+                "trains."
             )
         curves = {
             number: (_values(found[number]["epoch"]), _values(found[number][column]))

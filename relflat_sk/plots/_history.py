@@ -81,8 +81,9 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         columns : sequence of str or None, default=None
             The columns of the history in the lower panel. None takes ``flatness_penalty`` and
             the columns of ``EpochScoring(relative_flatness, name=...)`` and
-            ``EpochScoring(FlatnessScorer(), name=...)`` callbacks. A `FlatnessScorer` records
-            minus the flatness; the display reverses the sign, so that small is flat.
+            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=...)`` callbacks. A
+            `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
+            small is flat.
         ax : matplotlib.axes.Axes or None, default=None
             The axes to draw in, which are divided into two panels; None makes a new figure.
         **kwargs
@@ -178,8 +179,8 @@ def _columns(history: list[dict[str, Any]], names: list[str]) -> list[str]:
     if not names:
         raise ValueError(
             "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
-            "add EpochScoring(FlatnessScorer(), name='relative_flatness') to the callbacks, or "
-            f"name columns of the history: there are {_numeric(history)}."
+            "add EpochScoring(FlatnessScorer(at_minimum='ignore'), name='relative_flatness') to "
+            f"the callbacks, or name columns of the history: there are {_numeric(history)}."
         )
     return names
 

@@ -218,14 +218,18 @@ def with_sizes(
     """
     accepted = inspect.signature(factory).parameters
     found = dict(given)
+    missing = []
     for name, size in sizes.items():
         if name not in accepted or name in given:
             continue
         if size is not None:
             found[name] = size
         elif accepted[name].default is inspect.Parameter.empty:
-            raise ValueError(
-                f"the module needs {name}, which can be read only from arrays, and for outputs "
-                f"only with a known criterion. Pass module__{name}."
-            )
+            missing.append(name)
+    if missing:
+        raise ValueError(
+            f"the module needs {' and '.join(missing)}, and the data do not tell: inputs are "
+            "counted in arrays only, and outputs with a criterion of torch's for classes or "
+            f"numbers. Pass {' and '.join(f'module__{name}' for name in missing)}."
+        )
     return found

@@ -187,9 +187,16 @@ class TaskNet(PenalisedNet):
 
         Raises
         ------
+        TypeError
+            If the criterion is a name.
         ValueError
             If the criterion ignores a number that is another one among the encoded classes.
         """
+        if isinstance(self.criterion, str):
+            raise TypeError(
+                "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got "
+                f"{self.criterion!r}."
+            )
         super().initialize_criterion()
         made = self.criterion_
         self._check_ignored()
@@ -200,6 +207,32 @@ class TaskNet(PenalisedNet):
         # class weights are float32 tensors, and data of float64 make an MLP of float64
         if isinstance(self.criterion_, nn.Module) and type(self.module_) is MLP:
             self.criterion_.to(next(self.module_.parameters()).dtype)
+        return self
+
+    def initialize_optimizer(self, *args: Any, **kwargs: Any) -> "TaskNet":
+        """Make the optimizer, as skorch does.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As in skorch.
+
+        Returns
+        -------
+        TaskNet
+            The net.
+
+        Raises
+        ------
+        TypeError
+            If the optimizer is not a class.
+        """
+        if not callable(self.optimizer):
+            raise TypeError(
+                "optimizer must be a class, such as torch.optim.Adam, which gets lr and the "
+                f"parameters optimizer__*, got {self.optimizer!r}."
+            )
+        super().initialize_optimizer(*args, **kwargs)
         return self
 
     def _check_ignored(self) -> None:

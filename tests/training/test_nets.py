@@ -940,8 +940,22 @@ def test_labels_in_a_data_set_must_fit_the_outputs():
 
 def test_a_data_set_cannot_size_the_network():
     dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
-    with pytest.raises(ValueError, match=r"the module needs n_features, .*Pass module__n_features"):
+    match = r"needs n_features and n_outputs, .*Pass module__n_features and module__n_outputs"
+    with pytest.raises(ValueError, match=match):
         make().fit(dataset)
+
+
+@pytest.mark.parametrize(
+    "value", ["adam", torch.optim.SGD([torch.zeros(1)], lr=0.1)], ids=["name", "made"]
+)
+def test_an_optimizer_is_a_class(value):
+    with pytest.raises(TypeError, match="optimizer must be a class, such as torch.optim.Adam.*got"):
+        make(optimizer=value).fit(X, NAMES)
+
+
+def test_a_criterion_is_not_a_name():
+    with pytest.raises(TypeError, match="such as torch.nn.CrossEntropyLoss, got 'cross_entropy'"):
+        make(criterion="cross_entropy").fit(X, NAMES)
 
 
 @pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "score"])
