@@ -46,10 +46,13 @@ def test_fit_predict_and_measures_are_those_of_dense_data(kind, name):
     sparse = getattr(scipy.sparse, name)(X)
     dense_net, net = estimator(**SETTINGS).fit(X, y), estimator(**SETTINGS).fit(sparse, y)
     assert net.n_features_in_ == 20
-    assert net.history[:, "train_loss"] == dense_net.history[:, "train_loss"]
-    assert_array_equal(net.predict(sparse), dense_net.predict(X))
-    assert net.score(sparse, y) == dense_net.score(X, y)
-    assert_allclose(net.relative_flatness_, dense_net.relative_flatness_, rtol=1e-12)
+    # by formulas for dense data, and by torch's autograd for sparse ones
+    losses, expected = ([*one.history[:, "train_loss"]] for one in (net, dense_net))
+    assert_allclose(losses, expected, rtol=1e-10)
+    assert_same = assert_allclose if kind == "regression" else assert_array_equal
+    assert_same(net.predict(sparse), dense_net.predict(X))
+    assert_allclose(net.score(sparse, y), dense_net.score(X, y), rtol=1e-8)
+    assert_allclose(net.relative_flatness_, dense_net.relative_flatness_, rtol=1e-8)
     assert_allclose(relative_flatness(net, sparse, y), relative_flatness(dense_net, X, y))
     assert_allclose(FlatnessScorer()(net, sparse, y), FlatnessScorer()(dense_net, X, y))
 
