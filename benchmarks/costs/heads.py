@@ -25,13 +25,13 @@ from relflat_sk import RelativeFlatnessPenalty, measure
 
 CRITERION = nn.CrossEntropyLoss()
 FORWARD, PLAIN = "forward", "training step"
-# most forward passes. Those that sum squares column by column, over the classes, take three
-# products of the head's size: the logits, and the sums of rows and of their squares
+# most forward passes: 1.25 for each product of the head's size. Two are the logits and the sums of
+# rows over the classes; squares that are summed column by column are the third
 MEASURES = {
-    "relative_flatness": 2.5,
-    "normalized_relative_flatness": 3.0,
-    "hessian_trace": 2.5,
-    "neuron_flatness_sum": 3.0,
+    "relative_flatness": 2 * 1.25,
+    "normalized_relative_flatness": 3 * 1.25,
+    "hessian_trace": 2 * 1.25,
+    "neuron_flatness_sum": 3 * 1.25,
 }
 
 
