@@ -220,14 +220,14 @@ class Group:
         Returns
         -------
         bool
-            False if it has not been trained in the last epoch, or if its samples have no losses
-            by formula.
+            False if it has not been trained in the last epoch, if a callback has replaced its
+            tensors, or if its samples have no losses by formula.
         """
         return self._evaluable and self._holds(member)
 
     def _holds(self, member: Member) -> bool:
-        """Return whether a member has been trained in the last epoch."""
-        return self._stack is not None and member in self._stack.members
+        """Return whether a member has been trained in the last epoch, and has its tensors."""
+        return self._stack is not None and self._stack.holds(member)
 
     def losses(self, members: Sequence[Member], goals: Sequence[float]) -> list[float]:
         """Compute the losses of members on all their data, in evaluation mode.
@@ -279,8 +279,8 @@ class Group:
         Returns
         -------
         bool
-            False if it has not been trained in the last epoch, if its network acts otherwise in
-            evaluation, or if its gradient is random.
+            False if it has not been trained in the last epoch, if a callback has replaced its
+            tensors, if its network acts otherwise in evaluation, or if its gradient is random.
         """
         return (
             self._acts_alike

@@ -16,9 +16,10 @@ class Stack:
     """The stacked networks of the members that train together.
 
     Each network has weights and buffers of its own as well. They get the values of the stack at
-    the end of each epoch, so that callbacks find a trained network. Values that a callback
-    changes are taken over at the beginning of the next epoch. The states of the optimizers are
-    views of the stack. A stack of one network is itself a view of the network's own tensors.
+    the end of each epoch, so that callbacks find a trained network. At the beginning of the next
+    epoch, the stack gets them back: a callback may have changed them, also through ``data``, which
+    leaves no trace. The states of the optimizers are views of the stack. A stack of one network is
+    itself a view of the network's own tensors.
 
     Parameters
     ----------
@@ -48,21 +49,27 @@ class Stack:
         self._own = [tensor for tensors in own for tensor in tensors if not self.is_view]
         stacked = [*self.weights.values(), *self.buffers.values()]
         self._rows = [tensor[k] for k in range(len(members)) for tensor in stacked]
-        self._versions = [tensor._version for tensor in self._own]
-        self._places = self._find_places()
+        self._places = {id(member): _find_places(member) for member in members}
 
     @property
     def is_current(self) -> bool:
-        """Whether the stack holds the members' tensors, which a callback may have replaced."""
-        return not self.is_view or self._places == self._find_places()
+        """Whether the members have the same tensors, which a callback may have replaced."""
+        return all(map(self.holds, self.members))
 
-    def _find_places(self) -> list[int]:
-        """Return where the tensors of the members are; the stack holds them, so none is freed."""
-        member = self.members[0]
-        tensors = [*member.module.parameters(), *member.module.buffers()]
-        for parameter in member.module.parameters():
-            tensors += member.optimizer.state[parameter].values()
-        return [one.data_ptr() if isinstance(one, Tensor) else 0 for one in tensors]
+    def holds(self, member: Member) -> bool:
+        """Return whether a network is in the stack, with the tensors that it has now.
+
+        Parameters
+        ----------
+        member : Member
+            Any network.
+
+        Returns
+        -------
+        bool
+            False if a callback has replaced tensors of the network, or of its optimizer.
+        """
+        return self._places.get(id(member)) == _find_places(member)
 
     def _stack_states(self) -> None:
         """Stack the states of the optimizers, which become views."""
@@ -113,19 +120,16 @@ class Stack:
         return weights, buffers
 
     def take_over(self) -> None:
-        """Take over values that were changed outside since the last epoch."""
-        changed = [i for i, one in enumerate(self._own) if one._version != self._versions[i]]
-        if changed:
+        """Take over the values of the members' own networks."""
+        if not self.is_view:
             with torch.no_grad():
-                for i in changed:
-                    self._rows[i].copy_(self._own[i])
+                torch._foreach_copy_(self._rows, self._own)
 
     def hand_over(self) -> None:
         """Give the values of the stack to the members' own networks."""
         with torch.no_grad():
             if not self.is_view:
                 torch._foreach_copy_(self._own, self._rows)
-        self._versions = [tensor._version for tensor in self._own]
         for k, member in enumerate(self.members):
             for parameter, gradient in zip(
                 member.module.parameters(), self.gradients.values(), strict=True
@@ -150,6 +154,14 @@ class Stack:
         settings = [member.settings for member in self.members]
         weights, gradients = list(self.weights.values()), list(self.gradients.values())
         return self._kind(weights, gradients, self._states, settings, fused)
+
+
+def _find_places(member: Member) -> list[int]:
+    """Return where the tensors of a network and of its optimizer are in memory."""
+    tensors = [*member.module.parameters(), *member.module.buffers()]
+    for parameter in member.module.parameters():
+        tensors += member.optimizer.state[parameter].values()
+    return [one.data_ptr() if isinstance(one, Tensor) else 0 for one in tensors]
 
 
 def _stacked(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
