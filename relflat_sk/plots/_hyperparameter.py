@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from relflat_sk._minima_table import column_of, find_axes, find_axis, minima_table, numeric_column
 from relflat_sk.plots._colors import Colors, color_column
@@ -132,34 +133,41 @@ class HyperparameterDisplay(MinimaDisplay):
     ) -> None:
         """Draw the minima, the medians, the legend and the color bar."""
         y = numeric_column(self.minima, self.measure, argument="measure")
-        x, names = self._positions()
+        x, names = self._positions(np.isfinite(y))
         points = Points(self.minima, x, y)
         points.require_minima(self.axis, self.measure)
         self.ax_ = make_axes(ax)
         self.figure_ = figure_of(self.ax_)
         good = points.converged
-        if not names:
+        if names:
+            points.x_limits = -0.5, len(names) - 0.5  # names without minima count, too
+        else:
             choose_scale(self.ax_.xaxis, x[good])
         choose_scale(self.ax_.yaxis, y[good])
         points.draw(self.ax_, colors, **kwargs)
         levels = np.unique(x[good])
-        if 1 < len(levels) <= MAX_DISTINCT:
+        few = 1 < len(levels) <= MAX_DISTINCT
+        if few:
             medians = [np.median(y[good & (x == level)]) for level in levels]
             self.ax_.plot(levels, medians, label="median of the minima", **MEDIAN)
-            self.ax_.set_xticks(levels, names or [f"{level:g}" for level in levels])
+        if names:
+            turned = 90 if len(names) > MAX_DISTINCT else 0
+            self.ax_.set_xticks(range(len(names)), names, rotation=turned)
+        elif few:
+            self.ax_.set_xticks(levels, [f"{level:g}" for level in levels])
             self.ax_.minorticks_off()
         legend_below(self.ax_)
         colors.draw_bar([self.ax_])
         self.ax_.set_xlabel(label_of(self.axis, ""))
         self.ax_.set_ylabel(label_of(self.measure, loss_unit))
 
-    def _positions(self) -> tuple[Floats, list[str]]:
+    def _positions(self, drawn: NDArray[np.bool_]) -> tuple[Floats, list[str]]:
         """Return the minima's places on the x axis, and the names of the places if not numbers."""
         values = self.minima[self.axis]
         numeric = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
         if numeric:
             return numeric_column(self.minima, self.axis, argument="axis"), []
         texts = values.map(str)
-        names = list(dict.fromkeys(texts))
+        names = list(dict.fromkeys(texts[drawn]))
         places = texts.map({name: place for place, name in enumerate(names)})
         return np.array(places, dtype=np.float64), [shorten(name) for name in names]

@@ -43,7 +43,11 @@ class Points:
         Number of all other rows.
     n_minima : int
         Number of minima, also with other coordinates.
+    x_limits : (float, float) or None
+        The limits of the x axis; around the minima if None.
     """
+
+    x_limits: tuple[float, float] | None = None
 
     def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
         self.x, self.y = x, y
@@ -128,7 +132,7 @@ class Points:
         draw_grid(ax)
         x, y = self.x[self.converged], self.y[self.converged]
         ax.scatter(x, y, **(DOT | colors.arguments(self.converged) | kwargs))
-        ax.set(xlim=_limits(x, ax.get_xscale()), ylim=_limits(y, ax.get_yscale()))
+        ax.set(xlim=self.x_limits or _limits(x, ax.get_xscale()), ylim=_limits(y, ax.get_yscale()))
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
         """Draw the candidates that did not converge, at most as far out as the limits.

@@ -174,6 +174,33 @@ def test_a_measure_against_names():
     assert display.ax_.get_ylabel() == "depth"
 
 
+def test_names_without_minima_have_their_places():
+    """Such as an optimizer that never converged."""
+    names = ["sgd", "adam", "adamw"]
+    minima = table(param_optimizer=np.resize(names, 12))
+    minima["converged"] = minima["param_optimizer"] != "adam"
+    ax = HyperparameterDisplay.from_minima(minima, "optimizer", color_by=None).ax_
+    assert [label.get_text() for label in ax.get_xticklabels()] == names
+    dots, crosses = (np.asarray(points.get_offsets())[:, 0] for points in ax.collections)
+    assert dots.tolist() == [0, 2] * 4
+    assert crosses.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_one_name_and_many_names_are_written(n):
+    names = [f"name {i:02d}" for i in range(n)]
+    ax = HyperparameterDisplay.from_minima(table(40, param_name=np.resize(names, 40)), "name").ax_
+    assert [label.get_text() for label in ax.get_xticklabels()] == names
+
+
+def test_a_candidate_that_failed_before_it_had_a_name_has_no_place():
+    minima = table()
+    minima.loc[0, ["param_activation", "relative_flatness", "state"]] = [np.nan, np.nan, "failed"]
+    ax = HyperparameterDisplay.from_minima(minima, "activation", color_by=None).ax_
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["relu", "tanh"]
+    assert np.asarray(ax.collections[0].get_offsets())[:, 0].tolist() == [0] * 5 + [1] * 6
+
+
 def test_many_values_have_no_medians():
     minima = table(20, param_batch_size=np.arange(20) + 1.0)
     display = HyperparameterDisplay.from_minima(minima, "batch_size", color_by=None)
