@@ -5,6 +5,7 @@ the table with these functions only.
 """
 
 from relflat_sk._minima_table.columns import (
+    PARAM_PREFIX,
     column_of,
     is_complete,
     is_converged,
@@ -42,6 +43,7 @@ __all__ = [
     "CURVES",
     "DEPTH_BAND",
     "NO_REASON",
+    "PARAM_PREFIX",
     "STATES",
     "check_depth_band",
     "column_of",

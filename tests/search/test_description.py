@@ -19,7 +19,8 @@ from skorch.callbacks import EarlyStopping, EpochTimer, LRScheduler
 from torch import nn
 
 from relflat_sk import MLP, StopAtLoss
-from relflat_sk.search._trial.description import describe, digest, same
+from relflat_sk.search._trial.description import describe, same
+from relflat_sk.search._trial.digests import digest
 
 VALUES = """
 import functools, sys
@@ -153,6 +154,44 @@ def test_code_without_a_source_has_a_name():
     exec("def double(x):\n    return 2 * x\nclass Made:\n    def run(self): pass", scope)
     assert describe(scope["double"]) == "double"
     assert describe(scope["Made"]) == "Made"
+
+
+def scaling(factor):
+    def scale(x, names=("a", "b")):
+        return factor * x
+
+    return scale
+
+
+def recursive():
+    def count(n):
+        return 0 if n == 0 else count(n - 1)
+
+    return count
+
+
+def test_numbers_that_a_function_gets_from_around_it_are_noticed():
+    assert describe(scaling(2)) == describe(scaling(2))
+    assert describe(scaling(2)) != describe(scaling(3))
+    assert " (contents " not in describe(recursive())
+    factor_of = {factor: lambda x, factor=factor: factor * x for factor in (2, 3)}
+    assert describe(factor_of[2]) != describe(factor_of[3])
+    # an earlier version did not note them
+    earlier = describe(scaling(2)).partition(" (contents ")[0]
+    assert same(earlier, describe(scaling(2)))
+    assert not same(describe(scaling(3)), describe(scaling(2)))
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.layer = factor, nn.Identity()
+
+
+def test_numbers_that_a_module_holds_are_noticed():
+    assert describe(Scaled(2)) == describe(Scaled(2).eval())
+    assert describe(nn.Sequential(Scaled(2))) != describe(nn.Sequential(Scaled(3)))
+    assert " (contents " not in describe(nn.Sequential(nn.Dropout(0.1)))
 
 
 def test_equal_networks_are_equal_and_others_are_not():

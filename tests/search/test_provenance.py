@@ -1,5 +1,7 @@
 """Tests of resumed studies: what changes results is refused, what does not goes on."""
 
+import re
+
 import numpy as np
 import optuna
 import pytest
@@ -14,8 +16,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from skorch.callbacks import EpochTimer
+from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -25,6 +28,7 @@ from relflat_sk import (
     StopAtLoss,
     measure,
 )
+from relflat_sk.search._trial.description import same
 from relflat_sk.search._trial.provenance import MADE_WITH, check_made_with
 
 X, Y = load_iris(return_X_y=True)
@@ -328,15 +332,59 @@ def test_a_study_without_minima_can_be_of_anything(stored):
     assert search.study_.user_attrs[MADE_WITH]["data"]["X"] != "something else"
 
 
-def test_data_without_a_checksum_are_known_by_their_length():
-    def search(n):
-        data = TensorDataset(torch.from_numpy(X[:n]), torch.from_numpy(Y[:n]))
-        net = make_net(module=Linear, module__n_features=4, module__n_outputs=3, classes=[0, 1, 2])
-        return MinimaObjective(net, data, Y[:n], {"lr": [0.1]})
+class OwnDataset(Dataset):
+    def __init__(self, *tensors):
+        self.tensors = tensors
 
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, row):
+        return tuple(tensor[row] for tensor in self.tensors)
+
+
+def record_of(data, **parameters):
+    """Record a study of data in any form, and return it."""
+    net = make_net(module=Linear, module__n_features=4, module__n_outputs=3, classes=[0, 1, 2])
     study = optuna.create_study()
-    check_made_with(study, search(75))
-    assert study.user_attrs[MADE_WITH]["data"]["X"] == "TensorDataset of length 75"
+    check_made_with(study, MinimaObjective(net, data, Y, {"lr": [0.1]}, **parameters))
+    return study.user_attrs[MADE_WITH]["data"]
+
+
+FORMS = {
+    "tensors": lambda X, Y: TensorDataset(X, Y),
+    "subset": lambda X, Y: Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(75)),
+    "loader": lambda X, Y: DataLoader(TensorDataset(X, Y), batch_size=75),
+    "skorch": lambda X, Y: SkorchDataset(X, Y),
+    "tuple": lambda X, Y: (X, X),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_data_sets_and_tuples_are_known_by_their_contents(form):
+    one, again, other = (
+        record_of(FORMS[form](torch.from_numpy(X) + add, torch.from_numpy(Y)))["X"]
+        for add in (0, 0, 1)
+    )
+    assert re.search(r" \(contents [0-9a-f]{8}\)$", one)
+    assert one == again != other
+    # an earlier version knew their lengths only
+    assert same(one.partition(" (contents ")[0], other)
+
+
+def test_other_data_sets_are_known_by_their_length():
+    data = OwnDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    assert record_of(data)["X"] == "OwnDataset of length 75"
+
+
+def test_other_arguments_of_fit_are_refused(stored):
+    def search():
+        return of_nets(make_net(max_epochs=20, callbacks=None), {"batch_size": [16]}, **stored)
+
+    with pytest.warns(FlatnessWarning, match="no candidate converged"):
+        search().fit(X, Y, epochs=2)
+    with pytest.raises(ValueError, match="data, epochs: 2 then, 3 now"):
+        search().fit(X, Y, epochs=3)
 
 
 # -- the objective in a study of one's own -----------------------------------------------------

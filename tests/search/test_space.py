@@ -282,3 +282,42 @@ def test_another_scale_does_not_go_on_with_a_study():
 def test_fewer_parameters_than_the_study_has():
     with pytest.raises(ValueError, match="was made over"):
         check_space(Space({"lr": [0.1]}), study_of(Space({"lr": [0.1], "n": [1]})))
+
+
+DRAWN = {"lr": [0.1, 0.2], "n": [3, 4]}
+COMPUTED = {"lr": [0.1, 0.2], "n": lambda trial: 3}
+OTHER_NAME = {"lr": [0.1, 0.2], "n": lambda trial: trial.suggest_int("m", 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "match"),
+    [
+        (DRAWN, COMPUTED, r"over \['lr', 'n'\], this space is over \['lr', 'n \(computed\)'\]"),
+        (COMPUTED, DRAWN, r"over \['lr', 'n \(computed\)'\], this space is over \['lr', 'n'\]"),
+        (COMPUTED, {"lr": [0.1, 0.2]}, r"over \['lr', 'n \(computed\)'\], this .* over \['lr'\]"),
+        ({"lr": [0.1, 0.2]}, COMPUTED, r"over \['lr'\], this .* over \['lr', 'n \(computed\)'\]"),
+        (DRAWN, {**DRAWN, "k": lambda trial: 1}, r"this .* over \['k \(computed\)', 'lr', 'n'\]"),
+        (COMPUTED, {**DRAWN, "n": lambda trial: trial.params["m"]}, r"this .* over \['lr'\]"),
+        (
+            OTHER_NAME,
+            COMPUTED,
+            r"over \['lr', 'm', 'n \(computed\)'\], this space is over \['lr', ",
+        ),
+    ],
+)
+def test_values_that_are_computed_are_not_those_that_were_drawn(before, now, match):
+    """Otherwise the best parameters of earlier trials would be those of another function."""
+    with pytest.raises(ValueError, match=match):
+        check_space(Space(now), study_of(Space(before)))
+
+
+def test_scaled_learning_rates_are_no_axes():
+    study = study_of(Space(COMPUTED))
+    trial = create_trial(
+        value=1.0,
+        params=study.trials[0].params,
+        distributions=study.trials[0].distributions,
+        user_attrs={"param_n": 3, "param_scaled_lr": 0.4},
+    )
+    study.add_trial(trial)
+    check_space(Space(COMPUTED), study)

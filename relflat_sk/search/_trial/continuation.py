@@ -1,17 +1,20 @@
 """Continue a study with a space: the same parameters, in ranges that are at least as wide."""
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from relflat_sk._minima_table import PARAM_PREFIX
 from relflat_sk.search._trial.entries import Computed, as_stored, is_choice
 from relflat_sk.search._trial.space import Space
 
 __all__ = ["check_space", "new_choices"]
 
 _OTHER_NAME = "give this search a study_name of its own."
+_SCALED = f"{PARAM_PREFIX}scaled_"  # learning rates that the search computes itself
 
 
 def check_space(space: Space, study: optuna.Study) -> None:
@@ -29,25 +32,21 @@ def check_space(space: Space, study: optuna.Study) -> None:
     Raises
     ------
     ValueError
-        If the study's trials have other parameters, or drew them in another way. Ranges may be
+        If the study's trials have other parameters, or got them in another way. Ranges may be
         wider, and lists of choices longer.
     """
     _follow(space, study)
     drawn = space.distributions()
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        extra = set(trial.params) - set(drawn) if len(drawn) == len(space.entries) else set()
-        if extra or set(drawn) - set(trial.params):
-            raise ValueError(
-                f"study {study.study_name!r} was made over {sorted(trial.params)}, this space "
-                f"is over {sorted(space.entries)}; {_OTHER_NAME}"
-            )
         for name, distribution in drawn.items():
-            problem = _why_not_wider(trial.distributions[name], distribution)
+            before = trial.distributions.get(name, distribution)
+            problem = _why_not_wider(before, distribution)
             if problem:
                 raise ValueError(
-                    f"study {study.study_name!r} was made with {trial.distributions[name]} "
-                    f"for {name!r}, this space has {distribution}: {problem}, or {_OTHER_NAME}"
+                    f"study {study.study_name!r} was made with {before} for {name!r}, this space "
+                    f"has {distribution}: {problem}, or {_OTHER_NAME}"
                 )
+        _check_names(space, study.study_name, trial)
         _check_functions(space, study.study_name, trial)
 
 
@@ -85,13 +84,35 @@ def _follow(space: Space, study: optuna.Study) -> None:
             space.entries[name] = entry.in_order_of(max(before, key=len))
 
 
+def _check_names(space: Space, study_name: str, trial: FrozenTrial) -> None:
+    """Refuse a space that draws or computes other parameters than a finished trial has."""
+    recorded = {
+        name.removeprefix(PARAM_PREFIX)
+        for name in trial.user_attrs
+        if name.startswith(PARAM_PREFIX) and not name.startswith(_SCALED)
+    }
+    values, again = space.draw_again(trial)
+    drawn = again | space.distributions().keys()
+    then = _mark_computed(trial.params.keys() | recorded, trial.params)
+    now = _mark_computed(values.keys() | drawn, drawn)
+    if then != now:
+        raise ValueError(
+            f"study {study_name!r} was made over {then}, this space is over {now}; {_OTHER_NAME}"
+        )
+
+
+def _mark_computed(names: Iterable[str], drawn: Container[str]) -> list[str]:
+    """List names in order, and mark those that are not drawn."""
+    return [name if name in drawn else f"{name} (computed)" for name in sorted(names)]
+
+
 def _check_functions(space: Space, study_name: str, trial: FrozenTrial) -> None:
     """Refuse functions that give a finished trial another value than it had."""
     values: dict[str, Any] = space.values(trial)
     for name, entry in space.entries.items():
-        had = trial.user_attrs.get(f"param_{name}")
-        if isinstance(entry, Computed) and name in values and had is not None:
-            now = as_stored(values[name])
+        recorded = f"{PARAM_PREFIX}{name}"
+        if isinstance(entry, Computed) and name in values and recorded in trial.user_attrs:
+            had, now = trial.user_attrs[recorded], as_stored(values[name])
             if now != had:
                 raise ValueError(
                     f"study {study_name!r} was made with another function for {name!r}: it "

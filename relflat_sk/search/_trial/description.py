@@ -3,39 +3,39 @@
 The texts are the same in every process and in every version of Python: they hold no hashes of
 Python and no addresses. Classes and functions of the user have a checksum of their source, without
 comments, so that an edit of the network is noticed. Those of installed libraries have their name
-only: another version of a library may continue a study.
+only: another version of a library may continue a study. Numbers and texts that a function gets from
+around it, and those that a module holds, have a checksum of their own.
 """
 
 import functools
 import inspect
 import io
-import math
 import re
 import sys
 import textwrap
 import tokenize
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import nn
 
-from relflat_sk._network import as_row_source, copy_rows, is_row_source
+from relflat_sk.search._trial.digests import digest
 
-__all__ = ["changed_params", "describe", "digest", "same"]
+__all__ = ["changed_params", "describe", "same", "with_contents"]
 
 _PACKAGE = __name__.partition(".")[0]
 _INSTALLED = {"site-packages", "dist-packages"}
-_SOURCE = re.compile(r" \(source [0-9a-f]{8}\)")
+# checksums that a text may lack: its source is not known, or an earlier version had none
+_CHECKSUMS = [re.compile(rf" \({kind} [0-9a-f]{{8}}\)") for kind in ("source", "contents")]
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _LONGEST = 300  # characters; a longer text is cut, and ends in a checksum
 _DEEPEST = 6
-_BLOCK = 2**24  # bytes of an array that are read at a time
 # parameters that change the time that training takes, or what it shows, but not its result
 _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
@@ -70,21 +70,21 @@ def describe(value: Any, depth: int = 0) -> str:
     """
     text = _describe(value, depth)
     if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
+        text = f"{text[:_LONGEST]}... ({_crc(text)})"
     return text
 
 
 def _describe(value: Any, depth: int) -> str:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or type(value) in {bool, int, float, complex, str, bytes}:
+    if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, Mapping | list | tuple | Set):
         return _describe_container(value, depth + 1)
     if isinstance(value, nn.Module):
         weights = {name: digest(one) for name, one in value.state_dict().items()}
         text = _ADDRESS.sub("", f"{value!r} {weights}")
-        return f"{_name(type(value))}({zlib.crc32(text.encode()):08x})"
+        return with_contents(f"{_name(type(value))}({_crc(text)})", _held(value))
     found = digest(value)
     if found is not None:
         return f"{type(value).__name__} of shape {found}"
@@ -120,7 +120,7 @@ def _describe_object(value: Any, depth: int) -> str:
     if isinstance(value, torch.Generator):
         return f"{name}({digest(value.get_state())})"
     if isinstance(value, np.random.Generator):
-        return f"{name}({zlib.crc32(repr(value.bit_generator.state).encode()):08x})"
+        return f"{name}({_crc(repr(value.bit_generator.state))})"
     if depth > _DEEPEST:
         return name
     if hasattr(value, "get_params"):
@@ -189,7 +189,60 @@ def _name(code: Any) -> str:
     if _is_installed(module, top):
         return f"{top}.{name}"
     source = _source(code)
-    return f"{name} (source {zlib.crc32(source.encode()):08x})" if source else name
+    return with_contents(f"{name} (source {_crc(source)})" if source else name, _captured(code))
+
+
+def _crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def with_contents(text: str, parts: Sequence[str]) -> str:
+    """Append a checksum of what a value holds to its description.
+
+    Parameters
+    ----------
+    text : str
+        The description.
+    parts : sequence of str
+        Descriptions of what the value holds.
+
+    Returns
+    -------
+    str
+        The description as it is if there are no parts.
+    """
+    return f"{text} (contents {_crc(repr(parts))})" if parts else text
+
+
+def _captured(code: Any) -> list[str]:
+    """Describe the numbers and texts that a user's function gets from around it."""
+    if not isinstance(code, FunctionType):
+        return []
+    cells = zip(code.__code__.co_freevars, code.__closure__ or (), strict=True)
+    defaults = [*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).items()]
+    found = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
+    return _plain_values([*found, ("defaults", tuple(defaults))] if defaults else found)
+
+
+def _held(module: nn.Module) -> list[str]:
+    """Describe the numbers and texts in the modules of a user's own classes."""
+    own = [
+        (f"{name}.{key}", value)
+        for name, part in module.named_modules()
+        if not _is_installed(type(part).__module__, type(part).__module__.partition(".")[0])
+        for key, value in sorted(vars(part).items())
+        if not key.startswith("_") and key != "training"
+    ]
+    return _plain_values(own)
+
+
+def _plain_values(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Describe those values that nothing changes in place: numbers, texts, tuples of these."""
+    return [f"{name}={value!r}" for name, value in named if _is_plain(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
 def _is_installed(module: str, top: str) -> bool:
@@ -241,63 +294,6 @@ def _normalised_source(function: FunctionType) -> str:
     return "".join(parts).replace("{{", "{").replace("}}", "}")
 
 
-def digest(data: Any) -> str | None:
-    """Return shape and checksum of data.
-
-    Parameters
-    ----------
-    data : object
-        An array, a data frame, a list of samples, a sparse matrix, or a dict or tuple of these.
-
-    Returns
-    -------
-    str or None
-        A text that changes with the data; None if they are none of these.
-
-    Examples
-    --------
-    >>> digest([[1, 2], [3, 4]]) == digest(np.array([[1, 2], [3, 4]]))
-    True
-    >>> print(digest(object()))
-    None
-    """
-    if sparse.issparse(data):
-        matrix = data.tocsr()
-        parts = [_checksum(one) for one in (matrix.data, matrix.indices, matrix.indptr)]
-        return f"{data.shape} {' '.join(map(str, parts))}"
-    if isinstance(data, Mapping):
-        found = {str(key): digest(one) for key, one in sorted(data.items())}
-        return None if None in found.values() else str(found)
-    if isinstance(data, torch.Tensor):
-        data = data.detach().cpu()
-        # numpy has no bfloat16
-        data = (data if data.dtype != torch.bfloat16 else data.view(torch.int16)).numpy()
-    on_disk = is_row_source(data)
-    if not (on_disk or hasattr(data, "__array__") or isinstance(data, list)):
-        return None
-    try:
-        array = as_row_source(data) if on_disk else np.asarray(data)
-    except (TypeError, ValueError):  # no numbers; lists of unequal length
-        return None
-    if not array.ndim:
-        return None
-    return f"{array.shape} {_checksum(array)}"
-
-
-def _checksum(array: Any) -> int:
-    """Compute the checksum of an array's bytes, block by block: it may be on disk."""
-    if array.dtype == object:
-        array = array.astype(str)
-    if 0 in array.shape:
-        return zlib.crc32(b"")
-    rows = max(1, _BLOCK // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
-    checksum = 0
-    for start in range(0, len(array), rows):
-        block = copy_rows(array, slice(start, start + rows))
-        checksum = zlib.crc32(block.reshape(-1).view(np.uint8).data, checksum)
-    return checksum
-
-
 def same(then: str | None, now: str | None) -> bool:
     """Return whether two descriptions are of the same value, as far as one can tell.
 
@@ -311,15 +307,16 @@ def same(then: str | None, now: str | None) -> bool:
     Returns
     -------
     bool
-        True also if they differ in a checksum of a source that only one of them has.
+        True also if they differ in a checksum that only one of them has.
 
     Examples
     --------
     >>> same("Net (source 01234567)", "Net"), same("Net (source 01234567)", "Other")
     (True, False)
     """
-    if then == now or then is None or now is None:
+    if then is None or now is None:
         return then == now
-    if _SOURCE.search(then) and _SOURCE.search(now):
-        return False
-    return _SOURCE.sub("", then) == _SOURCE.sub("", now)
+    for checksum in _CHECKSUMS:
+        if not (checksum.search(then) and checksum.search(now)):
+            then, now = checksum.sub("", then), checksum.sub("", now)
+    return then == now

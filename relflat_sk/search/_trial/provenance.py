@@ -22,10 +22,13 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from skorch.dataset import Dataset as SkorchDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from relflat_sk._warnings import warn
 from relflat_sk.measures import OwnMeasure
-from relflat_sk.search._trial.description import changed_params, describe, digest, same
+from relflat_sk.search._trial.description import changed_params, describe, same, with_contents
+from relflat_sk.search._trial.digests import digest
 from relflat_sk.search._trial.weight_files import check_store
 
 __all__ = ["MADE_WITH", "check_made_with", "check_study_of"]
@@ -51,6 +54,14 @@ _NAMES = {
 }
 
 Record = dict[str, dict[str, str]]
+
+# what torch's and skorch's own data sets consist of
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    DataLoader: ("dataset", "batch_size", "drop_last"),
+    SkorchDataset: ("X", "y"),
+    Subset: ("dataset", "indices"),
+    TensorDataset: ("tensors",),
+}
 
 # parts to which later sessions may add, or from which they may leave out
 _OPEN = ("held-out data", "choices", "own measures")
@@ -189,12 +200,23 @@ def _fits(value: Any) -> bool:
 
 
 def _describe_data(data: Any) -> str:
-    """Describe data by shape and checksum, or else by class and length."""
+    """Describe data by shape and checksum, or else by class, length and, if known, contents."""
     found = digest(data)
     if found is not None or data is None:
         return str(found)
+    if isinstance(data, bool | int | float | str):  # an argument of `fit`, such as epochs
+        return describe(data)
     length = f" of length {len(data)}" if hasattr(data, "__len__") else ""
-    return type(data).__name__ + length
+    return with_contents(type(data).__name__ + length, list(map(_describe_data, _parts(data))))
+
+
+def _parts(data: Any) -> list[Any]:
+    """List what data of a known class consist of; another class may change what it holds."""
+    if isinstance(data, tuple):
+        return list(data)
+    if isinstance(data, Mapping):
+        return [part for name in sorted(data, key=str) for part in (str(name), data[name])]
+    return [getattr(data, name) for name in _ATTRIBUTES.get(type(data), ())]
 
 
 def _holds_result(trial: FrozenTrial) -> bool:

@@ -190,12 +190,29 @@ class Space:
             Values by parameter name, as the estimator takes them. If the trial failed while it
             drew, only those that it had drawn.
         """
+        return self.draw_again(trial)[0]
+
+    def draw_again(self, trial: FrozenTrial) -> tuple[dict[str, Any], set[str]]:
+        """Return the values that a finished trial had, and which names the space draws for them.
+
+        Parameters
+        ----------
+        trial : FrozenTrial
+            The finished trial.
+
+        Returns
+        -------
+        values : dict
+            As from `values`.
+        drawn : set of str
+            Functions may draw other names than those of the space.
+        """
         fixed: Any = FixedTrial(trial.params, trial.number)
         found = {}
         for name, entry in self.entries.items():
             with suppress(Exception):  # a user's function may raise anything
                 found[name] = entry.suggest(fixed, name)
-        return found
+        return found, set(fixed.params)
 
     def grid(self) -> list[dict[str, Any]] | None:
         """List all combinations of the choices.

@@ -22,7 +22,7 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import FrozenTrial
 from torch import Tensor, nn
 
-from relflat_sk.search._trial.description import digest
+from relflat_sk.search._trial.digests import digest
 from relflat_sk.search._trial.failures import blame_call, explain
 
 __all__ = [
