@@ -1,13 +1,6 @@
-r"""Losses, their gradients and curvatures, for many networks at once.
+"""The criteria that many networks are trained with at once, by formula where there is one."""
 
-In this module, arrays have the members on their first axis: outputs ``z`` are of shape
-(k, n, d), the features ``phi`` of the last layer (k, n, m), its weight ``W`` (k, d, m), and values
-(k,). The penalty is ``sum_i scale_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of
-sample i's loss in its output; see `relflat_sk._penalty` for one network. Means over samples are
-sums with the shares of a batch, so that there is one formula with and without sample weights.
-"""
-
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import partial
 from typing import Any, cast
 
@@ -17,162 +10,17 @@ from torch.func import vmap
 
 from relflat_sk._losses import Loss, weighted_loss
 from relflat_sk._numerics import safe_root
+from relflat_sk.ensemble._criterion import Criterion, mean, mean_output
 from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._slopes import PenaltySlopes, Slopes
 
-__all__ = ["Criterion", "find_criterion"]
-
-
-class Criterion(ABC):
-    """A criterion with its gradient and curvature.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion of one network.
-    """
-
-    takes_columns = False  # whether targets are of shape (k, n, 1)
-
-    def __init__(self, criterion: Any) -> None:
-        self.criterion = criterion
-
-    def each(self, z: Tensor, target: Tensor) -> Tensor:
-        """Compute the losses of the members' samples, which are not negative.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        target : Tensor of shape (k, n, ...)
-            Targets.
-
-        Returns
-        -------
-        Tensor of shape (k, n)
-            Losses, whose mean is that of the member.
-        """
-        raise NotImplementedError
-
-    def loss(self, z: Tensor, batch: Batch) -> Tensor:
-        """Compute the losses of the members.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            One loss for each member.
-        """
-        return _mean(self.each(z, batch.targets)[..., None], batch)
-
-    @abstractmethod
-    def slopes(self, z: Tensor, batch: Batch) -> Slopes:
-        """Compute the losses of the members, and their gradients in the outputs.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Slopes
-            Losses and gradients.
-        """
-
-    def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
-        """Compute the penalties of the members, and their gradients.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-        phi : Tensor of shape (k, n, m)
-            Features of the last layer.
-        weight : Tensor of shape (k, d, m)
-            Weight of the last layer.
-        scale : Tensor of shape (k, n, 1)
-            Factors of the samples' terms.
-
-        Returns
-        -------
-        PenaltySlopes
-            Penalties and gradients.
-        """
-        raise NotImplementedError
-
-    def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
-        """Multiply vectors by roots of the curvatures of the samples' losses, with their graph.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-        vectors : Tensor of shape (k, n, d)
-            One vector for each sample.
-
-        Returns
-        -------
-        Tensor of shape (k, n, d)
-            Products ``R_i v_i`` with ``R_i R_i^T = B_i``.
-        """
-        raise NotImplementedError
-
-    def gain(self, loss: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        """Compute what the members have gained over a constant output.
-
-        Parameters
-        ----------
-        loss : Tensor of shape (k,)
-            Their losses.
-        z : Tensor of shape (k, n, ...)
-            Their outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            Negative if a constant is better; infinite for a single sample, whose output is the
-            mean.
-        """
-        if z.shape[1] == 1:
-            return torch.full_like(loss, torch.inf)
-        return self.constant_loss(z, batch) - loss
-
-    def constant_loss(self, z: Tensor, batch: Batch) -> Tensor:
-        """Compute the losses of the members' mean outputs.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            One loss for each member.
-        """
-        return self.loss(_mean_output(z, batch).expand_as(z), batch)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there are formulas for `each` and `curvature`."""
-        return not isinstance(self, _AnyCriterion)
+__all__ = ["find_criterion"]
 
 
 class _AnyCriterion(Criterion):
     """A criterion that is differentiated by torch."""
+
+    is_known = False
 
     def loss(self, z: Tensor, batch: Batch) -> Tensor:
         return cast(Tensor, vmap(self.criterion)(z, batch.targets))
@@ -199,14 +47,22 @@ class _CrossEntropy(Criterion):
     takes_columns = True
 
     def each(self, z: Tensor, target: Tensor) -> Tensor:
-        return z.log_softmax(-1).gather(-1, target).squeeze(-1).neg_()
+        return self._at_labels(z.log_softmax(-1), target).squeeze(-1).neg_()
 
     def slopes(self, z: Tensor, batch: Batch) -> Slopes:
-        logarithms, target = z.log_softmax(-1), batch.targets
-        values = _mean(logarithms.gather(-1, target), batch).neg_()
-        minus = z.new_full((1, 1, 1), -1.0).expand(target.shape)
-        gradient = logarithms.exp_().scatter_add_(-1, target, minus).mul_(batch.shares)
+        logarithms = z.log_softmax(-1)
+        values = mean(self._at_labels(logarithms, batch.targets), batch).neg_()
+        gradient = self._less_labels(logarithms.exp_(), batch.targets).mul_(batch.shares)
         return Slopes(values, gradient)
+
+    def _at_labels(self, logarithms: Tensor, target: Tensor) -> Tensor:
+        """Return the mean of each sample's logarithms, weighted as its label says: (k, n, 1)."""
+        return logarithms.gather(-1, target)
+
+    def _less_labels(self, p: Tensor, target: Tensor) -> Tensor:
+        """Subtract the weights of that mean from probabilities, in place: (k, n, d)."""
+        minus = p.new_full((1, 1, 1), -1.0).expand(target.shape)
+        return p.scatter_add_(-1, target, minus)
 
     def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
         # as relflat_sk._losses.softmax does: sum_k Var(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2
@@ -224,13 +80,29 @@ class _CrossEntropy(Criterion):
         return PenaltySlopes(value, weighted * slope.sub_(forms), forms * scale, pairs, rows)
 
     def constant_loss(self, z: Tensor, batch: Batch) -> Tensor:
-        logarithms = _mean_output(z, batch).log_softmax(-1).expand_as(z)
-        return _mean(logarithms.gather(-1, batch.targets), batch).neg_()
+        logarithms = mean_output(z, batch).log_softmax(-1).expand_as(z)
+        return mean(self._at_labels(logarithms, batch.targets), batch).neg_()
 
     def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
         p = z.softmax(-1)
         parts = safe_root(p) * vectors
         return parts - p * parts.sum(-1, keepdim=True)
+
+
+class _SmoothedCrossEntropy(_CrossEntropy):
+    """The same with label smoothing, a share of which each class gets; its curvature is equal."""
+
+    def _at_labels(self, logarithms: Tensor, target: Tensor) -> Tensor:
+        of_classes = logarithms.mean(-1, keepdim=True)
+        return super()._at_labels(logarithms, target).lerp(of_classes, self._smoothing)
+
+    def _less_labels(self, p: Tensor, target: Tensor) -> Tensor:
+        minus = p.new_full((1, 1, 1), self._smoothing - 1).expand(target.shape)
+        return p.sub_(self._smoothing / p.shape[-1]).scatter_add_(-1, target, minus)
+
+    @property
+    def _smoothing(self) -> float:
+        return float(self.criterion.label_smoothing)
 
 
 class _Outputs(Criterion):
@@ -297,16 +169,6 @@ class _LogisticLoss(_Outputs):
         return second, second * (1 - 2 * p)
 
 
-def _mean(values: Tensor, batch: Batch) -> Tensor:
-    """Return the means over the samples of values of shape (k, n, 1): (k,)."""
-    return (values * batch.shares).sum(dim=(1, 2))
-
-
-def _mean_output(z: Tensor, batch: Batch) -> Tensor:
-    """Return the mean output of each member: (k, 1, d)."""
-    return (z * batch.shares).sum(1, keepdim=True)
-
-
 def find_criterion(
     criterion: Any,
     output: Tensor,
@@ -340,8 +202,9 @@ def find_criterion(
     if not mean or getattr(criterion, "weight", None) is not None or output.ndim != 2:
         return any_other
     if kind is nn.CrossEntropyLoss and target.shape == output.shape[:1]:
-        plain = not criterion.label_smoothing and not ignores
-        return _CrossEntropy(criterion) if plain else any_other
+        if ignores:
+            return any_other
+        return (_SmoothedCrossEntropy if criterion.label_smoothing else _CrossEntropy)(criterion)
     if target.shape == output.shape:
         if kind is nn.MSELoss:
             return _SquaredError(criterion)

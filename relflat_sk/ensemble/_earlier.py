@@ -3,7 +3,7 @@ r"""The penalty at earlier layers, with its limit, for many networks at once.
 Where the network is piecewise linear behind these layers, their curvature is known from the
 gradients of the outputs, and otherwise from products with the Hessian, see
 `relflat_sk._penalty.batch_flatness`. The penalty is differentiated by autograd, once for all
-networks. Shapes are those of `relflat_sk.ensemble._criteria`.
+networks. Shapes are those of `relflat_sk.ensemble._criterion`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relflat_sk._penalty import AT_EARLIER_LAYERS, n_shared
 from relflat_sk.ensemble._chain import Chain
-from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._criterion import Criterion
 from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member

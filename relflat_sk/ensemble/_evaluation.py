@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._criterion import Criterion
 from relflat_sk.ensemble._data import Data
 from relflat_sk.ensemble._stack import Stack
 from relflat_sk.training import FEWEST_FOR_A_PROOF, ROUNDING_OF_A_PROOF, SHARE_OF_A_PROOF

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._losses import name_criterion
 from relflat_sk._random import fork_rng
 from relflat_sk.ensemble._chain import Chain, find_chain
 from relflat_sk.ensemble._criteria import find_criterion
@@ -65,6 +66,7 @@ class Group:
             weighted=member.has_weights,
         )
         self._output = found.output[:1]
+        self._unused = found.unused
         self.device = x.device
         self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(
             module, found.last, found.earlier
@@ -81,7 +83,13 @@ class Group:
     def _make_penalty(self, net: Any, found: Probe) -> LastPenalty | EarlierPenalty:
         """Make the penalty at the layers that the probe has found."""
         if not self._criterion.is_known:
-            raise NotStackable(f"the penalty of {type(net.criterion_).__name__} is not known")
+            criterion, labels = net.criterion_, found.target
+            raise NotStackable(
+                "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, "
+                "or CrossEntropyLoss of class indices without weights, with reduction='mean', got "
+                f"{name_criterion(criterion)} (reduction={getattr(criterion, 'reduction', None)!r},"
+                f" labels of {labels.dtype} and shape {tuple(labels.shape)})"
+            )
         if not found.earlier:
             return LastPenalty(self._criterion, found.divisor, found.learns_features)
         return make_earlier_penalty(self._criterion, found, net.flatness_probes)
@@ -167,11 +175,11 @@ class Group:
             for i, member in enumerate(members):
                 member.share_data(members[:i])
             self._stack = self._data = None  # first, so that nothing is in memory twice
-            self._stack = Stack(members)
+            self._stack = Stack(members, self._unused)
             columns = self._criterion.takes_columns
             self._data = Data(members, self._output, takes_columns=columns)
         elif not self._stack.is_current:
-            self._stack = Stack(members)
+            self._stack = Stack(members, self._unused)
         assert self._data is not None
         return self._stack, self._data
 

@@ -1,6 +1,6 @@
 """The penalty at the last layer, with its limit, for many networks at once.
 
-Shapes are those of `relflat_sk.ensemble._criteria`.
+Shapes are those of `relflat_sk.ensemble._criterion`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import Chain
-from relflat_sk.ensemble._criteria import Criterion
+from relflat_sk.ensemble._criterion import Criterion
 from relflat_sk.ensemble._data import Batch
 from relflat_sk.ensemble._limit import share_left
 from relflat_sk.ensemble._member import Member

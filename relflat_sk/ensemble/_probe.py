@@ -1,6 +1,6 @@
 """Run one network on one batch, to find out how its nets can be stacked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ class Probe:
         Outputs.
     target : Tensor of shape (n, ...)
         Targets, as the criterion takes them.
+    unused : set of str
+        The parameters that the output does not depend on.
     last : str or None
         Name of the last layer, if there is a penalty.
     at_last : bool, default=True
@@ -53,6 +55,7 @@ class Probe:
 
     output: Tensor
     target: Tensor
+    unused: Set[str]
     last: str | None
     at_last: bool = True
     earlier: Mapping[str, int] = field(default_factory=dict)
@@ -93,7 +96,8 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         if problem is not None:
             raise NotStackable(problem)  # its own fit raises the error
         net._check_output(loss, output)
-        return Probe(output.detach(), loss.read_target(output, y).values, None)
+        target = loss.read_target(output, y)
+        return Probe(output.detach(), target.values, _find_unused(module, output), None)
     if net.flatness_normalize:
         raise NotStackable("flatness_normalize=True is computed for single nets only")
     with record_order(module) as recorder:
@@ -129,6 +133,7 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     return Probe(
         output.detach(),
         target.values,
+        _find_unused(module, output),
         order[-1],
         order[-1] in names,
         {record.name: record.check()[0].shape[-1] for record in earlier},
@@ -136,6 +141,16 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         float(each),
         recorder[order[-1]].check()[0].requires_grad,
     )
+
+
+def _find_unused(module: nn.Module, output: Tensor) -> set[str]:
+    """Return the parameters that an output does not depend on; the output's graph is freed."""
+    if not output.requires_grad:
+        raise NotStackable("its output depends on no parameter")  # its own fit raises the error
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    with torch.enable_grad():
+        found = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+    return {name for name, gradient in zip(names, found, strict=True) if gradient is None}
 
 
 def _runs_otherwise(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """The weights, buffers and optimizer states of many networks, stacked along a first axis."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from torch import Tensor
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._updates import OPTIMIZERS, Update
 
-__all__ = ["Stack", "release_states"]
+__all__ = ["Stack", "release_states", "stack_tensors"]
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class Stack:
@@ -25,6 +27,9 @@ class Stack:
     ----------
     members : sequence of Member
         At least one; all of one group.
+    unused : collection of str, default=()
+        The parameters that the loss does not depend on. As in a loop of torch, they have no
+        gradient, and no step moves them: no weight decay, and no momentum that they once had.
 
     Attributes
     ----------
@@ -36,12 +41,13 @@ class Stack:
         By the names of the buffers.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], unused: Collection[str] = ()) -> None:
         self.members = list(members)
+        self._unused = unused
         self._kind = OPTIMIZERS[type(members[0].optimizer)]
         with torch.no_grad():
-            self.weights = _stacked([m.module.named_parameters() for m in members])
-            self.buffers = _stacked([m.module.named_buffers() for m in members])
+            self.weights = stack_tensors([m.module.named_parameters() for m in members])
+            self.buffers = stack_tensors([m.module.named_buffers() for m in members])
             self.gradients = {name: torch.zeros_like(w) for name, w in self.weights.items()}
             self._stack_states()
         self.is_view = len(members) == 1
@@ -74,7 +80,7 @@ class Stack:
     def _stack_states(self) -> None:
         """Stack the states of the optimizers, which become views."""
         names = self._kind.names(self.members[0].settings)
-        parameters = [list(m.module.parameters()) for m in self.members]
+        parameters = [self._used(m.module.named_parameters()) for m in self.members]
         states = [
             [m.optimizer.state[p] for p in ps]
             for m, ps in zip(self.members, parameters, strict=True)
@@ -85,7 +91,7 @@ class Stack:
         self._states: dict[str, list[Tensor]] = {"step": [steps]}
         for name in names:
             self._states[name] = []
-            for i, weight in enumerate(self.weights.values()):
+            for i, weight in enumerate(self._used(self.weights.items())):
                 zeros = torch.zeros_like(weight[0])
                 rows = [state[i].get(name) for state in states]
                 stacked = _joined([zeros if row is None else row for row in rows])
@@ -96,6 +102,10 @@ class Stack:
             for k, state in enumerate(states):
                 for i, of_parameter in enumerate(state):
                     of_parameter["step"] = steps[k, i]
+
+    def _used(self, named: Iterable[tuple[str, TensorT]]) -> list[TensorT]:
+        """List the tensors of the parameters that the loss depends on."""
+        return [tensor for name, tensor in named if name not in self._unused]
 
     def of(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the weights and the buffers of some members.
@@ -131,10 +141,9 @@ class Stack:
             if not self.is_view:
                 torch._foreach_copy_(self._own, self._rows)
         for k, member in enumerate(self.members):
-            for parameter, gradient in zip(
-                member.module.parameters(), self.gradients.values(), strict=True
-            ):
-                parameter.grad = gradient[k]  # that of the last step, as after a step of torch
+            for name, parameter in member.module.named_parameters():
+                # that of the last step, as after a step of torch
+                parameter.grad = None if name in self._unused else self.gradients[name][k]
             optimizer: Any = member.optimizer
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
 
@@ -152,7 +161,7 @@ class Stack:
             Changes weights and states of the stack.
         """
         settings = [member.settings for member in self.members]
-        weights, gradients = list(self.weights.values()), list(self.gradients.values())
+        weights, gradients = self._used(self.weights.items()), self._used(self.gradients.items())
         return self._kind(weights, gradients, self._states, settings, fused)
 
 
@@ -160,12 +169,23 @@ def _find_places(member: Member) -> list[int]:
     """Return where the tensors of a network and of its optimizer are in memory."""
     tensors = [*member.module.parameters(), *member.module.buffers()]
     for parameter in member.module.parameters():
-        tensors += member.optimizer.state[parameter].values()
+        tensors += member.optimizer.state.get(parameter, {}).values()
     return [one.data_ptr() if isinstance(one, Tensor) else 0 for one in tensors]
 
 
-def _stacked(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    """Stack the tensors of several networks by their names."""
+def stack_tensors(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Stack the tensors of several networks by their names.
+
+    Parameters
+    ----------
+    named : sequence of iterable of (str, Tensor)
+        The tensors of each network.
+
+    Returns
+    -------
+    dict of str to Tensor of shape (k, ...)
+        Detached; those of a single network are not copied.
+    """
     tensors = [dict(one) for one in named]
     return {name: _joined([one[name].detach() for one in tensors]) for name in tensors[0]}
 

@@ -176,12 +176,11 @@ def _classifiers(*callbacks, **settings):
     [
         ({}, 0),
         ({"module": Dropping}, 4),
-        ({"criterion__label_smoothing": 0.1}, 4),
         ({"criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}, 4),
         ({"iterator_train__drop_last": True}, 0),
         ({"iterator_train__drop_last": True, "iterator_valid__num_workers": 0}, 4),
     ],
-    ids=["far", "dropout", "smoothing", "class weights", "dropped samples", "own loader"],
+    ids=["far", "dropout", "class weights", "dropped samples", "own loader"],
 )
 def test_steps_count_only_if_their_gradients_are_those_of_the_data(
     settings, n_alone, alone, together

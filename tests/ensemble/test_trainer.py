@@ -293,6 +293,19 @@ def test_binary_classification(weight):
     compare(nets, X=X, y=y)
 
 
+@pytest.mark.parametrize(
+    "penalty",
+    [{"flatness_weight": 0}, {}, {"flatness_weight": 10.0}, {"flatness_layer": 0}],
+    ids=str,
+)
+def test_labels_may_be_smoothed(penalty):
+    goal = {"callbacks": [StopAtLoss(0.9)]}
+    trained = compare(classifiers(3, criterion__label_smoothing=0.1, **goal, **penalty))
+    assert any(len(net.history) < STEPS["max_epochs"] for net in trained)
+    if penalty.get("flatness_weight"):  # the limit compares with a constant's smoothed loss
+        assert np.mean(curve(trained[0], "flatness_clipped")) > 0
+
+
 class Squared(nn.CrossEntropyLoss):
     def forward(self, output, target):
         return super().forward(output, target).square()
@@ -301,7 +314,6 @@ class Squared(nn.CrossEntropyLoss):
 @pytest.mark.parametrize(
     "criterion",
     [
-        {"criterion__label_smoothing": 0.1},
         {"criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)},
         {"criterion__reduction": "sum", "lr": 1e-4},
         {"criterion": Squared},
@@ -532,6 +544,46 @@ def test_penalties_at_earlier_layers_of_residual_networks(layer, act):
     assert np.mean(curve(trained[1], "flatness_clipped")) > 0
 
 
+class PartlyUsed(nn.Module):
+    """Has a layer that is not used, and one behind which no gradient goes back."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.unused, self.fixed = nn.Linear(2, 3), nn.Linear(n_features, n_features)
+        self.first, self.last = nn.Linear(n_features, 5), nn.Linear(5, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x + self.fixed(x).detach())))
+
+
+class Scaled(nn.Sequential):
+    """A chain of layers with a parameter that is none of theirs."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
+        self.scale = nn.Parameter(torch.ones(2))
+        self.double()
+
+
+UNUSED = {
+    PartlyUsed: {"unused.weight", "unused.bias", "fixed.weight", "fixed.bias"},
+    Scaled: {"scale"},
+}
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "AdamW"])
+@pytest.mark.parametrize("module", UNUSED)
+def test_parameters_without_gradient_stay_as_they_are(module, optimizer, layer):
+    settings = {"flatness_layer": layer, **OPTIMIZERS[optimizer]}
+    for net in compare(classifiers(2, module=module, max_epochs=2, **settings)):
+        named = dict(net.module_.named_parameters())
+        assert {name for name, one in named.items() if one.grad is None} == UNUSED[module]
+        kept = [named[name] for name in UNUSED[module]]
+        assert not any(net.optimizer_.state.get(one) for one in kept)
+
+
 class Rows(nn.Module):
     """Runs its first layer on three rows of each sample."""
 
@@ -568,7 +620,15 @@ REASONS = {
         "module": Rows,
     },
     "flatness_normalize=True is computed for single nets only": {"flatness_normalize": True},
-    "the penalty of CrossEntropyLoss is not known": {"criterion__label_smoothing": 0.1},
+    "with a penalty, its criterion must weigh all samples equally": {
+        "criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    },
+    "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, or "
+    "CrossEntropyLoss of class indices without weights, with reduction='mean', got "
+    "CrossEntropyLoss (reduction='sum', labels of torch.int64 and shape (16,))": {
+        "criterion__reduction": "sum",
+        "lr": 1e-4,
+    },
     "its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']": {
         "optimizer": torch.optim.RMSprop
     },

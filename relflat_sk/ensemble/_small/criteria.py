@@ -1,6 +1,6 @@
 """Losses, their gradients and curvatures, for one network.
 
-They are those of `relflat_sk.ensemble._criteria`, without the axis of the members.
+They are those of `relflat_sk.ensemble._criterion`, without the axis of the members.
 """
 
 from abc import ABC, abstractmethod

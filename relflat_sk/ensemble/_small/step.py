@@ -57,9 +57,11 @@ def find_small_step(
     -------
     SmallStep or None
         None if the network is large, on a device, in another dtype than float32 and float64, or
-        has layers that are not known here.
+        has layers that are not known here, or if labels are smoothed.
     """
     if inputs.device.type != "cpu" or inputs.dtype not in (torch.float32, torch.float64):
+        return None
+    if getattr(criterion, "label_smoothing", 0):
         return None
     layers: list[Layer] = []
     for name, layer in list_layers(module):
