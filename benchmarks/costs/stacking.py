@@ -5,6 +5,7 @@ CPU. On a CUDA device, the budget is for 64 LeNet-5 in batches of 32.
 
     python -m benchmarks.costs.stacking                  # a few minutes
     python -m benchmarks.costs.stacking --device cuda
+    python -m benchmarks.costs.stacking --device cuda --network LeNet-5 --batch 32
     python -m benchmarks.costs.stacking --quick          # a smoke run without verdict
 """
 
@@ -55,13 +56,15 @@ def main() -> int:
     warnings.simplefilter("ignore")
     n = options.nets or (4 if options.quick else 64 if options.device == "cuda" else 16)
     rounds = 1 if options.quick else 5
-    networks = dict(list(NETWORKS.items())[:1]) if options.quick else NETWORKS
-    batches = BATCHES[:1] if options.quick else BATCHES
+    names = [options.network] if options.network else list(NETWORKS)
+    batches = [options.batch] if options.batch else BATCHES
+    if options.quick:
+        names, batches = [names[0], names[-1]], batches[:1]
     print(f"{n} stacked nets against single ones on {options.device}, {rounds} rounds")
     print(environment())
     rows, budgets = [["network", *(f"batch {size}" for size in batches)]], []
-    for name, (module, shape) in networks.items():
-        row = [name]
+    for name in dict.fromkeys(names):
+        row, (module, shape) = [name], NETWORKS[name]
         for size in batches:
             times = _times(module, shape, size, n, rounds, options.device)
             found = ratio(times["single"], times["stacked"])
@@ -82,6 +85,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--nets", type=int, help="nets at a time (default: 16, 64 on cuda)")
+    parser.add_argument("--network", choices=NETWORKS, help="only this network")
+    parser.add_argument("--batch", type=int, help="only batches of this size")
     return parser.parse_args()
 
 
