@@ -206,7 +206,8 @@ def _find_module(module: nn.Module, layer: Layer, known: str) -> str:
     modules = dict(module.named_modules(remove_duplicate=False))
     if isinstance(layer, str):
         if layer not in modules:
-            raise LayerNotFoundError(f"there is no layer {layer!r}. {known}")
+            several = " To measure all layers, use flatness_report." if layer == "all" else ""
+            raise LayerNotFoundError(f"there is no layer {layer!r}.{several} {known}")
         return layer
     same = [name for name, candidate in modules.items() if candidate is layer]
     if not same:

@@ -21,6 +21,9 @@ __all__ = ["WeightWatch", "check_uses", "find_uses_elsewhere", "uses_elsewhere",
 
 # a head that is tied to an embedding counts as if it had a copy of the weight to itself
 _LOOKUPS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
+# a constant for the graph, which shows the uses of weights that are not frozen
+_DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+_NO_USES = _LOOKUPS | _DETACHED
 
 
 def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
@@ -107,7 +110,7 @@ class WeightWatch(TorchFunctionMode):
             What it returns.
         """
         result = func(*args, **(kwargs or {}))
-        if func not in _LOOKUPS and _has_values(result):
+        if func not in _NO_USES and _has_values(result):
             self._notice(args)
             if kwargs:
                 self._notice(kwargs.values())
@@ -136,6 +139,14 @@ class WeightWatch(TorchFunctionMode):
         return marked
 
 
+class _GradientWatch(WeightWatch):
+    """Leave out what a network computes in `torch.no_grad`, constants for the graph."""
+
+    def _notice(self, values: Iterable[Any]) -> None:
+        if torch.is_grad_enabled():
+            super()._notice(values)
+
+
 @contextmanager
 def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[set[str]]:
     """Watch frozen weights in the calls of a network, whose graph does not show their uses.
@@ -151,7 +162,8 @@ def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator
     ------
     set of str
         Names of the layers with frozen weights that are used outside of the layers' calls, as
-        soon as the network has run. A use that the output does not depend on counts, too.
+        soon as the network has run. A use that the output does not depend on counts, too, unless
+        it is detached or in `torch.no_grad`.
 
     Examples
     --------
@@ -171,7 +183,7 @@ def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator
     forward = module.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with WeightWatch(frozen) as watch:
+        with _GradientWatch(frozen) as watch:
             output = forward(*args, **kwargs)
         noticed.update(watch.noticed)
         return output
@@ -281,5 +293,6 @@ def check_uses(name: str, elsewhere: Collection[str]) -> None:
         raise ValueError(
             f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "
             "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
-            "is not that of one layer. Measure another layer."
+            "is not that of one layer. Measure another layer; or detach the weight there, if it is "
+            "only read, as for a log."
         )

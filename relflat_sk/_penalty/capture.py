@@ -142,6 +142,41 @@ class Capture:
             self._plan = self._plan.finish()
         return self._plan
 
+    def check(self, output: Tensor) -> None:
+        """Refuse a step without a forward pass, or whose output cannot be differentiated.
+
+        Parameters
+        ----------
+        output : Tensor of shape (n, ...)
+            The criterion's input.
+
+        Raises
+        ------
+        RuntimeError
+            If there was no forward pass since the last step.
+        ValueError
+            If the output has no samples, or carries no gradient.
+        """
+        recorder = self.recorder
+        if recorder is None or recorder.failed or not recorder.calls:
+            raise RuntimeError(
+                "the penalty has recorded no forward pass. Call the network inside `with "
+                "penalty.capture(module):` before each call of the penalty. If the network is "
+                "compiled by torch.compile, capture the compiled module."
+            )
+        if not len(output):
+            raise ValueError(
+                f"the batch has no samples: y_pred has shape {tuple(output.shape)}, and the mean "
+                "loss of no samples has no flatness. Leave out empty batches."
+            )
+        if not output.requires_grad:
+            raise ValueError(
+                "y_pred carries no gradient: it was detached, or the network ran in "
+                "torch.no_grad() or torch.inference_mode(). Pass the output as the network "
+                "returned it, outside of these. To measure without training, use "
+                "relflat_sk.relative_flatness."
+            )
+
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network.
 

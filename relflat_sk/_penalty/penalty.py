@@ -135,6 +135,11 @@ class RelativeFlatnessPenalty:
         self._checked: Any = None  # a criterion
         self._capture = Capture()
 
+    def __repr__(self) -> str:
+        names = ("layer", "normalize", "probes", "weight", "clip")
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({values})"
+
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.
 
@@ -295,14 +300,10 @@ class RelativeFlatnessPenalty:
         ------
         RuntimeError
             If there was no forward pass inside `capture` since the last call.
+        ValueError
+            If the output has no samples, or carries no gradient.
         """
-        recorder = self._capture.recorder
-        if recorder is None or recorder.failed or not recorder.calls:
-            raise RuntimeError(
-                "the penalty has recorded no forward pass. Call the network inside `with "
-                "penalty.capture(module):` before each call of the penalty. If the network is "
-                "compiled by torch.compile, capture the compiled module."
-            )
+        self._capture.check(output)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             self._checked = loss.criterion

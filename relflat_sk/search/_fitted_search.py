@@ -177,7 +177,7 @@ class FittedSearchMixin(BestEstimatorMixin):
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
         table = self._table()
-        check_table(table, interrupted)
+        check_table(table, interrupted, objective.estimator)
         by = objective.names[0]
         self.minima_ = rank_minima(table, by=by, depth_band=None)
         trials = self.study_.get_trials(deepcopy=False)

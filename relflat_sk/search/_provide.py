@@ -15,6 +15,7 @@ from relflat_sk.search._trial import (
     MinimaObjective,
     isolated,
 )
+from relflat_sk.training import measured_later
 
 __all__ = ["check_same", "find_trial", "provide", "provide_same", "train_again"]
 
@@ -98,6 +99,16 @@ def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
         The trained estimator. A net of a fleet is trained in a fleet of one: there, dropout
         draws the masks that it drew among the others, and alone it would draw different ones.
     """
+    # the table of minima says already whether the goal was reached
+    with measured_later() as later:
+        estimator = _train_as_before(objective, trial)
+    for check in later:
+        check()
+    return estimator
+
+
+def _train_as_before(objective: MinimaObjective, trial: FrozenTrial) -> Any:
+    """Train the candidate of a trial, in a fleet if it was trained in one."""
     params, seed = objective.space.values(trial), objective.seeds.of(trial)
     if not trial.user_attrs.get(IN_FLEET):
         return objective.train(params, seed)

@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
 from relflat_sk.search._sharing import is_cut_short, is_superseded
-from relflat_sk.search._trial import NO_MEASURE, Space
+from relflat_sk.search._trial import NO_MEASURE, Space, last_prefix
 
 __all__ = ["candidate_table", "check_table", "cv_results"]
 
@@ -42,7 +42,7 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
     return table
 
 
-def check_table(table: pd.DataFrame, interrupted: bool) -> None:
+def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any) -> None:
     """Refuse a table in which no candidate was measured, and warn of one without minima.
 
     Parameters
@@ -51,6 +51,8 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
         A table of candidates.
     interrupted : bool
         Whether Ctrl-C ended the search.
+    estimator : estimator
+        The estimator of the search.
 
     Raises
     ------
@@ -88,12 +90,22 @@ def check_table(table: pd.DataFrame, interrupted: bool) -> None:
                 "no candidate converged: the ranking is of networks that had not finished "
                 "training, not of minima, by their training loss"
             )
-            advice = "Train longer (max_epochs), or to a goal within reach (goal, StopAtLoss)."
+            advice = _advise_longer_training(estimator)
         warn(f"{what} ({_losses(table)}). {advice} Reasons:\n" + _list_reasons(table))
         return
     _warn_of_others(table)
     if "comparable" in table.columns:
         _warn_of_other_depths(table)
+
+
+def _advise_longer_training(estimator: Any) -> str:
+    """Say which parameters of the estimator, if it has any, let a training end at a minimum."""
+    prefix, params = last_prefix(estimator), estimator.get_params()
+    if f"{prefix}max_epochs" in params:
+        return f"Train longer ({prefix}max_epochs), or to a goal within reach (goal, StopAtLoss)."
+    if f"{prefix}max_iter" in params:
+        return f"Train longer ({prefix}max_iter), or to a tolerance within reach ({prefix}tol)."
+    return "Search with a goal within reach (goal)."
 
 
 def _warn_of_others(table: pd.DataFrame) -> None:

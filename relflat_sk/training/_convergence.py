@@ -18,13 +18,14 @@ from relflat_sk.training._epoch_trainer import OwnLoop
 from relflat_sk.training._loss_check import Proof, is_above, is_far, mean_loss_with_proof
 from relflat_sk.training._sample_weights import split_target, training_network
 
-__all__ = ["StopAtGradientNorm", "StopAtLoss"]
+__all__ = ["StopAtGradientNorm", "StopAtLoss", "missed_goal"]
 
 
 class _StopWhenReached(Callback):
     """Stop training once a quantity, measured at the end of an epoch, is small enough."""
 
     every: int
+    _is_required = True  # whether a training that misses the goal has failed
 
     def __repr__(self) -> str:
         goal, every = self.get_params().values()
@@ -71,6 +72,28 @@ class _StopWhenReached(Callback):
         raise NotImplementedError
 
 
+def missed_goal(net: NeuralNet, n_epochs: int) -> str:
+    """Describe the goal that a net has not reached in all its epochs.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        A trained net.
+    n_epochs : int
+        The number of epochs of its last training.
+
+    Returns
+    -------
+    str
+        Such as "a training loss of 0.01"; "" if the net has no goal, has reached it, or ended its
+        training before, by another callback or by Ctrl-C.
+    """
+    if getattr(net, "converged_", True) or not 0 < net.max_epochs <= n_epochs:
+        return ""
+    callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
+    return " or ".join(one._goal() for one in callbacks if one._is_required)
+
+
 def _refuse_used_up(callback: Callback, net: NeuralNet, dataset: Any) -> None:
     """Refuse a stream that the epoch has used up, so that nothing is left to measure."""
     if not isinstance(dataset, IterableDataset):
@@ -111,6 +134,12 @@ class StopAtLoss(_StopWhenReached):
     ValueError
         At the start of training, if `loss` or `every` is not positive. In training, if the data
         are a stream that can be read only once.
+
+    Warns
+    -----
+    sklearn.exceptions.ConvergenceWarning
+        At the end of `fit`, if the net is one of `relflat_sk` and has not reached the loss in
+        `max_epochs` epochs. The attribute `converged_` of any net tells.
 
     See Also
     --------
@@ -206,6 +235,11 @@ class StopAtGradientNorm(_StopWhenReached):
     ------
     ValueError
         At the start of training, if `tol` or `every` is not positive.
+
+    Warns
+    -----
+    sklearn.exceptions.ConvergenceWarning
+        At the end of `fit`, as with `StopAtLoss`.
 
     See Also
     --------

@@ -53,6 +53,7 @@ class StopAtDepth(StopAtLoss):
     """
 
     _has_begun_ = False
+    _is_required = False  # a search also takes a plateau for a minimum
 
     def __init__(self, depth: float = 20.0, every: int = 1) -> None:  # loss is a property
         self.depth = depth

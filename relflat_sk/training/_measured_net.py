@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.exceptions import ConvergenceWarning
 
 from relflat_sk._models import describe
 from relflat_sk._random import fork_rng
@@ -19,6 +20,7 @@ from relflat_sk.measures import (
     compare_with_constant,
     measure_layers,
 )
+from relflat_sk.training._convergence import missed_goal
 from relflat_sk.training._fast_net import FastNet
 from relflat_sk.training._sample_weights import training_network
 
@@ -117,10 +119,11 @@ class MeasuredNet(FastNet):
         first : int
             The number of epochs in the history when the training began.
         """
-        later = _LATER.get()
+        later = _LATER.get()  # who measures later judges the depth as well
         self._record_flatness(dataset, now=later is None)
         if later is None:
             self._check_outcome(first)
+            self._check_goal(first)
         else:
             later.append(partial(self._check_outcome, first))
 
@@ -198,6 +201,23 @@ class MeasuredNet(FastNet):
                 f"one, where the best constant prediction has {found.constant_loss:.3g}. "
                 f"{self._advice()} skorch's callback Checkpoint(load_best=True) keeps the best "
                 "epoch."
+            )
+
+    def _check_goal(self, first: int) -> None:
+        """Warn if the net has not reached its goal, as networks of scikit-learn do.
+
+        Parameters
+        ----------
+        first : int
+            The number of epochs in the history when the training began.
+        """
+        goal = missed_goal(self, len(self.history) - first)
+        if goal:
+            # of the class only: one warning for many nets at a line that differ in their seeds
+            warn(
+                f"the {type(self).__name__} has not reached {goal} with max_epochs="
+                f"{self.max_epochs}. Train longer, or to a goal within reach.",
+                ConvergenceWarning,
             )
 
     def _advice(self) -> str:

@@ -16,6 +16,18 @@ _UNFITTED: dict[str, Callable[[], Any]] = {
 }
 
 
+# parameters of scikit-learn's networks that have other names here
+_OTHER_NAMES = {
+    "activation": "module__activation",
+    "alpha": "optimizer__weight_decay",
+    "class_weight": "criterion__weight (an array), or sample_weight in fit",
+    "hidden_layer_sizes": "module__hidden_layer_sizes",
+    "learning_rate_init": "lr",
+    "max_iter": "max_epochs",
+    "solver": "optimizer (a class)",
+}
+
+
 class SklearnNet(NeuralNet):
     """Set nothing but parameters in the constructor, and list nothing but public parameters.
 
@@ -37,6 +49,17 @@ class SklearnNet(NeuralNet):
         if name in _UNFITTED and "_params_to_validate" in self.__dict__:
             return _UNFITTED[name]()
         return object.__getattribute__(self, name)  # raises the usual AttributeError
+
+    def _validate_params(self) -> None:
+        """Check the names of parameters as skorch does, and say what they are called here."""
+        try:
+            super()._validate_params()
+        except ValueError as error:
+            names = [name for name in _OTHER_NAMES if name in self._params_to_validate]
+            if not names:
+                raise
+            instead = "; ".join(f"in place of {name}, use {_OTHER_NAMES[name]}" for name in names)
+            raise ValueError(f"{error}\nWith nets of relflat_sk, {instead}.") from None
 
     def _get_param_names(self) -> list[str]:
         # skorch lists every attribute that does not end in an underscore

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
 from relflat_sk._models import IGNORED
 from relflat_sk._network import floating_parameter
+from relflat_sk.training._class_weights import with_class_weights
 from relflat_sk.training._ending import check_ending
 from relflat_sk.training._epoch_mean import EpochMean
 from relflat_sk.training._inputs import with_sizes
@@ -188,7 +189,7 @@ class TaskNet(PenalisedNet):
         Raises
         ------
         TypeError
-            If the criterion is a name.
+            If the criterion is a name, or weights of classes are no numbers.
         ValueError
             If the criterion ignores a number that is another one among the encoded classes.
         """
@@ -197,8 +198,10 @@ class TaskNet(PenalisedNet):
                 "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got "
                 f"{self.criterion!r}."
             )
-        super().initialize_criterion()
-        made = self.criterion_
+        parameter = floating_parameter(self.module_)
+        dtype = torch.float32 if parameter is None else parameter.dtype
+        kwargs = with_class_weights(self._criterion_class, self.get_params_for("criterion"), dtype)
+        made = self.criterion_ = self.initialized_instance(self.criterion, kwargs)
         self._check_ignored()
         if type(made) is nn.NLLLoss:
             self.criterion_ = ProbabilityNLLLoss(

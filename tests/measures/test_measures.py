@@ -395,6 +395,12 @@ def test_layer_errors_reach_the_user():
         relative_flatness(net, X, y, layer=7, criterion=criterion)
 
 
+def test_a_measure_of_one_layer_says_what_measures_all():
+    net = nn.Linear(2, 3)
+    with pytest.raises(LayerNotFoundError, match="no layer 'all'. .*all layers, use flatness_rep"):
+        relative_flatness(net, torch.ones(4, 2), criterion=nn.CrossEntropyLoss(), layer="all")
+
+
 def test_inference_mode_and_no_grad_around_the_call():
     net, criterion, X, y, _ = make("cross-entropy")
     expected = relative_flatness(net, X, y, layer=0, criterion=criterion)

@@ -38,6 +38,16 @@ def ask(net, x, h):
     return net.dec(h.type_as(weight)) + zeros.to(weight.dtype)
 
 
+def log(read):
+    """Keep a number that is computed from the weight."""
+
+    def run(net, x, h):
+        net.norm = read(net.enc.weight)
+        return net.dec(h)
+
+    return run
+
+
 OUTPUTS = {
     "none": lambda net, x, h: net.dec(h),
     "function": lambda net, x, h: F.linear(h, net.enc.weight.T),
@@ -46,6 +56,9 @@ OUTPUTS = {
     # of a value that does not pass the layer
     "aside": lambda net, x, h: net.dec(h) + x @ net.enc.weight.T @ net.enc.weight,
     "like": ask,
+    "in no_grad": log(torch.no_grad()(lambda weight: weight.norm())),
+    "detach": log(lambda weight: weight.detach().norm()),
+    "data": log(lambda weight: weight.data.norm()),
 }
 USES = {"function": "enc", "operator": "enc", "list": "enc", "aside": "enc", "before": "dec"}
 
@@ -106,6 +119,18 @@ def test_frozen_weights_may_be_read_beside_the_network():
         y_pred = net(X)
         decay = sum(weight.square().sum() for weight in net.parameters())
         assert penalty(MSE, y_pred, X) + decay > 0
+
+
+@pytest.mark.parametrize("use", ["in no_grad", "detach", "data"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_weight_may_be_read_without_a_gradient_as_for_a_log(use, frozen):
+    net = Tied(use)
+    net.enc.requires_grad_(not frozen)
+    penalty = RelativeFlatnessPenalty("enc")
+    with penalty.capture(net):
+        y_pred = net(X)
+    assert penalty(MSE, y_pred, X) > 0
+    assert net.norm > 0
 
 
 def test_properties_of_a_weight_are_no_use_of_it():

@@ -396,8 +396,49 @@ def test_refuses_a_pass_without_gradients():
     penalty = RelativeFlatnessPenalty()
     with penalty.capture(net), torch.no_grad():
         output = net(X)
-    with pytest.raises(ValueError, match="nothing to train up to layer '4'"):
+    with pytest.raises(ValueError, match=r"y_pred carries no gradient: .*no_grad"):
         penalty(criterion, output, y)
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_refuses_a_detached_output(layer):
+    net, criterion, X, y = make("cross-entropy")
+    penalty = RelativeFlatnessPenalty(layer)
+    with penalty.capture(net):
+        output = net(X)
+    with pytest.raises(ValueError, match="y_pred carries no gradient: it was detached"):
+        penalty(criterion, output.detach(), y)
+
+
+def test_refuses_a_layer_in_a_part_without_gradients():
+    class Body(nn.Sequential):
+        def forward(self, x):
+            with torch.no_grad():
+                return super().forward(x)
+
+    net = nn.Sequential(Body(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)).double()
+    penalty = RelativeFlatnessPenalty(0)
+    with penalty.capture(net):
+        output = net(torch.ones(2, 5).double())
+    with pytest.raises(ValueError, match="nothing to train up to layer '0.0'"):
+        penalty(nn.CrossEntropyLoss(), output, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("case", ["cross-entropy", "squared error"])
+def test_refuses_an_empty_batch(case):
+    net, criterion, X, y = make(case)
+    penalty = RelativeFlatnessPenalty(0)
+    with penalty.capture(net):
+        output = net(X[:0])
+    with pytest.raises(ValueError, match=r"the batch has no samples: y_pred has shape \(0, \d\)"):
+        penalty(criterion, output, y[:0])
+
+
+def test_repr_shows_all_parameters():
+    penalty = RelativeFlatnessPenalty(["0", -1], probes=2, clip=0.5)
+    assert repr(penalty) == (
+        "RelativeFlatnessPenalty(layer=['0', -1], normalize=False, probes=2, weight=1.0, clip=0.5)"
+    )
 
 
 def test_a_frozen_layer_among_trained_ones_is_fine():

@@ -23,7 +23,7 @@ from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_iris
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.metrics import log_loss
 from sklearn.model_selection import cross_val_score
 from sklearn.neural_network import MLPClassifier
@@ -432,6 +432,14 @@ def test_objective_refuses_bad_arguments(parameters, match):
         MinimaObjective(LogisticRegression(), X, Y, **arguments)
 
 
+def test_objective_refuses_arguments_in_another_order():
+    model, space = LogisticRegression(), {"C": [1.0]}
+    for arguments in [(model, space, X, Y), (X, Y, model, space)]:
+        kinds = ", ".join(type(one).__name__ for one in arguments)
+        with pytest.raises(TypeError, match=f"in the order estimator, X, y, space, got {kinds}"):
+            MinimaObjective(*arguments)
+
+
 # -- FlatMinimaSearch: what is trained ---------------------------------------------------------
 
 
@@ -802,6 +810,32 @@ def test_scikit_learn_tells_whether_it_converged():
         3: False,
         1000: True,
     }
+
+
+@pytest.mark.parametrize(
+    ("estimator", "space", "goal", "advice"),
+    [
+        (
+            MLPClassifier((4,), max_iter=3, random_state=0),
+            {"learning_rate_init": [0.001]},
+            "auto",
+            r"\(max_iter\), or to a tolerance within reach \(tol\)",
+        ),
+        (
+            Pipeline([("scale", StandardScaler()), ("net", make_net(max_epochs=1))]),
+            {"net__lr": [0.01]},
+            "auto",
+            r"\(net__max_epochs\), or to a goal within reach \(goal, StopAtLoss\)",
+        ),
+        (LinearRegression(), {"fit_intercept": [True]}, 1e-9, r"Search with a goal within reach"),
+    ],
+    ids=["solver", "net", "closed form"],
+)
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_advice_names_parameters_that_the_estimator_has(estimator, space, goal, advice):
+    search = FlatMinimaSearch(estimator, space, goal=goal, random_state=0)
+    with pytest.warns(FlatnessWarning, match=rf"no candidate converged.*{advice}"):
+        search.fit(X, Y)
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["net", "wrapped"])

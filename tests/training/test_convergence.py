@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNetClassifier, NeuralNetRegressor
-from skorch.callbacks import Callback
+from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
@@ -105,9 +106,24 @@ def test_trains_on_the_training_part_only(data):
 @pytest.mark.parametrize("callback", [StopAtLoss(1e-6), StopAtGradientNorm(1e-9)], ids=type)
 def test_says_that_it_did_not_converge(data, callback):
     X, y = data
-    net = make(callback, max_epochs=2).fit(X, y)
+    net = make(callback, max_epochs=2)
+    goal = callback._goal()
+    with pytest.warns(ConvergenceWarning, match=f"has not reached {goal} with max_epochs=2"):
+        net.fit(X, y)
     assert net.converged_ is False
     assert len(net.history) == 2
+
+
+def test_says_so_once_and_only_where_all_epochs_of_a_fit_were_trained(data, recwarn):
+    X, y = data
+    make(StopAtLoss(1e-6), max_epochs=1).partial_fit(X, y)
+    make(StopAtLoss(1e-6), EarlyStopping("train_loss", threshold=10), max_epochs=9).fit(X, y)
+    make(StopAtLoss(1e-6), max_epochs=0).fit(X, y)
+    make(StopAtLoss(0.5)).fit(X, y)
+    assert not recwarn
+    make(StopAtLoss(1e-6), StopAtGradientNorm(1e-9), max_epochs=1).fit(X, y)
+    assert "loss of 1e-06 or a gradient norm of 1e-09 with" in str(recwarn.pop().message)
+    assert not recwarn
 
 
 def test_looks_only_every_so_often(data):
@@ -335,3 +351,9 @@ def test_repr_shows_the_goal():
     assert repr(clone(StopAtLoss(0.5, every=5))) == "StopAtLoss(0.5, every=5)"
     assert repr(StopAtGradientNorm(1e-4)) == "StopAtGradientNorm(0.0001)"
     assert repr(make(StopAtLoss(0.1)).get_params()["callbacks"]) == "[StopAtLoss(0.1)]"
+
+
+def test_nets_that_differ_in_their_seeds_warn_once_at_a_line(data, recwarn):
+    for seed in range(3):
+        make(StopAtLoss(1e-6), max_epochs=1, random_state=seed).fit(*data)
+    assert len(recwarn) == 1

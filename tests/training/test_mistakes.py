@@ -238,3 +238,65 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
 def test_callbacks_of_the_training_data(monitor):
     net = RelativeFlatnessRegularizedClassifier(callbacks=[EarlyStopping(monitor)], **SETTINGS)
     assert len(net.fit(X, Y).history) == 2
+
+
+# -- names and kinds of scikit-learn ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"class_weight": "balanced"}, "in place of class_weight, use criterion__weight"),
+        ({"hidden_layer_sizes": 8, "max_iter": 5}, "hidden_layer_sizes; in place of max_iter, use"),
+        ({"alpha": 1e-4}, "use optimizer__weight_decay"),
+    ],
+    ids=["class_weight", "two", "alpha"],
+)
+def test_names_of_other_networks_come_with_those_of_this_library(given, instead):
+    net = RelativeFlatnessRegularizedClassifier(**SETTINGS, **given)
+    with pytest.raises(ValueError, match=rf"(?s)unexpected argument.*relflat_sk, .*{instead}"):
+        net.fit(X, Y)
+
+
+@pytest.mark.parametrize("kind", [np.array, list, np.float32], ids=["array", "list", "float32"])
+def test_weights_of_classes_may_be_arrays(kind):
+    weights = [1.0, 2.0, 0.5]
+    expected, net = (
+        RelativeFlatnessRegularizedClassifier(criterion__weight=given, **SETTINGS).fit(X, Y)
+        for given in (torch.tensor(weights), kind(weights))
+    )
+    assert net.criterion_.weight.dtype == torch.float32
+    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+
+
+@pytest.mark.parametrize("weight", [3, np.array([3.0])], ids=["number", "array"])
+def test_the_weight_of_the_positive_class_may_be_a_number(weight):
+    settings = {"criterion": nn.BCEWithLogitsLoss, **SETTINGS}
+    expected, net = (
+        RelativeFlatnessRegularizedNet(criterion__pos_weight=given, **settings).fit(X, Y > 0)
+        for given in (torch.tensor([3.0]), weight)
+    )
+    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+
+
+@pytest.mark.parametrize("weights", ["balanced", {0: 1.0, 1: 2.0, 2: 0.5}], ids=["name", "dict"])
+def test_weights_of_classes_must_be_numbers(weights):
+    net = RelativeFlatnessRegularizedClassifier(criterion__weight=weights, **SETTINGS)
+    with pytest.raises(TypeError, match="criterion__weight must be .*order of classes_, got .*bal"):
+        net.fit(X, Y)
+
+
+def test_the_arguments_of_a_criterion_of_the_users_own_stay_as_they_are():
+    class Own(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output, target, torch.tensor(self.weight))
+
+    weights = np.float32([1.0, 2.0, 0.5])
+    net = RelativeFlatnessRegularizedNet(
+        criterion=Own, criterion__weight=weights, module=nn.Linear(4, 3), **SETTINGS
+    )
+    assert net.initialize().criterion_.weight is weights

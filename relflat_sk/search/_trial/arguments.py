@@ -10,7 +10,35 @@ from skorch.dataset import get_len
 from relflat_sk._network import check_weights
 from relflat_sk.search._trial.weights import last_prefix
 
-__all__ = ["check_data", "check_fit_params"]
+__all__ = ["check_data", "check_fit_params", "check_order"]
+
+
+def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
+    """Refuse the arguments of an objective in another order.
+
+    Parameters
+    ----------
+    estimator : estimator
+        The first argument.
+    X, y : array-like
+        The second and the third.
+    space : mapping
+        The fourth.
+
+    Raises
+    ------
+    TypeError
+        If another one is an estimator, or X is a mapping and the space is an array.
+    """
+    given = (estimator, X, y, space)
+    has_estimator_behind = any(hasattr(one, "get_params") for one in given[1:])
+    has_space_before = isinstance(X, Mapping) and hasattr(space, "shape")
+    if has_estimator_behind or has_space_before:
+        kinds = ", ".join(type(one).__name__ for one in given)
+        raise TypeError(
+            "MinimaObjective takes its first arguments in the order estimator, X, y, space, got "
+            f"{kinds}. Pass them in this order, or by name."
+        )
 
 
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:

@@ -12,7 +12,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
 from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.search._trial.arguments import check_data, check_fit_params
+from relflat_sk.search._trial.arguments import check_data, check_fit_params, check_order
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.failures import failure_record
 from relflat_sk.search._trial.fitting import fit, prepare
@@ -157,6 +157,7 @@ class MinimaObjective:
         device: Any = None,
         fit_params: Mapping[str, Any] | None = None,
     ) -> None:
+        check_order(estimator, X, y, space)
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         check_direction(direction)
         check_goal(goal, estimator)
