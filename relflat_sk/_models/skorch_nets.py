@@ -114,5 +114,8 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
     dataset = net.get_dataset(X, y)
     if hasattr(dataset, "__len__") and len(dataset) == 0:  # a stream has no length
         raise ValueError("X has no samples, and flatness is a mean over samples.")
-    loader = net.iterator_valid(dataset, **{**params, "batch_size": options.batch_size})
+    params["batch_size"] = options.batch_size
+    if "drop_last" in params:  # every sample counts, and the batches here are others than the net's
+        params["drop_last"] = False
+    loader = net.iterator_valid(dataset, **params)
     return make_batches(loader, in_order=options.in_order)
