@@ -7,7 +7,7 @@ import pandas as pd
 
 from relflat_sk._minima_table import curves_of, is_converged, minima_table
 from relflat_sk.plots._colors import Colors, color_column
-from relflat_sk.plots._display import MinimaDisplay
+from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, make_axes
 from relflat_sk.plots._style import Floats, choose_scale, draw_grid, legend_below
@@ -139,7 +139,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         }
         color_by = color_column(table, color_by)
         return cls(minima=table, curves=curves, column=column, color_by=color_by).plot(
-            ax=ax, **kwargs
+            ax=ax, **with_unit(kwargs, minima)
         )
 
     def _draw(

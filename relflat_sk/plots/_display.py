@@ -1,9 +1,11 @@
 """Base classes of displays with the same `plot`: what it takes, and in which order it draws."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
+from sklearn.base import is_regressor
 
 from relflat_sk.plots._colors import Colors
 from relflat_sk.plots._panels import require_matplotlib
@@ -12,7 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["EstimatorDisplay", "MinimaDisplay"]
+__all__ = ["EstimatorDisplay", "MinimaDisplay", "with_unit"]
+
+
+def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
+    """Leave the unit of the loss out of the labels if a regressor is shown.
+
+    Parameters
+    ----------
+    arguments : dict
+        Arguments of `plot`, which count more.
+    *sources : object
+        The estimators, searches or tables that are shown. Tables and modules do not tell.
+
+    Returns
+    -------
+    dict
+        The arguments, with an empty `loss_unit` if a source is a regressor.
+    """
+    regression = any(hasattr(one, "fit") and is_regressor(one) for one in sources)
+    return {"loss_unit": ""} | dict(arguments) if regression else dict(arguments)
 
 
 class MinimaDisplay(ABC):
@@ -47,7 +68,8 @@ class MinimaDisplay(ABC):
             The axes to draw in; a display with several panels divides their space. None makes
             a new figure.
         loss_unit : str, default="nats"
-            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
+            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none, which is
+            the default of `from_minima` for a search over regressors.
         cmap : str, default="viridis"
             Color map for the column `color_by`, preferably with increasing lightness.
         **kwargs
@@ -91,7 +113,8 @@ class EstimatorDisplay(ABC):
             The axes to draw in; a display with several panels divides their space. None makes
             a new figure.
         loss_unit : str, default="nats"
-            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none.
+            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none, which is
+            the default of `from_estimator` for regressors.
         **kwargs
             Passed on to the method of `matplotlib.axes.Axes` that draws the values: `plot` in
             `FlatnessHistoryDisplay`, `errorbar` in the others.

@@ -9,7 +9,7 @@ from skorch import NeuralNet
 
 from relflat_sk._models import final_estimator
 from relflat_sk.measures import flatness_columns
-from relflat_sk.plots._display import EstimatorDisplay
+from relflat_sk.plots._display import EstimatorDisplay, with_unit
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import divide, figure_of, make_axes
 from relflat_sk.plots._style import Floats, choose_scale, curve_style, draw_grid, legend_right
@@ -134,7 +134,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             losses={name: _values(history, name) for name in LOSSES if _is_recorded(history, name)},
             flatness={name: signs.get(name, 1.0) * _values(history, name) for name in names},
         )
-        return display.plot(ax=ax, **kwargs)
+        return display.plot(ax=ax, **with_unit(kwargs, net))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
         """Draw the two panels."""

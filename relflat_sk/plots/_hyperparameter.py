@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from relflat_sk._minima_table import column_of, find_axes, find_axis, minima_table, numeric_column
 from relflat_sk.plots._colors import Colors, color_column
-from relflat_sk.plots._display import MinimaDisplay
+from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import figure_of, make_axes
 from relflat_sk.plots._points import Points
@@ -126,7 +126,7 @@ class HyperparameterDisplay(MinimaDisplay):
         if color_by == "auto":
             color_by = color_column(table.drop(columns=column), "auto")
         display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
-        return display.plot(ax=ax, **kwargs)
+        return display.plot(ax=ax, **with_unit(kwargs, minima))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

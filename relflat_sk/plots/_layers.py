@@ -8,7 +8,7 @@ import pandas as pd
 
 from relflat_sk._network import Layer
 from relflat_sk.measures import find_measures, flatness_report
-from relflat_sk.plots._display import EstimatorDisplay
+from relflat_sk.plots._display import EstimatorDisplay, with_unit
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import divide, figure_of, grid_shape, make_axes
 from relflat_sk.plots._style import choose_scale, curve_style, draw_grid
@@ -128,7 +128,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
         # the report has an order of its own; the panels follow the user's
         report = pd.concat([report[report["measure"] == name] for name in names])
-        return cls(report=report.reset_index(drop=True)).plot(ax=ax, **kwargs)
+        display = cls(report=report.reset_index(drop=True))
+        return display.plot(ax=ax, **with_unit(kwargs, estimator))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
         """Draw a panel for each measure."""

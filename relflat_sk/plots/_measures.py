@@ -8,7 +8,7 @@ import pandas as pd
 from relflat_sk._minima_table import column_of, minima_table, numeric_column
 from relflat_sk.plots._coefficients import choose_measures, correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
-from relflat_sk.plots._display import MinimaDisplay
+from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, label_rows, make_panels
 from relflat_sk.plots._points import Points
@@ -146,7 +146,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
             },
             color_by=color_column(table, color_by),
         )
-        return display.plot(ax=ax, **kwargs)
+        return display.plot(ax=ax, **with_unit(kwargs, minima))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

@@ -10,7 +10,7 @@ from relflat_sk._minima_table import column_of, measure_columns, numeric_column
 from relflat_sk.minima import rank_minima
 from relflat_sk.plots._coefficients import correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
-from relflat_sk.plots._display import MinimaDisplay
+from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import divide, figure_of, make_axes
 from relflat_sk.plots._points import Points
@@ -148,7 +148,7 @@ class MinimaRankingDisplay(MinimaDisplay):
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, by, target, random_state),
         )
-        return display.plot(ax=ax, **kwargs)
+        return display.plot(ax=ax, **with_unit(kwargs, minima))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

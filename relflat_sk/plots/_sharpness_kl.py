@@ -8,7 +8,7 @@ import pandas as pd
 
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk.measures import sharpness_curve
-from relflat_sk.plots._display import EstimatorDisplay
+from relflat_sk.plots._display import EstimatorDisplay, with_unit
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._panels import figure_of, make_axes
 from relflat_sk.plots._style import choose_scale, curve_style, draw_grid, legend_right
@@ -141,7 +141,7 @@ class SharpnessKLDisplay(EstimatorDisplay):
             )
             for name, model in models.items()
         }
-        return cls(curves=curves).plot(ax=ax, **kwargs)
+        return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, *models.values()))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
         """Draw one curve per model, with standard errors."""

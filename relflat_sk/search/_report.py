@@ -199,13 +199,13 @@ def _plots(search: Any, by: str) -> str:
     drawn: dict[str, Callable[..., Any]] = {}
     if is_converged(minima).any():
         ranking = MinimaRankingDisplay.from_minima
-        drawn["Minima by rank"] = partial(ranking, minima, by, random_state=0)
+        drawn["Minima by rank"] = partial(ranking, search, by, random_state=0)
         if color_column(minima, "auto") is not None:
             against = HyperparameterDisplay.from_minima
-            drawn["Flatness against a hyper-parameter"] = partial(against, minima, measure=by)
+            drawn["Flatness against a hyper-parameter"] = partial(against, search, measure=by)
     if _has_gap(minima):
         gap = FlatnessGapDisplay.from_minima
-        drawn["Generalization gap against flatness"] = partial(gap, minima, by, random_state=0)
+        drawn["Generalization gap against flatness"] = partial(gap, search, by, random_state=0)
     if curves_of(search):
         drawn["Training losses"] = partial(TrainingCurvesDisplay.from_minima, search)
     images = "".join(_image(name, draw) for name, draw in drawn.items())

@@ -17,11 +17,16 @@ from skorch.callbacks import EpochScoring
 from relflat_sk import (
     FlatMinimaSearch,
     FlatnessGapDisplay,
+    FlatnessHistoryDisplay,
     FlatnessScorer,
     HyperparameterDisplay,
+    LayerFlatnessDisplay,
     MeasurePanelsDisplay,
     MinimaObjective,
+    MinimaRankingDisplay,
     RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessKLDisplay,
     TrainingCurvesDisplay,
     rank_minima,
 )
@@ -232,6 +237,29 @@ def test_hyperparameters_that_there_are_not():
         )
     with pytest.raises(ValueError, match="there is nothing to draw"):
         HyperparameterDisplay.from_minima(table(converged=False))
+
+
+def test_losses_of_regressors_have_no_unit():
+    net = RelativeFlatnessRegularizedRegressor(max_epochs=12, verbose=0, random_state=0)
+    search = FlatMinimaSearch(net, {"batch_size": [16, 32, 64]}, goal=10.0, depth_band=None)
+    search.fit(X, Y.astype(np.float32), X, Y.astype(np.float32))
+    displays = [
+        FlatnessGapDisplay.from_minima(search),
+        HyperparameterDisplay.from_minima(search),
+        MeasurePanelsDisplay.from_minima(search),
+        MinimaRankingDisplay.from_minima(search),
+        TrainingCurvesDisplay.from_minima(search),
+        FlatnessHistoryDisplay.from_estimator(search),
+        LayerFlatnessDisplay.from_estimator(search, X, Y),
+        SharpnessKLDisplay.from_estimator(search, X, Y, alphas=[0.1, 0.2], n_draws=2),
+    ]
+    for display in displays:
+        for ax in display.figure_.axes:
+            assert "nats" not in (ax.get_xlabel() + ax.get_ylabel()).replace(
+                "KL divergence (nats", ""
+            )
+    display = HyperparameterDisplay.from_minima(search, loss_unit="m²")
+    assert display.ax_.get_ylabel() == "relative flatness κ (m²)"
 
 
 # -- both --------------------------------------------------------------------------------------
