@@ -202,6 +202,11 @@ def move_features(
     ------
     Moved
         One for each batch.
+
+    Raises
+    ------
+    ValueError
+        If new labels have another shape, or other parts in the divisor of the mean.
     """
     for batch in site.network.batches():
         with torch.no_grad():
@@ -212,7 +217,10 @@ def move_features(
                 moved = []
                 for direction in draw:
                     at = _relabelled(batch, features + delta * direction, relabel)
-                    moved.append(losses_of(site.network, at, run(delta * direction), each)[0])
+                    after, parts = losses_of(site.network, at, run(delta * direction), each)
+                    if relabel is not None:
+                        _check_divisors(parts, divisors)
+                    moved.append(after)
                 rises.append((torch.stack(moved) - losses).mean(dim=0))
             weights = sample_weight(batch, len(losses), losses.device)
         yield Moved(losses, torch.stack(rises), weights, divisors)
@@ -230,6 +238,16 @@ def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel | None) -> Batch:
             f", got {tuple(labels.shape)}."
         )
     return replace(batch, y=labels.to(before.dtype))
+
+
+def _check_divisors(after: Tensor, before: Tensor) -> None:
+    """Refuse labels that change what the losses are divided by, so that rises have no mean."""
+    if not torch.equal(after, before):
+        raise ValueError(
+            "the labels of moved features have other class weights than the labels, or are ignored "
+            "where those are not, so that the mean losses before and after the move are means over "
+            "other samples. Use a criterion without weight and ignore_index."
+        )
 
 
 def split_at(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

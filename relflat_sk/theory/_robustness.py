@@ -96,7 +96,8 @@ def feature_robustness(  # noqa: PLR0913
     Raises
     ------
     ValueError
-        If an argument is out of its range, or does not fit the layer.
+        If an argument is out of its range, or does not fit the layer, or `labelling` gives labels
+        of other class weights.
     LayerNotFoundError
         If there is no such layer.
     TypeError

@@ -269,3 +269,24 @@ def test_labels_of_the_true_labelling_at_moved_features():
     message = r"labels of moved features must have the shape of the labels, \(30,\), got \(30, 2\)"
     with pytest.raises(ValueError, match=message):
         feature_robustness(net, X, y, 0.7, matrices=moves, labelling=lambda phi: phi, **CE)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ],
+)
+def test_labels_of_other_class_weights_have_no_common_mean(criterion):
+    net, X, y = network()
+    with pytest.raises(
+        ValueError, match="other class weights than the labels, or are ignored where"
+    ):
+        feature_robustness(
+            net, X, y, 0.7, matrices="projection", criterion=criterion,
+            labelling=lambda phi: (phi.sum(axis=1) > 0).astype(int),
+        )  # fmt: skip
+    same = {"matrices": "projection", "criterion": criterion}
+    plain = feature_robustness(net, X, y, 0.7, **same)
+    assert feature_robustness(net, X, y, 0.7, labelling=lambda phi: y.numpy(), **same) == plain
