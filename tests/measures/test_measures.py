@@ -163,10 +163,10 @@ def test_hutchinson_brackets_the_exact_value():
     hits = 0
     for seed in range(50):
         value, stderr = relative_flatness(
-            net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=0.1,
+            net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=0.2,
             random_state=seed, return_stderr=True,
         )  # fmt: skip
-        assert 0 < stderr <= 0.1 * abs(value)
+        assert 0 < stderr <= 0.2 * abs(value)
         hits += abs(value - exact) <= 2 * stderr
     assert hits >= 43  # 95% of 50, less 4 standard deviations
 

@@ -157,7 +157,7 @@ def test_weights_are_repetitions_for_the_normalized_penalty(layer):
             values.append(penalty(criterion, output, y, weights).item())
         return np.mean(values), np.std(values) / n**0.5
 
-    n = 1 if layer == -1 else 600
+    n = 1 if layer == -1 else 250
     weighted, error = mean(X, y, times.double(), n)
     expected, other_error = mean(*repeated, None, n)
     assert weighted == pytest.approx(expected, rel=EXACT, abs=4 * (error + other_error))

@@ -19,10 +19,10 @@ NOT_ASKED_FOR = {"check_array_api_input"}
 @pytest.mark.parametrize(
     ("kind", "epochs", "weight"),
     [
-        (RelativeFlatnessRegularizedClassifier, 30, 0.1),
+        (RelativeFlatnessRegularizedClassifier, 15, 0.1),
         pytest.param(
             RelativeFlatnessRegularizedBinaryClassifier,
-            20,
+            10,
             0.1,
             marks=pytest.mark.skipif(
                 parse_version(sklearn.__version__) < parse_version("1.7"),
@@ -30,8 +30,8 @@ NOT_ASKED_FOR = {"check_array_api_input"}
                 " after a shuffle, so that its weighted and its repeated data differ",
             ),
         ),
-        (RelativeFlatnessRegularizedRegressor, 30, 0.1),
-        pytest.param(RelativeFlatnessRegularizedClassifier, 30, 0, marks=pytest.mark.slow),
+        (RelativeFlatnessRegularizedRegressor, 15, 0.1),
+        pytest.param(RelativeFlatnessRegularizedClassifier, 15, 0, marks=pytest.mark.slow),
     ],
 )
 def test_sklearn_contract(kind, epochs, weight):
