@@ -1,6 +1,6 @@
 """Work with a fitted search: measure its minima again, report on them, predict with the best."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,14 @@ class FittedSearchMixin(BestEstimatorMixin):
     ) -> MinimaObjective:
         raise NotImplementedError
 
-    def _table(self) -> pd.DataFrame:
-        """Return the unranked table of candidates, with `comparable` and short parameter names."""
+    def _table(self, measures: Iterable[str]) -> pd.DataFrame:
+        """Return the unranked table of candidates, with `comparable` and short parameter names.
+
+        Measures that no candidate has are columns of nan.
+        """
         table = shorten_parameters(candidate_table(self.study_), last_prefix(self.estimator))
-        return mark_depth_band(table, self.depth_band)
+        nowhere = {name: np.nan for name in measures if name not in table.columns}
+        return mark_depth_band(table.assign(**nowhere), self.depth_band)
 
     def _objective_of(self, X: Any, y: Any, fit_params: Any) -> MinimaObjective:
         """Return the objective of `fit`, made again from the data if the search was unpickled."""
@@ -138,10 +142,8 @@ class FittedSearchMixin(BestEstimatorMixin):
         """
         objective = self._objective_of(X, y, fit_params)
         remeasure(self.study_, objective, measures, retrain=retrain)
-        table = self._table()
-        names = map(str, find_measures(measures))
-        nowhere = {name: np.nan for name in names if name not in table.columns}
-        self.minima_ = rank_minima(table.assign(**nowhere), by=objective.names[0], depth_band=None)
+        table = self._table(map(str, find_measures(measures)))
+        self.minima_ = rank_minima(table, by=objective.names[0], depth_band=None)
         return self.minima_
 
     def report(self, path: Any) -> Path:
@@ -176,7 +178,7 @@ class FittedSearchMixin(BestEstimatorMixin):
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        table = self._table()
+        table = self._table(map(str, objective.measures))
         check_table(table, interrupted, objective.estimator)
         by = objective.names[0]
         self.minima_ = rank_minima(table, by=by, depth_band=None)

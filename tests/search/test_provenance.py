@@ -280,6 +280,13 @@ def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
     assert logistic(**parameters).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
 
 
+def test_a_measure_that_no_minimum_has_is_a_column_of_nan(stored):
+    logistic(**stored).fit(X, Y)
+    with pytest.warns(FlatnessWarning, match=r"l2_norm of trials \[0, 1\] stay nan"):
+        later = logistic(measure=["relative_flatness", "l2_norm"], **stored).fit(X, Y)
+    assert later.minima_["l2_norm"].isna().tolist() == [True, True]
+
+
 def test_without_weights_nan_is_explained(stored):
     logistic(**stored).fit(X, Y)
     search = logistic({"C": [0.1, 1.0, 5.0]}, measure=["relative_flatness", "l2_norm"], **stored)

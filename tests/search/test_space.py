@@ -273,6 +273,15 @@ def test_another_space_does_not_go_on_with_a_study(other, match):
         check_space(Space(other), study_of(Space({"lr": [0.1, 0.2]})))
 
 
+@pytest.mark.parametrize("kind", [FloatDistribution, IntDistribution])
+def test_a_narrower_range_does_not_go_on_with_a_study(kind):
+    """The best of all trials may lie outside of it."""
+    study = study_of(Space({"n": kind(2, 8)}))
+    for low, high in [(3, 8), (2, 7)]:
+        with pytest.raises(ValueError, match="ranges can be wider, but not narrower. Give this"):
+            check_space(Space({"n": kind(low, high)}), study)
+
+
 def test_another_scale_does_not_go_on_with_a_study():
     study = study_of(Space({"lr": FloatDistribution(0.1, 0.2)}))
     with pytest.raises(ValueError, match=r"cannot change that .*\. Draw this parameter as the"):

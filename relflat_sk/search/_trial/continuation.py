@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._minima_table import PARAM_PREFIX
@@ -121,13 +121,14 @@ def _check_functions(space: Space, study_name: str, trial: FrozenTrial) -> None:
                 )
 
 
-def _why_not_wider(before: BaseDistribution, now: BaseDistribution) -> str:
+def _why_not_wider(before: Any, now: Any) -> str:
     """Say what to do if a distribution cannot continue another one; empty if it can."""
     logs = [getattr(one, "log", None) for one in (before, now)]
     if not isinstance(now, type(before)) or logs[0] != logs[1]:
         return "Optuna cannot change that within a study. Draw this parameter as the study did"
-    if isinstance(now, CategoricalDistribution) and isinstance(before, CategoricalDistribution):
+    if isinstance(before, CategoricalDistribution):
         dropped = [choice for choice in before.choices if choice not in now.choices]
-        if dropped:
-            return f"choices can be added, but not removed. Put {dropped} back"
+        return f"choices can be added, but not removed. Put {dropped} back" if dropped else ""
+    if now.low > before.low or now.high < before.high:
+        return "ranges can be wider, but not narrower. Give this one at least the old ends"
     return ""
