@@ -46,6 +46,7 @@ def with_class_weights(
 
 
 def _as_tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """Convert the weights of classes; refuse what holds no numbers."""
     try:
         return torch.tensor(np.asarray(value, dtype=np.float64), dtype=dtype)
     except (TypeError, ValueError):
