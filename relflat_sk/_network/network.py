@@ -62,7 +62,7 @@ class Network:
 
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
-        x = self._prepared(x)
+        x = self.prepare(x)
         whole = self._run(x)
         if self._must_check:
             self._whole[:] = [whole]
@@ -102,8 +102,24 @@ class Network:
         check_part(self.loss, self._whole.pop(), target, "measure")
         warn_unless_mean(self.loss, output, target)
 
-    def _prepared(self, x: Any) -> Any:
-        """Check inputs, and bring them to the module's device and type."""
+    def prepare(self, x: Any) -> Any:
+        """Check inputs, and bring them to the module's device and type.
+
+        Parameters
+        ----------
+        x : Tensor, or dict, tuple or list of tensors
+            Inputs as they come from the data.
+
+        Returns
+        -------
+        object
+            Of the type of `x`.
+
+        Raises
+        ------
+        ValueError
+            If there is NaN or infinity in them.
+        """
         check_finite(x)
         return cast_inputs(x, self.module, self.device)
 

@@ -47,7 +47,8 @@ class Fleet(EpochTrainer):
         self._waiting: dict[Routine, Member] = {}
         self._losses: dict[Routine, tuple[Member, float]] = {}  # asked for, with goals
         self._norms: dict[Routine, Member] = {}  # of gradients that are asked for
-        self._answers: dict[Routine, float] = {}
+        self._questions: dict[Routine, tuple[Any, Any, Callable[[list[Any]], Any]]] = {}
+        self._answers: dict[Routine, Any] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
@@ -101,8 +102,8 @@ class Fleet(EpochTrainer):
         """End all trainings that have begun."""
         for routine in self._routines:
             routine.cancel()
-        begun = self._routines, self._waiting, self._losses, self._norms, self._answers
-        for some in begun:
+        self._routines.clear()
+        for some in (self._waiting, self._losses, self._norms, self._questions, self._answers):
             some.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
@@ -136,7 +137,7 @@ class Fleet(EpochTrainer):
             return None
         assert routine is not None
         self._losses[routine] = member, goal
-        return self._answer_to(routine)
+        return float(self._answer_to(routine))
 
     def gradient_norm(self, net: Any, goal: float) -> float | None:
         routine, member = CURRENT.get(), self._groups.member(net)
@@ -149,9 +150,31 @@ class Fleet(EpochTrainer):
             return None
         assert routine is not None
         self._norms[routine] = member
+        return float(self._answer_to(routine))
+
+    def together(self, key: Any, item: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Compute something for all routines that ask for it between the same two epochs.
+
+        Parameters
+        ----------
+        key : object
+            Equal for those that can be computed together.
+        item : object
+            What the routine asks for.
+        compute : callable
+            From the items of several routines to their results.
+
+        Returns
+        -------
+        object
+            The result; None if no other routine asks, or the items cannot be computed together.
+        """
+        routine = CURRENT.get()
+        assert routine is not None
+        self._questions[routine] = key, item, compute
         return self._answer_to(routine)
 
-    def _answer_to(self, routine: Routine) -> float:
+    def _answer_to(self, routine: Routine) -> Any:
         """Wait for the answer to a question."""
         routine.pause()
         return self._answers.pop(routine)
@@ -193,15 +216,28 @@ class Fleet(EpochTrainer):
             with _shared(routines):
                 found = group.gradient_norms([norms[one] for one in routines])
             self._answers.update(zip(routines, found, strict=True))
-        return [*losses, *norms]
+        questions, self._questions = self._questions, {}
+        by_key: dict[Any, list[Routine]] = {}
+        for routine, (key, _, _) in questions.items():
+            by_key.setdefault(key, []).append(routine)
+        for routines in by_key.values():
+            self._release_idle()  # its memory is needed
+            with _shared(routines):
+                results = _compute([questions[one] for one in routines])
+            self._answers.update(zip(routines, results, strict=True))
+        return [*losses, *norms, *questions]
 
-    def _train_epoch(self) -> list[Routine]:
-        """Train the epochs of all nets that wait, group by group; return their routines."""
-        waiting, self._waiting = self._waiting, {}
-        keys = {member.key for member in waiting.values()}
+    def _release_idle(self) -> None:
+        """Release groups of which no net waits for its next epoch."""
+        keys = {member.key for member in self._waiting.values()}
         for key, group in self._groups:
             if key not in keys:
                 group.release()
+
+    def _train_epoch(self) -> list[Routine]:
+        """Train the epochs of all nets that wait, group by group; return their routines."""
+        self._release_idle()
+        waiting, self._waiting = self._waiting, {}
         for group, routines in self._by_group(waiting):
             with _shared(routines):
                 group.train([waiting[one] for one in routines])
@@ -212,6 +248,19 @@ class Fleet(EpochTrainer):
         for routine, member in members.items():
             found.setdefault(self._groups.of(member), []).append(routine)
         return list(found.items())
+
+
+def _compute(questions: Sequence[tuple[Any, Any, Callable[[list[Any]], Any]]]) -> Sequence[Any]:
+    """Compute what some routines ask for, if there are several and they have no error."""
+    nothing = [None] * len(questions)
+    if len(questions) == 1:
+        return nothing
+    compute = questions[0][2]
+    try:
+        found: Sequence[Any] = compute([item for _, item, _ in questions])
+    except Exception:  # each of them raises its own, if it is not one of stacking
+        return nothing
+    return found
 
 
 @contextmanager

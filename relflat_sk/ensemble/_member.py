@@ -13,7 +13,7 @@ from relflat_sk.ensemble._stackable import NotStackable, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
 from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
 
-__all__ = ["Member", "make_member"]
+__all__ = ["Member", "Same", "make_member", "module_key"]
 
 
 @dataclass(eq=False)
@@ -188,8 +188,8 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
         _data_key(loader, inputs, targets),
         _has_ignored(net.criterion_, targets),
         weights is not None,
-        _module_key(net.module_),
-        _module_key(net.criterion_),
+        module_key(net.module_),
+        module_key(net.criterion_),
         _optimizer_key(net),
         _penalty_key(net),
     )
@@ -221,10 +221,21 @@ def _has_ignored(criterion: Any, targets: Tensor) -> bool:
     return ignored is not None and bool((targets == ignored).any())
 
 
-def _module_key(module: Any) -> tuple[Any, ...]:
-    """Return what makes two modules the same function of their parameters and inputs."""
+def module_key(module: Any) -> tuple[Any, ...]:
+    """Return what makes two modules the same function of their parameters and inputs.
+
+    Parameters
+    ----------
+    module : nn.Module or callable
+        A network or a criterion.
+
+    Returns
+    -------
+    tuple
+        Equal for modules that are the same function.
+    """
     if not isinstance(module, nn.Module):
-        return (_Same(module),)
+        return (Same(module),)
     parts = [
         (name, type(part), part.extra_repr(), _attributes(part))
         for name, part in module.named_modules(remove_duplicate=False)
@@ -254,17 +265,23 @@ def _comparable(value: Any) -> Any:
         return kind, tuple(map(_comparable, value))
     if kind is dict:
         return kind, tuple((_comparable(key), _comparable(one)) for key, one in value.items())
-    return _Same(value)
+    return Same(value)
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
-    """Equal to others of the same object, which it holds, so that no other gets its address."""
+class Same:
+    """Equal to others of the same object, which it holds, so that no other gets its address.
+
+    Parameters
+    ----------
+    value : object
+        The object.
+    """
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

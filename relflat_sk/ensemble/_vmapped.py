@@ -1,7 +1,8 @@
 """Forward and backward passes of many networks at once, by `torch.func`."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -164,10 +165,39 @@ class Vmapped:
         Tensor of shape (k, n, ...)
             Outputs.
         """
-        masks = {f"{name}.mask": x.new_ones(len(x)) for name in self.dropout}
+        with self._in_evaluation() as buffers:
+            return vmap(self._call)(self._weights, buffers, x)[0]
+
+    def map(self, function: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> Any:
+        """Call a function for each network, all at once, in evaluation mode.
+
+        Parameters
+        ----------
+        function : callable
+            Gets the weight of the last layer, and a function from inputs to the outputs of the
+            network and the features of the last layer. Returns tensors.
+
+        Returns
+        -------
+        object
+            The tensors, with the networks on their first axis.
+        """
+
+        def of_one(weights: Tensors, buffers: Tensors) -> Any:
+            weight = weights[f"{self._last}.weight"]
+            return function(weight, lambda x: self._call(weights, buffers, x))
+
+        with self._in_evaluation() as buffers:
+            return vmap(of_one)(self._weights, buffers)
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[Tensors]:
+        """Set the mode of evaluation, and yield the buffers in it."""
+        like = next(iter(self._weights.values()))
+        masks = {f"{name}.mask": like.new_ones(len(like)) for name in self.dropout}
         self._skeleton.eval()
         try:
-            return vmap(self._call)(self._weights, {**self._buffers, **masks}, x)[0]
+            yield {**self._buffers, **masks}
         finally:
             self._skeleton.train()
 

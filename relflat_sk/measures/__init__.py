@@ -10,10 +10,12 @@ from relflat_sk.measures._flatness import (
 )
 from relflat_sk.measures._flatness import measure_flatness as measure_flatness
 from relflat_sk.measures._flatness import measure_layers as measure_layers
+from relflat_sk.measures._flatness import plan_stacked_pass as plan_stacked_pass
 from relflat_sk.measures._history import flatness_columns as flatness_columns
 from relflat_sk.measures._measure_network import check_arguments as check_arguments
 from relflat_sk.measures._measure_network import check_layers as check_layers
 from relflat_sk.measures._measure_network import measure_network as measure_network
+from relflat_sk.measures._measure_network import warn_of as warn_of
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
 from relflat_sk.measures._names import find_measure as find_measure

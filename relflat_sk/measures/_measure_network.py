@@ -33,6 +33,7 @@ __all__ = [
     "counts_decay",
     "is_of_network",
     "measure_network",
+    "warn_of",
 ]
 
 # measures of the network as a whole, each with arguments of its own
@@ -119,10 +120,23 @@ def measure_network(
         found["", "network_flatness"] = _least_flat(network, found if every else None, some)
     summary = next((one.summary for one in found.values()), None)
     found |= _measure_whole(network, names, refuse, params, summary)
+    warn_of(network, found)
+    return found
+
+
+def warn_of(network: Network, found: Found) -> None:
+    """Warn of a negative curvature, and of a criterion without any.
+
+    Parameters
+    ----------
+    network : Network
+        The network.
+    found : dict of (layer name, measure name) to Flatness
+        Its measures.
+    """
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
-    return found
 
 
 def counts_decay(name: str) -> bool:

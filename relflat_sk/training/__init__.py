@@ -19,6 +19,7 @@ from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._epoch_trainer import OwnLoop as OwnLoop
 from relflat_sk.training._epoch_trainer import set_single_trainer as set_single_trainer
 from relflat_sk.training._fast_net import knows_its_batch as knows_its_batch
+from relflat_sk.training._known_outputs import known_outputs as known_outputs
 from relflat_sk.training._loss_check import FEWEST_FOR_A_PROOF as FEWEST_FOR_A_PROOF
 from relflat_sk.training._loss_check import ROUNDING_OF_A_PROOF as ROUNDING_OF_A_PROOF
 from relflat_sk.training._loss_check import SHARE_OF_A_PROOF as SHARE_OF_A_PROOF

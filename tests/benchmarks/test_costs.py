@@ -32,7 +32,10 @@ from tests.processes import ROOT
         ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
         ("benchmarks.costs.fleet", ["64-128-64-10, batch 32, fleet / torch loop"]),
         ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
-        ("benchmarks.costs.measuring", ["64-128-64-10, batch 32, fit / with stacked measures"]),
+        (
+            "benchmarks.costs.measuring",
+            ["64-128-64-10, batch 32, measure and scores one by one / stacked"],
+        ),
     ],
     ids=["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
 )

@@ -7,6 +7,7 @@ from relflat_sk.measures._flatness.flatness import (
     measure_layers,
 )
 from relflat_sk.measures._flatness.scan import find_measured_layer
+from relflat_sk.measures._flatness.stacked_pass import plan_stacked_pass
 from relflat_sk.measures._flatness.summary import Flatness, Summary, summarize
 from relflat_sk.measures._flatness.trace_measures import LARGEST_NEURON, TRACE_LIKE
 
@@ -20,5 +21,6 @@ __all__ = [
     "measure_feature_curvature",
     "measure_flatness",
     "measure_layers",
+    "plan_stacked_pass",
     "summarize",
 ]

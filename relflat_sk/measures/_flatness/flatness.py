@@ -29,10 +29,10 @@ from relflat_sk._network import Layer, Network, borrowed
 from relflat_sk._random import RandomState
 from relflat_sk.measures._flatness.eigenvalue import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._flatness.gradient_norm import GRADIENT_NORM, GradientNorms
-from relflat_sk.measures._flatness.summary import Flatness, Found, summarize
+from relflat_sk.measures._flatness.summary import Flatness, Found, Summary, summarize
 from relflat_sk.measures._flatness.trace_measures import TRACE_LIKE, TraceMeasures
 
-__all__ = ["LAYER_MEASURES", "measure_flatness", "measure_layers"]
+__all__ = ["LAYER_MEASURES", "finish_measures", "measure_flatness", "measure_layers"]
 
 # the measures that belong to one layer
 LAYER_MEASURES = (*TRACE_LIKE, *EIGENVALUE_LIKE, GRADIENT_NORM)
@@ -84,7 +84,6 @@ def measure_layers(  # noqa: PLR0913
         If an argument is out of its range, data or layers do not fit the network, or no
         sample counts.
     """
-    found: Found = {}
     with borrowed(network.module):
         groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
         if traces := [name for name in names if name in TRACE_LIKE]:
@@ -110,8 +109,36 @@ def measure_layers(  # noqa: PLR0913
                 "no sample counts in the mean loss: every label is ignored (ignore_index) or "
                 "has weight zero."
             )
-        for group in groups:
-            found |= group.finish(summary, weight_decay)
+        return finish_measures(groups, summary, names, weight_decay)
+
+
+def finish_measures(
+    groups: Sequence[TraceMeasures | GradientNorms | EigenvalueMeasures],
+    summary: Summary,
+    names: Sequence[str],
+    weight_decay: float = 0.0,
+) -> Found:
+    """Compute measures from the sums of a pass over the data, and with further passes if needed.
+
+    Parameters
+    ----------
+    groups : sequence of TraceMeasures, GradientNorms or EigenvalueMeasures
+        What has summed up the batches.
+    summary : Summary
+        Totals of the pass.
+    names : sequence of str
+        The measures of all groups, in the order of the result.
+    weight_decay : float, default=0
+        As in `measure_layers`.
+
+    Returns
+    -------
+    dict of (layer name, measure name) to Flatness
+        Layers in forward order.
+    """
+    found: Found = {}
+    for group in groups:
+        found |= group.finish(summary, weight_decay)
     if summary.has_labels and math.isnan(summary.loss):
         # closed forms do not see the loss, which may not be defined at these outputs
         found = {key: one.without_value() for key, one in found.items()}

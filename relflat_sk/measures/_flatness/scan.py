@@ -37,7 +37,7 @@ from relflat_sk._network import (
 from relflat_sk._warnings import warn
 from relflat_sk.measures._flatness.forward_pass import ForwardPass, make_forward_pass
 
-__all__ = ["find_measured_layer", "scan"]
+__all__ = ["find_measured_layer", "run_first_batch", "scan"]
 
 
 def scan(
@@ -88,6 +88,37 @@ def _visit(
         visit(forward)
 
 
+def run_first_batch(network: Network, layer: Layer) -> tuple[Batch, ForwardPass, list[str]]:
+    """Run the first batch, and check that the network can be measured at a layer.
+
+    To be used within `borrowed`.
+
+    Parameters
+    ----------
+    network : Network
+        The network, with its loss and data.
+    layer : int, str or nn.Module
+        Position in forward order, dotted name, or the module itself.
+
+    Returns
+    -------
+    batch : Batch
+        The batch.
+    forward : ForwardPass
+        Its forward pass.
+    order : list of str
+        Names of all layers with a weight matrix, in forward order.
+
+    Raises
+    ------
+    LayerNotFoundError, TypeError, ValueError
+        If the layer, the data or the criterion do not fit the network.
+    """
+    runner, batch = _Runner(network, [layer]), next(iter(network.batches()))
+    forward = runner.run(batch)
+    return batch, forward, runner.order
+
+
 def find_measured_layer(network: Network, layer: Layer) -> str:
     """Find a layer at which the network can be measured, by running the first batch.
 
@@ -110,7 +141,7 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
     LayerNotFoundError, TypeError, ValueError
         If the layer, the data or the criterion do not fit the network.
     """
-    (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
+    (name,) = run_first_batch(network, layer)[1].layers
     return name
 
 

@@ -133,6 +133,24 @@ class Summation:
         self._exact.add(forward)
         self._probes.add(forward, list(self._exact.to_draw))
 
+    @property
+    def totals(self) -> dict[Key, Tensor]:
+        """The exact sums so far."""
+        return self._exact.totals
+
+    def adopt(self, totals: Mapping[Key, Tensor], method: str) -> None:
+        """Take exact sums over all the data that were made elsewhere.
+
+        Parameters
+        ----------
+        totals : dict of (layer name, quantity name) to Tensor
+            The sums.
+        method : str
+            How they were computed.
+        """
+        self._exact.totals = dict(totals)
+        self._exact.methods = dict.fromkeys(totals, method)
+
     def finish(self, summary: Summary) -> dict[Key, Mean]:
         """Compute means over the data, with as many further passes as the probes need.
 

@@ -187,6 +187,23 @@ class TraceMeasures:
         if self._in_one_pass:
             self._sums.add(forward)
 
+    @property
+    def totals(self) -> dict[Key, Tensor]:
+        """The exact sums so far."""
+        return self._sums.totals
+
+    def adopt(self, totals: Mapping[Key, Tensor], method: str) -> None:
+        """Take exact sums over all the data that were made elsewhere.
+
+        Parameters
+        ----------
+        totals : dict of (layer name, quantity name) to Tensor
+            The sums.
+        method : str
+            How they were computed.
+        """
+        self._sums.adopt(totals, method)
+
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with further passes where one is not enough.
 

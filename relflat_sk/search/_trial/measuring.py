@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, to_network_with_source
 from relflat_sk._network import Network
+from relflat_sk.ensemble import measure_with_others
 from relflat_sk.measures import Flatness, check_arguments, check_layers, measure_network
 from relflat_sk.search._trial.training_data import TrainingData
 
@@ -111,5 +114,37 @@ class Measuring:
         """
         params = {**self.params, "random_state": seed}
         found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
-        by_name = {name: result for (_, name), result in found.items()}
-        return {str(name): by_name[name] for name in names}
+        return _by_name(found, names)
+
+    def with_others(
+        self, network: Network, names: Sequence[str]
+    ) -> tuple[dict[str, Flatness], Tensor | None]:
+        """Measure a network in one pass with others of a fleet that have ended with it.
+
+        Parameters
+        ----------
+        network : Network
+            The network, with its loss and the training data.
+        names : sequence of str
+            Names of measures.
+
+        Returns
+        -------
+        found : dict of str to Flatness
+            The results, in the order of the names; empty if it has to be measured by itself.
+        outputs : Tensor of shape (n, d) or None
+            Its outputs for all samples.
+        """
+        different = list(dict.fromkeys(names))
+        stacked = None if self.params else measure_with_others(network, different, self.layer)
+        if stacked is None:
+            return {}, None
+        return _by_name(stacked.found, names), stacked.outputs
+
+
+def _by_name(
+    found: Mapping[tuple[str, str], Flatness], names: Sequence[str]
+) -> dict[str, Flatness]:
+    """Return results by the names of their measures."""
+    by_name = {name: result for (_, name), result in found.items()}
+    return {str(name): by_name[name] for name in names}

@@ -1,6 +1,7 @@
 """Measure a trained candidate, and record in its trial what the table of minima shows."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import optuna
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, final_estimator, to_network
@@ -24,7 +25,7 @@ from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
 from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
-from relflat_sk.training import RelativeFlatnessRegularizedNet
+from relflat_sk.training import RelativeFlatnessRegularizedNet, known_outputs
 
 __all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial", "write_record"]
 
@@ -85,6 +86,7 @@ def record_measures(
     names: Sequence[str],
     seed: int | None,
     measuring: Measuring,
+    found: Mapping[str, Flatness] | None = None,
 ) -> Measured:
     """Measure a network, and record the measures and the training loss.
 
@@ -103,6 +105,8 @@ def record_measures(
         Seed of random probes.
     measuring : Measuring
         Measures the network.
+    found : dict of str to Flatness, optional
+        The measures, if they are known already.
 
     Returns
     -------
@@ -114,10 +118,10 @@ def record_measures(
     CallError
         If the network has no such layer.
     """
-    found, error, train_loss = {}, None, np.nan
+    error, train_loss = None, np.nan
     if _has_finite_weights(network.module):
         try:
-            found = measuring(network, names, seed)
+            found = found or measuring(network, names, seed)
             train_loss = found[names[0]].risk
         except Exception as caught:
             error = caught
@@ -132,9 +136,10 @@ def record_measures(
         raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
+    assert found
     for name, measured in found.items():
         record[name] = measured.value
-    return Measured(train_loss, found)
+    return Measured(train_loss, dict(found))
 
 
 def record_trial(
@@ -171,13 +176,15 @@ def record_trial(
     data = data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
-        measured = record_measures(record, network, objective.measures, seed, objective.measuring)
+        names, measuring = objective.measures, objective.measuring
+        found, outputs = measuring.with_others(network, names)
+        measured = record_measures(record, network, names, seed, measuring, found)
         if not measured.found:
             return [np.nan] * len(objective.names)
         if is_training_data and data.sample_weight is None:
-            _hand_over(estimator, measured.found, objective.measuring)
+            _hand_over(estimator, measured.found, measuring)
         held_out = objective.X_test, objective.y_test
-        record_held_out(record, estimator, measured.train_loss, data, *held_out)
+        record_held_out(record, estimator, measured.train_loss, data, *held_out, outputs)
     save_weights(objective.artifact_store, trial, network.module, record)
     values = {name: found.value for name, found in measured.found.items()}
     values["train_loss"] = measured.train_loss
@@ -212,6 +219,7 @@ def record_held_out(
     data: TrainingData,
     X_test: Any,
     y_test: Any,
+    outputs: Tensor | None = None,
 ) -> None:
     """Record the loss on held-out data, and the estimator's own scores.
 
@@ -229,14 +237,16 @@ def record_held_out(
         Held-out data.
     y_test : array-like of shape (n_test, ...) or None
         Their labels or values.
+    outputs : Tensor of shape (n, d), optional
+        The outputs of a net of this library for the training data, if they are known already.
     """
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
         weights = data.sample_weight
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
-        score = float(estimator.score(data.X, data.y, **of_samples))
-        record["train_score"] = score
+        with nullcontext() if outputs is None else known_outputs(estimator, outputs):
+            record["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
         return
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
