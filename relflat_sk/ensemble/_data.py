@@ -1,8 +1,9 @@
 """The batches of many nets at once."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -11,7 +12,10 @@ from relflat_sk._losses import Loss
 from relflat_sk._numerics import or_one
 from relflat_sk.ensemble._member import Member
 
-__all__ = ["Batch", "Data", "make_batch"]
+__all__ = ["ArrayBatch", "Batch", "Data", "make_batch"]
+
+# input values of batches that are cut at a time
+_NUMBERS = 2**20
 
 
 class Batch(NamedTuple):
@@ -31,6 +35,23 @@ class Batch(NamedTuple):
     targets: Tensor
     weights: Tensor
     shares: Tensor
+
+
+class ArrayBatch(NamedTuple):
+    """A batch of a single member.
+
+    Parameters
+    ----------
+    inputs, targets : array of shape (n, ...)
+        The samples.
+    weights, shares : array of shape (n,)
+        As in `Batch`.
+    """
+
+    inputs: np.ndarray[Any, Any]
+    targets: np.ndarray[Any, Any]
+    weights: np.ndarray[Any, Any]
+    shares: np.ndarray[Any, Any]
 
 
 class Data:
@@ -96,6 +117,28 @@ class Data:
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(range(len(self._order)), self._order, self._size)
+
+    def arrays(self) -> Iterator[ArrayBatch]:
+        """Cut the batches of an epoch of a single member, on the CPU.
+
+        Yields
+        ------
+        ArrayBatch
+            Parts of arrays that hold many batches, because cutting takes long for small ones.
+        """
+        order, size = self._order[0].numpy(), self._size
+        weights = self._weights[0].numpy()[order]
+        sums = np.add.reduceat(weights, np.arange(0, len(order), size))
+        sums[sums == 0] = 1
+        shares = weights / np.repeat(sums, self.sizes)
+        inputs, targets = self.inputs.detach().numpy(), self.targets.detach().numpy()
+        several = size * max(1, _NUMBERS // (size * max(1, inputs[0].size)))
+        for first in range(0, len(order), several):
+            rows = order[first : first + several]
+            arrays = inputs[rows], targets[rows], weights[first:], shares[first:]
+            for one in range(0, len(rows), size):
+                last = min(one + size, len(rows))
+                yield ArrayBatch(*[array[one:last] for array in arrays])
 
     def in_order(
         self, positions: Sequence[int], samples: Tensor | None, size: int

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from relflat_sk.ensemble._data import Batch
+from relflat_sk.ensemble._data import ArrayBatch, Batch
 
 __all__ = ["FAR_GRADIENT", "RunningGradients", "gradient_norms"]
 
@@ -37,15 +37,15 @@ class RunningGradients:
         self._sums = [torch.zeros_like(gradient) for gradient in self._gradients]
         self._divisors = self._gradients[0].new_zeros(len(self._gradients[0]))
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch | ArrayBatch) -> None:
         """Add the gradients of a step.
 
         Parameters
         ----------
-        batch : Batch
+        batch : Batch or ArrayBatch
             Its batch.
         """
-        divisors = batch.weights.sum(1)
+        divisors = torch.as_tensor(batch.weights).sum(-1)
         for total, gradient in zip(self._sums, self._gradients, strict=True):
             total.addcmul_(gradient, divisors.view(-1, *[1] * (gradient.ndim - 1)))
         self._divisors += divisors

@@ -1,7 +1,7 @@
 """Nets of one architecture, trained epoch by epoch as one stacked model."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -154,9 +154,9 @@ class Group:
         running = None
         if any(member.stops_at_gradient for member in members) and not data.drops_some:
             running = RunningGradients(stack.gradients.values())
-        with torch.no_grad(), self._steps(members, stack, data) as compute:
-            for step, batch in enumerate(data):
-                self._masks.set(step, batch.inputs.shape[1])
+        with torch.no_grad(), self._steps(members, stack, data) as (batches, compute):
+            for step, batch in enumerate(batches):
+                self._masks.set(step, data.sizes[step])
                 recorded.append(compute(batch))
                 if running is not None:
                     running.add(batch)
@@ -184,17 +184,23 @@ class Group:
         return self._stack, self._data
 
     @contextmanager
-    def _steps(self, members: Sequence[Member], stack: Stack, data: Data) -> Iterator[Any]:
-        """Yield a function that computes the gradients of a batch, and returns what is recorded."""
+    def _steps(
+        self, members: Sequence[Member], stack: Stack, data: Data
+    ) -> Iterator[tuple[Iterable[Any], Callable[[Any], Any]]]:
+        """Yield the batches, and a function that computes the gradients of a batch.
+
+        The function returns what is recorded.
+        """
         if self._small is not None and len(members) == 1:
             self._small.bind(stack.weights, stack.gradients)
             net = members[0].net
+            settings = {"factor": net._penalty_weight(), "limit": net.flatness_clip}
             with one_blas_thread():
-                yield partial(self._small, factor=net._penalty_weight(), limit=net.flatness_clip)
+                yield data.arrays(), partial(self._small, **settings)
             return
         self._body.bind(stack.weights, stack.gradients, stack.buffers)
         factors, limits = self._penalty_settings(members, data.inputs)
-        yield lambda batch: self._step(batch, factors, limits)
+        yield data, lambda batch: self._step(batch, factors, limits)
 
     def _step(self, batch: Batch, factors: Tensor | None, limits: Tensor | None) -> Tensor:
         """Compute the gradients of a batch; return losses, penalties and shares of them."""

@@ -55,27 +55,27 @@ class Groups:
         """
         known = self._members.pop(id(net), None)
         try:
-            member = self._place(net, loader, fit_params)
+            member = make_member(net, loader, fit_params)
+            if known is not None and known.loader is loader and known.key == member.key:
+                member = known
+            else:
+                self._place(member)
         except NotStackable:
             # torch's fused optimizers change weights without a trace: the net gets a new place
             # if it comes back
             if known is not None:
                 release_states(net.optimizer_)
             raise
-        if known is not None and known.loader is loader and known.key == member.key:
-            member = known
         self._members[id(net)] = member
         return member
 
-    def _place(self, net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
-        """Make a member whose group can be stacked."""
-        member = make_member(net, loader, fit_params)
+    def _place(self, member: Member) -> None:
+        """Find the group of a member, or refuse it if the group cannot be stacked."""
         if member.key not in self._groups:
             self._groups[member.key] = self._make(member)
         found = self._groups[member.key]
         if isinstance(found, NotStackable):
             raise NotStackable(str(found))
-        return member
 
     def _make(self, member: Member) -> Group | NotStackable:
         try:

@@ -17,7 +17,7 @@ from relflat_sk._network import Network, borrowed
 from relflat_sk.ensemble._fleet import Fleet
 from relflat_sk.ensemble._member import Same, module_key
 from relflat_sk.ensemble._stack import stack_tensors
-from relflat_sk.ensemble._stackable import NotStackable, check_stackable
+from relflat_sk.ensemble._stackable import NotStackable, Parts, check_stackable
 from relflat_sk.ensemble._vmapped import Vmapped
 from relflat_sk.measures import Flatness, plan_stacked_pass, warn_of
 from relflat_sk.training import EPOCH_TRAINER, RelativeFlatnessRegularizedNet, knows_its_batch
@@ -94,7 +94,7 @@ def _key(network: Network) -> tuple[Any, ...]:
     net = None if source is None else source.model
     if source is None or not isinstance(net, RelativeFlatnessRegularizedNet):
         raise NotStackable("its data are transformed for each net")
-    check_stackable(net, {})
+    check_stackable(net, Parts(net.module_), {})
     loader = net.iterator_valid, net.get_params_for("iterator_valid").keys() - {"batch_size"}
     if loader != (DataLoader, set()) or net.dataset is not Dataset:
         raise NotStackable("it reads data in a way of its own")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relflat_sk._network import cast_inputs
-from relflat_sk.ensemble._stackable import NotStackable, check_stackable
+from relflat_sk.ensemble._stackable import NotStackable, Parts, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
 from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
 
@@ -31,6 +31,8 @@ class Member:
     ----------
     key : tuple
         Equal for members that can be stacked.
+    has_dropout : bool
+        Whether the network draws masks.
     inputs, targets : Tensor of shape (n, ...)
         The data that the loader cuts batches from.
     weights : Tensor of shape (n,)
@@ -51,6 +53,7 @@ class Member:
     net: Any
     loader: ArrayLoader
     key: tuple[Any, ...] = field(init=False)
+    has_dropout: bool = field(init=False)
     inputs: Tensor = field(init=False)
     targets: Tensor = field(init=False)
     weights: Tensor = field(init=False)
@@ -151,7 +154,7 @@ class Member:
     def draw(self) -> None:
         """Draw what is random in the next epoch from torch's global random state."""
         self.order = self.loader.draw_order()
-        if any(isinstance(part, nn.Dropout) and part.p for part in self.module.modules()):
+        if self.has_dropout:
             self.seed = int(torch.randint(2**63 - 1, ()))
         self.random_state = torch.get_rng_state()
 
@@ -178,7 +181,8 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
     NotStackable
         If the net needs a training loop of its own.
     """
-    check_stackable(net, fit_params)
+    parts = Parts(net.module_)
+    check_stackable(net, parts, fit_params)
     if not isinstance(loader, ArrayLoader):
         raise NotStackable("its batches are not cut out of arrays")
     inputs, labels = loader.parts
@@ -188,11 +192,12 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
         _data_key(loader, inputs, targets),
         _has_ignored(net.criterion_, targets),
         weights is not None,
-        module_key(net.module_),
+        _parts_key(parts),
         module_key(net.criterion_),
         _optimizer_key(net),
         _penalty_key(net),
     )
+    member.has_dropout = any(isinstance(one, nn.Dropout) and one.p for _, one in parts.modules)
     member.inputs, member.targets = inputs, targets
     member.weights = torch.ones(()).expand(len(inputs)) if weights is None else weights
     return member
@@ -208,9 +213,9 @@ def _data_key(loader: ArrayLoader, inputs: Any, targets: Any) -> tuple[Any, ...]
     for name, part in (("inputs", inputs), ("targets", targets)):
         if type(part) is not Tensor:
             raise NotStackable(f"its {name} are not one array")
-    if not len(loader):
-        raise NotStackable("it has fewer samples than a batch, and drops them")
     size = min(int(loader.batch_size or 1), loader.n_rows)
+    if loader.drop_last and loader.n_rows < int(loader.batch_size or 1):
+        raise NotStackable("it has fewer samples than a batch, and drops them")
     shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
     return loader.n_rows, size, bool(loader.drop_last), *shapes
 
@@ -236,24 +241,24 @@ def module_key(module: Any) -> tuple[Any, ...]:
     """
     if not isinstance(module, nn.Module):
         return (Same(module),)
-    parts = [
-        (name, type(part), part.extra_repr(), _attributes(part))
-        for name, part in module.named_modules(remove_duplicate=False)
+    return _parts_key(Parts(module))
+
+
+def _parts_key(parts: Parts) -> tuple[Any, ...]:
+    modules = [
+        (name, type(part), part.extra_repr(), _attributes(part)) for name, part in parts.modules
     ]
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype, tensor.device)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        for name, tensor in (*parts.parameters, *parts.buffers)
     ]
-    return tuple(parts), tuple(tensors)
+    return tuple(modules), tuple(tensors)
 
 
 def _attributes(part: nn.Module) -> tuple[Any, ...]:
     """Return a module's own attributes."""
-    return tuple(
-        (name, _comparable(value))
-        for name, value in sorted(part.__dict__.items())
-        if not name.startswith("_") and name != "training"
-    )
+    own = [name for name in part.__dict__ if not name.startswith("_") and name != "training"]
+    return tuple((name, _comparable(part.__dict__[name])) for name in sorted(own))
 
 
 def _comparable(value: Any) -> Any:

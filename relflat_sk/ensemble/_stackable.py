@@ -1,7 +1,7 @@
 """What is asked of a net in training that is to be one of a stacked model."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from skorch.callbacks import EpochScoring, LRScheduler
@@ -10,7 +10,7 @@ from torch.nn.modules import module as of_all_modules
 
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
-__all__ = ["NotStackable", "check_stackable"]
+__all__ = ["NotStackable", "Parts", "check_stackable"]
 
 # the methods that make a training step; a subclass that changes them trains in another way
 _STEP = (
@@ -46,13 +46,53 @@ class NotStackable(Exception):
     """A net cannot be one of a stacked model, for the reason in the message."""
 
 
-def check_stackable(net: Any, fit_params: Mapping[str, Any]) -> None:
+class Parts:
+    """The modules inside of a network, with their tensors, all from one pass over it.
+
+    torch's own iterators take longer than an epoch's other checks.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+
+    Attributes
+    ----------
+    modules : list of (str, nn.Module)
+        Each module by its name, more than once if it has several names.
+    parameters, buffers : list of (str, Tensor)
+        Their tensors, in the same way.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = list(_walk("", module))
+        self.parameters, self.buffers = (
+            [
+                (f"{name}.{key}" if name else key, tensor)
+                for name, part in self.modules
+                for key, tensor in getattr(part, attribute).items()
+                if tensor is not None
+            ]
+            for attribute in ("_parameters", "_buffers")
+        )
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for child, part in module._modules.items():
+        if part is not None:
+            yield from _walk(f"{name}.{child}" if name else child, part)
+
+
+def check_stackable(net: Any, parts: Parts, fit_params: Mapping[str, Any]) -> None:
     """Refuse nets that need a training loop of their own.
 
     Parameters
     ----------
     net : NeuralNet
         The net in training.
+    parts : Parts
+        Those of its network.
     fit_params : dict
         Further arguments of its network.
 
@@ -64,7 +104,7 @@ def check_stackable(net: Any, fit_params: Mapping[str, Any]) -> None:
     """
     _check_step(net, fit_params)
     _check_callbacks(net)
-    _check_network(net)
+    _check_network(net, parts)
 
 
 def _check_step(net: Any, fit_params: Mapping[str, Any]) -> None:
@@ -94,13 +134,12 @@ def _check_callbacks(net: Any) -> None:
                 raise NotStackable(f"its callback {type(callback).__name__} is called in each step")
 
 
-def _check_network(net: Any) -> None:
+def _check_network(net: Any, parts: Parts) -> None:
     """Refuse networks that are not plain modules."""
-    module = net.module_
-    if "_orig_mod" in getattr(module, "_modules", {}):
+    if "_orig_mod" in getattr(net.module_, "_modules", {}):
         raise NotStackable("its network is compiled")
-    parameters = list(module.parameters())
-    if _has_hooks(module, parameters):
+    parameters = [cast(nn.Parameter, parameter) for _, parameter in parts.parameters]
+    if _has_hooks(parts, parameters):
         raise NotStackable("its network has hooks")
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) != 1:
@@ -112,15 +151,15 @@ def _check_network(net: Any) -> None:
         raise NotStackable("it is trained in mixed precision")
     if not all(p.requires_grad for p in parameters):
         raise NotStackable("some parameters of its network are frozen")
-    if len(parameters) < len(list(module.named_parameters(remove_duplicate=False))):
+    if len(set(map(id, parameters))) < len(parameters):
         raise NotStackable("its network uses a parameter twice")
-    if isinstance(net.criterion_, nn.Module) and list(net.criterion_.parameters()):
+    if isinstance(net.criterion_, nn.Module) and Parts(net.criterion_).parameters:
         raise NotStackable("its criterion has parameters")
 
 
-def _has_hooks(module: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+def _has_hooks(parts: Parts, parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether there is code of others that a pass through a network would call."""
-    for part in module.modules():
+    for _, part in parts.modules:
         if "forward" in vars(part) or any(getattr(part, name) for name in _HOOKS):
             return True
     return any(getattr(of_all_modules, f"_global{name}") for name in _HOOKS) or any(

@@ -37,15 +37,16 @@ class EpochMean(PassthroughScoring):
             super().on_epoch_end(net, **kwargs)
             return
         name, size = self.name, "train_batch_size" if self.on_train else "valid_batch_size"
-        batches = list.__getitem__(history, -1)["batches"]
+        epoch = list.__getitem__(history, -1)  # `record` would find it anew
+        batches = epoch["batches"]
         scores = [batch[name] for batch in batches if name in batch]
         if not scores:
             return
-        weights = [batch[size] for batch in batches if name in batch]
-        score = np.average(scores, weights=weights)
+        weights = np.array([batch[size] for batch in batches if name in batch], dtype=np.float64)
+        # as np.average, which looks at shapes and types for twice as long
+        score = epoch[name] = np.multiply(scores, weights).sum() / weights.sum()
         is_best = self._is_best_score(score)
         if is_best:
             self.best_score_ = score
-        history.record(name, score)
         if is_best is not None:
-            history.record(f"{name}_best", bool(is_best))
+            epoch[f"{name}_best"] = bool(is_best)

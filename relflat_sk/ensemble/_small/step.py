@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from relflat_sk._penalty import AT_LAST_LAYER
 from relflat_sk.ensemble._chain import list_layers
-from relflat_sk.ensemble._data import Batch
+from relflat_sk.ensemble._data import ArrayBatch
 from relflat_sk.ensemble._small.criteria import (
     CrossEntropy,
     LogisticLoss,
@@ -115,13 +115,13 @@ class SmallStep:
         for layer in self._linear:
             layer.bind(*arrays)
 
-    def __call__(self, batch: Batch, factor: float, limit: float | None) -> tuple[float, ...]:
+    def __call__(self, batch: ArrayBatch, factor: float, limit: float | None) -> tuple[float, ...]:
         """Compute the gradients of a batch.
 
         Parameters
         ----------
-        batch : Batch
-            A batch of a single net.
+        batch : ArrayBatch
+            The batch.
         factor : float
             Weight of the penalty.
         limit : float or None
@@ -133,8 +133,7 @@ class SmallStep:
             The loss, the penalty before the limit, and the share that the limit leaves of it.
             Without penalty, the loss alone.
         """
-        z, target = batch.inputs.numpy()[0], batch.targets.numpy()[0]
-        shares = batch.shares.numpy()[0, :, 0]
+        z, target, _, shares = batch
         for layer in (*self._before, *self._layers):
             z = layer.forward(z)
         loss, of_z = self._criterion.slopes(z, target, shares)
