@@ -33,12 +33,14 @@ from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._sharing import Draws, open_storage
 from relflat_sk.search._sharing import claims as claims_module
 from relflat_sk.search._sharing.claims import claim
+from relflat_sk.search._trial.recording import write_record
 
 N_PROCESSES = 2
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}
 # about as many attributes as a trial of a search has, and as long
-ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(13)}
+ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(11)}
 ATTRIBUTES |= {"curves": [round(0.01 * n, 4) for n in range(20)]}
+ATTRIBUTES |= {"converged": True, "ended_by": "the goal"}
 
 
 def elsewhere(worker: int) -> list[Any]:
@@ -53,8 +55,7 @@ def as_worker(worker: int) -> Any:
 
 def record(trial: optuna.Trial) -> float:
     """Record what a search records of a minimum."""
-    for name, value in ATTRIBUTES.items():
-        trial.set_user_attr(name, value)
+    write_record(trial, ATTRIBUTES)
     return trial.number
 
 

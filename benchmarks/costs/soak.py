@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         search_long(Path(file), kind, int(n_minima), int(every))
         return 0
     print(f"A search of tiny nets in one process\n{environment()}")
-    cells = [("SQLite", "draws"), ("journal", "draws"), ("journal", "grid")]
+    cells = [(storage, kind) for storage in FILES for kind in SPACES]
     if given.quick:
         budgets = soak(*cells[-1], 20, 5)
     else:

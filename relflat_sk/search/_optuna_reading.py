@@ -1,6 +1,6 @@
 """Adapter to the private attributes of Optuna's storages: read what is new in a study."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from typing import Any
 
@@ -47,9 +47,6 @@ def read_trials(study: optuna.Study) -> list[FrozenTrial]:
 
 def _read_changed(storage: Any, study_id: int) -> list[FrozenTrial]:
     """Read the trials of a database that are new, or in another state, and return all."""
-    # imported here: sqlalchemy takes a tenth of the time that `import relflat_sk` takes
-    from optuna.storages._rdb.models import TrialModel  # noqa: PLC0415
-
     storage.get_study_directions(study_id)  # Optuna begins to hold trials of this study
     known, backend = storage._studies[study_id], storage._backend
     with storage._lock:
@@ -58,14 +55,15 @@ def _read_changed(storage: Any, study_id: int) -> list[FrozenTrial]:
     before = [held[number] for number in takewhile(held.__contains__, count())]
     newest = before[-1]._trial_id if before else -1
     running = {t._trial_id: t.state for t in before if not t.state.is_finished()}
+    unfinished = (TrialState.RUNNING, TrialState.WAITING)
     session = backend.scoped_session()  # of this thread: both reads are in one transaction
     try:
-        states = session.query(TrialModel.trial_id, TrialModel.state).filter(
-            TrialModel.study_id == study_id,
-            TrialModel.state.in_((TrialState.RUNNING, TrialState.WAITING)),
+        states = _read_states(
+            session, study_id, lambda trial: trial.state.in_(unfinished) | (trial.trial_id > newest)
         )
-        same = running.items() & dict(states.all()).items()
-        read = backend._get_trials(study_id, None, running.keys() - dict(same), newest)
+        changed = {one for one, state in running.items() if states.get(one) != state}
+        added = max(states, default=newest) > newest
+        read = backend._get_trials(study_id, None, changed, newest) if changed or added else []
     finally:
         session.close()
     with storage._lock:
@@ -75,6 +73,15 @@ def _read_changed(storage: Any, study_id: int) -> list[FrozenTrial]:
         known.unfinished_trial_ids = {trial._trial_id for trial in trials} - finished
         known.last_finished_trial_id = max(finished, default=-1)
     return trials
+
+
+def _read_states(session: Any, study_id: int, which: Callable[[Any], Any]) -> dict[int, TrialState]:
+    """Read the states of some trials by id, in one statement."""
+    # imported here: sqlalchemy takes a tenth of the time that `import relflat_sk` takes
+    from optuna.storages._rdb.models import TrialModel  # noqa: PLC0415
+
+    states = session.query(TrialModel.trial_id, TrialModel.state)
+    return dict(states.filter(TrialModel.study_id == study_id, which(TrialModel)).all())
 
 
 def trials_between(
@@ -102,8 +109,15 @@ def trials_between(
     storage: Any = study._storage
     backend = getattr(storage, "_backend", None)
     if isinstance(backend, RDBStorage):
-        newest = known[-1]._trial_id if known else -1
-        added = backend._get_trials(study._study_id, None, set(), newest)
+        newest, study_id = known[-1]._trial_id if known else -1, study._study_id
+        session = backend.scoped_session()
+        try:
+            states = _read_states(
+                session, study_id, lambda trial: trial.trial_id.between(newest + 1, trial_id - 1)
+            )
+            added = backend._get_trials(study_id, None, set(), newest) if states else []
+        finally:
+            session.close()
     else:
         added = study.get_trials(deepcopy=False)[len(known) :]
     # ids are in the order of numbers

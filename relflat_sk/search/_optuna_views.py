@@ -1,6 +1,7 @@
 """Adapter to the private attributes of Optuna's studies: further objects for the same study."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -76,10 +77,39 @@ class StoppableStudy(_View):
         self.stopped = True
 
 
-def with_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> optuna.Study:
-    """Return a view of a study whose sampler sees given trials.
+class _NoStorage:
+    """Drops what a sampler notes for the samplers of other processes."""
 
-    A study hands its sampler the trials that it read when it last began a trial.
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        pass
+
+
+class _KnownTrialsStudy(_View):
+    """A view of a study that reads and writes nothing.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+    trials : sequence of optuna.trial.FrozenTrial
+        Its trials.
+    """
+
+    def __init__(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> None:
+        super().__init__(study)
+        self._storage: Any = _NoStorage()
+        self._thread_local.cached_all_trials = list(trials)
+
+    def _get_trials(
+        self, deepcopy: bool = True, states: Any = None, use_cache: bool = True
+    ) -> list[FrozenTrial]:
+        return super()._get_trials(deepcopy, states, use_cache=True)
+
+
+def with_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> optuna.Study:
+    """Return a view of a study by which its sampler draws from given trials.
+
+    Optuna's samplers would read all trials that run from a database, and write what they draw.
 
     Parameters
     ----------
@@ -91,8 +121,6 @@ def with_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> optuna.St
     Returns
     -------
     optuna.Study
-        The same study. It is not meant to run trials.
+        The same study. It cannot run trials.
     """
-    view = _View(study)
-    view._thread_local.cached_all_trials = list(trials)
-    return view
+    return _KnownTrialsStudy(study, trials)

@@ -188,7 +188,7 @@ def test_running_trials_are_read_once(study, monkeypatch):
     for change in steps.values():
         change()
         assert read_trials(study) == other.trials
-    changed = [[], [others[1]], [others[0], own], [waiting], [others[3]]]
+    changed = [[others[1]], [others[0], own], [waiting], [others[3]]]  # and not for nothing
     assert ids[1:] == changed * is_in_database(study)
     # afterwards, Optuna's own reads see what happens as before
     study._storage.set_trial_user_attr(others[3], "a", 1)

@@ -81,10 +81,19 @@ class Draws(Plan):
         """
         candidates = [{NUMBER: number} for number in self._missing(trials)]
         found = _suspects_last(candidates, trials, skip)
-        if found is not None and isinstance(study.sampler, CandidateSampler):
-            now = with_trials(study, trials)
-            found |= study.sampler.point(now, found[NUMBER], _points(self.counted(trials)))
-        return found
+        sampler = study.sampler
+        if found is None or not isinstance(sampler, CandidateSampler) or sampler.points is None:
+            return found
+        taken = _points(self.counted(trials))
+        return found | sampler.point(with_trials(study, trials), found[NUMBER], taken)
+
+    def values(
+        self, study: optuna.Study, trials: Sequence[FrozenTrial], candidate: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values that the trial of a candidate has; a `CandidateSampler` draws them."""
+        if FIXED_VALUES in candidate or not isinstance(study.sampler, CandidateSampler):
+            return super().values(study, trials, candidate)
+        return study.sampler.draw(with_trials(study, trials), candidate[NUMBER])
 
     def _missing(self, trials: Iterable[FrozenTrial]) -> list[int]:
         numbers = [trial.system_attrs.get(NUMBER) for trial in self.counted(trials)]
@@ -155,6 +164,7 @@ class CandidateSampler(TPESampler):
         order = np.random.RandomState(seed).permutation(len(self.points or []))
         self.order = [int(index) for index in order]
         self.choices = space.distributions()
+        self.draws_all = len(self.choices) == len(space.entries)  # and no function of the trial
 
     def reseed_rng(self) -> None:
         """Do nothing: every draw has a seed of its own, in every process."""
@@ -169,19 +179,22 @@ class CandidateSampler(TPESampler):
         trial : optuna.trial.FrozenTrial
             The trial that begins.
         """
-        number = trial.system_attrs.get(NUMBER, trial.number)
-        self._restart(number)
+        if self.seed is not None:
+            number = trial.system_attrs.get(NUMBER, trial.number)
+            TPESampler.__init__(self, seed=self._seed_of(number), n_startup_trials=self.n_random)
         super().before_trial(study, trial)
 
-    def _restart(self, number: int) -> None:
-        if self.seed is not None:
-            seed = zlib.crc32(b"%d" % number, self.seed)
-            TPESampler.__init__(self, seed=seed, n_startup_trials=self.n_random)
+    def _seed_of(self, number: int) -> int | None:
+        return None if self.seed is None else zlib.crc32(b"%d" % number, self.seed)
+
+    def _tpe(self, number: int) -> TPESampler:
+        """Return a sampler for one draw, which threads can make at the same time."""
+        return TPESampler(seed=self._seed_of(number), n_startup_trials=self.n_random)
 
     def point(
         self, study: optuna.Study, number: int, taken: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Draw a combination of choices that no trial holds.
+        """Draw a combination of choices that no trial holds, from a space of choices only.
 
         Parameters
         ----------
@@ -195,11 +208,8 @@ class CandidateSampler(TPESampler):
         Returns
         -------
         dict
-            The combination as a system attribute of its trial; empty if the space does not
-            consist of choices only.
+            The combination as a system attribute of its trial.
         """
-        if self.points is None:
-            return {}
         start, keys = min(number, self.n_random), _keys(taken)
         in_order = [self.points[i] for i in (*self.order[start:], *self.order[:start])]
         if number >= self.n_random:
@@ -209,16 +219,44 @@ class CandidateSampler(TPESampler):
                 return {FIXED_VALUES: drawn}
         return {FIXED_VALUES: next(point for point in in_order if _key(point) not in keys)}
 
+    def draw(self, study: optuna.Study, number: int) -> dict[str, Any]:
+        """Draw the values of a trial as it would draw them itself, but without its storage.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study, whose trials guide the draw.
+        number : int
+            Number of the draw.
+
+        Returns
+        -------
+        dict
+            Values by parameter name, without those that have one value only; empty if functions
+            of the trial draw, too.
+        """
+        if not self.draws_all:
+            return {}
+        tpe, trial = self._tpe(number), create_trial(state=TrialState.WAITING)
+        varied = {name: one for name, one in self.choices.items() if not one.single()}
+        known = tpe.infer_relative_search_space(study, trial)
+        same = {name: one for name, one in known.items() if varied.get(name) == one}
+        together = tpe.sample_relative(study, trial, same)
+        alone = [name for name in varied if name not in together]
+        drawn = together | {
+            name: tpe.sample_independent(study, trial, name, varied[name]) for name in alone
+        }
+        return {name: drawn[name] for name in varied}
+
     def _draw(
         self, study: optuna.Study, number: int, taken: Container[frozenset[tuple[str, Any]]]
     ) -> dict[str, Any] | None:
         """Draw by TPE until a combination is not taken; None after 100 attempts."""
-        self._restart(number)
-        trial = create_trial(state=TrialState.WAITING)
+        tpe, trial = self._tpe(number), create_trial(state=TrialState.WAITING)
         choices: dict[str, BaseDistribution] = self.choices
         for _ in range(100):
             point = {
-                name: self.sample_independent(study, trial, name, choices[name]) for name in choices
+                name: tpe.sample_independent(study, trial, name, choices[name]) for name in choices
             }
             if _key(point) not in taken:
                 return point

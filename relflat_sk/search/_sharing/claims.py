@@ -131,6 +131,27 @@ class Plan(ABC):
             System attributes of the candidate's trial; None if there is no candidate left.
         """
 
+    def values(
+        self, study: optuna.Study, trials: Sequence[FrozenTrial], candidate: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values that the trial of a candidate has from the beginning.
+
+        Parameters
+        ----------
+        study : optuna.Study
+            The study, whose sampler may draw them.
+        trials : sequence of optuna.trial.FrozenTrial
+            The trials of the study.
+        candidate : mapping
+            System attributes of the candidate's trial.
+
+        Returns
+        -------
+        dict
+            By parameter name; without those that the trial is going to draw.
+        """
+        return dict(candidate.get(FIXED_VALUES, {}))
+
 
 def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
     """Claim a candidate for the calling process.
@@ -158,12 +179,12 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
         candidate = plan.next_candidate(study, trials, skip=_RANDOM.randrange(2 ** min(lost, 10)))
         if candidate is None:
             return None
-        point = candidate.get(FIXED_VALUES, {})
-        chosen = {name: plan.choices[name] for name in point if name in plan.choices}
+        point = plan.values(study, trials, candidate)
+        values = {name: value for name, value in point.items() if name in plan.choices}
         template = create_trial(
             state=TrialState.RUNNING,
-            params={name: point[name] for name in chosen},
-            distributions=chosen,
+            params=values,
+            distributions={name: plan.choices[name] for name in values},
             user_attrs={"process": this_process(), "sweep": sweep},
             system_attrs=candidate,
         )

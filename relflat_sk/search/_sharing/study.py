@@ -15,6 +15,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from relflat_sk._minima_table import remeasured_key
+from relflat_sk.search._optuna_database import hold_own_trials
 from relflat_sk.search._optuna_internals import is_journal, widen_choices
 from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._sharing.claims import give_up_abandoned
@@ -109,6 +110,7 @@ def _open(storage: Any) -> BaseStorage:
         storage = RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
     opened = optuna.storages.get_storage(storage)
     protect_journal(opened)
+    hold_own_trials(opened)
     return opened
 
 

@@ -34,7 +34,7 @@ _ADVICE = {  # by words in the error
 }
 
 
-_ADAPTERS = ("_optuna_internals", "_optuna_reading")
+_ADAPTERS = ("_optuna_database", "_optuna_internals", "_optuna_reading")
 _STORAGES = ("optuna.storages", *(f"relflat_sk.search.{name}" for name in _ADAPTERS))
 
 

@@ -17,6 +17,7 @@ from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import Flatness, find_measures
+from relflat_sk.search._optuna_database import write_attributes
 from relflat_sk.search._optuna_internals import one_transaction
 from relflat_sk.search._trial.failures import blame_call
 from relflat_sk.search._trial.goal import Ending, find_ending
@@ -341,8 +342,7 @@ def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
         Their values by name.
     """
     with one_transaction(trial):
-        for name, value in record.items():
-            trial.set_user_attr(name, value)
+        write_attributes(trial, record)
         # Optuna 5: samplers and best_trial respect it
         if "ended_by" in record and hasattr(trial, "set_constraint"):
             trial.set_constraint("converged", float(not record["converged"]))

@@ -1,0 +1,161 @@
+"""Tests of `_optuna_database`, for the oldest and the newest Optuna that is allowed.
+
+See `tests/search/test_optuna_internals.py`.
+"""
+
+import copy
+import pickle
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FixedTrial, TrialState, create_trial
+from sqlalchemy import event
+
+from relflat_sk.search._optuna_database import hold_own_trials, write_attributes
+from relflat_sk.search._optuna_internals import (
+    TELL_ERRORS,
+    add_trial,
+    fail_trial,
+    read_trial,
+)
+from relflat_sk.search._optuna_reading import read_trials
+from relflat_sk.search._optuna_views import OneTrialStudy
+from relflat_sk.search._sharing.study import open_storage
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgresql").url
+    return f"sqlite:///{tmp_path / 'minima.db'}"
+
+
+@pytest.fixture
+def study(url):
+    return optuna.create_study(storage=open_storage(url), study_name="sweep")
+
+
+def in_another_process(study):
+    return pickle.loads(pickle.dumps(study))
+
+
+def add_running(study):
+    template = create_trial(
+        state=TrialState.RUNNING,
+        params={"x": 0.5},
+        distributions={"x": FloatDistribution(0.0, 1.0)},
+        user_attrs={"a": [1, None]},
+        system_attrs={"b": 2},
+    )
+    return add_trial(study, template)
+
+
+def count_statements(study):
+    found = []
+    engine = study._storage._backend.engine
+    event.listen(engine, "before_cursor_execute", lambda *arguments: found.append(arguments[2]))
+    return found
+
+
+def test_a_running_trial_is_known_without_a_read(study):
+    """Whatever changes in it, the process that runs it knows what the database holds."""
+    other, trial_id = in_another_process(study), add_running(study)
+    trial = optuna.Trial(study, trial_id)
+    changes = [
+        lambda: trial.suggest_float("x", 0.0, 1.0),  # has its value
+        lambda: trial.suggest_int("n", 1, 9),
+        lambda: trial.report(0.25, step=3),
+        lambda: trial.set_user_attr("c", {"d": 0.1}),
+        lambda: write_attributes(trial, {"a": 3, "e": [2.5, None]}),
+        lambda: study._storage.set_trial_system_attr(trial_id, "population", 4),
+    ]
+    if hasattr(trial, "set_constraint"):  # Optuna 5
+        changes.append(lambda: trial.set_constraint("converged", 1.0))
+    for change in changes:
+        change()
+        statements = count_statements(study)
+        known = copy.deepcopy(study._storage.get_trial(trial_id))
+        assert not statements
+        assert known == read_trial(other, trial_id)
+    study.tell(trial, 0.5)
+    assert read_trial(study, trial_id) == read_trial(other, trial_id)
+    assert read_trials(study) == other.trials
+
+
+def test_a_finished_trial_is_read_once(study):
+    trial_id = add_running(study)
+    OneTrialStudy(study, trial_id).optimize(lambda trial: 0.5, n_trials=1)
+    first = read_trial(study, trial_id)
+    statements = count_statements(study)
+    assert read_trial(study, trial_id) is first
+    assert not statements
+    assert read_trials(study) == [first]
+    assert len(statements) == 1  # asks for others
+    assert first.state == TrialState.COMPLETE
+    assert first.value == 0.5
+
+
+def test_a_trial_that_another_process_gave_up_is_read_again(study):
+    other, trial_id = in_another_process(study), add_running(study)
+
+    def sleeps(trial):
+        assert fail_trial(other, trial_id, {"killed": True})
+        return 0.5
+
+    with pytest.raises(TELL_ERRORS):
+        OneTrialStudy(study, trial_id).optimize(sleeps, n_trials=1)
+    trial = read_trial(study, trial_id)
+    assert (trial.state, trial.user_attrs["killed"]) == (TrialState.FAIL, True)
+
+
+def test_another_process_reads_the_trials_of_this_one(study):
+    trial_id = add_running(study)
+    other = in_another_process(study)
+    assert read_trial(other, trial_id).state == TrialState.RUNNING
+    fail_trial(study, trial_id)
+    assert read_trial(other, trial_id).state == TrialState.FAIL
+
+
+def test_trials_that_wait_are_read(study):
+    """They begin where Optuna takes them from the queue, in this process or in another."""
+    study.enqueue_trial({"x": 0.25})
+    other = in_another_process(study)
+    taken = other.ask()
+    taken.set_user_attr("a", 1)
+    assert read_trial(study, taken._trial_id) == read_trial(other, taken._trial_id)
+
+
+# -- attributes --------------------------------------------------------------------------------
+
+
+def test_attributes_are_written_together(study):
+    trial = optuna.Trial(study, add_running(study))
+    statements = count_statements(study)
+    write_attributes(trial, {"a": 3} | {f"n{n}": n for n in range(20)})
+    n_for_all = len(statements)
+    assert n_for_all == 3
+    assert trial.user_attrs["n19"] == 19
+    assert trial.user_attrs == study.trials[0].user_attrs
+
+
+def test_attributes_of_a_finished_trial_cannot_be_written(study):
+    trial = optuna.Trial(study, add_running(study))
+    fail_trial(in_another_process(study), trial._trial_id)
+    with pytest.raises(UpdateFinishedTrialError, match="has already finished"):
+        write_attributes(trial, {"a": 3})
+    assert study.trials[0].user_attrs == {"a": [1, None]}
+
+
+@pytest.mark.parametrize("kind", ["memory", "fixed"])
+def test_attributes_outside_of_databases(kind):
+    trial = optuna.create_study().ask() if kind == "memory" else FixedTrial({})
+    write_attributes(trial, {"a": 3, "b": [1]})
+    assert trial.user_attrs == {"a": 3, "b": [1]}
+
+
+def test_other_storages_stay_as_they_are():
+    storage = optuna.storages.InMemoryStorage()
+    hold_own_trials(storage)
+    assert type(storage) is optuna.storages.InMemoryStorage
