@@ -1,5 +1,6 @@
 """What is left of many candidates, and which values are drawn."""
 
+import copy
 import zlib
 from unittest import mock
 
@@ -119,7 +120,7 @@ def test_others_see_the_values_of_a_candidate_that_is_in_training():
     space = Space(SPACES["mixed"])
     study = optuna.create_study(sampler=CandidateSampler(0, space))
     claimed = claim(study, Draws(1, space.distributions()), "a")
-    (seen,) = read_trials(study)
+    (seen,) = copy.deepcopy(read_trials(study))
     assert seen.state == TrialState.RUNNING
     trial = claimed.ask()
     space.suggest(trial)
