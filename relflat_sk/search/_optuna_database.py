@@ -121,8 +121,8 @@ def hold_own_trials(storage: Any) -> None:
         Any storage; others than databases stay as they are.
     """
     if type(storage) is _CachedStorage:
-        storage.__class__ = Database
-        storage._own = {}
+        held: Any = storage
+        held.__class__, held._own = Database, {}
 
 
 def write_attributes(trial: Any, attributes: Mapping[str, Any]) -> None:
@@ -156,7 +156,7 @@ def write_attributes(trial: Any, attributes: Mapping[str, Any]) -> None:
     ]
     with _create_scoped_session(backend.scoped_session) as session:
         # locked, as Optuna does: others may end the trial
-        found = TrialModel.find_or_raise_by_id(trial_id, session, for_update=True)
+        found: Any = TrialModel.find_or_raise_by_id(trial_id, session, for_update=True)
         backend.check_trial_is_updatable(trial_id, found.state)
         session.execute(
             table.delete().where(table.c.trial_id == trial_id, table.c.key.in_(list(attributes)))

@@ -211,7 +211,8 @@ class CandidateSampler(TPESampler):
             The combination as a system attribute of its trial.
         """
         start, keys = min(number, self.n_random), _keys(taken)
-        in_order = [self.points[i] for i in (*self.order[start:], *self.order[:start])]
+        points = self.points or []
+        in_order = [points[i] for i in (*self.order[start:], *self.order[:start])]
         if number >= self.n_random:
             reserved = in_order[len(in_order) - start :]  # for the draws before this one
             drawn = self._draw(study, number, keys | _keys(reserved))
