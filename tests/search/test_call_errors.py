@@ -19,6 +19,7 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
 )
+from relflat_sk.search._trial import recording
 from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 
 X, Y = load_iris(return_X_y=True)
@@ -193,16 +194,16 @@ def test_memory_is_a_matter_of_the_candidate():
 
 def test_an_error_of_the_storage_is_no_failure_of_the_candidate(stored, monkeypatch):
     """The storage fails for a moment, while a candidate is recorded."""
-    record = optuna.Trial.set_user_attr
+    write = recording.write_attributes
     failed = []
 
-    def fail_once(self, key, value):
-        if key == "train_loss" and self.number == 1 and not failed:
-            failed.append(key)
-            self.study._storage.get_trial(10**6)  # raises in optuna.storages
-        record(self, key, value)
+    def fail_once(trial, attributes):
+        if "train_loss" in attributes and trial.number == 1 and not failed:
+            failed.append(trial.number)
+            trial.study._storage.get_trial(10**6)  # raises in optuna.storages
+        write(trial, attributes)
 
-    monkeypatch.setattr(optuna.Trial, "set_user_attr", fail_once)
+    monkeypatch.setattr(recording, "write_attributes", fail_once)
     search = make_search(**stored)
     with pytest.raises(RuntimeError, match="the storage of study 'sweep' failed: KeyError"):
         search.fit(X, Y)
