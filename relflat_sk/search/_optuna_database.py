@@ -19,6 +19,11 @@ class Database(_CachedStorage):
     each time. Only the process that runs a trial changes it, and its `optuna.Trial` notes the
     changes in the trial that it was given here. If another process gives the trial up meanwhile,
     the write of its end fails, as it does without this class.
+
+    Parameters
+    ----------
+    backend : optuna.storages.RDBStorage
+        The database.
     """
 
     _own: dict[int, FrozenTrial]  # running trials that this process created, by id

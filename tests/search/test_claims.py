@@ -27,8 +27,9 @@ from relflat_sk.search._sharing import claims as claims_module
 from relflat_sk.search._sharing import processes as processes_module
 from relflat_sk.search._sharing import study as study_module
 from relflat_sk.search._sharing import workers as workers_module
+from relflat_sk.search._sharing.abandoned import give_up
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
-from relflat_sk.search._sharing.claims import claim, give_up, is_cut_short
+from relflat_sk.search._sharing.claims import claim, is_cut_short
 from relflat_sk.search._sharing.in_processes import train_in_processes
 from relflat_sk.search._trial.space import Space
 from tests.processes import forkserver

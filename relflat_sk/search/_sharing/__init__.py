@@ -1,10 +1,10 @@
 """Share a study between processes: plan candidates, claim them, train them in workers."""
 
+from relflat_sk.search._sharing.abandoned import give_up
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import (
     Plan,
     failed_trials,
-    give_up,
     is_cut_short,
     is_superseded,
 )

@@ -27,24 +27,19 @@ attribute    meaning
 
 import itertools
 import random
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from relflat_sk.search._optuna_internals import (
-    FIXED_VALUES,
-    add_trial,
-    fail_trial,
-    trial_id_of,
-)
-from relflat_sk.search._optuna_reading import read_trials, trials_between
+from relflat_sk.search._optuna_internals import FIXED_VALUES, add_trial, fail_trial
+from relflat_sk.search._optuna_reading import trials_between
 from relflat_sk.search._optuna_views import OneTrialStudy
-from relflat_sk.search._sharing.processes import is_gone, this_process
+from relflat_sk.search._sharing.abandoned import give_up_abandoned
+from relflat_sk.search._sharing.processes import this_process
 
 __all__ = [
     "NUMBER",
@@ -52,8 +47,6 @@ __all__ = [
     "claim",
     "counted",
     "failed_trials",
-    "give_up",
-    "give_up_abandoned",
     "is_cut_short",
     "is_superseded",
     "is_suspect",
@@ -309,62 +302,3 @@ def _sweep_is_busy(template: FrozenTrial, trials: Iterable[FrozenTrial]) -> bool
         trial.state == TrialState.RUNNING and trial.user_attrs.get("sweep") == sweep
         for trial in trials
     )
-
-
-def give_up(
-    study: optuna.Study,
-    which: Callable[[FrozenTrial], bool],
-    attributes: Callable[[FrozenTrial], dict[str, Any]] = lambda trial: {},
-) -> list[FrozenTrial]:
-    """Mark running trials as failed, so that their candidates are free again.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    which : callable
-        From a running trial to whether it is given up.
-    attributes : callable, optional
-        From a trial that is given up to the user attributes that it gets.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        All trials of the study, as they are afterwards.
-    """
-    trials = read_trials(study)
-    given_up = [one for one in trials if one.state == TrialState.RUNNING and which(one)]
-    for trial in given_up:
-        fail_trial(study, trial_id_of(trial), attributes(trial))
-    return read_trials(study) if given_up else trials
-
-
-def give_up_abandoned(study: optuna.Study, except_of: str = "") -> list[FrozenTrial]:
-    """Give up the running trials of processes that are gone.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    except_of : str, optional
-        Name of a sweep whose trials are left as they are. Worker processes pass their own: when
-        one of them dies, joblib ends the others, too, and the sweep gives up all their trials. A
-        trial that a worker claimed meanwhile would be blamed for the crash.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        All trials of the study, as they are afterwards.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        optuna.storages.fail_stale_trials(study)  # in storages with a heartbeat
-    return give_up(
-        study,
-        lambda trial: trial.user_attrs.get("sweep") != except_of and _is_abandoned(trial),
-        lambda trial: {"killed": True},
-    )
-
-
-def _is_abandoned(trial: FrozenTrial) -> bool:
-    return "process" in trial.user_attrs and is_gone(trial.user_attrs["process"])

@@ -14,7 +14,8 @@ from optuna.trial import FrozenTrial
 
 from relflat_sk.ensemble import fleet_size
 from relflat_sk.search._optuna_internals import file_of
-from relflat_sk.search._sharing.claims import give_up, is_suspect
+from relflat_sk.search._sharing.abandoned import give_up
+from relflat_sk.search._sharing.claims import is_suspect
 from relflat_sk.search._sharing.clusters import WorkersDiedError, find_cluster, results_of
 from relflat_sk.search._sharing.transfer import unpacked
 from relflat_sk.search._trial import CallError

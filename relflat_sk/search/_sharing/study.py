@@ -18,7 +18,7 @@ from relflat_sk._minima_table import remeasured_key
 from relflat_sk.search._optuna_database import hold_own_trials
 from relflat_sk.search._optuna_internals import is_journal, widen_choices
 from relflat_sk.search._optuna_journal import protect_journal
-from relflat_sk.search._sharing.claims import give_up_abandoned
+from relflat_sk.search._sharing.abandoned import give_up_abandoned
 from relflat_sk.search._trial import MinimaObjective, check_made_with, check_space, new_choices
 
 __all__ = ["check_resumable", "in_memory", "is_file", "log_level", "open_storage"]

@@ -14,11 +14,10 @@ from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from relflat_sk.search._optuna_internals import TELL_ERRORS, read_trial
+from relflat_sk.search._sharing.abandoned import give_up, give_up_abandoned
 from relflat_sk.search._sharing.claims import (
     Plan,
     claim,
-    give_up,
-    give_up_abandoned,
     is_cut_short,
 )
 from relflat_sk.search._sharing.flattest import is_minimum
