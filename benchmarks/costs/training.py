@@ -148,13 +148,13 @@ def main() -> int:
     arguments = _parse()
     steps = arguments.steps or (1 if arguments.quick else 300)
     images, y = load_images(TURN * BATCH_SIZE, arguments.data)
-    turn = min(TURN, steps)
+    turn = min(TURN, max(1, steps // 8))  # eight rounds at least
     print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in an epoch")
     print(environment())
     rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
     found = {}
     for network in _networks(images, arguments.resnet):
-        for loader in (True, False):
+        for loader in network.loaders:
             times = _time(network, y, steps, turn, loader=loader)
             title = network.name if loader else f"{network.name} without the loader"
             for name, seconds in times.items():
@@ -185,13 +185,14 @@ def _parse() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Timed:
-    """A network to time, with its settings, its inputs and the methods."""
+    """A network to time, with its settings, its inputs, the methods, and with loader or without."""
 
     name: str
     module: Any
     settings: dict[str, Any]
     X: Tensor
     methods: list[str]
+    loaders: tuple[bool, ...] = (True, False)
 
 
 def _networks(images: Tensor, resnet: str | None) -> list[Timed]:
@@ -203,7 +204,8 @@ def _networks(images: Tensor, resnet: str | None) -> list[Timed]:
         Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP, pixels, all_but_dense),
     ]
     if resnet:
-        networks.append(Timed("ResNet-18", ResNet18, {"device": resnet}, images, all_but_dense))
+        few = [name for name in all_but_dense if "no limit" not in name]
+        networks.append(Timed("ResNet-18", ResNet18, {"device": resnet}, images, few, (True,)))
     return networks
 
 
