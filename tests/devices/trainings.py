@@ -8,6 +8,7 @@ import torch
 from skorch.dataset import ValidSplit
 
 from relflat_sk import (
+    EnsembleTrainer,
     FlatMinimaSearch,
     FlatnessScorer,
     FlatnessWarning,
@@ -110,14 +111,46 @@ def test_scores():
     assert scores[1] == pytest.approx(scores[0], rel=1e-3)
 
 
-def test_searches():
+STACKED = ["last layer", "all layers", "normalised", "goal", "sample weights"]
+
+
+@pytest.mark.parametrize(
+    ("network", "name"), [("convolution", "last layer"), *(("relu", name) for name in STACKED)]
+)
+def test_fleets(network, name):
+    params = dict(TRAININGS[name])
+    fit_params = {"sample_weight": params.pop("sample_weight", None)}
+    X, y = (tensor.numpy() for tensor in make_data())
+    fleets = []
+    for device in ("cpu", DEVICE):
+        nets = [
+            RelativeFlatnessRegularizedClassifier(
+                lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, lr=lr,
+                batch_size=16, device=device, random_state=0, verbose=0,
+            )
+            for lr in (0.01, 0.02)
+        ]  # fmt: skip
+        trainer = EnsembleTrainer(nets, fleet=2).fit(X, y, **fit_params)
+        fleets.append(trainer.estimators_)
+    for expected, net in zip(*fleets, strict=True):
+        assert len(net.history) == len(expected.history)
+        for column in ("train_loss", "flatness_penalty"):
+            assert net.history[:, column] == pytest.approx(
+                expected.history[:, column], rel=1e-3, abs=1e-6
+            )
+        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fleet", [None, 2])
+def test_searches(fleet):
     X, y = (tensor.numpy() for tensor in make_data())
     tables = []
     for device in ("cpu", DEVICE):
         net = RelativeFlatnessRegularizedClassifier(
             make_mlp, max_epochs=60, callbacks=[StopAtLoss(0.5)], device=device, verbose=0
         )
-        search = FlatMinimaSearch(net, {"lr": [0.01, 0.03]}, random_state=0)
+        search = FlatMinimaSearch(net, {"lr": [0.01, 0.03]}, fleet=fleet, random_state=0)
         search.fit(X, y, X_test=X, y_test=y)
         tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])
     np.testing.assert_allclose(tables[1], tables[0], rtol=1e-3)
