@@ -1,18 +1,23 @@
 """Seeds, devices and nets that train together; no mathematics."""
 
+import os
 import threading
 
 import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 from relflat_sk.ensemble import _group
 from tests.ensemble import compare
 
 mpl.use("Agg")
-# several test processes share few cores: threads of small kernels only wait for each other
+# several test processes share few cores: threads of small kernels only wait for each other, and
+# those of BLAS and OpenMP spin while they wait
+os.environ["OMP_NUM_THREADS"] = "1"  # of libraries loaded later, and of processes that tests start
 torch.set_num_threads(1)
+threadpool_limits(1)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +33,16 @@ def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param
+
+
+@pytest.fixture
+def two_threads():
+    """Torch, BLAS and OpenMP compute on two threads, as they do for a user with two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with threadpool_limits(2):
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "pytest",
@@ -76,7 +74,4 @@ def _execute(run, command, variables, at, outputs):
     os.chdir(at)
     sys.path.insert(0, str(ROOT))
     sys.argv = command
-    # several threads only wait for each other where tests run side by side
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
     run(run_name="__main__")

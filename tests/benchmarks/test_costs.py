@@ -1,6 +1,5 @@
 """Smoke runs of the benchmarks of costs: they run and print ratios; their size is not judged."""
 
-import os
 import subprocess
 import sys
 
@@ -99,7 +98,6 @@ def test_quick_run_counts_minima(module, expected):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.costs.{module}", "--quick"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

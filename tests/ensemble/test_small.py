@@ -169,6 +169,7 @@ def test_other_networks_are_left_to_torch(layers, steps):
     assert not steps
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_threads_are_given_back_after_an_exception(monkeypatch):
     before = [(one["filepath"], one["num_threads"]) for one in threadpool_info()]
 

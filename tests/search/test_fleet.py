@@ -69,6 +69,7 @@ def alone():
     return make_search(fleet=None).fit(X, y, X[:20], y[:20])
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_the_table_is_the_same(alone):
     before = torch.get_rng_state(), torch.get_num_threads(), threads()
     search = make_search().fit(X, y, X[:20], y[:20])

@@ -87,12 +87,9 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def n_threads():
+    """The numbers of threads of torch, BLAS and OpenMP."""
+    return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -118,28 +115,27 @@ def test_processes_give_the_same_bits():
 
 @pytest.mark.usefixtures("two_threads")
 def test_number_of_threads_is_a_candidates_own():
-    seen = []
+    seen = set()
 
     class Spy(Dropped):
         def forward(self, x):
-            seen.append(torch.get_num_threads())
-            seen.extend(one["num_threads"] for one in threadpool_info())
+            seen.update(n_threads())
             return super().forward(x)
 
     MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
-    assert set(seen) == {1}
-    assert torch.get_num_threads() == 2
+    assert seen == {1}
+    assert n_threads() == {2}
     seen.clear()
     objective = MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]}, n_threads=None)
     objective(optuna.trial.FixedTrial({"lr": 0.01}))
-    assert 2 in seen
+    assert seen == {2}
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_threads_are_given_back_after_an_error():
     with pytest.raises(RuntimeError, match="in training"), isolated(1):
         raise RuntimeError("in training")
-    assert torch.get_num_threads() == 2
+    assert n_threads() == {2}
 
 
 def test_isolation_may_be_nested_and_excludes_other_threads():
