@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from relflat_sk._checks import gather_checks
 from relflat_sk._network import Network, borrowed
 from relflat_sk.ensemble._fleet import Fleet
-from relflat_sk.ensemble._member import Same, module_key
+from relflat_sk.ensemble._member import Same, criterion_key, module_key
 from relflat_sk.ensemble._stack import stack_tensors
 from relflat_sk.ensemble._stackable import NotStackable, Parts, check_stackable
 from relflat_sk.ensemble._vmapped import Vmapped
@@ -109,7 +109,7 @@ def _key(network: Network) -> tuple[Any, ...]:
     if own != its:
         raise NotStackable("it has its own way to a score")
     data = (Same(source.X), Same(source.y), Same(source.sample_weight))
-    return module_key(network.module), module_key(network.loss.criterion), *data
+    return module_key(network.module), criterion_key(network.loss.criterion), *data
 
 
 def _measure_all(

@@ -13,7 +13,10 @@ from relflat_sk.ensemble._stackable import NotStackable, Parts, check_stackable
 from relflat_sk.ensemble._updates import OPTIMIZERS
 from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
 
-__all__ = ["Member", "Same", "make_member", "module_key"]
+__all__ = ["Member", "Same", "criterion_key", "make_member", "module_key"]
+
+# what torch itself keeps in a module; all else is the module's own
+_OF_TORCH = nn.Module().__dict__.keys()
 
 
 @dataclass(eq=False)
@@ -193,7 +196,7 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
         _has_ignored(net.criterion_, targets),
         weights is not None,
         _parts_key(parts),
-        module_key(net.criterion_),
+        criterion_key(net.criterion_),
         _optimizer_key(net),
         _penalty_key(net),
     )
@@ -226,22 +229,40 @@ def _has_ignored(criterion: Any, targets: Tensor) -> bool:
     return ignored is not None and bool((targets == ignored).any())
 
 
-def module_key(module: Any) -> tuple[Any, ...]:
-    """Return what makes two modules the same function of their parameters and inputs.
+def module_key(module: nn.Module) -> tuple[Any, ...]:
+    """Return what makes two modules the same function of their parameters, buffers and inputs.
 
     Parameters
     ----------
-    module : nn.Module or callable
-        A network or a criterion.
+    module : nn.Module
+        A network.
 
     Returns
     -------
     tuple
         Equal for modules that are the same function.
     """
-    if not isinstance(module, nn.Module):
-        return (Same(module),)
     return _parts_key(Parts(module))
+
+
+def criterion_key(criterion: Any) -> tuple[Any, ...]:
+    """Return what makes two criteria without parameters the same function of their inputs.
+
+    Parameters
+    ----------
+    criterion : nn.Module or callable
+        A criterion.
+
+    Returns
+    -------
+    tuple
+        Equal for criteria that are the same function; values of buffers, such as weights of
+        classes, count as well, because a stack has one criterion.
+    """
+    if not isinstance(criterion, nn.Module):
+        return (Same(criterion),)
+    parts = Parts(criterion)
+    return _parts_key(parts), *[tuple(buffer.flatten().tolist()) for _, buffer in parts.buffers]
 
 
 def _parts_key(parts: Parts) -> tuple[Any, ...]:
@@ -257,7 +278,7 @@ def _parts_key(parts: Parts) -> tuple[Any, ...]:
 
 def _attributes(part: nn.Module) -> tuple[Any, ...]:
     """Return a module's own attributes."""
-    own = [name for name in part.__dict__ if not name.startswith("_") and name != "training"]
+    own = part.__dict__.keys() - _OF_TORCH
     return tuple((name, _comparable(part.__dict__[name])) for name in sorted(own))
 
 

@@ -51,7 +51,8 @@ class Update(ABC):
     ) -> None:
         self._all = weights, gradients, states
         self._steps = states["step"][0]
-        self._made: list[float] = self._steps[:, 0].cpu().tolist()
+        # parameters that were frozen for a time have made fewer than others
+        self._made: list[list[float]] = self._steps.cpu().tolist()
         self._settings = settings
         self._fused = fused
         self._calls = self._make_calls()
@@ -75,7 +76,7 @@ class Update(ABC):
     def _kind(self, member: int) -> tuple[Any, ...]:
         """Return what must be equal for members to share a call of a kernel."""
         settings = self._settings[member]
-        return *(settings[name] for name in self.own), self._made[member]
+        return *(settings[name] for name in self.own), *self._made[member]
 
     def _rows(self, tensors: Tensors, rows: slice) -> Tensors:
         return [tensor[rows] for tensor in tensors]
@@ -136,11 +137,11 @@ class _Adam(Update):
         decays = decays if any(settings["weight_decay"] for settings in self._settings) else []
 
         def update() -> None:
-            corrections = 1 - betas ** self._steps[:, :1].to(betas)
+            corrections = 1 - betas[:, None] ** self._steps[:, :, None].to(betas)
             for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
                 shape = (-1, *[1] * (weight.ndim - 1))
                 first, second = (betas[:, j].view(shape) for j in (0, 1))
-                one, two = (corrections[:, j].view(shape) for j in (0, 1))
+                one, two = (corrections[:, i, j].view(shape) for j in (0, 1))
                 mean, square = states["exp_avg"][i], states["exp_avg_sq"][i]
                 if decays and self.decoupled:
                     weight.mul_(1 - rates[i] * decays[i])
@@ -184,11 +185,20 @@ class _SGD(Update):
             "nesterov": bool(settings["nesterov"]),
             "maximize": False,
         }
-        first = [not self._made[rows.start]]  # the buffer then gets the gradient as it is
+        # their buffers get the gradients of the first step as they are
+        made = self._made[rows.start] if momentum else []
+        fresh = [i for i, steps in enumerate(made) if not steps]
+        known = [i for i, steps in enumerate(made) if steps]
 
         def update() -> None:
-            kernel(*lists, **numbers, is_first_step=first[0])
-            first[0] = False
+            if not fresh:
+                kernel(*lists, **numbers, is_first_step=False)
+                return
+            for places, is_first in ((fresh, True), (known, False)):
+                some = [[tensors[i] for i in places] for tensors in lists]
+                if places:
+                    kernel(*some, **numbers, is_first_step=is_first)
+            fresh.clear()
 
         return update
 
@@ -205,7 +215,7 @@ class _SGD(Update):
                     gradient.addcmul_(weight, decays[i])
                 move = gradient
                 if buffers is not None:
-                    is_first = (self._steps[:, 0] == 1).view(rates[i].shape)
+                    is_first = (self._steps[:, i] == 1).view(rates[i].shape)
                     share = torch.where(is_first, 1.0, 1 - damped[i])
                     buffers[i].mul_(momenta[i]).addcmul_(gradient, share)
                     move = torch.where(

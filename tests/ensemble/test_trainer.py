@@ -343,11 +343,11 @@ class Configured(MLP):
 
     def __init__(self, n_features, n_outputs, scales=(1.0,), act=torch.tanh):
         super().__init__(n_features, n_outputs)
-        self.scales, self.act = [*scales], act
+        self._scales, self.act = [*scales], act
         self.double()
 
     def forward(self, x):
-        return super().forward(self.act(x * self.scales[0]))
+        return super().forward(self.act(x * self._scales[0]))
 
 
 class Ordered(nn.Sequential):
@@ -373,6 +373,29 @@ def test_networks_with_other_attributes_are_of_other_groups():
     for i, net in enumerate(nets):
         net.set_params(module__scales=(1.0 + i % 2,), module__act=[torch.tanh, torch.sin][i // 3])
     compare(nets, fleet=6)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def __init__(self, gamma):
+        super().__init__()
+        self._gamma = gamma
+
+    def forward(self, output, target):
+        each = nn.functional.cross_entropy(output, target, reduction="none")
+        return (each * (1 - (-each).exp()) ** self._gamma).mean()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"criterion__weight": [1.0, heavy, 1.0]} for heavy in (1.0, 5.0)],
+        [{"criterion": Focal, "criterion__gamma": gamma} for gamma in (0.0, 2.0)],
+    ],
+    ids=["weights of classes", "attributes"],
+)
+def test_criteria_with_other_values_are_of_other_groups(settings):
+    nets = classifiers(4, flatness_weight=0, max_epochs=3)
+    compare([net.set_params(**settings[i % 2]) for i, net in enumerate(nets)])
 
 
 def test_members_leave_at_their_goals_and_others_take_their_places():

@@ -127,6 +127,8 @@ ALONE = {
     "a normalised measure": (make_net(), {"measure": "normalized_relative_flatness"}),
     "random probes": (make_net(), {"measure_params": {"method": "hutchinson", "n_probes": 4}}),
     "an earlier layer": (make_net(), {"layer": 0}),
+    "other weights of classes": (make_net(flatness_weight=0), {"space": {"criterion__weight": [
+        [1.0, 1.0, 1.0], [1.0, 2.0, 9.0]]}}),
     "other data": (make_net(), {"space": {"data__train_size": [100, 200]}}),
     "a loader of one's own": (make_net(iterator_valid__num_workers=0), {}),
     "a data set of one's own": (make_net(dataset=Doubled), {}),
