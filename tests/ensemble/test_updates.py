@@ -37,29 +37,18 @@ def test_steps_are_those_of_torch(case, fused, late):
         for _ in range(k)
     ]
     singles = [optimizer(ps, **one) for ps, one in zip(parameters, members, strict=True)]
-    if late:
-        for i, single in enumerate(singles):
-            for j, parameter in enumerate(parameters[i]):
-                parameter.grad = None if late.get(i) == j else torch.randn_like(parameter)
-            single.step()
-            single.step()
+    made = _begin(singles, parameters, late)
     settings = [single.param_groups[0] for single in singles]
     kind = OPTIMIZERS[optimizer]
-    weights = [torch.stack(own).detach() for own in zip(*parameters, strict=True)]
+    weights = _stack(parameters)
     gradients = [torch.zeros_like(weight) for weight in weights]
     states = {
-        name: [
-            torch.stack([
-                _state(singles[i], parameters[i][j], name, torch.zeros(shape, dtype=torch.float64))
-                for i in range(k)
-            ])
-            for j, shape in enumerate(SHAPES)
-        ]
+        name: _stack([
+            [_state(single, parameter, name) for parameter in own]
+            for single, own in zip(singles, parameters, strict=True)
+        ])
         for name in kind.names(settings[0])
     }
-    made = torch.full((k, len(SHAPES)), 2.0 * bool(late))
-    for i, j in late.items():
-        made[i, j] = 0
     states["step"] = [made]
     for _ in range(3):  # epochs
         update = kind(weights, gradients, states, settings, fused)
@@ -76,6 +65,23 @@ def test_steps_are_those_of_torch(case, fused, late):
             torch.testing.assert_close(weight[i], parameters[i][j].detach(), rtol=0, atol=1e-12)
 
 
-def _state(optimizer, parameter, name, default):
+def _begin(singles, parameters, late):
+    """Make two steps, if a parameter is late in any; return how many each has made."""
+    made = torch.full((len(singles), len(SHAPES)), 2.0 if late else 0.0)
+    for i, j in late.items():
+        made[i, j] = 0
+    for single, own, steps in zip(singles, parameters, made, strict=True):
+        for _ in range(2):
+            for parameter, n in zip(own, steps, strict=True):
+                parameter.grad = torch.randn_like(parameter) if n else None
+            single.step()
+    return made
+
+
+def _state(optimizer, parameter, name):
     found = optimizer.state[parameter].get(name)
-    return default if found is None else found.clone()
+    return torch.zeros_like(parameter) if found is None else found
+
+
+def _stack(tensors):
+    return [torch.stack(own).detach().clone() for own in zip(*tensors, strict=True)]
