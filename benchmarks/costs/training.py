@@ -235,8 +235,11 @@ def _budgets(found: dict[tuple[str, bool, str], float], resnet: str | None) -> l
         ]
     ]
     if resnet:
-        value = found["ResNet-18", True, "last layer"]
-        budgets.append(Budget(f"ResNet-18 on {resnet}, last layer / no penalty", value, 1.05))
+        limits = {"last layer": 1.05, "first layer": 2.5, "all layers": 3.0}
+        budgets += [
+            Budget(f"ResNet-18 on {resnet}, {method}", found["ResNet-18", True, method], limit)
+            for method, limit in limits.items()
+        ]
     return budgets
 
 
