@@ -1,5 +1,7 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
+from sphinx_gallery.sorting import ExplicitOrder
+
 import relflat_sk
 
 project = "relflat_sk"
@@ -28,7 +30,23 @@ autodoc_typehints = "none"  # the docstrings have types in words
 sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",
-    "within_subsection_order": "FileNameSortKey",
+    # what flatness is, what it is good for, and how to use it in other libraries
+    "within_subsection_order": ExplicitOrder([
+        "plot_loss_surface.py",
+        "plot_robustness.py",
+        "plot_rescaling.py",
+        "plot_label_noise.py",
+        "plot_batch_sizes.py",
+        "plot_limit.py",
+        "plot_layers.py",
+        "plot_ensemble.py",
+        "*",
+        "plot_grid_search.py",
+        "plot_study.py",
+        "plot_torch_loop.py",
+        "plot_lightning.py",
+        "plot_trainer.py",
+    ]),
     "abort_on_example_error": True,
     "show_memory": False,
     "remove_config_comments": True,

@@ -36,10 +36,11 @@ fig, ax = plt.subplots(layout="constrained")
 ax.axhspan(accuracy.max() - 0.01, accuracy.max(), color="0.9", label="within one point")
 ax.semilogx(flatness, accuracy, "o")
 for C, x, height in zip(results["param_logisticregression__C"], flatness, accuracy, strict=True):
-    where = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}
+    where = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center", "size": 9}
     ax.annotate(f"C={C:g}", (x, height), **where)
 ax.plot(flatness[search.best_index_], accuracy[search.best_index_], "o", ms=15, mfc="none")
-ax.set(xlabel="relative flatness (small is flat)", ylabel="accuracy of three folds")
+ax.set(xlabel="relative flatness (small is flat)", ylabel="mean accuracy of three folds")
+ax.margins(0.12)
 ax.legend(loc="lower right")
 print(search.best_params_)
 

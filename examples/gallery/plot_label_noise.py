@@ -38,7 +38,7 @@ fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 share = minima["param_data__random_labels"].astype(float)
 for ax, column in zip(axes, ["train_loss", "relative_flatness"], strict=True):
     points = ax.scatter(minima[column], minima["generalization_gap"], c=share, cmap="viridis")
-    ax.set(xlabel=column.replace("_", " "), ylabel="generalisation gap")
+    ax.set(xlabel=f"{column.replace('_', ' ')} (nats)", ylabel="generalisation gap (nats)")
     ax.set_xlim(0, 1.1 * minima[column].max())
 fig.colorbar(points, label="share of random labels")
 

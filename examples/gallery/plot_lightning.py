@@ -79,9 +79,11 @@ curves = {weight: train(weight) for weight in (0.0, 10.0)}
 fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for weight, values in curves.items():
     for ax, column in zip(axes, values.T, strict=True):
-        ax.semilogy(range(1, len(column) + 1), column, ".-", label=f"weight {weight:g}")
-for ax, name in zip(axes, ("training loss", "relative flatness (small is flat)"), strict=True):
-    ax.set(xlabel="epoch", ylabel=name)
+        ax.plot(range(1, len(column) + 1), column, ".-", label=f"weight {weight:g}")
+for ax, name in zip(
+    axes, ("training loss (nats)", "relative flatness (small is flat)"), strict=True
+):
+    ax.set(xlabel="epoch", ylabel=name, ylim=(0, None))
 axes[0].legend()
 
 (loss, flatness), (flat_loss, flat_flatness) = (values[-1] for values in curves.values())

@@ -11,7 +11,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import optuna
 from optuna.artifacts import FileSystemArtifactStore, get_all_artifact_meta, upload_artifact
 from optuna.distributions import FloatDistribution
@@ -52,8 +51,18 @@ search = FlatMinimaSearch(
 
 study = optuna.load_study(study_name="digits", storage=storage)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-optuna.visualization.matplotlib.plot_slice(study, target_name="relative flatness")
-plt.gcf().set_size_inches(10, 4)
+
+
+def draw(**target):
+    """Draw Optuna's slice plot of a target, with learning rates as numbers."""
+    _, ax = optuna.visualization.matplotlib.plot_slice(study, **target)
+    ax.set_xticks([0.003, 0.01, 0.03], ["0.003", "0.01", "0.03"])
+    ax.set_xticks([], minor=True)
+    ax.figure.set_size_inches(10, 4)
+    return ax.figure
+
+
+draw(target_name="relative flatness")
 
 # %%
 # Any column is a target
@@ -64,8 +73,7 @@ def gap(trial):
     return trial.user_attrs["generalization_gap"]
 
 
-optuna.visualization.matplotlib.plot_slice(study, target=gap, target_name="generalisation gap")
-plt.gcf().set_size_inches(10, 4)
+figure = draw(target=gap, target_name="generalisation gap (nats)")
 
 # %%
 # The dashboard, with artifacts
@@ -74,7 +82,7 @@ plt.gcf().set_size_inches(10, 4)
 # ``optuna-dashboard sqlite:///minima.db --artifact-dir artifacts`` shows all of it.
 
 picture = Path(folder.name) / "minima.png"
-plt.gcf().savefig(picture)
+figure.savefig(picture)
 store = FileSystemArtifactStore(artifacts)
 upload_artifact(artifact_store=store, file_path=str(picture), study_or_trial=study)
 

@@ -14,7 +14,14 @@ import pandas as pd
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
 
 from relflat_sk.training import TransformersFlatnessCallback
 
@@ -68,6 +75,7 @@ def train(weight):
         trainer = Trainer(
             ViTForImageClassification(config), arguments, train_dataset=Digits(), callbacks=[flat]
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     log = pd.DataFrame(trainer.state.log_history)
     return log[log["relative_flatness"].notna()]
@@ -84,9 +92,11 @@ fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for weight, log in logs.items():
     loss = log["loss"] - (log["flatness_penalty"] if weight else 0)
     for ax, column in zip(axes, (loss, log["relative_flatness"]), strict=True):
-        ax.semilogy(log["epoch"], column, ".-", label=f"weight {weight:g}")
-for ax, name in zip(axes, ("training loss", "relative flatness (small is flat)"), strict=True):
-    ax.set(xlabel="epoch", ylabel=name)
+        ax.plot(log["epoch"], column, ".-", label=f"weight {weight:g}")
+for ax, name in zip(
+    axes, ("training loss (nats)", "relative flatness (small is flat)"), strict=True
+):
+    ax.set(xlabel="epoch", ylabel=name, xticks=log["epoch"], ylim=(0, None))
 axes[0].legend()
 
 plain, flat = (log["relative_flatness"].iloc[-1] for log in logs.values())
