@@ -57,6 +57,8 @@ class ArrayBatch(NamedTuple):
 class Data:
     """The batches of an epoch, of all members; equal inputs are held once.
 
+    Callbacks of epochs may change the members' data in place: `start` takes that over.
+
     Parameters
     ----------
     members : sequence of Member
@@ -80,15 +82,14 @@ class Data:
         self, members: Sequence[Member], output: Tensor, *, takes_columns: bool = False
     ) -> None:
         inputs, self._first_rows = _joined([member.inputs for member in members])
-        targets, self._first_targets = _joined([member.targets for member in members])
-        self.inputs, targets = members[0].moved(inputs, targets)
         self._size = int(members[0].loader.batch_size or 1)
-        shown = output.expand(len(targets), *output.shape[1:])
+        self._output, self._takes_columns = output, takes_columns
+        self._loss = Loss(members[0].net.criterion_)
+        shown = output.expand(self._size, *output.shape[1:])
         for member in members:
-            member.net._check_output(Loss(member.net.criterion_), shown[: self._size])
-        loss = Loss(members[0].net.criterion_)
-        values = loss.read_target(shown, targets).values
-        self.targets = values[:, None] if takes_columns else values
+            member.net._check_output(Loss(member.net.criterion_), shown)
+        self.inputs = members[0].moved(inputs)
+        self._read_targets(members)
         self._drop_last = bool(members[0].loader.drop_last)
         self._weights = torch.stack([member.weights for member in members]).to(output.dtype)
         self._own = torch.stack([member.loader.rows for member in members])
@@ -101,14 +102,39 @@ class Data:
         """Whether an epoch leaves out the samples of an incomplete batch."""
         return self._drop_last and bool(self._own.shape[1] % self._size)
 
+    def _read_targets(self, members: Sequence[Member]) -> None:
+        """Read the targets of all members, which raises an error if they do not fit the output."""
+        targets, self._first_targets = _joined([member.targets for member in members])
+        shown = self._output.expand(len(targets), *self._output.shape[1:])
+        values = self._loss.read_target(shown, targets).values
+        self.targets = values[:, None] if self._takes_columns else values
+
+    def _take_over(self, members: Sequence[Member]) -> None:
+        """Take over the data that members have now, where they are not in the same memory."""
+        sources = {first: one.inputs for first, one in zip(self._first_rows, members, strict=True)}
+        for first, source in sources.items():
+            own = self.inputs[first : first + len(source)]
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
+        if self.targets.data_ptr() != members[0].targets.data_ptr() or not self._has_valid_labels():
+            self._read_targets(members)
+
+    def _has_valid_labels(self) -> bool:
+        """Return whether classes have an output each; true of other targets."""
+        if not self._takes_columns:
+            return True
+        low, high = torch.aminmax(self.targets)
+        return bool(low >= 0) and bool(high < self._output.shape[-1])
+
     def start(self, members: Sequence[Member]) -> None:
-        """Take the orders of an epoch.
+        """Take the data of an epoch, and its orders.
 
         Parameters
         ----------
         members : sequence of Member
             They have drawn their orders.
         """
+        self._take_over(members)
         order = torch.stack([member.order for member in members])
         n = order.shape[1]
         self._order = order[:, : n - n % self._size] if self._drop_last else order
@@ -168,8 +194,8 @@ class Data:
         chosen = list(positions)
         weights = self._weights[chosen].gather(1, rows)
         parts = (
-            rows + self._first_rows[chosen],
-            rows + self._first_targets[chosen],
+            rows + torch.tensor([[self._first_rows[k]] for k in chosen]),
+            rows + torch.tensor([[self._first_targets[k]] for k in chosen]),
             weights,
             _shares(weights, size),
         )
@@ -211,9 +237,9 @@ def _cut(data: Tensor, rows: Tensor) -> Tensor:
     return found.view(*rows.shape, *data.shape[1:])
 
 
-def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """Join tensors, each of them once; return them with the first row of each."""
     different = list({id(tensor): tensor for tensor in tensors}.values())
     places = [next(i for i, one in enumerate(different) if one is x) for x in tensors]
     joined = different[0] if len(different) == 1 else torch.cat(different)
-    return joined, torch.tensor(places)[:, None] * len(tensors[0])
+    return joined, [place * len(tensors[0]) for place in places]

@@ -172,15 +172,16 @@ class Group:
     def _prepared(self, members: Sequence[Member]) -> tuple[Stack, Data]:
         """Return stack and data of these members, which may be those of the last epoch."""
         if self._stack is None or self._stack.members != list(members):
+            self._stack = self._data = None  # first, so that nothing is in memory twice
+        if self._data is None or not all(member.has_own_inputs for member in members):
+            self._data = None
             for i, member in enumerate(members):
                 member.share_data(members[:i])
-            self._stack = self._data = None  # first, so that nothing is in memory twice
+        if self._stack is None or not self._stack.is_current:
             self._stack = Stack(members, self._unused)
+        if self._data is None:
             columns = self._criterion.takes_columns
             self._data = Data(members, self._output, takes_columns=columns)
-        elif not self._stack.is_current:
-            self._stack = Stack(members, self._unused)
-        assert self._data is not None
         return self._stack, self._data
 
     @contextmanager

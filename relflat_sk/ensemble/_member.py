@@ -91,23 +91,31 @@ class Member:
             On the network's device.
         """
         size = min(int(self.loader.batch_size or 1), self.loader.n_rows)
-        return self.moved(self.inputs[:size], self.targets[:size])
+        inputs = self.moved(self.inputs[:size])
+        return inputs, self.targets[:size].to(inputs.device)
 
-    def moved(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Move data to the network's device, and inputs to its dtype.
+    def moved(self, inputs: Tensor) -> Tensor:
+        """Move inputs to the network's device and its dtype.
 
         Parameters
         ----------
-        inputs, targets : Tensor of shape (n, ...)
+        inputs : Tensor of shape (n, ...)
             As in a loader.
 
         Returns
         -------
-        inputs, targets : Tensor of shape (n, ...)
-            The same tensors if they are there already.
+        Tensor of shape (n, ...)
+            The same tensor if it is there already.
         """
         device = next(self.module.parameters()).device
-        return cast_inputs(inputs.to(device), self.module), targets.to(device)
+        found: Tensor = cast_inputs(inputs.to(device), self.module)
+        return found
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether `inputs` are those of the loader, which a callback may change in place."""
+        own = self.loader.parts[0]
+        return own is self.inputs or _is_equal(own, self.inputs)
 
     def share_data(self, members: Iterable["Member"]) -> None:
         """Use the inputs of another member if they are equal, so that they are held once.
@@ -117,10 +125,10 @@ class Member:
         members : iterable of Member
             Other members of the group.
         """
+        self.inputs = self.loader.parts[0]
         for other in members:
-            mine, theirs = self.inputs, other.inputs
-            if mine is theirs or _is_same(mine, theirs) or torch.equal(mine, theirs):
-                self.inputs = theirs
+            if _is_equal(self.inputs, other.inputs):
+                self.inputs = other.inputs
                 return
 
     @property
@@ -206,9 +214,10 @@ def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
     return member
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of the same shape and type share their memory."""
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of the same shape and type have the same numbers."""
+    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return same or torch.equal(one, other)
 
 
 def _data_key(loader: ArrayLoader, inputs: Any, targets: Any) -> tuple[Any, ...]:

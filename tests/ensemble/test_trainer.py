@@ -427,6 +427,39 @@ def test_callbacks_of_epochs_work():
     compare(classifiers(5, callbacks=callbacks, lr=0.05), fleet=3)
 
 
+class Change(Callback):
+    """Changes the training data of a net in place, before its third epoch."""
+
+    def __init__(self, inputs=None, label=None):
+        self.inputs, self.label = inputs, label
+
+    def on_epoch_begin(self, net, dataset_train=None, **kwargs):
+        if len(net.history) == 3:
+            if self.inputs is not None:
+                dataset_train.X[:] += self.inputs
+                dataset_train.y[:] = dataset_train.y[::-1].copy()
+            if self.label is not None:
+                dataset_train.y[7] = self.label
+
+
+def test_data_that_callbacks_change_are_each_members_own():
+    X, y = data()
+    nets = classifiers(4, train_split=None, max_epochs=5)
+    for net, inputs in zip(nets, [None, 1.0, 2.0, None], strict=True):
+        net.set_params(callbacks=[Change(inputs)])
+    compare(nets, X=X.tolist(), y=y)  # each fit makes an array of its own
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+@pytest.mark.parametrize("fleet", [1, 2])
+def test_labels_that_callbacks_change_must_be_classes(label, fleet):
+    nets = classifiers(2, train_split=None, callbacks=[Change(label=label)])
+    with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
+        EnsembleTrainer(nets, fleet=fleet).fit(*data())
+    with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
+        nets[0].fit(*data())  # by NumPy
+
+
 def test_samples_can_be_held_out_and_batches_dropped_or_kept_in_order():
     compare(classifiers(3, train_split=ValidSplit(5)))
     compare(classifiers(3, iterator_train__drop_last=True))
