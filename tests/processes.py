@@ -21,8 +21,10 @@ PRELOADED = [
     "sklearn.neural_network",
     "alembic.command",
     "distributed",
+    "matplotlib.figure",
     "optuna.storages._rdb.models",
     "optuna.storages._rdb.storage",
+    "torch._dynamo",  # by the first optimizer
 ]
 
 

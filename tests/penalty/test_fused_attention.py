@@ -10,9 +10,10 @@ from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClass
 from tests import oracles
 from tests.measures.test_fused_attention import HEADS, KINDS, FusedAttention, allowed, make
 from tests.measures.test_layer_kinds import CE
+from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.test_penalty import assert_slope_is_that_of_differences
 
-COPIES, SEED = 300, 7
+SEED = 7
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 
@@ -21,23 +22,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.Flatnes
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_on_average_in_training(kind, layer):
     net, written, X, y = make(kind)
-    X, y = torch.cat([X] * COPIES), torch.cat([y] * COPIES)
     shape = (len(X), HEADS, X.shape[1], X.shape[1])
     torch.manual_seed(SEED)
     written.mask = F.dropout(torch.ones(shape).double(), net.dropout)
+    torch.manual_seed(SEED)  # the same neurons are dropped in each pass
+    torch.testing.assert_close(net(X), written(X))
     H, W = oracles.weight_hessian(written, layer, CE, X, y)
     truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
-    penalty, draws = RelativeFlatnessPenalty(layer, probes=4), []
-    for seed in range(40):
-        torch.manual_seed(SEED)  # the same neurons are dropped in each pass
-        with penalty.capture(net):
-            output = net(X)
-        torch.testing.assert_close(output, written(X))
-        torch.manual_seed(seed)
-        draws.append(penalty(CE, output, y).item())
-    stderr = np.std(draws, ddof=1) / len(draws) ** 0.5
-    assert abs(np.mean(draws) - truth) < 4 * stderr + 1e-9 * abs(truth)
-    assert stderr < 0.3 * abs(truth)  # or the line above would say nothing
+    penalty = RelativeFlatnessPenalty(layer)
+    assert_right_on_average(penalty, net, CE, X, y, truth, seed=SEED)
 
 
 @pytest.mark.parametrize("layer", ["qkv", "all"])

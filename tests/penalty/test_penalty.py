@@ -1,6 +1,5 @@
 """The penalty of a batch: its value against the full Hessian, its slope against differences."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +8,7 @@ from torch.testing import assert_close
 from relflat_sk import FlatnessWarning, LayerNotFoundError, RelativeFlatnessPenalty
 from tests import oracles
 from tests.cases import CASES, mlp
+from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
 
@@ -28,13 +28,6 @@ def layers(net):
     return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
 
 
-def evaluate(penalty, net, criterion, X, y, seed=0):
-    torch.manual_seed(seed)
-    with penalty.capture(net):
-        output = net(X)
-    return penalty(criterion, output, y)
-
-
 def test_probabilities_under_cross_entropy_are_doubtful():
     net = nn.Sequential(nn.Linear(5, 3), nn.Softmax(dim=1))
     with pytest.warns(FlatnessWarning, match="CrossEntropyLoss takes logits, .* ends in a softmax"):
@@ -47,16 +40,6 @@ def test_probabilities_under_cross_entropy_are_doubtful():
 def expected(net, name, criterion, X, y):
     m = net.get_submodule(name).in_features
     return oracles.relative_flatness(net, name, criterion, X, y) / (2 * m)
-
-
-def assert_right_on_average(penalty, net, criterion, X, y, truth):
-    # probes are independent for each sample, so copies of the data stand for repetitions
-    copies = 40
-    X, y = torch.cat([X] * copies), torch.cat([y] * copies)
-    draws = [evaluate(penalty, net, criterion, X, y, seed).item() for seed in range(40)]
-    stderr = np.std(draws, ddof=1) / len(draws) ** 0.5
-    assert abs(np.mean(draws) - truth) < 4 * stderr + EXACT * abs(truth)
-    assert stderr < 0.2 * abs(truth)  # or the line above would say nothing
 
 
 # -- the value ---------------------------------------------------------------------------
@@ -148,21 +131,15 @@ def test_weights_are_repetitions_for_the_normalized_penalty(layer):
     penalty = RelativeFlatnessPenalty(layer, normalize=True)
     repeated = X.repeat_interleave(times, dim=0), y.repeat_interleave(times)
 
-    def mean(X, y, weights, n):
-        values = []
-        for seed in range(n):
-            torch.manual_seed(seed)
-            with penalty.capture(net):
-                output = net(X)
-            values.append(penalty(criterion, output, y, weights).item())
-        return np.mean(values), np.std(values) / n**0.5
+    def mean(X, y, **options):
+        def step():
+            return evaluate(penalty, net, criterion, X, y, **options).item()
 
-    n = 1 if layer == -1 else 250
-    weighted, error = mean(X, y, times.double(), n)
-    expected, other_error = mean(*repeated, None, n)
-    assert weighted == pytest.approx(expected, rel=EXACT, abs=4 * (error + other_error))
-    unweighted = mean(X, y, None, n)[0]
-    assert abs(unweighted - expected) > 8 * (error + other_error) + EXACT  # the weights matter
+        return mean_of_all_draws(step, len(X))
+
+    expected = mean(*repeated)
+    assert mean(X, y, sample_weight=times.double()) == pytest.approx(expected, rel=EXACT)
+    assert mean(X, y) != pytest.approx(expected, rel=0.1)  # the weights matter
 
 
 def test_normalized_ignores_rounding_noise_on_a_constant_feature():
