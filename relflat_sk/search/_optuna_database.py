@@ -5,11 +5,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import FrozenTrial, TrialState
 
-__all__ = ["Database", "hold_own_trials", "write_attributes"]
+__all__ = ["Database", "holding_own_trials", "write_attributes"]
 
 
 class Database(_CachedStorage):
@@ -26,7 +26,9 @@ class Database(_CachedStorage):
         The database.
     """
 
-    _own: dict[int, FrozenTrial]  # running trials that this process created, by id
+    def __init__(self, backend: RDBStorage) -> None:
+        super().__init__(backend)
+        self._own: dict[int, FrozenTrial] = {}  # running trials that this process created, by id
 
     def __getstate__(self) -> dict[Any, Any]:
         return super().__getstate__() | {"_own": {}}  # another process runs none of them
@@ -77,7 +79,9 @@ class Database(_CachedStorage):
         place = self._trial_id_to_study_id_and_number.get(trial_id)
         if place is not None and trial.state.is_finished():
             with self._lock:
-                self._studies[place[0]].trials[place[1]] = trial
+                known = self._studies[place[0]]
+                known.trials[place[1]] = trial
+                known.unfinished_trial_ids.discard(trial_id)
         return trial
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
@@ -117,17 +121,20 @@ class Database(_CachedStorage):
         return super().set_trial_state_values(trial_id, state, values)
 
 
-def hold_own_trials(storage: Any) -> None:
-    """Let a database read no trial that this process runs itself.
+def holding_own_trials(storage: BaseStorage) -> BaseStorage:
+    """Return a storage that does not read the trials of this process, if it is a database.
 
     Parameters
     ----------
     storage : optuna.storages.BaseStorage
-        Any storage; others than databases stay as they are.
+        Any storage, as `optuna.storages.get_storage` returns it.
+
+    Returns
+    -------
+    optuna.storages.BaseStorage
+        A `Database` for the same database; others than databases as they are.
     """
-    if type(storage) is _CachedStorage:
-        held: Any = storage
-        held.__class__, held._own = Database, {}
+    return Database(storage._backend) if type(storage) is _CachedStorage else storage
 
 
 def write_attributes(trial: Any, attributes: Mapping[str, Any]) -> None:

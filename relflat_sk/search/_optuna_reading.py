@@ -50,9 +50,7 @@ def _read_changed(storage: Any, study_id: int) -> list[FrozenTrial]:
     storage.get_study_directions(study_id)  # Optuna begins to hold trials of this study
     known, backend = storage._studies[study_id], storage._backend
     with storage._lock:
-        held = dict(known.trials)
-    # trials that this process adds are held before those that others added meanwhile
-    before = [held[number] for number in takewhile(held.__contains__, count())]
+        before = _without_gaps(known.trials)
     newest = before[-1]._trial_id if before else -1
     running = {t._trial_id: t.state for t in before if not t.state.is_finished()}
     unfinished = (TrialState.RUNNING, TrialState.WAITING)
@@ -68,11 +66,21 @@ def _read_changed(storage: Any, study_id: int) -> list[FrozenTrial]:
         session.close()
     with storage._lock:
         storage._add_trials_to_cache(study_id, read)
-        trials: list[FrozenTrial] = sorted(known.trials.values(), key=lambda trial: trial.number)
-        finished = {trial._trial_id for trial in trials if trial.state.is_finished()}
-        known.unfinished_trial_ids = {trial._trial_id for trial in trials} - finished
-        known.last_finished_trial_id = max(finished, default=-1)
+        trials = _without_gaps(known.trials)
+        # Optuna's own reads are of the first, and of all trials after the second
+        known.unfinished_trial_ids = {
+            trial._trial_id for trial in known.trials.values() if not trial.state.is_finished()
+        }
+        known.last_finished_trial_id = trials[-1]._trial_id if trials else -1
     return trials
+
+
+def _without_gaps(trials: dict[int, FrozenTrial]) -> list[FrozenTrial]:
+    """List trials by number, up to the first that is not held.
+
+    Trials that this process adds are held before those that others added meanwhile.
+    """
+    return [trials[number] for number in takewhile(trials.__contains__, count())]
 
 
 def _read_states(session: Any, study_id: int, which: Callable[[Any], Any]) -> dict[int, TrialState]:

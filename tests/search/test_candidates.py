@@ -8,9 +8,10 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.samplers import TPESampler
-from optuna.trial import TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from relflat_sk.search._optuna_reading import read_trials
+from relflat_sk.search._optuna_views import with_trials
 from relflat_sk.search._sharing import claims as claims_module
 from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
 from relflat_sk.search._sharing.claims import claim
@@ -113,6 +114,41 @@ def test_candidates_are_drawn_as_optuna_draws(kind, n_at_once):
     """Whether a draw is made at the claim or in the trial."""
     space = Space(SPACES[kind])
     assert searched(space, 30, n_at_once) == drawn_by_optuna(space, 30, n_at_once)
+
+
+def test_a_draw_looks_at_the_ranges_of_new_trials_only(monkeypatch):
+    """The first draw of a search looks at all trials to learn which parameters they share."""
+    space, study = Space(SPACES["ranges"]), optuna.create_study()
+    sampler = CandidateSampler(0, space)
+
+    def add(n, choices):
+        for number in range(n):
+            params = {"lr": 0.01 * (1 + number), "n": 2 * (1 + number), "decay": 0.5}
+            study.add_trial(create_trial(value=number, params=params, distributions=choices))
+
+    def draw(sampler):
+        return sampler.draw(with_trials(study, study.trials), 20)
+
+    looks, own = [], FrozenTrial.distributions
+
+    def look(trial):
+        looks.append(trial.number)
+        return own.fget(trial)
+
+    add(20, space.distributions())
+    if not TPESampler().infer_relative_search_space(study, None):
+        pytest.skip("this version of Optuna draws each parameter by itself")
+    assert draw(sampler) == draw(CandidateSampler(0, space))
+    add(1, space.distributions())
+    with monkeypatch.context() as patched:
+        patched.setattr(FrozenTrial, "distributions", property(look, own.fset))
+        found = draw(sampler)
+    assert set(looks) <= {20, -1}  # and at the trial to come
+    assert found == draw(CandidateSampler(0, space))
+    # another process adds trials with another range, and they are seen
+    add(1, space.distributions() | {"lr": FloatDistribution(1e-3, 2.0, log=True)})
+    add(1, space.distributions())
+    assert draw(sampler) == draw(CandidateSampler(0, space))
 
 
 def test_others_see_the_values_of_a_candidate_that_is_in_training():

@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_info
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk.search._trial import isolation
 from relflat_sk.search._trial.isolation import isolated
 
 X, Y = load_digits(return_X_y=True)
@@ -152,6 +153,37 @@ def test_isolation_may_be_nested_and_excludes_other_threads():
         order.append("first")
     thread.join()
     assert order == ["first", "other"]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_each_isolation_has_its_number_of_threads():
+    """Also one within another, and after it."""
+
+    def n_threads():
+        return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
+
+    with isolated(1):
+        assert n_threads() == {1}
+        with isolated(2):
+            assert torch.get_num_threads() == 2
+            with isolated(1), isolated(1):
+                assert n_threads() == {1}
+            assert torch.get_num_threads() == 2
+            with isolated(None), isolated(None):
+                assert torch.get_num_threads() == 2
+        assert n_threads() == {1}
+    assert torch.get_num_threads() == 2
+
+
+def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
+    """Small candidates train in the time that it takes to find them."""
+    limit, limits = isolation.threadpool_limits, []
+    monkeypatch.setattr(
+        isolation, "threadpool_limits", lambda **given: limits.append(given) or limit(**given)
+    )
+    objective = MinimaObjective(make_net(), X, Y, {"lr": [0.01]})
+    objective(optuna.trial.FixedTrial({"lr": 0.01}))
+    assert limits == [{"limits": 1}]
 
 
 @pytest.mark.parametrize("n_threads", [0, 1.5, "2"])

@@ -5,15 +5,18 @@ See `tests/search/test_optuna_internals.py`.
 
 import copy
 import pickle
+from itertools import pairwise
 
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FixedTrial, TrialState, create_trial
+from sklearn.linear_model import LogisticRegression
 from sqlalchemy import event
 
-from relflat_sk.search._optuna_database import hold_own_trials, write_attributes
+from relflat_sk import FlatMinimaSearch
+from relflat_sk.search._optuna_database import Database, holding_own_trials, write_attributes
 from relflat_sk.search._optuna_internals import (
     TELL_ERRORS,
     add_trial,
@@ -155,7 +158,55 @@ def test_attributes_outside_of_databases(kind):
     assert trial.user_attrs == {"a": 3, "b": [1]}
 
 
+# -- searches ----------------------------------------------------------------------------------
+
+SPACES = {  # with the statements of a minimum; Optuna 4.3 on PostgreSQL needs most
+    "draws": ({"C": FloatDistribution(0.1, 10.0, log=True)}, 34),
+    "grid": ({"C": [0.1 * (1 + n) for n in range(16)], "fit_intercept": [True]}, 37),
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_statements_and_transactions_of_a_minimum(kind, url):
+    """A minimum waits for the disk once in each, and they do not grow with the study."""
+    (space, n_statements), storage, seen = SPACES[kind], optuna.storages.RDBStorage(url), []
+    statements, transactions = [], []
+    event.listen(
+        storage.engine, "before_cursor_execute", lambda *given: statements.append(given[2])
+    )
+    event.listen(storage.engine, "commit", transactions.append)
+    FlatMinimaSearch(
+        LogisticRegression(),
+        space,
+        n_trials=16,
+        storage=storage,
+        study_name="sweep",
+        random_state=0,
+        callbacks=[lambda study, trial: seen.append((len(statements), len(transactions)))],
+    ).fit([[0.0], [1.0], [2.0], [3.0]], [0, 1, 0, 1])
+    each = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)]
+    assert len(each) == 15
+    assert max(n for n, _ in each) <= n_statements, each
+    assert max(n for _, n in each) <= 5, each
+
+
+# -- storages ----------------------------------------------------------------------------------
+
+
 def test_other_storages_stay_as_they_are():
     storage = optuna.storages.InMemoryStorage()
-    hold_own_trials(storage)
-    assert type(storage) is optuna.storages.InMemoryStorage
+    assert holding_own_trials(storage) is storage
+
+
+def test_a_storage_that_a_user_opened_stays_as_it_is(url):
+    """The search reads through an object of its own, of the same connections."""
+    given = optuna.storages.get_storage(url)
+    before = type(given), dict(vars(given))
+    opened = open_storage(given)
+    assert isinstance(opened, Database)
+    assert opened._backend is given._backend
+    assert (type(given), vars(given)) == before
+    assert open_storage(opened) is opened
+    study = optuna.create_study(storage=opened, study_name="sweep")
+    add_running(study)
+    assert optuna.load_study(study_name="sweep", storage=given).trials == study.trials

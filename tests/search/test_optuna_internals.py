@@ -19,6 +19,7 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy import event
 
 import relflat_sk
+from relflat_sk.search import _optuna_reading
 from relflat_sk.search._optuna_internals import (
     FIXED_VALUES,
     TELL_ERRORS,
@@ -194,6 +195,28 @@ def test_running_trials_are_read_once(study, monkeypatch):
     study._storage.set_trial_user_attr(others[3], "a", 1)
     fail_trial(other, others[2])
     assert study.trials == other.trials
+
+
+def test_trials_that_others_add_during_a_read_are_not_skipped(study, monkeypatch):
+    """Another thread of this process then adds one, which is held before those of others."""
+    if not is_in_database(study):
+        pytest.skip("others are read at once")
+    other, read = pickle.loads(pickle.dumps(study)), _optuna_reading._read_states
+
+    def read_early(*arguments):
+        found = read(*arguments)
+        add_trial(other, running())
+        study.add_trial(create_trial(value=0.5))
+        return found
+
+    add_trial(study, running())
+    read_trials(study)
+    with monkeypatch.context() as patched:
+        patched.setattr(_optuna_reading, "_read_states", read_early)
+        assert [trial.number for trial in read_trials(study)] == [0]
+    assert study.trials == other.trials
+    assert read_trials(study) == other.trials
+    assert len(other.trials) == 3
 
 
 def write(trial, attributes, then):

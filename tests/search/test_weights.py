@@ -231,6 +231,22 @@ def test_weights_that_are_elsewhere(tmp_path):
         search.remeasure(["trace_flatness"], X, Y)
 
 
+def test_a_study_whose_weights_are_elsewhere_is_not_resumed(tmp_path, monkeypatch):
+    """Otherwise the search would fail after all trainings, when it restores the best."""
+    make_search(tmp_path, n_trials=2, refit=False).fit(X, Y)
+    monkeypatch.setattr(MinimaObjective, "train", None)
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(ValueError, match="the weights of trial 0, .* are not in artifact_store="):
+        make_search(tmp_path, artifact_store=elsewhere).fit(X, Y)
+    # some of them are there
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    first, _ = (trial.user_attrs["artifact_id"] for trial in study.trials)
+    (elsewhere / first).write_bytes((tmp_path / "minima" / first).read_bytes())
+    with pytest.raises(ValueError, match="the weights of trial 1, .* are not in artifact_store="):
+        make_search(tmp_path, artifact_store=elsewhere).fit(X, Y)
+    assert len(study.trials) == 2
+
+
 def test_some_weights(tmp_path):
     """The weights of the first session were not saved."""
     make_search(tmp_path, artifact_store=None, n_trials=1, refit=False).fit(X, Y)

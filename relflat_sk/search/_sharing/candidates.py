@@ -1,5 +1,6 @@
 """Plan what a search trains: all combinations of its choices, or a number of draws."""
 
+import threading
 import zlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from relflat_sk.search._sharing.claims import NUMBER, Plan, is_suspect
 from relflat_sk.search._trial import Space
 
 __all__ = ["CandidateSampler", "Draws", "Grid"]
+
+_SPACE_LOCK = threading.Lock()  # of no sampler, as samplers are pickled
 
 
 class Grid(Plan):
@@ -160,6 +163,8 @@ class CandidateSampler(TPESampler):
     def __init__(self, seed: int | None, space: Space) -> None:
         super().__init__(seed=seed, n_startup_trials=self.n_random)
         self.seed = seed
+        # never draws: looks at each trial once to learn which parameters all trials have
+        self.space_of_trials = self._tpe(0)
         self.points = space.grid()
         order = np.random.RandomState(seed).permutation(len(self.points or []))
         self.order = [int(index) for index in order]
@@ -240,7 +245,8 @@ class CandidateSampler(TPESampler):
             return {}
         tpe, trial = self._tpe(number), create_trial(state=TrialState.WAITING)
         varied = {name: one for name, one in self.choices.items() if not one.single()}
-        known = tpe.infer_relative_search_space(study, trial)
+        with _SPACE_LOCK:
+            known = self.space_of_trials.infer_relative_search_space(study, trial)
         same = {name: one for name, one in known.items() if varied.get(name) == one}
         together = tpe.sample_relative(study, trial, same)
         alone = [name for name in varied if name not in together]

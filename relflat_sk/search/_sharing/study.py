@@ -15,11 +15,17 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from relflat_sk._minima_table import remeasured_key
-from relflat_sk.search._optuna_database import hold_own_trials
+from relflat_sk.search._optuna_database import holding_own_trials
 from relflat_sk.search._optuna_internals import is_journal, widen_choices
 from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._sharing.abandoned import give_up_abandoned
-from relflat_sk.search._trial import MinimaObjective, check_made_with, check_space, new_choices
+from relflat_sk.search._trial import (
+    MinimaObjective,
+    check_made_with,
+    check_saved,
+    check_space,
+    new_choices,
+)
 
 __all__ = ["check_resumable", "in_memory", "is_file", "log_level", "open_storage"]
 
@@ -110,8 +116,7 @@ def _open(storage: Any) -> BaseStorage:
         storage = RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
     opened = optuna.storages.get_storage(storage)
     protect_journal(opened)
-    hold_own_trials(opened)
-    return opened
+    return holding_own_trials(opened)
 
 
 def is_file(storage: Any) -> bool:
@@ -172,7 +177,8 @@ def check_resumable(
     ------
     ValueError
         If the study has other directions, another space, or a trial without the first measure,
-        or if its minima were made by another estimator, on other data or with other settings.
+        if its minima were made by another estimator, on other data or with other settings, or if
+        their weights are in another artifact store.
     """
     name = study.study_name
     if study.directions != [StudyDirection.MINIMIZE] * n_objectives:
@@ -195,7 +201,9 @@ def check_resumable(
     widen_choices(study, wider)
     attributes = study.user_attrs
     needed = {one for one in objective.names[:n_objectives] if one in objective.measures}
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    check_saved(objective.artifact_store, finished)
+    for trial in finished:
         found = trial.user_attrs | attributes.get(remeasured_key(trial), {})
         lacking = sorted(needed - found.keys())
         if lacking:

@@ -11,6 +11,7 @@ from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.weight_files import (
     ARTIFACT,
     DamagedWeightsError,
+    check_saved,
     check_store,
     replace_weights,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "MinimaObjective",
     "Space",
     "check_made_with",
+    "check_saved",
     "check_space",
     "check_store",
     "explain",

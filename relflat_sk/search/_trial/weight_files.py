@@ -10,10 +10,10 @@ import io
 import tempfile
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "ARTIFACT",
     "DamagedWeightsError",
     "as_store",
+    "check_saved",
     "check_store",
     "load_weights",
     "replace_weights",
@@ -104,6 +105,40 @@ def check_store(store: Any) -> None:
 def _place(store: Any) -> str:
     """Name the folder of a store, or the store."""
     return repr(str(getattr(store, "_base_path", store)))
+
+
+def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
+    """Refuse another store than that of a study, by opening its first file and its last.
+
+    Parameters
+    ----------
+    store : optuna artifact store or None
+        The store.
+    trials : sequence of optuna.trial.FrozenTrial
+        The finished trials of the study.
+
+    Raises
+    ------
+    ValueError
+        If one of the files is not in the store.
+    """
+    saved = [trial for trial in trials if ARTIFACT in trial.user_attrs]
+    if store is not None and saved:
+        for trial in (saved[0], saved[-1]):
+            _open(store, trial).close()
+
+
+def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
+    """Open the file with the weights of a trial."""
+    artifact = trial.user_attrs[ARTIFACT]
+    try:
+        file: BinaryIO = store.open_reader(artifact)
+    except ArtifactNotFound:
+        raise ValueError(
+            f"the weights of trial {trial.number}, artifact {artifact!r}, are not in "
+            f"artifact_store={_place(store)}. Give the artifact_store that the search was run with."
+        ) from None
+    return file
 
 
 def save_weights(
@@ -198,23 +233,16 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     ValueError
         If no weights were saved, or they are not in this store.
     """
-    artifact = trial.user_attrs.get(ARTIFACT)
-    if store is None or artifact is None:
+    if store is None or ARTIFACT not in trial.user_attrs:
         raise ValueError(
             f"no weights of trial {trial.number} were saved. Give the search an artifact_store, "
             "such as a folder, before it trains: FlatMinimaSearch(..., artifact_store='minima')."
         )
-    try:
-        with store.open_reader(artifact) as file:
-            content = io.BytesIO(file.read())
-    except ArtifactNotFound:
-        raise ValueError(
-            f"the weights of trial {trial.number}, artifact {artifact!r}, are not in {store!r}. "
-            "Give the artifact_store that the search was run with."
-        ) from None
+    with _open(store, trial) as file:
+        content = io.BytesIO(file.read())
     damaged = DamagedWeightsError(
-        f"the weights of trial {trial.number} are damaged: file {artifact!r} in {_place(store)} "
-        "was truncated or overwritten."
+        f"the weights of trial {trial.number} are damaged: file {trial.user_attrs[ARTIFACT]!r} in "
+        f"{_place(store)} was truncated or overwritten."
     )
     try:
         weights: Weights = torch.load(content, weights_only=True, map_location="cpu")
