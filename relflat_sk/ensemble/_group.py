@@ -1,6 +1,5 @@
 """Nets of one architecture, trained epoch by epoch as one stacked model."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from relflat_sk.ensemble._gradients import FAR_GRADIENT, RunningGradients, gradi
 from relflat_sk.ensemble._masks import Masks
 from relflat_sk.ensemble._member import Member
 from relflat_sk.ensemble._penalty import LastPenalty
-from relflat_sk.ensemble._probe import Probe, probe
+from relflat_sk.ensemble._probe import Probe, check_penalty, copy_network, probe
 from relflat_sk.ensemble._recording import record_batches
 from relflat_sk.ensemble._small import SmallStep, find_small_step, one_blas_thread
 from relflat_sk.ensemble._stack import Stack
@@ -55,9 +54,14 @@ class Group:
     def __init__(self, member: Member) -> None:
         net = member.net
         x, y = member.first_batch()
-        module = copy.deepcopy(member.module).train()
+        module = copy_network(member.module).train()
+        chain = find_chain(module, x)
         with fork_rng(x.device):
-            found = probe(net, module, x, y)
+            # a network may hold results of its forward pass, and torch cannot copy it then
+            tried = copy_network(module) if chain is None else module
+            if chain is None and member.is_penalised:
+                check_penalty(net, tried, x, y, weighted=member.has_weights)
+            found = probe(net, tried, x, y)
         self._criterion = find_criterion(
             net.criterion_,
             found.output,
@@ -68,9 +72,7 @@ class Group:
         self._output = found.output[:1]
         self._unused = found.unused
         self.device = x.device
-        self._body: Chain | Vmapped = find_chain(module, x) or Vmapped(
-            module, found.last, found.earlier
-        )
+        self._body: Chain | Vmapped = chain or Vmapped(module, found.last, found.earlier)
         self._penalty = self._make_penalty(net, found) if member.is_penalised else None
         self._masks = Masks(module, self._body, x)
         self._small = self._find_small_step(net, module, x)

@@ -1,5 +1,7 @@
 """Run one network on one batch, to find out how its nets can be stacked."""
 
+import copy
+import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +24,10 @@ from relflat_sk._network import (
     record_order,
 )
 from relflat_sk._numerics import full_precision
+from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk.ensemble._stackable import NotStackable
 
-__all__ = ["Probe", "probe"]
+__all__ = ["Probe", "check_penalty", "copy_network", "probe"]
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,7 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
     recorded = {name: module.get_submodule(name) for name in (*names, order[-1])}
     with torch.enable_grad(), Recorder(recorded, keep_graph) as recorder:
         output = primary_output(module(x))
-    if find_link(output, recorder[order[-1]].node) != "identity":
-        raise NotStackable("with a penalty, its last layer must be its output")
-    if type(last) is not nn.Linear or output.ndim != 2:
-        raise NotStackable("with a penalty, its last layer must be a Linear, one row per sample")
+    _check_last(recorder, order[-1], last, output)
     net._check_output(loss, output)
     target = loss.read_target(output, y)
     each = loss.each_divisor(output, target.relevant)
@@ -141,6 +141,77 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         float(each),
         recorder[order[-1]].check()[0].requires_grad,
     )
+
+
+def _check_last(recorder: Recorder, name: str, last: nn.Module, output: Tensor) -> None:
+    """Refuse a last layer behind which there is more of the network."""
+    if recorder.calls.count(name) > 1:
+        raise NotStackable("with a penalty, its last layer must be called once")
+    if find_link(output, recorder[name].node) != "identity":
+        raise NotStackable("with a penalty, its last layer must be its output")
+    if type(last) is not nn.Linear or output.ndim != 2:
+        raise NotStackable("with a penalty, its last layer must be a Linear, one row per sample")
+
+
+def copy_network(module: nn.Module) -> nn.Module:
+    """Copy a network.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network.
+
+    Returns
+    -------
+    nn.Module
+        The copy.
+
+    Raises
+    ------
+    NotStackable
+        If it holds results of a forward pass, which torch does not copy.
+    """
+    try:
+        return copy.deepcopy(module)
+    except RuntimeError as error:
+        raise NotStackable("torch cannot copy its network") from error
+
+
+def check_penalty(net: Any, module: nn.Module, x: Tensor, y: Tensor, *, weighted: bool) -> None:
+    """Refuse a network whose penalty a net by itself refuses in its first step.
+
+    A chain of layers needs no such check: it uses no weight outside of the layer's call, and each
+    row of its output depends on one row of each layer.
+
+    Parameters
+    ----------
+    net : RelativeFlatnessRegularizedNet
+        A net in training.
+    module : nn.Module
+        A copy of its network, in training mode.
+    x : Tensor of shape (n, ...)
+        A batch.
+    y : Tensor of shape (n, ...)
+        Its labels.
+    weighted : bool
+        Whether samples have weights.
+
+    Raises
+    ------
+    NotStackable
+        If a penalised layer is not linear in its weight, or rows are no samples.
+    """
+    penalty = RelativeFlatnessPenalty(*net._penalty_settings())
+    weights = torch.ones(len(x), dtype=torch.float64, device=x.device) if weighted else None
+    try:
+        # its own fit warns and raises
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            with penalty.capture(module):
+                output = primary_output(module(x))
+            penalty(net.criterion_, output, y, weights)
+    except ValueError as error:
+        raise NotStackable(f"with a penalty, {error}") from error
 
 
 def _find_unused(module: nn.Module, output: Tensor) -> set[str]:

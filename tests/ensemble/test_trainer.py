@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -660,6 +661,57 @@ class DropsTwice(nn.Module):
 
     def forward(self, x):
         return self.last(self.dropout(self.dropout(x)))
+
+
+class Shared(nn.Module):
+    """Uses weights or rows in several places, or holds results of its forward pass."""
+
+    def __init__(self, n_features, n_outputs, kind):
+        super().__init__()
+        self.first, self.last = nn.Linear(n_features, n_features), nn.Linear(n_features, n_outputs)
+        self.kind = kind
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        if self.kind == "weight":
+            h = h + nn.functional.linear(x, self.last.weight).sum(1, keepdim=True)
+        elif self.kind == "rows":
+            h = h + h.mean(0)
+        elif self.kind == "calls":
+            h = h + self.last(h).sum(1, keepdim=True)
+        elif self.kind == "results":
+            self.norm = self.last.weight.square().sum()
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "text"),
+    [
+        ("weight", -1, "the network uses the weight of layer 'last' outside of the layer's call"),
+        ("rows", 0, "rows of the network's output, of shape (16, 3), depend on other rows"),
+        ("calls", -1, "layer 'last' was called 2 times in one forward pass"),
+    ],
+)
+def test_a_penalty_that_a_net_refuses_is_refused_in_a_fleet(kind, layer, text, caplog):
+    nets = classifiers(2, module=Shared, module__kind=kind, flatness_layer=layer)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        nets[0].fit(*data())
+    with pytest.raises(ValueError, match=re.escape(text)):
+        EnsembleTrainer(nets, fleet=2).fit(*data())
+    (reason,) = [record.getMessage() for record in caplog.records]
+    assert reason.startswith(f"trained one by one: with a penalty, {text}")
+    caplog.expected = [reason]
+
+
+def test_a_last_layer_may_be_called_twice_beside_a_penalty_at_another_one(caplog):
+    compare(classifiers(2, module=Shared, module__kind="calls", flatness_layer=0, max_epochs=2))
+    reason = "with a penalty, its last layer must be called once"
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+def test_a_network_may_hold_results_of_its_forward_pass():
+    compare(classifiers(2, module=Shared, module__kind="results", max_epochs=2))
 
 
 REASONS = {
