@@ -28,6 +28,7 @@ from relflat_sk._network.row_source import (
     mapped_file,
 )
 from relflat_sk._numerics import native
+from relflat_sk._warnings import warn
 
 __all__ = [
     "Batch",
@@ -97,7 +98,8 @@ def make_batches(
     ----------
     X : array, data frame, tensor, sparse matrix, dict or tuple of these, Dataset, DataLoader
         The inputs; a Dataset or DataLoader gives (x, y) pairs, and may be a stream. Arrays on disk
-        and memory-mapped files are read batch by batch.
+        and memory-mapped files are read batch by batch. A DataLoader that drops samples of an
+        incomplete batch gives a warning.
     y : array or tensor, optional
         The labels, one per sample; None with a Dataset or DataLoader.
     batch_size : int, default=1024
@@ -136,6 +138,7 @@ def make_batches(
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         if in_order:
             _check_order(loader)
+        _warn_of_dropped(loader)
         return lambda: _from_loader(loader)
     check_kind(X)
     inputs = _sliceable(X)
@@ -160,6 +163,28 @@ def _check_order(loader: Any) -> None:
             f"{type(sampler).__name__} of the DataLoader may draw the samples in any. Pass a "
             "loader with shuffle=False, or arrays."
         )
+
+
+def _warn_of_dropped(loader: Any) -> None:
+    """Warn of a DataLoader with drop_last=True if it leaves out samples, or may do so."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler) or not batches.drop_last:
+        return
+    stream = isinstance(loader.dataset, IterableDataset)
+    samples: Any = loader.dataset if stream else batches.sampler
+    try:
+        n = len(samples)
+    except TypeError:  # a stream, whose length is not known
+        left = "those of an incomplete batch are"
+    else:
+        n_left = n % batches.batch_size
+        if not n_left:
+            return
+        left = f"{n_left} of its {n} samples are"
+    warn(
+        f"the DataLoader has drop_last=True: {left} left out, if it shuffles other ones in each "
+        "pass, and results are of the rest. Pass a DataLoader with drop_last=False, or arrays."
+    )
 
 
 def check_labels(y: Any, n: int) -> Any:

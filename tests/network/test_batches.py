@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.sparse import csr_array, csr_matrix
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from relflat_sk import relative_flatness
+from relflat_sk import FlatnessWarning, relative_flatness
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.inputs import cast_inputs
 
@@ -101,6 +101,23 @@ def test_several_inputs():
     rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]
     loader = DataLoader(rows, batch_size=4)  # its batches are of the type of the samples
     assert relative_flatness(net, loader, criterion=CE) == pytest.approx(expected)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_drops_samples_gives_a_warning(shuffle, net):
+    data = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    with pytest.warns(FlatnessWarning, match="drop_last=True: 2 of its 10 samples are left out"):
+        relative_flatness(net, DataLoader(data, 4, shuffle=shuffle, drop_last=True), criterion=CE)
+    whole = relative_flatness(net, X, Y, criterion=CE)
+    loader = DataLoader(data, 5, shuffle=shuffle, drop_last=True)  # drops none
+    assert relative_flatness(net, loader, criterion=CE) == pytest.approx(whole)
+    with pytest.warns(FlatnessWarning, match="those of an incomplete batch are left out"):
+        relative_flatness(net, DataLoader(Stream(), 4, drop_last=True), criterion=CE)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import FlatnessWarning, RelativeFlatnessPenalty, flatness_report, relative_flatness
 from tests import oracles
@@ -80,6 +81,13 @@ def test_layers_whose_rows_are_no_samples_are_refused(kind):
         y_pred = net(X)
     with pytest.raises(ValueError, match="depend on other rows of what layer 'a' puts out, of"):
         penalty(CE, y_pred, Y, WEIGHTS if kind == "other order" else None)
+
+
+def test_rows_are_checked_in_a_batch_of_each_size():
+    data = TensorDataset(numbers(N, 5), Y)
+    loader = DataLoader(data, batch_sampler=[[0], list(range(1, N))])  # one sample mixes nothing
+    with pytest.raises(ValueError, match="depend on other rows of what layer 'a' puts out, of"):
+        relative_flatness(Net(centred), loader, layer="a", criterion=CE)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

@@ -51,6 +51,17 @@ class BatchwiseNorm(nn.Sequential):
         self.double()
 
 
+class Centred(nn.Sequential):
+    """The same, without a layer that says so."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(nn.Linear(n_features, n_outputs))
+        self.double()
+
+    def forward(self, x):
+        return super().forward(x + x.mean(0))
+
+
 class Own(RelativeFlatnessRegularizedClassifier):
     def predict(self, X):
         return super().predict(X)[::-1]
@@ -133,6 +144,7 @@ ALONE = {
     "a loader of one's own": (make_net(iterator_valid__num_workers=0), {}),
     "a data set of one's own": (make_net(dataset=Doubled), {}),
     "norms of a batch": (make_net(module=BatchwiseNorm), {}),
+    "means of a batch": (make_net(module=Centred), {}),
     "one net": (make_net(), {"fleet": 1}),
 }  # fmt: skip
 

@@ -160,13 +160,17 @@ class _Runner:
         self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
         self._mixed: set[str] = set()  # layers behind which samples are mixed
         self._unused: set[str] = set()  # layers that the output does not depend on
+        self._sizes: set[int] = set()  # of batches in which rows were found to be samples
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run the network on one batch."""
         if not self._names:
             return self._run_first(batch)
         output, records = self._record(self._names, batch)
-        return make_forward_pass(self.network, batch, output, records)
+        forward = make_forward_pass(self.network, batch, output, records)
+        if self.checked:
+            self._check_rows(output, records)
+        return forward
 
     def _run_first(self, batch: Batch) -> ForwardPass:
         """Run the network on the first batch, and check the layers to record."""
@@ -180,8 +184,17 @@ class _Runner:
             check_uses(record.name, self._elsewhere)
             check_unmixed(record.name, self._mixed)
         forward = make_forward_pass(self.network, batch, output, records)
-        check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
+        self._check_rows(output, records)
         return forward
+
+    def _check_rows(self, output: Tensor, records: list[LayerRecord]) -> None:
+        """Refuse layers whose rows are no samples, in the first batch of each size.
+
+        A network may mix samples in some batches only: in those of two samples or more.
+        """
+        if len(output) not in self._sizes:
+            self._sizes.add(len(output))
+            check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
