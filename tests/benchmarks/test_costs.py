@@ -55,7 +55,6 @@ def test_quick_run_prints_ratios_and_budgets(module, ratios):
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("fleet", ["--memory", "2"]),
         ("scoring", ["--peak-of", "forward", "--cold", "--n-samples", "64"]),
         ("heads", ["--quick", "--peak-of", "training step"]),
         ("fitting", ["--first", "scikit-learn"]),

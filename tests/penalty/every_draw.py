@@ -42,7 +42,7 @@ class Draws:
             self.n_positions = math.lcm(self.n_positions, high)
             return torch.tensor(self.position % high)
         self.n_channels = math.lcm(self.n_channels, high)
-        return torch.full(size, self.channel % high)
+        return torch.full(size, self.channel % high, **kwargs)
 
     def n_shared(self, m):
         """Return a power of two, enough for each column of the weight, if signs are shared."""

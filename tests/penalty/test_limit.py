@@ -341,7 +341,7 @@ def test_the_history_tells_how_often_the_limit_was_active(weight, clip, share, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
-@pytest.mark.parametrize("weight", [0.1, 10, 1000])
+@pytest.mark.parametrize("weight", [0.1, 1000])
 def test_no_weight_ruins_a_network(layer, weight):
     X, y = load_digits(return_X_y=True)
     X, X_test, y, y_test = train_test_split(X, y, stratify=y, random_state=0)
