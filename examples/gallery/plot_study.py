@@ -62,7 +62,7 @@ def draw(**target):
     return ax.figure
 
 
-draw(target_name="relative flatness")
+figure = draw(target_name="relative flatness")
 
 # %%
 # Any column is a target

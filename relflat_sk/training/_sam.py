@@ -15,15 +15,15 @@ __all__ = ["SharpnessAwareMixin"]
 
 
 class SharpnessAwareMixin(NeuralNet):
-    r"""Train a skorch net by SAM [1]_, or by its scale-invariant form ASAM [2]_.
+    r"""Train a skorch net by SAM, or by its scale-invariant form ASAM.
 
     Each step takes the gradient not at the weights :math:`w`, but at the point around them
     where the loss of the batch is highest, to first order:
 
     .. math:: w + \rho \, \frac{T^2 g}{\|T g\|}, \qquad g = \nabla L(w).
 
-    SAM has :math:`T = 1`. ASAM has :math:`T = |w| + \eta`, element by element. The norm is over
-    all parameters. The optimizer then steps from :math:`w`, which is restored bit by bit.
+    SAM [1]_ has :math:`T = 1`. ASAM [2]_ has :math:`T = |w| + \eta`, element by element. The norm
+    is over all parameters. The optimizer then steps from :math:`w`, which is restored bit by bit.
 
     To use it, put the mixin before the class of a net:
     ``class SAMNet(SharpnessAwareMixin, NeuralNetClassifier): pass``.
