@@ -182,6 +182,33 @@ def test_numbers_that_a_function_gets_from_around_it_are_noticed():
     assert not same(describe(scaling(3)), describe(scaling(2)))
 
 
+# fmt: off
+LAMBDAS = {
+    "one": (lambda x: x + 1),
+    "spaces and quotes": ((lambda x: f'{x}a'), (lambda x: (f"{x}a" ))),
+    "lines": (lambda x:
+              x * 2),
+    "inner": (lambda x: lambda y: x + y),
+    "beside": ((lambda x: x + 2), (lambda x: x + 3)),
+}
+# fmt: on
+
+
+def test_lambdas_are_known_by_their_source():
+    assert describe(LAMBDAS["one"]) == describe(lambda x: x + 1) != describe(lambda x: 1 + x)
+    one, again = map(describe, LAMBDAS["spaces and quotes"])
+    assert one == again
+    assert describe(LAMBDAS["lines"]) == describe(lambda x: x * 2)
+    inner = lambda y: x + y  # noqa: E731, F821
+    assert describe(LAMBDAS["inner"](1)).partition(" (contents ")[0] == describe(inner)
+    assert describe(LAMBDAS["inner"]) != describe(inner)
+    beside, other = map(describe, LAMBDAS["beside"])
+    assert beside == describe(lambda x: x + 2)
+    assert other == describe(lambda x: x + 3)
+    assert same("<lambda>", beside)  # an earlier version did not note them
+    assert describe(eval("lambda x: x + 2")) == "<lambda>"
+
+
 class Scaled(nn.Module):
     def __init__(self, factor):
         super().__init__()

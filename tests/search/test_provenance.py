@@ -1,5 +1,6 @@
 """Tests of resumed studies: what changes results is refused, what does not goes on."""
 
+import random
 import re
 
 import numpy as np
@@ -30,6 +31,7 @@ from relflat_sk import (
 )
 from relflat_sk.search._trial.description import same
 from relflat_sk.search._trial.provenance import MADE_WITH, check_made_with
+from relflat_sk.search._trial.samples import describe_samples
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -379,9 +381,58 @@ def test_data_sets_and_tuples_are_known_by_their_contents(form):
     assert same(one.partition(" (contents ")[0], other)
 
 
-def test_other_data_sets_are_known_by_their_length():
-    data = OwnDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    assert record_of(data)["X"] == "OwnDataset of length 75"
+class Noisy(OwnDataset):
+    """Draws from one of the global random states."""
+
+    draw = staticmethod(torch.rand)
+
+    def __getitem__(self, row):
+        x, y = super().__getitem__(row)
+        return x + float(self.draw(1)[0] < 0.5), y
+
+
+def test_data_sets_of_ones_own_are_known_by_a_few_samples():
+    one, again, other = (
+        record_of(OwnDataset(torch.from_numpy(X) + add, torch.from_numpy(Y)))["X"]
+        for add in (0, 0, 1)
+    )
+    assert re.fullmatch(r"OwnDataset of length 75 \(contents [0-9a-f]{8}\)", one)
+    assert one == again != other
+
+
+def seed_all():
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+
+
+DRAWS = {
+    "torch": torch.rand,
+    "numpy": np.random.rand,
+    "python": lambda n: [random.random() for _ in range(n)],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_data_sets_of_random_samples_are_known_by_their_length(draw, monkeypatch):
+    monkeypatch.setattr(Noisy, "draw", staticmethod(draw))
+    data = Noisy(torch.from_numpy(X), torch.from_numpy(Y))
+    seed_all()
+    after = draw(2)[-1]
+    seed_all()
+    draw(1)
+    assert describe_samples(data) == []
+    assert draw(1)[0] == after  # the next one that is drawn
+    assert record_of(data)["X"] == "Noisy of length 75"
+
+
+class Closed(OwnDataset):
+    def __getitem__(self, row):
+        raise OSError("the file is closed")
+
+
+def test_data_sets_that_cannot_be_read_are_known_by_their_length():
+    assert record_of(Closed(torch.from_numpy(X)))["X"] == "Closed of length 75"
 
 
 def test_other_arguments_of_fit_are_refused(stored):

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from relflat_sk.search._trial.digests import digest
+from relflat_sk.search._trial.lambdas import source_of_lambda
 
 __all__ = ["changed_params", "describe", "same", "with_contents"]
 
@@ -256,10 +257,10 @@ def _source(code: Any) -> str:
     """Return the source of a user's class or function; empty if it is not known.
 
     A class is read method by method, which also works in notebooks. Its base classes count if
-    they are the user's. A lambda has no lines of its own, so that its source is not used.
+    they are the user's.
     """
     if isinstance(code, FunctionType):
-        return "" if code.__name__ == "<lambda>" else _normalised_source(code)
+        return (source_of_lambda if code.__name__ == "<lambda>" else _normalised_source)(code)
     if not isinstance(code, type):
         return ""
     parts = []

@@ -29,6 +29,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures import OwnMeasure
 from relflat_sk.search._trial.description import changed_params, describe, same, with_contents
 from relflat_sk.search._trial.digests import digest
+from relflat_sk.search._trial.samples import describe_samples
 from relflat_sk.search._trial.weight_files import check_store
 
 __all__ = ["MADE_WITH", "check_made_with", "check_study_of"]
@@ -207,7 +208,8 @@ def _describe_data(data: Any) -> str:
     if isinstance(data, bool | int | float | str):  # an argument of `fit`, such as epochs
         return describe(data)
     length = f" of length {len(data)}" if hasattr(data, "__len__") else ""
-    return with_contents(type(data).__name__ + length, list(map(_describe_data, _parts(data))))
+    parts = list(map(_describe_data, _parts(data))) or describe_samples(data)
+    return with_contents(type(data).__name__ + length, parts)
 
 
 def _parts(data: Any) -> list[Any]:
