@@ -1,7 +1,11 @@
 """Every measure at every kind of layer, against the dense Hessian."""
 
+import itertools
+import math
+
 import pytest
 import torch
+from scipy.linalg import hadamard
 from torch import nn
 
 from relflat_sk import measure
@@ -9,7 +13,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._flatness import TRACE_LIKE, measure_layers
+from relflat_sk.measures._flatness import TRACE_LIKE, layer_curvature, measure_layers, terms
 from tests import oracles
 from tests.hugging_face import Conv1D, conv1d
 
@@ -120,19 +124,24 @@ def test_every_measure_agrees_with_the_dense_hessian(kind, name):
     "measure_name",
     ["relative_flatness", "hessian_trace", "neuron_flatness_sum", "neuron_flatness_max"],
 )
-def test_probes_bracket_the_exact_value(kind, name, measure_name):
+def test_probes_average_to_the_exact_value(kind, name, measure_name, monkeypatch):
+    """Signs of which any two average to zero together have the mean of random ones."""
     net, X, y = make(kind)
     arguments = {"layer": name, "criterion": CE}
     exact = measure(measure_name, net, X, y, method="exact", **arguments)
-    errors = []
-    for seed in range(20):
-        found = evaluate(measure_name, net, X, y, method="hutchinson", n_probes=40, rtol=1e-9,
-                         random_state=seed, **arguments)  # fmt: skip
-        errors.append((found.value - exact) / found.stderr)
-    inside = sum(abs(error) < 4 for error in errors)
-    assert inside >= 19
-    if measure_name != "neuron_flatness_max":  # the largest of noisy numbers is biased
-        assert abs(sum(errors)) < 4 * len(errors) ** 0.5 * 1.5
+    signs, calls = hadamard(128), itertools.count()
+
+    def rademacher(shape, like, generator):
+        drawn = torch.as_tensor(signs[: math.prod(shape[1:]), next(calls)]).to(like)
+        return drawn.expand(shape[0], -1).reshape(shape)
+
+    monkeypatch.setattr(layer_curvature, "rademacher", rademacher)
+    monkeypatch.setattr(terms, "rademacher", rademacher)
+    found = evaluate(measure_name, net, X, y, method="hutchinson", n_probes=128, rtol=1e-9,
+                     **arguments)  # fmt: skip
+    assert next(calls) == 128
+    assert found.value == pytest.approx(exact, rel=EXACT)
+    assert found.stderr > 0
 
 
 def test_weight_decay_counts_into_the_loss():
