@@ -31,8 +31,10 @@ from relflat_sk._minima_table.hyperparameters import (
 )
 from relflat_sk._minima_table.trials import (
     CURVES,
+    MADE_WITH,
     NO_REASON,
     STATES,
+    UNITS,
     curves_of,
     minima_table,
     remeasured_key,
@@ -42,9 +44,11 @@ from relflat_sk._minima_table.trials import (
 __all__ = [
     "CURVES",
     "DEPTH_BAND",
+    "MADE_WITH",
     "NO_REASON",
     "PARAM_PREFIX",
     "STATES",
+    "UNITS",
     "check_depth_band",
     "column_of",
     "curves_of",

@@ -16,8 +16,19 @@ from sklearn.exceptions import NotFittedError
 from relflat_sk._checks import is_number
 from relflat_sk._minima_table.columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
 
-__all__ = ["CURVES", "NO_REASON", "STATES", "minima_table", "remeasured_key", "table_of_trials"]
+__all__ = [
+    "CURVES",
+    "MADE_WITH",
+    "NO_REASON",
+    "STATES",
+    "UNITS",
+    "minima_table",
+    "remeasured_key",
+    "table_of_trials",
+]
 
+MADE_WITH = "made_with"  # user attribute of a study: how its minima are made, part by part
+UNITS = "units"  # the part with attributes of the table
 CURVES = "curves"  # user attribute of a trial: losses and flatness of its epochs, by column
 
 # the states of finished trials, and their names in the column `state`
@@ -145,7 +156,8 @@ def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any
     Returns
     -------
     pandas.DataFrame
-        One row per trial, without the column ``rank``.
+        One row per trial, without the column ``rank``. ``attrs["loss_unit"]`` is empty if the
+        study is one of regressors.
     """
     rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -156,7 +168,9 @@ def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any
     table = pd.DataFrame(rows, columns=columns)
     floats = [*measures, *LOSSES, DEPTH, *SCORES, "seconds"]
     types = {"trial": int, "converged": bool} | dict.fromkeys(floats, float)
-    return table.astype(types)
+    table = table.astype(types)
+    table.attrs |= study_attrs.get(MADE_WITH, {}).get(UNITS, {})
+    return table
 
 
 def _row(trial: FrozenTrial) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         }
         color_by = color_column(table, color_by)
         return cls(minima=table, curves=curves, column=column, color_by=color_by).plot(
-            ax=ax, **with_unit(kwargs, minima)
+            ax=ax, **with_unit(kwargs, minima, table)
         )
 
     def _draw(

@@ -25,15 +25,21 @@ def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
     arguments : dict
         Arguments of `plot`, which count more.
     *sources : object
-        The estimators, searches or tables that are shown. Tables and modules do not tell.
+        The estimators, searches or tables that are shown. Modules do not tell, nor do tables that
+        were read from a file.
 
     Returns
     -------
     dict
-        The arguments, with an empty `loss_unit` if a source is a regressor.
+        The arguments, with an empty `loss_unit` if a source is a regressor, or a table of some.
     """
-    regression = any(hasattr(one, "fit") and is_regressor(one) for one in sources)
-    return {"loss_unit": ""} | dict(arguments) if regression else dict(arguments)
+    known: dict[str, Any] = {}
+    for one in sources:
+        if isinstance(one, pd.DataFrame):
+            known |= {name: unit for name, unit in one.attrs.items() if name == "loss_unit"}
+        elif hasattr(one, "fit") and is_regressor(one):
+            known["loss_unit"] = ""
+    return known | dict(arguments)
 
 
 class MinimaDisplay(ABC):
@@ -69,7 +75,7 @@ class MinimaDisplay(ABC):
             a new figure.
         loss_unit : str, default="nats"
             Unit of the loss, for the axis labels: nats for cross-entropy; "" for none, which is
-            the default of `from_minima` for a search over regressors.
+            the default of `from_minima` for a search over regressors, its study and its table.
         cmap : str, default="viridis"
             Color map for the column `color_by`, preferably with increasing lightness.
         **kwargs

@@ -126,7 +126,7 @@ class HyperparameterDisplay(MinimaDisplay):
         if color_by == "auto":
             color_by = color_column(table.drop(columns=column), "auto")
         display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
-        return display.plot(ax=ax, **with_unit(kwargs, minima))
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

@@ -146,7 +146,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
             },
             color_by=color_column(table, color_by),
         )
-        return display.plot(ax=ax, **with_unit(kwargs, minima))
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

@@ -148,7 +148,7 @@ class MinimaRankingDisplay(MinimaDisplay):
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, by, target, random_state),
         )
-        return display.plot(ax=ax, **with_unit(kwargs, minima))
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]

@@ -258,6 +258,10 @@ def test_losses_of_regressors_have_no_unit():
             assert "nats" not in (ax.get_xlabel() + ax.get_ylabel()).replace(
                 "KL divergence (nats", ""
             )
+    for source in (search.minima_, search.study_, search.minima_.query("converged")):
+        display = HyperparameterDisplay.from_minima(source)
+        assert display.ax_.get_ylabel() == "relative flatness κ"
+        assert "nats" not in FlatnessGapDisplay.from_minima(source).ax_.get_ylabel()
     display = HyperparameterDisplay.from_minima(search, loss_unit="m²")
     assert display.ax_.get_ylabel() == "relative flatness κ (m²)"
 

@@ -13,6 +13,7 @@ part              content
 ``search``        measures that are objectives, seed, and all other settings of the objective
 ``choices``       values of the space that Optuna knows by a label only; may be added later
 ``own measures``  the user's functions among the measures; may be added later
+``units``         an empty unit of the loss for regressors, not compared
 ================  ================================================================================
 """
 
@@ -22,9 +23,11 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from sklearn.base import is_regressor
 from skorch.dataset import Dataset as SkorchDataset
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from relflat_sk._minima_table import MADE_WITH, UNITS
 from relflat_sk._warnings import warn
 from relflat_sk.measures import OwnMeasure
 from relflat_sk.search._trial.description import changed_params, describe, same, with_contents
@@ -34,7 +37,6 @@ from relflat_sk.search._trial.weight_files import check_store
 
 __all__ = ["MADE_WITH", "check_made_with", "check_study_of"]
 
-MADE_WITH = "made_with"
 _OLD_DATA = "data"  # studies of earlier versions have the data only
 
 # parameters of the objective that change its results, with the values that are left out. The number
@@ -157,6 +159,7 @@ def _record(objective: Any, n_objectives: int, others: Sequence[str]) -> Record:
         "search": search,
         "choices": space.describe_choices(),
         "own measures": {str(name): describe(name.function) for name in own},
+        UNITS: {"loss_unit": ""} if is_regressor(objective.estimator) else {},
     }
 
 
