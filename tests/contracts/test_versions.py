@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-import torch
 
 import relflat_sk
 from relflat_sk import __main__ as command
@@ -21,7 +20,7 @@ def test_the_command_prints_versions_devices_and_extras():
     rows = dict(line.split(": ", 1) for line in found)
     assert rows["relflat_sk"] == relflat_sk.__version__
     assert rows["devices"].startswith("cpu")
-    assert f"torch {torch.__version__}" in rows["required"]
+    assert f"torch {version('torch')}" in rows["required"]
     assert f"matplotlib {version('matplotlib')}" in rows["extra 'plot'"]
 
 

@@ -393,8 +393,11 @@ def test_routing_passes_requested_weights(request_, weights, again):
 @pytest.mark.usefixtures("_routing")
 @pytest.mark.parametrize("scorer", [FlatnessScorer(), {"flat": FlatnessScorer()}])
 def test_routing_refuses_weights_without_a_request(scorer):
-    with pytest.raises(UnsetMetadataPassedError, match=r"sample_weight.*FlatnessScorer\.score"):
+    with pytest.raises(UnsetMetadataPassedError, match="sample_weight") as caught:
         routed(scorer, sample_weight=WEIGHTS)
+    # before version 1.7, scikit-learn answers with an error of its own about the estimator
+    errors = f"{caught.value} {caught.value.__context__}"
+    assert "FlatnessScorer.score" in errors
 
 
 @pytest.mark.usefixtures("_routing")
