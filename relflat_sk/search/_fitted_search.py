@@ -14,7 +14,13 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measures, hold_functions
 from relflat_sk.minima import rank_minima
 from relflat_sk.search._best_estimator import BestEstimatorMixin
-from relflat_sk.search._provide import check_same, find_trial, provide, provide_same
+from relflat_sk.search._provide import (
+    check_same,
+    find_trial,
+    has_weights,
+    provide,
+    provide_same,
+)
 from relflat_sk.search._remeasure import remeasure
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import candidate_table, check_table, cv_results
@@ -189,12 +195,23 @@ class FittedSearchMixin(BestEstimatorMixin):
         self.best_params_ = objective.space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
-    def _refit(self, objective: MinimaObjective, flattest: FlattestSoFar) -> None:
-        """Set `best_estimator_`, trained again only if there is no other way."""
+    def _refit(
+        self, objective: MinimaObjective, flattest: FlattestSoFar, interrupted: bool
+    ) -> None:
+        """Set `best_estimator_`, trained again only if there is no other way.
+
+        After Ctrl-C nothing is trained, and the search has no best estimator.
+        """
         best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
         held = flattest.estimator(best.number)
         if held is not None:
             self.best_estimator_ = held
+        elif interrupted and not has_weights(objective, best):
+            warn(
+                f"the interrupted search has no best_estimator_: an earlier session "
+                f"trained the flattest minimum, of trial {best.number}, and saved no weights. Fit "
+                f"again, or train it by get_estimator({best.number})."
+            )
         else:  # an earlier session trained it
             self.best_estimator_ = provide(objective, best)
             try:

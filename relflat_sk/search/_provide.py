@@ -17,7 +17,7 @@ from relflat_sk.search._trial import (
 )
 from relflat_sk.training import measured_later
 
-__all__ = ["check_same", "find_trial", "provide", "provide_same", "train_again"]
+__all__ = ["check_same", "find_trial", "has_weights", "provide", "provide_same", "train_again"]
 
 ROUNDING = 1e-5  # of the training loss, on another machine
 OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
@@ -54,6 +54,24 @@ def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
     return found
 
 
+def has_weights(objective: MinimaObjective, trial: FrozenTrial) -> bool:
+    """Return whether the weights of a trial were saved, and are within reach.
+
+    Parameters
+    ----------
+    objective : MinimaObjective
+        Trained the candidates.
+    trial : optuna.trial.FrozenTrial
+        A finished trial.
+
+    Returns
+    -------
+    bool
+        False without an artifact store, too.
+    """
+    return objective.artifact_store is not None and ARTIFACT in trial.user_attrs
+
+
 def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     """Provide the estimator of a trial.
 
@@ -74,10 +92,9 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     FlatnessWarning
         If the weights are damaged, so that the candidate is trained again.
     """
-    params = objective.space.values(trial)
-    if objective.artifact_store is not None and ARTIFACT in trial.user_attrs:
+    if has_weights(objective, trial):
         try:
-            return objective.restore(params, trial)
+            return objective.restore(objective.space.values(trial), trial)
         except DamagedWeightsError as error:
             warn(f"{error} The candidate is trained again.")
     return train_again(objective, trial)

@@ -118,8 +118,8 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         The largest depth over the smallest of the minima that are ranked together, see
         `rank_minima`. None ranks all minima.
     refit : bool, default=True
-        Whether to provide `best_estimator_`: the network that was measured. If an earlier session
-        trained it, it is restored from saved weights, or trained again with the same seed.
+        Whether to provide `best_estimator_`: the network that was measured. One of an earlier
+        session is restored from saved weights, or trained again, but not after Ctrl-C.
     retry_failed : bool, default=False
         Whether candidates that failed in an earlier session, or were killed twice, are trained
         again. A candidate that fails again replaces its earlier failure in the tables.
@@ -140,7 +140,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         With several objectives, `pareto` says whether no other candidate is at least as good in
         all of them and better in one.
     best_estimator_ : estimator
-        The flattest minimum, trained on all of X.
+        The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
     best_params_ : dict
         Its parameters.
     best_score_ : float
@@ -322,7 +322,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         self._rank(objective, interrupted)
         if self.refit:
             started = time.perf_counter()
-            self._refit(objective, flattest)
+            self._refit(objective, flattest, interrupted)
             self.refit_time_ = time.perf_counter() - started
         return self
 

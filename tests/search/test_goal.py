@@ -403,3 +403,21 @@ def test_without_a_band_one_estimator_is_held():
         trial.number = number
         flattest.offer(trial, number)
     assert [one.number for one in flattest.held] == [2]
+
+
+@pytest.mark.parametrize("n_minima", [0, 2])
+def test_the_first_of_the_table_is_held_whether_or_not_there_are_minima(n_minima):
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        study, flattest, n = optuna.create_study(), FlattestSoFar(True, 3.0), 8
+        minima = set(rng.choice(n, n_minima, replace=False))
+        depths, values = np.exp(rng.integers(0, 4, n)), rng.integers(1, 6, n).astype(float)
+        values[rng.random(n) < 0.2] = np.inf
+        without = rng.random(n) < 0.2
+        for i in range(n):
+            attrs = {"converged": i in minima, "relative_flatness": values[i]}
+            attrs |= {} if without[i] and i not in minima else {"depth": depths[i]}
+            study.add_trial(create_trial(value=values[i], user_attrs=attrs))
+            flattest.offer(study.trials[-1], i)
+        first = int(rank_minima(study, by="relative_flatness")["trial"][0])
+        assert flattest.estimator(first) == first

@@ -648,6 +648,19 @@ def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
     assert_same_results(resumed, make_search().fit(X, Y))
 
 
+@pytest.mark.filterwarnings("ignore:.*has not reached:sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("at", [99, 3], ids=["to the end", "interrupted"])
+def test_a_search_without_minima_trains_each_candidate_once(tmp_path, at):
+    path = tmp_path / "trained"
+    net = make_net(callbacks=[StopAtLoss(1e-6), PressCtrlC(path, at)], max_epochs=2)
+    with pytest.warns(FlatnessWarning, match="no candidate converged|interrupted"):
+        search = make_search(net).fit(X, Y)
+    assert path.stat().st_size == min(at, 4)
+    assert not search.minima_["converged"].any()
+    loss = nn.CrossEntropyLoss()(search.best_estimator_.forward(X), torch.as_tensor(Y)).item()
+    assert loss == pytest.approx(search.minima_["train_loss"][0])
+
+
 def test_ctrl_c_before_anything_is_done(tmp_path):
     net = make_net(callbacks=[PressCtrlC(tmp_path / "trained", at=1)])
     handler = signal.getsignal(signal.SIGINT)
@@ -667,6 +680,23 @@ def test_ctrl_c_while_refitting_leaves_no_half_trained_net(tmp_path):
     assert path.stat().st_size == 5
     assert not hasattr(search, "best_estimator_")
     assert len(search.minima_) == 4
+
+
+def test_ctrl_c_leaves_the_network_of_an_earlier_session_untrained(tmp_path):
+    path = tmp_path / "trained"
+    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
+    with pytest.warns(FlatnessWarning, match="interrupted"):
+        make_search(net, **parameters).fit(X, Y)
+    path.write_bytes(path.read_bytes()[:-1])  # so that the third is interrupted again
+    search = make_search(net, **parameters)
+    with pytest.warns(FlatnessWarning, match="interrupted") as warned:
+        search.fit(X, Y)
+    assert "has no best_estimator_: an earlier session trained" in str(warned[-1].message)
+    assert path.stat().st_size == 3
+    with pytest.raises(NotFittedError):
+        search.predict(X)
+    assert len(search.get_estimator(int(search.minima_["trial"][0])).predict(X)) == len(X)
 
 
 CTRL_C = """

@@ -1,4 +1,4 @@
-"""Hold the estimators of the minima that may rank first, while a search goes on."""
+"""Hold the estimators of the candidates that may rank first, while a search goes on."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ def is_minimum(trial: FrozenTrial) -> bool:
 
 
 class _Held(NamedTuple):
-    """A minimum with its estimator; equally flat minima rank in the order of their trials."""
+    """A candidate with its estimator; equally flat minima rank in the order of their trials."""
 
     value: float
     number: int
@@ -34,11 +34,12 @@ class _Held(NamedTuple):
 
 
 class FlattestSoFar:
-    """The estimators of the minima that may rank first.
+    """The estimators of the candidates that may rank first.
 
     Only minima of about the same depth are compared, and which depth that is depends on all
     candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
-    least as shallow lie within one band: every band that contains it contains one of them.
+    least as shallow lie within one band: every band that contains it contains one of them. As
+    long as there is no minimum, the first of the other candidates is held.
 
     Parameters
     ----------
@@ -52,6 +53,7 @@ class FlattestSoFar:
         self.enabled = enabled
         self.band = np.inf if depth_band is None else depth_band
         self.held: list[_Held] = []
+        self.other: _Held | None = None
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
         """Hold the estimator of a trial if it may rank first.
@@ -63,10 +65,16 @@ class FlattestSoFar:
         estimator : estimator or None
             The estimator that it trained.
         """
-        if self.enabled and is_minimum(trial):
-            depth = trial.user_attrs.get("depth", np.nan)
-            self.held.append(_Held(trial.values[0], trial.number, depth, estimator))
+        if not self.enabled or trial.state != TrialState.COMPLETE:
+            return
+        depth = trial.user_attrs.get("depth", np.nan)
+        offered = _Held(trial.values[0], trial.number, depth, estimator)
+        if is_minimum(trial):
+            self.held = [*self.held, offered]
             self.held = [one for one in self.held if not self._is_beaten(one)]
+            self.other = None
+        elif not self.held and (self.other is None or _order(offered) < _order(self.other)):
+            self.other = offered
 
     def estimator(self, number: int) -> Any:
         """Return the estimator of a trial.
@@ -81,7 +89,8 @@ class FlattestSoFar:
         estimator or None
             None if it is not held.
         """
-        return next((one.estimator for one in self.held if one.number == number), None)
+        held = self.held if self.other is None else [self.other]
+        return next((one.estimator for one in held if one.number == number), None)
 
     def _is_beaten(self, one: _Held) -> bool:
         """Return whether flatter minima share every band with a minimum."""
@@ -92,3 +101,10 @@ class FlattestSoFar:
         shallower = max((o.depth for o in flatter if o.depth <= one.depth), default=0.0)
         beside = any(np.isnan(other.depth) for other in flatter)
         return beside or (bool(flatter) and np.isinf(self.band)) or deeper <= self.band * shallower
+
+
+def _order(one: _Held) -> tuple[Any, ...]:
+    """Return what ranks candidates that are no minima: the deepest first, as in `rank_minima`."""
+    if np.isnan(one.depth):
+        return not np.isfinite(one.value), np.inf, one.value, one.number
+    return not np.isfinite(one.value), -one.depth, 0.0, one.number

@@ -20,7 +20,6 @@ from relflat_sk.search._sharing.claims import (
     claim,
     is_cut_short,
 )
-from relflat_sk.search._sharing.flattest import is_minimum
 from relflat_sk.search._sharing.fleet import train_together
 from relflat_sk.search._sharing.in_processes import train_in_processes
 from relflat_sk.search._sharing.processes import end_with_parent
@@ -248,16 +247,14 @@ class Sweep:
         -------
         list of (optuna.trial.FrozenTrial, bytes or None)
             The finished trials, if there were candidates left, and their estimators, `packed`:
-            only those that are minima and can be pickled.
+            only those that were trained and can be pickled.
         """
         end_with_parent(self.process_id)
         found: list[tuple[FrozenTrial, Any]] = []
         study.sampler.reseed_rng()  # otherwise every worker would draw the same values
         with log_level(self.quiet):
             self.train_left(study, lambda *result: found.append(result), n)
-        return [
-            (trial, packed(estimator) if is_minimum(trial) else None) for trial, estimator in found
-        ]
+        return [(trial, packed(estimator)) for trial, estimator in found]
 
 
 def train_all(
@@ -274,7 +271,7 @@ def train_all(
     n_jobs : int
         Number of worker processes; 0 for the calling process.
     on_finished : callable
-        Takes each finished trial and its estimator, None if it is not a minimum.
+        Takes each finished trial and its estimator, None if training failed.
     progress : bool
         Whether to show a progress bar.
 
