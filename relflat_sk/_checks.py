@@ -1,7 +1,8 @@
 """Check arguments, and what is on a device, in the same way in all modules."""
 
+import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
@@ -14,6 +15,7 @@ __all__ = [
     "check_device",
     "check_integer",
     "check_number",
+    "did_you_mean",
     "gather_checks",
     "gathers",
     "is_integer",
@@ -254,3 +256,32 @@ def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
     found = iter(torch.stack(numbers).cpu().tolist())
     for raise_if_wrong, some in pending:
         raise_if_wrong(*(next(found) for _ in some))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Ask which of some names a wrong name stands for.
+
+    Parameters
+    ----------
+    name : str
+        The wrong name. Its last parts, between ``__``, may be those of right names.
+    known : iterable of str
+        The right names.
+
+    Returns
+    -------
+    str
+        A space and a question with at most three names, the most similar first; empty if no name
+        is similar.
+
+    Examples
+    --------
+    >>> did_you_mean("relative_flatnes", ["margin", "relative_flatness"])
+    " Did you mean 'relative_flatness'?"
+    """
+    known = sorted(known)
+    endings = [name.split("__", i)[-1] for i in range(name.count("__") + 1)]
+    same = [other for ending in endings for other in known if other.endswith(f"__{ending}")]
+    found = dict.fromkeys([*same, *difflib.get_close_matches(name, known)])
+    names = " or ".join(map(repr, list(found)[:3]))
+    return f" Did you mean {names}?" if names else ""

@@ -227,9 +227,11 @@ def with_sizes(
         elif accepted[name].default is inspect.Parameter.empty:
             missing.append(name)
     if missing:
+        to_pass = [f"module__{name}=..." for name in missing]
         raise ValueError(
-            f"the module needs {' and '.join(missing)}, and the data do not tell: inputs are "
-            "counted in arrays only, and outputs with a criterion of torch's for classes or "
-            f"numbers. Pass {' and '.join(f'module__{name}' for name in missing)}."
+            f"the module needs {' and '.join(missing)}, which the net does not know. It reads "
+            "n_features from an array X, and n_outputs from an array y if the criterion is one of "
+            "torch's for classes or numbers. Before fit, there are no data yet, and a Dataset or "
+            f"DataLoader does not show its arrays. Pass {', '.join(to_pass)}."
         )
     return found

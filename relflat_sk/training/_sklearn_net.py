@@ -5,6 +5,8 @@ from typing import Any
 
 from skorch import NeuralNet
 
+from relflat_sk._checks import did_you_mean
+
 __all__ = ["SklearnNet"]
 
 
@@ -21,6 +23,9 @@ _OTHER_NAMES = {
     "activation": "module__activation",
     "alpha": "optimizer__weight_decay",
     "class_weight": "criterion__weight (an array), or sample_weight in fit",
+    "early_stopping": "callbacks=[skorch.callbacks.EarlyStopping()] with train_split="
+    "skorch.dataset.ValidSplit(5)",
+    "epochs": "max_epochs",
     "hidden_layer_sizes": "module__hidden_layer_sizes",
     "learning_rate_init": "lr",
     "max_iter": "max_epochs",
@@ -56,10 +61,38 @@ class SklearnNet(NeuralNet):
             super()._validate_params()
         except ValueError as error:
             names = [name for name in _OTHER_NAMES if name in self._params_to_validate]
-            if not names:
-                raise
             instead = "; ".join(f"in place of {name}, use {_OTHER_NAMES[name]}" for name in names)
-            raise ValueError(f"{error}\nWith nets of relflat_sk, {instead}.") from None
+            advice = f"\nWith nets of relflat_sk, {instead}." if names else self._find_similar()
+            raise ValueError(f"{error}{advice}") from None
+
+    def _find_similar(self) -> str:
+        """Ask whether other parameters were meant than those that the net does not have."""
+        given = self._params_to_validate
+        known = self.get_params(deep=False).keys() - given
+        # skorch finds what is meant by a name that begins as one of its prefixes
+        unknown = [name for name in sorted(given) if not name.startswith(tuple(self.prefixes_))]
+        return "".join(did_you_mean(name, known) for name in unknown)
+
+    def initialize_callbacks(self) -> "SklearnNet":
+        """Make the callbacks, as skorch does.
+
+        Returns
+        -------
+        SklearnNet
+            The net.
+
+        Raises
+        ------
+        TypeError
+            If the callbacks are not in a list.
+        """
+        if not isinstance(self.callbacks, list | None):
+            raise TypeError(
+                "callbacks must be a list, such as [StopAtLoss(0.1)], got "
+                f"{type(self.callbacks).__name__}."
+            )
+        super().initialize_callbacks()
+        return self
 
     def _get_param_names(self) -> list[str]:
         # skorch lists every attribute that does not end in an underscore

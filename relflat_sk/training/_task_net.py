@@ -1,6 +1,7 @@
 """A net that knows its task: a network sized from the data, outputs that fit the labels."""
 
 import copy
+from inspect import isfunction, signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -167,6 +168,7 @@ class TaskNet(PenalisedNet):
 
     def initialize_module(self) -> "TaskNet":
         """Make the module, sized from the data where its constructor asks for sizes."""
+        self._check_criterion()  # which tells the number of outputs
         kwargs = self.get_params_for("module")
         if isinstance(self.module, nn.Module) and not kwargs:
             self.module_ = copy.deepcopy(self.module)
@@ -189,20 +191,18 @@ class TaskNet(PenalisedNet):
         Raises
         ------
         TypeError
-            If the criterion is a name, or weights of classes are no numbers.
+            If the criterion is a name or a function, or weights of classes are no numbers.
         ValueError
-            If the criterion ignores a number that is another one among the encoded classes.
+            If the criterion ignores a number that is another one among the encoded classes, or
+            there are not as many weights as classes.
         """
-        if isinstance(self.criterion, str):
-            raise TypeError(
-                "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got "
-                f"{self.criterion!r}."
-            )
+        self._check_criterion()
         parameter = floating_parameter(self.module_)
         dtype = torch.float32 if parameter is None else parameter.dtype
         kwargs = with_class_weights(self._criterion_class, self.get_params_for("criterion"), dtype)
         made = self.criterion_ = self.initialized_instance(self.criterion, kwargs)
         self._check_ignored()
+        self._check_n_weights()
         if type(made) is nn.NLLLoss:
             self.criterion_ = ProbabilityNLLLoss(
                 weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
@@ -243,6 +243,34 @@ class TaskNet(PenalisedNet):
         criterion = getattr(self, "criterion_", None)
         if self._task is TASKS["classification"] and criterion is not None and self._knows_labels():
             _check_ignored(getattr(criterion, "ignore_index", IGNORED), self.classes_)
+
+    def _check_n_weights(self) -> None:
+        """Refuse weights of classes that are not as many as the classes."""
+        weight = getattr(self.criterion_, "weight", None)
+        if self._criterion_task != "classification" or weight is None or not self._knows_labels():
+            return
+        if weight.numel() != len(self.classes_):
+            raise ValueError(
+                f"criterion__weight has {weight.numel()} number(s), but y has "
+                f"{self._task.describe(self)}: pass one weight for each class, in this order."
+            )
+
+    def _check_criterion(self) -> None:
+        """Refuse a criterion of which a net can make no instance, such as a function."""
+        criterion = self.criterion
+        made = "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got"
+        if not callable(criterion):
+            raise TypeError(f"{made} {criterion!r}.")
+        if not isfunction(criterion):
+            return
+        try:  # a function may also make a criterion
+            signature(criterion).bind(**self.get_params_for("criterion"))
+        except TypeError:
+            raise TypeError(
+                f"{made} the function {criterion.__name__}. A net makes the criterion itself, as "
+                "skorch does. For a loss of your own, pass a class of torch.nn.Module whose "
+                "forward takes outputs and targets."
+            ) from None
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""

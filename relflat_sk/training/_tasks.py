@@ -51,22 +51,28 @@ def _class_indices(y: Any, classes: Array) -> Array:
     return indices
 
 
-def _check_are_labels(y: Array, n_classes: int) -> None:
+def _check_are_labels(y: Array, n_classes: int, instead: str) -> None:
     """Refuse floats that look like the values of a regression; warn of integers that do."""
-    instead = "a regression loss, such as criterion=torch.nn.MSELoss"
     n = len(y)
     if y.dtype.kind == "f" and (n_classes > _MANY or n_classes > max(2, n / 2)):
         raise ValueError(
             f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
-            f"values of a regression, but the criterion is one of classes. Pass {instead}. If they "
-            "are class labels, pass them as integers: y.astype(int)."
+            f"values of a regression, but the criterion is one of classes. If they are, {instead}. "
+            "If they are class labels, pass them as integers: y.astype(int)."
         )
     if y.dtype.kind in "iu" and n_classes > _MANY and n < _FEW_PER_CLASS * n_classes:
         warn(
             f"y has integers of more than {_MANY} different values, with fewer than "
             f"{_FEW_PER_CLASS} samples of each on average. They are taken for classes. If they are "
-            f"the values of a regression, pass {instead}."
+            f"the values of a regression, {instead}."
         )
+
+
+def _for_regression(net: Any) -> str:
+    """Say how to train on the values of a regression in place of a net of classes."""
+    if net._fixed_task:
+        return "use RelativeFlatnessRegularizedRegressor"
+    return "pass a regression loss, such as criterion=torch.nn.MSELoss"
 
 
 class _Classification:
@@ -88,7 +94,7 @@ class _Classification:
         check_classification_targets(y)
         net.classes_ = np.unique(y if classes is None else classes)
         if classes is None:
-            _check_are_labels(y, len(net.classes_))
+            _check_are_labels(y, len(net.classes_), _for_regression(net))
         if len(net.classes_) < 2:
             raise ValueError(
                 "a classifier needs at least two classes in y, got one class: "

@@ -441,6 +441,16 @@ def test_an_output_may_be_overwritten_later(inplace):
     assert_slope_is_that_of_differences(RelativeFlatnessPenalty(0), net, criterion, X, y)
 
 
+@pytest.mark.parametrize("layer", [-1, 0, [0, -1], "all"], ids=str)
+def test_refuses_the_output_of_another_forward_pass(layer):
+    net, criterion, X, y = make("squared error")
+    output = net(X)
+    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
+        net(X)
+    with pytest.raises(ValueError, match="not the output of the captured .*once, inside"):
+        penalty(criterion, output, y)
+
+
 def test_refuses_what_the_criterion_cannot_take():
     net, _, X, _ = make("squared error")
     with (penalty := RelativeFlatnessPenalty()).capture(net):

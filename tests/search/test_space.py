@@ -201,6 +201,11 @@ def test_names_that_an_estimator_has(estimator, name):
         (NESTED, "nets__lr", "Pipeline has no parameter 'nets__lr'"),
         (NESTED, "regressor__lr", ".* Did you mean 'net__regressor__lr'"),
         (make_pipeline(LogisticRegression()), "C", ".* Did you mean 'logisticregression__C'"),
+        (
+            make_pipeline(LogisticRegression()),
+            "c__max_iter",
+            r"Pipeline .* Did you mean 'logisticregression__max_iter'\?$",
+        ),
         (LogisticRegression(), "max_itr", ".*'max_itr'. Did you mean 'max_iter'"),
         (RandomForestClassifier(), "C", "RandomForestClassifier has no parameter 'C'"),
     ],

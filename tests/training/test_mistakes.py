@@ -17,6 +17,7 @@ from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
+    StopAtLoss,
     relative_flatness,
 )
 
@@ -44,7 +45,9 @@ DIABETES = load_diabetes(return_X_y=True)
     ids=["diabetes", "many values", "few samples", "tensor"],
 )
 def test_numbers_of_a_regression_are_no_classes(factory, X, y, found):
-    with pytest.raises(ValueError, match=f"y has {found}, which look like .*MSELoss.*astype"):
+    instead = "use RelativeFlatnessRegularizedRegressor" if factory._fixed_task else ".*MSELoss"
+    match = f"y has {found}, which look like .* If they are, {instead}.*astype"
+    with pytest.raises(ValueError, match=match):
         factory(**SETTINGS).fit(X, y)
 
 
@@ -103,9 +106,17 @@ def test_an_index_to_ignore_among_classes_from_0_is_ignored():
     assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
 
 
-def test_integers_with_few_samples_of_each_warn():
-    net = RelativeFlatnessRegularizedNet(**SETTINGS)
-    with pytest.warns(FlatnessWarning, match="integers of more than 20 .*taken for classes"):
+@pytest.mark.parametrize(
+    ("factory", "instead"),
+    [
+        (RelativeFlatnessRegularizedNet, "pass a regression loss, such as .*MSELoss"),
+        (RelativeFlatnessRegularizedClassifier, "use RelativeFlatnessRegularizedRegressor"),
+    ],
+)
+def test_integers_with_few_samples_of_each_warn(factory, instead):
+    net = factory(**SETTINGS)
+    match = f"integers of more than 20 .*taken for classes.*, {instead}"
+    with pytest.warns(FlatnessWarning, match=match):
         net.fit(X, np.arange(60) % 30)
     assert len(net.classes_) == 30
 
@@ -249,12 +260,28 @@ def test_callbacks_of_the_training_data(monitor):
         ({"class_weight": "balanced"}, "in place of class_weight, use criterion__weight"),
         ({"hidden_layer_sizes": 8, "max_iter": 5}, "hidden_layer_sizes; in place of max_iter, use"),
         ({"alpha": 1e-4}, "use optimizer__weight_decay"),
+        ({"early_stopping": True}, "use callbacks=.*EarlyStopping.* with train_split="),
+        ({"epochs": 5}, "in place of epochs, use max_epochs"),
     ],
-    ids=["class_weight", "two", "alpha"],
+    ids=["class_weight", "two", "alpha", "early_stopping", "epochs"],
 )
 def test_names_of_other_networks_come_with_those_of_this_library(given, instead):
     net = RelativeFlatnessRegularizedClassifier(**SETTINGS, **given)
     with pytest.raises(ValueError, match=rf"(?s)unexpected argument.*relflat_sk, .*{instead}"):
+        net.fit(X, Y)
+
+
+def test_a_misspelt_parameter_comes_with_the_one_that_was_meant():
+    given = {"flatness_wieght": 1, "module__activation": "tanh"}
+    net = RelativeFlatnessRegularizedClassifier(**SETTINGS, **given)
+    with pytest.raises(ValueError, match="subclass.* Did you mean 'flatness_weight'") as caught:
+        net.fit(X, Y)
+    assert str(caught.value).count("Did you mean") == 1
+
+
+def test_callbacks_are_in_a_list():
+    net = RelativeFlatnessRegularizedClassifier(callbacks=StopAtLoss(0.1), **SETTINGS)
+    with pytest.raises(TypeError, match="callbacks must be a list, such as .* got StopAtLoss"):
         net.fit(X, Y)
 
 
@@ -283,6 +310,12 @@ def test_the_weight_of_the_positive_class_may_be_a_number(weight):
 def test_weights_of_classes_must_be_numbers(weights):
     net = RelativeFlatnessRegularizedClassifier(criterion__weight=weights, **SETTINGS)
     with pytest.raises(TypeError, match="criterion__weight must be .*order of classes_, got .*bal"):
+        net.fit(X, Y)
+
+
+def test_weights_of_classes_are_as_many_as_the_classes():
+    net = RelativeFlatnessRegularizedClassifier(criterion__weight=[1.0, 2.0], **SETTINGS)
+    with pytest.raises(ValueError, match=r"criterion__weight has 2 .* classes \[0, 1, 2\]"):
         net.fit(X, Y)
 
 

@@ -940,9 +940,14 @@ def test_labels_in_a_data_set_must_fit_the_outputs():
 
 def test_a_data_set_cannot_size_the_network():
     dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
-    match = r"needs n_features and n_outputs, .*Pass module__n_features and module__n_outputs"
+    match = (
+        r"needs n_features and n_outputs, .* no data yet, and a Dataset or DataLoader .*"
+        r"Pass module__n_features=\.\.\., module__n_outputs=\.\.\."
+    )
     with pytest.raises(ValueError, match=match):
         make().fit(dataset)
+    with pytest.raises(ValueError, match=match):
+        make().initialize()
 
 
 @pytest.mark.parametrize(
@@ -953,9 +958,26 @@ def test_an_optimizer_is_a_class(value):
         make(optimizer=value).fit(X, NAMES)
 
 
-def test_a_criterion_is_not_a_name():
-    with pytest.raises(TypeError, match="such as torch.nn.CrossEntropyLoss, got 'cross_entropy'"):
-        make(criterion="cross_entropy").fit(X, NAMES)
+@pytest.mark.parametrize("factory", [make, RelativeFlatnessRegularizedNet], ids=["own", "any"])
+@pytest.mark.parametrize(
+    ("criterion", "got"),
+    [
+        ("cross_entropy", "'cross_entropy'"),
+        (nn.functional.cross_entropy, "the function cross_entropy. A net makes"),
+    ],
+    ids=["name", "function"],
+)
+def test_a_criterion_is_a_class(factory, criterion, got):
+    with pytest.raises(TypeError, match=f"such as torch.nn.CrossEntropyLoss, got {got}"):
+        factory(criterion=criterion).fit(X, NAMES)
+
+
+def test_a_function_may_make_the_criterion():
+    def smooth(smoothing=0.0):
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    net = make(criterion=smooth, criterion__smoothing=0.1, module=nn.Linear(4, 3))
+    assert net.fit(X, INDEX).criterion_.label_smoothing == 0.1
 
 
 @pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "score"])

@@ -1,6 +1,5 @@
 """Draw the parameters that a search varies: choices, distributions, functions of a trial."""
 
-import difflib
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from optuna.distributions import (
 from optuna.trial import FixedTrial, FrozenTrial
 from skorch import NeuralNet
 
+from relflat_sk._checks import did_you_mean
 from relflat_sk.search._trial.description import describe
 from relflat_sk.search._trial.entries import (
     PLAIN,
@@ -100,9 +100,9 @@ class Space:
                 continue
             problem = _why_not(estimator, name, self.entries)
             if is_data_name(name) and problem:
-                problem = f"the names that vary the data are {list(DATA_NAMES)}"
+                problem = f"the names that vary the data are {list(DATA_NAMES)}."
             if problem:
-                raise ValueError(f"space names {name!r}, but {problem}.")
+                raise ValueError(f"space names {name!r}, but {problem}")
 
     def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
         """List the values that parameters may have in a search, as far as they can be listed.
@@ -243,19 +243,10 @@ def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "
     if tail and hasattr(params.get(head), "get_params"):
         return _why_not(params[head], tail, varied, f"{prefix}{head}__")
     own = sorted(param for param in params if "__" not in param)
-    known = f"It has {own}" + (
-        " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
-    )
-    meant = _similar(name, params)
-    question = f" Did you mean {meant}?" if meant else ""
-    return f"{type(estimator).__name__} has no parameter {name!r}.{question} {known}"
-
-
-def _similar(name: str, known: Collection[str]) -> str:
-    """Return the names that a wrong name may stand for, the most similar first; at most three."""
-    without_prefix = [param for param in known if param.endswith(f"__{name}")]
-    found = [*without_prefix, *difflib.get_close_matches(name, known)]
-    return " or ".join(map(repr, list(dict.fromkeys(found))[:3]))
+    others = " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
+    known = f" It has {own}{others}."
+    question = did_you_mean(f"{prefix}{name}", [f"{prefix}{param}" for param in params])
+    return f"{type(estimator).__name__} has no parameter {name!r}.{question or known}"
 
 
 def _why_no_argument(part: type, name: str) -> str:
@@ -267,4 +258,4 @@ def _why_no_argument(part: type, name: str) -> str:
     takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     if takes_any or name in arguments or name.startswith("param_groups"):
         return ""
-    return f"{part.__name__} takes no argument {name!r}. It takes {sorted(arguments)}"
+    return f"{part.__name__} takes no argument {name!r}. It takes {sorted(arguments)}."
