@@ -15,6 +15,14 @@ _ON_LOGITS: dict[type, tuple[str, set[str]]] = {
 }
 
 
+# what networks with these endings are usually trained with
+_TRAINED_WITH = {
+    "softmax": "criterion=lambda p, y: torch.nn.functional.nll_loss(p.log(), y)",
+    "log_softmax": "criterion=torch.nn.NLLLoss()",
+    "sigmoid": "criterion=torch.nn.BCELoss()",
+}
+
+
 def explain_ending(criterion: Any, ending: str | None) -> str | None:
     """Explain why the function that a network ends in does not fit a criterion.
 
@@ -73,7 +81,7 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
     problem = explain_ending(criterion, ending)
     if problem is not None:
         warn(
-            f"{problem}. So the loss is not the usual one. Pass the criterion that the network "
-            "was trained with: BCELoss takes probabilities; for a softmax, use criterion="
-            "lambda p, y: torch.nn.functional.nll_loss(p.log(), y)."
+            f"{problem}. So the loss is not the usual one. If the network was trained with this "
+            f"criterion, remove the {ending} from the module, and train again. Otherwise pass the "
+            f"criterion that it was trained with, such as {_TRAINED_WITH[str(ending)]}."
         )

@@ -83,6 +83,11 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
             "of these estimators, and a fitted Pipeline, search object (GridSearchCV, ...) or "
             "TransformedTargetRegressor around one of them."
         ) from None
+    if getattr(X, "ndim", 2) == 1:
+        raise ValueError(
+            f"X is 1-D, of shape {tuple(X.shape)}, but {type(model).__name__} takes rows of "
+            "features. For a single sample, pass X.reshape(1, -1), with y as an array of one label."
+        )
     _check_feature_names(model, X, reset=False)
     if hasattr(X, "shape") and len(X.shape) == 2 and X.shape[1] != model.n_features_in_:
         raise ValueError(

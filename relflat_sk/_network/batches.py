@@ -79,6 +79,7 @@ _READ_AGAIN = (
     "let its __iter__ return a new iterator each time."
 )
 
+_FLAT = " X is 1-D, a number for each sample. For a single sample, pass X.reshape(1, -1)."
 _NOT_FINITE = "y contains NaN or infinity."
 
 Batches = Callable[[], Iterator[Batch]]
@@ -145,7 +146,8 @@ def make_batches(
     n = count_samples(inputs)
     if n == 0:
         raise ValueError("X has no samples, and flatness is a mean over samples.")
-    targets = None if y is None else check_labels(y, n)
+    hint = _FLAT if getattr(inputs, "ndim", 2) == 1 else ""
+    targets = None if y is None else check_labels(y, n, hint)
     weights = None if sample_weight is None else check_weights(sample_weight, n)
     return lambda: _from_arrays(inputs, targets, weights, n, batch_size)
 
@@ -187,7 +189,7 @@ def _warn_of_dropped(loader: Any) -> None:
     )
 
 
-def check_labels(y: Any, n: int) -> Any:
+def check_labels(y: Any, n: int, hint: str = "") -> Any:
     """Return y as an array or tensor of n numeric labels.
 
     Parameters
@@ -196,6 +198,8 @@ def check_labels(y: Any, n: int) -> Any:
         As the user gave it.
     n : int
         Number of samples.
+    hint : str, optional
+        Ends the message about a wrong number of labels.
 
     Returns
     -------
@@ -213,7 +217,7 @@ def check_labels(y: Any, n: int) -> Any:
     else:
         y = y if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 0 or len(y) != n:
-        raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.")
+        raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.{hint}")
     if isinstance(y, np.ndarray):
         if y.dtype.kind not in "biuf":
             raise ValueError(

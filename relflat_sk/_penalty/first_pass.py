@@ -9,15 +9,17 @@ from torch import Tensor
 from relflat_sk._network import (
     ExplicitLayers,
     LayerRecord,
+    Recorder,
     check_linear,
     check_rows,
     check_uses,
+    depends_on,
     few_rows,
     uses_elsewhere,
 )
 from relflat_sk._numerics import without_autocast
 
-__all__ = ["FirstPass"]
+__all__ = ["FirstPass", "check_is_of_pass"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,27 @@ class FirstPass:
             check_linear(record, *self.rows[record.name])
         with without_autocast(output):
             check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
+
+
+def check_is_of_pass(output: Tensor, recorder: Recorder) -> None:
+    """Refuse an output that depends on no recorded layer: that of another forward pass.
+
+    Parameters
+    ----------
+    output : Tensor of shape (n, ...)
+        The criterion's input, with its graph.
+    recorder : Recorder
+        The layers in the captured forward pass.
+
+    Raises
+    ------
+    ValueError
+        If the gradients of the output reach no layer of that pass, which has a graph.
+    """
+    nodes = [recorder[name].node for name in recorder.order if recorder[name].node is not None]
+    if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
+        raise ValueError(
+            "y_pred is not the output of the captured forward pass. Call the network once, inside "
+            "`with penalty.capture(module):`, and pass the output of this call: "
+            "y_pred = module(X)."
+        )

@@ -23,7 +23,7 @@ from relflat_sk._network import (
     layer_input,
     users_of_weight,
 )
-from relflat_sk._penalty.first_pass import FirstPass
+from relflat_sk._penalty.first_pass import FirstPass, check_is_of_pass
 from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit, PenaltyLimit
 
 __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
@@ -210,7 +210,7 @@ class Plan:
             If the output is not that of the captured forward pass, or the penalty at a layer would
             not be that of the criterion, see `FirstPass`.
         """
-        _check_is_of_pass(output, recorder)
+        check_is_of_pass(output, recorder)
         records = [recorder[name] for name in self.penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
         if self.asked is None:  # the term of a layer beside the criterion's input is zero
@@ -222,17 +222,6 @@ class Plan:
             is_output = find_link(output, recorder[list(self.layers)[-1]].node) is not None
             twice = [] if is_output else self.penalised
         return replace(self, twice=twice, first=None)
-
-
-def _check_is_of_pass(output: Tensor, recorder: Recorder) -> None:
-    """Refuse an output that depends on no recorded layer: that of another forward pass."""
-    nodes = [recorder[name].node for name in recorder.order if recorder[name].node is not None]
-    if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
-        raise ValueError(
-            "y_pred is not the output of the captured forward pass. Call the network once, inside "
-            "`with penalty.capture(module):`, and pass the output of this call: "
-            "y_pred = module(X)."
-        )
 
 
 @dataclass(frozen=True)

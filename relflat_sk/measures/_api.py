@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from relflat_sk._network import Layer
 from relflat_sk.measures._evaluate import evaluate
@@ -73,6 +74,8 @@ def measure(
     ValueError
         If there is no measure or aggregate of that name, no terms of single samples, or no layer;
         or if a measure of the whole network is to be taken over layers.
+    TypeError
+        If the model comes before the name.
 
     Examples
     --------
@@ -85,6 +88,11 @@ def measure(
     >>> measure("neuron_flatness", model, X).round(4).tolist()
     [1.3333, 5.3333]
     """
+    if isinstance(model, str) or (_may_be_model(name) and not _may_be_model(model)):
+        raise TypeError(
+            "measure takes the name first: measure('relative_flatness', model, X, y); got a model "
+            f"of type {type(name).__name__} as the name."
+        )
     if isinstance(name, str) and name == NEURONS:
         return _measure_neurons(model, X, y, layer, aggregate, per_sample, params)
     if aggregate is None:
@@ -106,6 +114,10 @@ def measure(
         )
     report = flatness_report(model, X, y, measures=[name], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
+
+
+def _may_be_model(value: Any) -> bool:
+    return isinstance(value, nn.Module) or hasattr(value, "fit")
 
 
 def _measure_neurons(

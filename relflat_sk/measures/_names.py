@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from relflat_sk._checks import did_you_mean
 from relflat_sk._minima_table import column_of, is_reserved
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS
@@ -11,6 +12,7 @@ __all__ = [
     "NEURONS",
     "find_measure",
     "find_measures",
+    "find_single_measure",
     "get_measure_names",
     "hold_functions",
     "register_measure",
@@ -168,14 +170,47 @@ def find_measure(measure: Any) -> str:
             "neuron_flatness_max or neuron_flatness_sum."
         )
     if not callable(measure):
+        names = get_measure_names()
+        question = did_you_mean(measure, names) if isinstance(measure, str) else ""
+        if question:
+            raise ValueError(f"there is no measure {measure!r}.{question} There are {names}.")
         raise ValueError(
-            f"there is no measure {measure!r}; choose from {get_measure_names()}, or pass a "
+            f"there is no measure {measure!r}; choose from {names}, or pass a "
             "function of model, X and y. Only the process that called register_measure knows the "
             "name: where workers take it from a grid of parameters, put the function there."
         )
     name = getattr(measure, "__name__", type(measure).__name__)
     _check_free(name)
     return OwnMeasure(name, measure)
+
+
+def find_single_measure(measure: Any) -> str:
+    """Find the measure of a scorer, of which there is one.
+
+    Parameters
+    ----------
+    measure : str or callable
+        As the user gave it.
+
+    Returns
+    -------
+    str
+        See `find_measure`.
+
+    Raises
+    ------
+    TypeError
+        As from `find_measure`.
+    ValueError
+        If there are several measures; otherwise as from `find_measure`.
+    """
+    if isinstance(measure, list | tuple | set | dict):
+        raise ValueError(
+            f"a scorer takes one measure, got measure={measure!r}. For several, pass a dict of "
+            'scorers: scoring={"flatness": FlatnessScorer("relative_flatness"), '
+            '"trace": FlatnessScorer("hessian_trace")}.'
+        )
+    return find_measure(measure)
 
 
 def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:

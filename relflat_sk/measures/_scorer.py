@@ -21,7 +21,7 @@ from relflat_sk.measures._minimum import (
     compare_with_constant,
     find_objection,
 )
-from relflat_sk.measures._names import find_measure, hold_functions
+from relflat_sk.measures._names import find_measure, find_single_measure, hold_functions
 
 __all__ = ["FlatnessScorer"]
 
@@ -245,7 +245,7 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
-        find_measure(self.measure)
+        find_single_measure(self.measure)
         for name, known in {"data": DATA, "at_minimum": AT_MINIMUM}.items():
             value = getattr(self, name)
             if value not in known:

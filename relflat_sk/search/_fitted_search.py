@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import optuna
@@ -152,7 +152,13 @@ class FittedSearchMixin(BestEstimatorMixin):
         self.minima_ = rank_minima(table, by=objective.names[0], depth_band=None)
         return self.minima_
 
-    def report(self, path: Any) -> Path:
+    @overload
+    def report(self) -> str: ...
+
+    @overload
+    def report(self, path: Any) -> Path: ...
+
+    def report(self, path: Any = None) -> Path | str:
         """Write a report on the search: one HTML page that any browser opens.
 
         The page holds the goal, the depth of the minima, why candidates were left out, the table
@@ -162,24 +168,28 @@ class FittedSearchMixin(BestEstimatorMixin):
 
         Parameters
         ----------
-        path : str or path
-            The file to write, such as ``"minima.html"``. Its folder is created if there is none.
+        path : str or path, optional
+            The file to write, such as ``"minima.html"``, in a folder that exists.
 
         Returns
         -------
-        pathlib.Path
-            The file.
+        pathlib.Path or str
+            The file; without `path`, the page itself, as from pandas' `DataFrame.to_html`.
 
         Raises
         ------
+        OSError
+            If the folder of the file does not exist.
         ImportError
             If matplotlib is not installed.
         """
         check_is_fitted(self, "minima_")
-        page = render(self)
+        if path is None:
+            return render(self)
         file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page, encoding="utf-8")
+        if not file.parent.is_dir():
+            raise OSError(f"cannot write {file.name}: there is no folder {str(file.parent)!r}.")
+        file.write_text(render(self), encoding="utf-8")
         return file
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:

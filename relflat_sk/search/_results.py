@@ -104,7 +104,10 @@ def _advise_longer_training(estimator: Any) -> str:
     if f"{prefix}max_epochs" in params:
         return f"Train longer ({prefix}max_epochs), or to a goal within reach (goal, StopAtLoss)."
     if f"{prefix}max_iter" in params:
-        return f"Train longer ({prefix}max_iter), or to a tolerance within reach ({prefix}tol)."
+        return (
+            f"Train longer ({prefix}max_iter). If training ends by itself above the goal, set a "
+            f"smaller {prefix}tol, or a larger goal."
+        )
     return "Search with a goal within reach (goal)."
 
 

@@ -359,6 +359,23 @@ def test_a_name_that_workers_do_not_know_is_explained():
         find_measure("mine")
 
 
+def test_a_misspelt_name_comes_with_the_one_that_was_meant():
+    match = r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* There are \["
+    with pytest.raises(ValueError, match=match) as caught:
+        find_measure("relative_flatnes")
+    assert "workers" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(MODEL, "relative_flatness", X, Y), (MODEL, X, Y)], ids=["swapped", "left out"]
+)
+def test_the_name_comes_first(arguments):
+    with pytest.raises(
+        TypeError, match=r"name first: measure\('relative.* type LogisticRegression"
+    ):
+        measure(*arguments)
+
+
 def test_functions_in_a_grid_reach_workers():
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]}, depth_band=None)
     grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)

@@ -973,7 +973,11 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
     [
         (
             {"measure": "flatness"},
-            "no measure 'flatness'; choose from .*'normalized_relative_flatness', .*'relative_fl",
+            "no measure 'flatness'. Did you mean .*'relative_flatness'.*'normalized_relative_fl",
+        ),
+        (
+            {"measure": ["relative_flatness", "hessian_trace"]},
+            r"takes one measure, got measure=\['relative.* pass a dict of scorers: scoring=",
         ),
         ({"data": "test"}, "data='test', expected one of given, train"),
         ({"at_minimum": False}, "at_minimum=False, expected one of ignore, reject, warn"),
@@ -999,6 +1003,7 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
     ],
     ids=[
         "measure",
+        "several",
         "data",
         "at_minimum",
         "params",

@@ -27,6 +27,7 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import compute_class_weight
 from torch import nn
 
+from relflat_sk import relative_flatness
 from relflat_sk._models.sklearn_estimators import _convert, to_torch
 from relflat_sk._models.sklearn_losses import (
     SGD_CLASSIFICATION_LOSSES,
@@ -599,8 +600,8 @@ def test_refuses_unfitted_estimators(kind):
 
 @pytest.mark.parametrize(
     "other",
-    [RandomForestClassifier(2).fit(X, TWO), Perceptron(), LogisticRegression, None],
-    ids=["forest", "perceptron", "class", "none"],
+    [RandomForestClassifier(2).fit(X, TWO), Perceptron(), None],
+    ids=["forest", "perceptron", "none"],
 )
 def test_refuses_other_types_and_lists_what_works(other):
     name = type(other).__name__
@@ -608,5 +609,18 @@ def test_refuses_other_types_and_lists_what_works(other):
         "LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor, Ridge, RidgeCV, "
         "SGDClassifier, SGDRegressor"
     )
-    with pytest.raises(TypeError, match=rf"a {name} is not a network .* are: {listed}\."):
+    with pytest.raises(TypeError, match=rf"type {name} is not a network .* are: {listed}\."):
         to_torch(other)
+
+
+def test_refuses_what_stands_for_a_model():
+    with pytest.raises(TypeError, match="pass a fitted instance, not the class LogisticRegression"):
+        to_torch(LogisticRegression)
+    with pytest.raises(TypeError, match=r"not an object of type OrderedDict.*load_state_dict\("):
+        to_torch(torch.nn.Linear(2, 1).state_dict())
+
+
+def test_a_single_sample_is_a_row():
+    model = LinearRegression().fit(X, X[:, 0])
+    with pytest.raises(ValueError, match=r"X is 1-D, of shape .*reshape\(1, -1\)"):
+        relative_flatness(model, X[0], [1.0])

@@ -180,12 +180,17 @@ def test_a_report_without_any_minimum():
     assert Page(text).tags.count("img") == 1
 
 
-def test_the_folder_is_created_and_matplotlib_is_named(search, tmp_path, monkeypatch):
-    path = search.report(tmp_path / "a" / "new" / "minima.html")
-    assert path.exists()
+def test_the_page_itself_and_a_folder_that_is_missing(search, tmp_path):
+    assert search.report().startswith("<!DOCTYPE html>")
+    with pytest.raises(OSError, match="cannot write minima.html: there is no folder .*new'"):
+        search.report(tmp_path / "new" / "minima.html")
+    assert not (tmp_path / "new").exists()
+
+
+def test_matplotlib_is_named(search, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
-        search.report(tmp_path / "other" / "minima.html")
+        search.report(tmp_path / "minima.html")
     assert not (tmp_path / "other").exists()
 
 

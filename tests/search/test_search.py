@@ -849,7 +849,7 @@ def test_scikit_learn_tells_whether_it_converged():
             MLPClassifier((4,), max_iter=3, random_state=0),
             {"learning_rate_init": [0.001]},
             "auto",
-            r"\(max_iter\), or to a tolerance within reach \(tol\)",
+            r"\(max_iter\)\. If .* above the goal, set a smaller tol, or a larger goal",
         ),
         (
             Pipeline([("scale", StandardScaler()), ("net", make_net(max_epochs=1))]),

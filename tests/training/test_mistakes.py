@@ -209,15 +209,21 @@ def test_a_fleet_refuses_the_same():
 
 
 @pytest.mark.parametrize(
-    ("function", "criterion"),
-    [(nn.Softmax(dim=1), nn.CrossEntropyLoss()), (nn.Sigmoid(), nn.BCEWithLogitsLoss())],
+    ("function", "criterion", "instead"),
+    [
+        (nn.Softmax(dim=1), nn.CrossEntropyLoss(), "softmax .*, such as criterion=lambda p, y"),
+        (nn.Sigmoid(), nn.BCEWithLogitsLoss(), "sigmoid .*, such as criterion=torch.nn.BCELoss"),
+    ],
     ids=["softmax", "sigmoid"],
 )
-def test_measures_warn_of_such_a_criterion(function, criterion):
+def test_measures_warn_of_such_a_criterion(function, criterion, instead):
     torch.manual_seed(0)
     module = Ending(4, 3, function)
     y = torch.from_numpy(Y) if function.__class__ is nn.Softmax else torch.rand(60, 3)
-    with pytest.warns(FlatnessWarning, match="takes logits, .* already. So the loss is not"):
+    match = (
+        f"takes logits, .* already. So the loss is not.*trained with this.* remove the {instead}"
+    )
+    with pytest.warns(FlatnessWarning, match=match):
         relative_flatness(module, X, y, criterion=criterion)
 
 
