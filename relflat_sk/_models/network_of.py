@@ -6,7 +6,7 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import singledispatch
@@ -75,6 +75,13 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     inner = getattr(model, "best_estimator_", None)  # of a search that is not scikit-learn's
     if inner is not None:
         return to_network(inner, X, y, options)
+    if isinstance(model, type):
+        raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
+    if isinstance(model, Mapping):
+        raise TypeError(
+            f"pass a model, not its weights in an object of type {type(model).__name__}: load them "
+            "into their module, by module.load_state_dict(weights), and pass the module."
+        )
     try:
         converted = to_torch(model, y)
     except TypeError as error:

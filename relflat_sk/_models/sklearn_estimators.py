@@ -32,7 +32,7 @@ nor sample weights.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any
@@ -156,14 +156,6 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
 def _convert(estimator: Any, y: Any) -> TorchModel:
     """Refuse estimators that have no converter below."""
     name = type(estimator).__name__
-    if isinstance(estimator, type):
-        raise TypeError(f"pass a fitted instance, not the class {estimator.__name__}.")
-    if isinstance(estimator, Mapping):
-        raise TypeError(
-            f"pass a model, not an object of type {name}. The weights of a state_dict are no "
-            "network: load them into their module, by module.load_state_dict(weights), and pass "
-            "the module."
-        )
     known = sorted(kind.__name__ for kind in _convert.registry if kind is not object)
     raise TypeError(
         f"a model of type {name} is not a network that can be read from its attributes; of "

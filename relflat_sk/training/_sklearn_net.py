@@ -62,15 +62,16 @@ class SklearnNet(NeuralNet):
         except ValueError as error:
             names = [name for name in _OTHER_NAMES if name in self._params_to_validate]
             instead = "; ".join(f"in place of {name}, use {_OTHER_NAMES[name]}" for name in names)
-            advice = f"\nWith nets of relflat_sk, {instead}." if names else self._find_similar()
-            raise ValueError(f"{error}{advice}") from None
+            advice = f"\nWith nets of relflat_sk, {instead}." if names else ""
+            raise ValueError(f"{error}{self._find_similar()}{advice}") from None
 
     def _find_similar(self) -> str:
         """Ask whether other parameters were meant than those that the net does not have."""
-        given = self._params_to_validate
-        known = self.get_params(deep=False).keys() - given
+        known = self.get_params(deep=False).keys() - self._params_to_validate
         # skorch finds what is meant by a name that begins as one of its prefixes
-        unknown = [name for name in sorted(given) if not name.startswith(tuple(self.prefixes_))]
+        prefixes = tuple(self.prefixes_)
+        names = sorted(self._params_to_validate - _OTHER_NAMES.keys())
+        unknown = [name for name in names if not name.startswith(prefixes)]
         return "".join(did_you_mean(name, known) for name in unknown)
 
     def initialize_callbacks(self) -> "SklearnNet":

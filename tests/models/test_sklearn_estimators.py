@@ -614,10 +614,14 @@ def test_refuses_other_types_and_lists_what_works(other):
 
 
 def test_refuses_what_stands_for_a_model():
-    with pytest.raises(TypeError, match="pass a fitted instance, not the class LogisticRegression"):
-        to_torch(LogisticRegression)
-    with pytest.raises(TypeError, match=r"not an object of type OrderedDict.*load_state_dict\("):
-        to_torch(torch.nn.Linear(2, 1).state_dict())
+    with pytest.raises(
+        TypeError, match="pass a fitted instance, not the class LogisticRegression.$"
+    ):
+        relative_flatness(LogisticRegression, X, TWO)
+    with pytest.raises(
+        TypeError, match=r"in an object of type OrderedDict: load.*pass the module\.$"
+    ):
+        relative_flatness(torch.nn.Linear(5, 1).state_dict(), X, TWO)
 
 
 def test_a_single_sample_is_a_row():

@@ -278,7 +278,7 @@ def test_names_of_other_networks_come_with_those_of_this_library(given, instead)
 
 
 def test_a_misspelt_parameter_comes_with_the_one_that_was_meant():
-    given = {"flatness_wieght": 1, "module__activation": "tanh"}
+    given = {"flatness_wieght": 1, "module__activation": "tanh", "epochs": 3}
     net = RelativeFlatnessRegularizedClassifier(**SETTINGS, **given)
     with pytest.raises(ValueError, match="subclass.* Did you mean 'flatness_weight'") as caught:
         net.fit(X, Y)
