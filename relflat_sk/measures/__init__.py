@@ -2,6 +2,9 @@
 
 # for the packages above, not public
 from relflat_sk.measures._api import measure, relative_flatness
+from relflat_sk.measures._criterion_curvature import (
+    criterion_has_curvature as criterion_has_curvature,
+)
 from relflat_sk.measures._evaluate import evaluate
 from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._flatness import find_measured_layer as find_measured_layer

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 
+from relflat_sk._losses import name_criterion
 from relflat_sk._models import describe
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
@@ -18,6 +19,7 @@ from relflat_sk.measures import (
     ConstantComparison,
     Flatness,
     compare_with_constant,
+    criterion_has_curvature,
     measure_layers,
 )
 from relflat_sk.training._convergence import missed_goal
@@ -52,6 +54,8 @@ def measured_later() -> Iterator[list[Callable[[], None]]]:
 # if it lost this share of that gain. In 450 trainings with learning rates from 0.01 to 0.1 on five
 # data sets, noise cost at most 0.27 of it.
 _GAIN, _LOST = 0.25, 0.5
+# A net has hardly learned if its loss is below the best constant's by no more than this share.
+_HARDLY = 0.05
 # the attributes that are measured on the training data
 _MEASURED = ("relative_flatness_", "constant_comparison_")
 # parameters with which they would have other values; skorch makes a new module or criterion at once
@@ -166,22 +170,37 @@ class MeasuredNet(FastNet):
             self._learn_flatness(list(found.values()))
 
     def _learn_flatness(self, found: Sequence[Flatness]) -> None:
-        """Record measurements at the net's layers, and warn of a dead network."""
+        """Record measurements at the net's layers; warn of a dead net, or a vain penalty."""
         self.relative_flatness_ = sum(flatness.value for flatness in found)
         self.constant_comparison_ = _compared(found[0])
-        if self._has_died() and found[0].network.loss.is_curved:
+        if self._is_flat() and not _is_curved(found[0]):
+            # of the class only: one warning for many nets at a line
+            warn(
+                f"the penalty of the {type(self).__name__} has no effect: "
+                f"{name_criterion(found[0].network.loss.criterion)} has no curvature at the "
+                "network's outputs, so that the flatness is 0 whatever the weights are. Train with "
+                "a loss that is twice differentiable, such as criterion=torch.nn.MSELoss, or with "
+                "flatness_weight=0."
+            )
+        elif self._has_died():
             warn(
                 f"the network of {describe(self)} is perfectly flat: it has probably died (its "
                 f"outputs are constant). {self._advice()}"
             )
 
+    def _is_flat(self) -> bool:
+        """Return whether the net has a penalty, and is perfectly flat."""
+        return self.flatness_weight > 0 and self.relative_flatness_ == 0
+
     def _has_died(self) -> bool:
         """Return whether the net is perfectly flat, and no better than a constant."""
-        flat = self.flatness_weight > 0 and self.relative_flatness_ == 0
-        return flat and not self.constant_comparison_.beats_constant
+        return self._is_flat() and not self.constant_comparison_.beats_constant
 
     def _check_outcome(self, first: int) -> None:
-        """Warn if training ended much worse than it was, unless that was said in other words.
+        """Warn if training ended badly, unless that was said in other words.
+
+        It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
+        learned and the penalty can be the reason, see `_has_outweighed`.
 
         Parameters
         ----------
@@ -193,7 +212,9 @@ class MeasuredNet(FastNet):
         diverged = found.is_known and not math.isfinite(found.loss)
         if diverged or not all(map(math.isfinite, losses[-1:])):
             warn(f"the training of {describe(self)} has diverged: its loss is not finite.")
-        elif losses and not self._has_died() and _has_collapsed(losses, found):
+        elif not losses or self._has_died():
+            return
+        elif _has_collapsed(losses, found):
             best = int(np.nanargmin(losses))
             warn(
                 f"{describe(self)} ended much worse than it was: its training loss was "
@@ -202,6 +223,29 @@ class MeasuredNet(FastNet):
                 f"{self._advice()} skorch's callback Checkpoint(load_best=True) keeps the best "
                 "epoch."
             )
+        elif found.is_known and not found.is_lower_by(_HARDLY) and self._has_outweighed(first):
+            warn(
+                f"{describe(self)} has hardly learned, because its penalty was larger than its "
+                f"loss: its training loss is {found.loss:.4g}, where the best constant prediction "
+                f"has {found.constant_loss:.4g}. {self._advice()}"
+            )
+
+    def _has_outweighed(self, first: int) -> bool:
+        """Return whether the penalty can have kept the net from learning.
+
+        It was larger than the loss in some epoch, and its limit allowed its gradient to be at
+        least as large as the loss's. With a lower limit, each step still lowers the loss.
+
+        Parameters
+        ----------
+        first : int
+            The number of epochs in the history when the training began.
+        """
+        limited = self.flatness_clip is not None and self.flatness_clip < 1
+        return not limited and any(
+            epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
+            for epoch in self.history[first:]
+        )
 
     def _check_goal(self, first: int) -> None:
         """Warn if the net has not reached its goal, as networks of scikit-learn do.
@@ -246,10 +290,21 @@ def _has_collapsed(losses: Sequence[float], found: ConstantComparison) -> bool:
     return bool(gain > _GAIN * abs(found.constant_loss) and last - best > _LOST * gain)
 
 
+# a stream that is read once, a criterion of the user's own: no reason for fit to fail
+_UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+
+
 def _compared(measured: Flatness) -> ConstantComparison:
     """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
     try:
         return compare_with_constant(measured)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-        # a stream that is read once, a criterion of the user's own: no reason for fit to fail
+    except _UNKNOWN:
         return ConstantComparison(np.nan, np.nan)
+
+
+def _is_curved(measured: Flatness) -> bool:
+    """Return whether the criterion has a curvature; True if this cannot be found out."""
+    try:
+        return criterion_has_curvature(measured.network)
+    except _UNKNOWN:
+        return True

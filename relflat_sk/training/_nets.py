@@ -121,6 +121,15 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
     LayerNotFoundError
         From `fit`, if `flatness_layer` names no layer.
 
+    Warns
+    -----
+    FlatnessWarning
+        From `fit`, if training diverged or lost most of what it had gained; if the criterion has
+        no curvature, so that the penalty has no effect; if the net is perfectly flat and no better
+        than a constant; or if the penalty kept it from learning: its loss is less than 5% below
+        the best constant prediction's, the penalty was larger than the loss in some epoch, and
+        `flatness_clip` is None or at least 1.
+
     See Also
     --------
     RelativeFlatnessPenalty : The penalty alone, for plain torch loops.

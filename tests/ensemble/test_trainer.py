@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from relflat_sk import (
     MLP,
     EnsembleTrainer,
+    FlatnessWarning,
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
@@ -533,6 +534,16 @@ def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
     (trained,) = EnsembleTrainer([net], fleet=1).fit(X, np.zeros(64)).estimators_
     # outputs have the mean 2000 and the standard error sqrt(2000 * 3 / 7 / 64) = 3.7
     assert abs(curve(trained)[0] - 2000) < 20
+
+
+def test_each_net_that_its_penalty_kept_from_learning_is_named_once():
+    nets = classifiers(2, flatness_weight=10_000, flatness_clip=None, max_epochs=20)
+    with pytest.warns(FlatnessWarning, match="has hardly learned") as caught:
+        EnsembleTrainer(nets, fleet=2).fit(*data())
+    assert [f"random_state={seed}" in str(one.message) for seed, one in enumerate(caught)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_trained_net_holds_its_own_tensors_only():

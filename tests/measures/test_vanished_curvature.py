@@ -80,6 +80,7 @@ def test_saturated_networks_do_not_win_a_search():
 @pytest.mark.filterwarnings(
     "ignore:relative_flatness is 0 because L1Loss:relflat_sk.FlatnessWarning"
 )
+@pytest.mark.filterwarnings("ignore:the penalty of .* has no effect:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("data", ["given", "train"])
 def test_criteria_without_curvature_have_no_score(data):
     y = X @ np.float32([1, 2, 0, -1])

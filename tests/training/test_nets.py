@@ -397,7 +397,8 @@ def test_slices_of_data_sets_in_cross_validation():
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_the_criterion_decides_the_task(criterion, y, kind):
-    net = make(Net, criterion=criterion, max_epochs=60)
+    weight = 0.0 if criterion is nn.L1Loss else 0.1  # which has no curvature
+    net = make(Net, criterion=criterion, max_epochs=60, flatness_weight=weight)
     assert is_classifier(net) == (kind == "classifier")
     assert is_regressor(net) == (kind == "regressor")
     assert hasattr(net, "predict_proba") == (kind == "classifier")
@@ -1021,8 +1022,21 @@ def test_warns_of_a_net_that_died(layer):
         net = make(module=Dead, flatness_layer=layer, flatness_weight=0.3).fit(X, NAMES)
     assert len(caught) == 1
     assert net.relative_flatness_ == 0
-    # a loss without curvature is perfectly flat with any network
-    assert make(Regressor, criterion=nn.L1Loss).fit(X, VALUES).relative_flatness_ == 0
+
+
+class Absolute(nn.L1Loss):
+    """A criterion that no table knows."""
+
+
+@pytest.mark.parametrize("criterion", [nn.L1Loss, Absolute])
+def test_warns_once_of_a_penalty_that_has_no_effect(criterion):
+    name = criterion.__name__
+    message = rf"penalty of the \w+Regressor has no effect: {name} has no curvature"
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        net = make(Regressor, criterion=criterion).fit(X, VALUES)
+    assert len(caught) == 1
+    assert net.relative_flatness_ == 0
+    make(Regressor, criterion=criterion, flatness_weight=0).fit(X, VALUES)  # warnings are errors
 
 
 def test_advice_depends_on_the_limit():
@@ -1082,6 +1096,29 @@ def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
 def test_warns_of_a_regressor_that_ends_much_worse():
     with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) ended much worse"):
         trained(-1.0, Regressor, max_epochs=100).fit(X, VALUES)
+
+
+def test_warns_of_a_net_that_its_penalty_kept_from_learning():
+    message = (
+        r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
+        r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
+        r"has 1\.\d+\. Use a limit .* \(flatness_clip=0\.5\)"
+    )
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        net = make(flatness_weight=10_000, flatness_clip=None, max_epochs=20).fit(X, NAMES)
+    assert len(caught) == 1
+    assert net.relative_flatness_ > 0
+
+
+def test_is_silent_if_the_penalty_did_not_keep_the_net_from_learning():
+    labels = np.roll(NAMES, 1)
+    started = make(flatness_clip=None, max_epochs=1, lr=1e-5).fit(X, labels)  # hardly trained
+    assert not started.constant_comparison_.is_lower_by(0.05)
+    limited = make(flatness_weight=10_000, max_epochs=1, lr=1e-5).fit(X, labels)
+    assert not limited.constant_comparison_.is_lower_by(0.05)
+    learned = make(flatness_weight=60, flatness_clip=None, max_epochs=60).fit(X, NAMES)
+    epochs = learned.history[:, ("flatness_penalty", "train_loss")]
+    assert any(penalty > loss for penalty, loss in epochs)
 
 
 def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):
