@@ -221,7 +221,10 @@ def _find_module(module: nn.Module, layer: Layer, known: str) -> str:
 def _describe(layers: Mapping[str, nn.Module]) -> str:
     """Return the sentence of an error message that lists the layers there are."""
     if not layers:
-        return "The network has no layer with a weight matrix."
+        return (
+            "The network has no layer whose weight matrix can be measured, such as nn.Linear or "
+            "nn.Conv2d; recurrent layers and embeddings are not measured."
+        )
     listed = ", ".join(
         f"{i}: {name!r} ({type(layer).__name__})" for i, (name, layer) in enumerate(layers.items())
     )

@@ -37,6 +37,7 @@ class FittedSearchMixin(BestEstimatorMixin):
     minima_: pd.DataFrame
     estimator: Any
     measure: Any
+    storage: Any
     study_: optuna.Study
     depth_band: float | None
 
@@ -195,7 +196,8 @@ class FittedSearchMixin(BestEstimatorMixin):
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
         table = self._table(map(str, objective.measures))
-        check_table(table, interrupted, objective.estimator)
+        stored_as = None if self.storage is None else self.study_.study_name
+        check_table(table, interrupted, objective.estimator, stored_as)
         by = objective.names[0]
         self.minima_ = rank_minima(table, by=by, depth_band=None)
         trials = self.study_.get_trials(deepcopy=False)

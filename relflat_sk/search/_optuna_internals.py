@@ -28,6 +28,7 @@ __all__ = [
     "is_shared_by_threads",
     "last_known",
     "one_transaction",
+    "other_studies",
     "read_trial",
     "trial_id_of",
     "widen_choices",
@@ -175,6 +176,23 @@ def is_shared_by_threads(study: optuna.Study) -> bool:
     url = getattr(getattr(storage, "_backend", storage), "url", "")
     in_memory = url.startswith("sqlite") and (":memory:" in url or url.rstrip("/").endswith(":"))
     return not in_memory
+
+
+def other_studies(study: optuna.Study) -> dict[str, dict[str, Any]]:
+    """Return the user attributes of the other studies in a study's storage.
+
+    Parameters
+    ----------
+    study : optuna.Study
+        The study.
+
+    Returns
+    -------
+    dict of str to dict
+        By name of the study, in the order in which they were made.
+    """
+    found = sorted(study._storage.get_all_studies(), key=lambda one: one._study_id)
+    return {one.study_name: one.user_attrs for one in found if one._study_id != study._study_id}
 
 
 def is_journal(study: optuna.Study) -> bool:

@@ -42,7 +42,9 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
     return table
 
 
-def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any) -> None:
+def check_table(
+    table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: str | None = None
+) -> None:
     """Refuse a table in which no candidate was measured, and warn of one without minima.
 
     Parameters
@@ -53,6 +55,8 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any) -> None:
         Whether Ctrl-C ended the search.
     estimator : estimator
         The estimator of the search.
+    stored_as : str, optional
+        Name of the study in the storage of the search; None if it has no storage.
 
     Raises
     ------
@@ -77,9 +81,15 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any) -> None:
             raise TypeError(message)
         raise ValueError(message)
     if interrupted:
+        advice = (
+            "To go on with a search another time, give it a storage and a study_name."
+            if stored_as is None
+            else f"To train the others, fit again with the same storage and "
+            f"study_name={stored_as!r}."
+        )
         warn(
-            f"interrupted: the search ends with the {len(table)} candidates that were "
-            "finished. To train the others, fit again with the same storage and study_name."
+            f"interrupted: the search ends with the {len(table)} candidates that were finished. "
+            f"{advice}"
         )
     if not is_converged(table).any():
         if table["reason"].astype(str).str.startswith(NO_MEASURE).all():

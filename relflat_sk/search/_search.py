@@ -75,9 +75,9 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         Where the study is stored: the URL of a database, or a file, such as ``"minima.db"`` for
         SQLite and ``"minima.log"`` for Optuna's journal; in memory if None.
     study_name : str, optional
-        Name of the study in the storage, which must be given. If a study of this name exists,
-        it is resumed: candidates that are finished or have failed are not trained again, those
-        that were interrupted or killed are. If None, every call of `fit` creates a study.
+        Name of the study in the storage. If there is such a study, it is resumed: candidates that
+        are finished or have failed are not trained again, those that were interrupted or killed
+        are. If None, every call of `fit` makes a study, and warns if the storage holds the same.
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch.
     n_jobs : int, optional

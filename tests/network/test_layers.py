@@ -75,7 +75,7 @@ def test_no_such_layer(nested, data, layer, error, message):
 
 
 def test_network_without_weights(data):
-    with pytest.raises(LayerNotFoundError, match="has no layer with a weight matrix"):
+    with pytest.raises(LayerNotFoundError, match="no layer whose weight matrix can be measured"):
         relative_flatness(nn.Sequential(nn.ReLU()), *data, criterion=CE)
 
 

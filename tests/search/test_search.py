@@ -626,6 +626,19 @@ def test_without_a_name_every_search_is_a_new_study(tmp_path):
     assert len(optuna.get_all_study_names(storage)) == 2
 
 
+@pytest.mark.parametrize("name", ["minima.db", "minima.log"])
+def test_a_search_without_a_name_says_which_study_it_does_not_resume(tmp_path, name):
+    storage = tmp_path / name
+    first = logistic(storage=storage).fit(X, Y).study_.study_name
+    with pytest.warns(FlatnessWarning, match=rf"does not resume .* study_name='{first}'") as caught:
+        second = logistic(storage=storage).fit(X, Y)
+    assert len(caught) == 1
+    assert second.study_.study_name != first
+    logistic(storage=storage, measure="hessian_trace").fit(X, Y)  # warnings are errors
+    resumed = logistic(storage=storage, study_name=first).fit(X, Y)
+    assert len(resumed.study_.trials) == 3
+
+
 # -- Ctrl-C ------------------------------------------------------------------------------------
 
 
@@ -635,7 +648,8 @@ def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
     net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
     search = make_search(net, **parameters)
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.warns(FlatnessWarning, match="interrupted: .* 2 candidates that were finished"):
+    message = "interrupted: .* 2 candidates that were finished.* storage and study_name='sweep'"
+    with pytest.warns(FlatnessWarning, match=message):
         search.fit(X, Y)
     assert path.stat().st_size == 3
     assert search.minima_["state"].tolist() == ["complete"] * 2

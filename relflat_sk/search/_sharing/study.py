@@ -15,11 +15,13 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from relflat_sk._minima_table import remeasured_key
+from relflat_sk._warnings import warn
 from relflat_sk.search._optuna_database import holding_own_trials
-from relflat_sk.search._optuna_internals import is_journal, widen_choices
+from relflat_sk.search._optuna_internals import is_journal, other_studies, widen_choices
 from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._sharing.abandoned import give_up_abandoned
 from relflat_sk.search._trial import (
+    MADE_WITH,
     MinimaObjective,
     check_made_with,
     check_saved,
@@ -40,6 +42,7 @@ _LOST_A_RACE = ("already exists", "unique constraint", "duplicate")
 # how names of files end
 _OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
 _OF_JOURNALS = {".log", ".journal"}
+_UNNAMED = "no-name-"  # how Optuna's names begin for studies that were given none
 # the log levels that quiet searches of this process have found
 _LEVELS: list[int] = []
 _LEVEL_LOCK = threading.Lock()
@@ -179,6 +182,11 @@ def check_resumable(
         If the study has other directions, another space, or a trial without the first measure,
         if its minima were made by another estimator, on other data or with other settings, or if
         their weights are in another artifact store.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the study is new and was given no name, but the storage holds one of the same search.
     """
     name = study.study_name
     if study.directions != [StudyDirection.MINIMIZE] * n_objectives:
@@ -212,6 +220,23 @@ def check_resumable(
                 "study_name of its own. If weights were saved (artifact_store), you can instead "
                 f"call remeasure({lacking}) on a search with the measures of that study."
             )
+    if study.study_name.startswith(_UNNAMED):
+        _warn_of_same(study)
+
+
+def _warn_of_same(study: optuna.Study) -> None:
+    """Warn if a new study trains again what another one in its storage holds already."""
+    if study.get_trials(deepcopy=False):
+        return
+    made = study.user_attrs[MADE_WITH]
+    others = other_studies(study).items()
+    same = [name for name, attributes in others if attributes.get(MADE_WITH) == made]
+    if same:
+        warn(
+            f"the storage holds study {same[-1]!r} of the same estimator, data and settings. "
+            "Without a study_name, this search does not resume it, but trains all candidates in a "
+            f"new study, {study.study_name!r}. To resume it, pass study_name={same[-1]!r}."
+        )
 
 
 def in_memory(study: optuna.Study) -> optuna.Study:

@@ -5,7 +5,7 @@ from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
 from relflat_sk.search._trial.goal import own_goals
 from relflat_sk.search._trial.isolation import isolated
 from relflat_sk.search._trial.objective import IN_FLEET, MinimaObjective
-from relflat_sk.search._trial.provenance import check_made_with
+from relflat_sk.search._trial.provenance import MADE_WITH, check_made_with
 from relflat_sk.search._trial.recording import NO_MEASURE, measure_held_out
 from relflat_sk.search._trial.space import Space
 from relflat_sk.search._trial.weight_files import (
@@ -20,6 +20,7 @@ from relflat_sk.search._trial.weights import last_prefix, last_step
 __all__ = [
     "ARTIFACT",
     "IN_FLEET",
+    "MADE_WITH",
     "NO_MEASURE",
     "CallError",
     "DamagedWeightsError",
