@@ -80,8 +80,9 @@ def flatness_report(  # noqa: PLR0913
     TypeError
         If an argument is of the wrong type.
     ValueError
-        If a name is not that of a measure, `measures` or `layers` is empty, or layers are
-        chosen for measures of the whole network only.
+        If a name is not that of a measure, `measures` or `layers` is empty, layers are chosen for
+        measures of the whole network only, or a measure in `measures` does not apply to the
+        network. With None, such a measure is nan.
 
     Warns
     -----

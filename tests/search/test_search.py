@@ -25,10 +25,11 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.metrics import log_loss
-from sklearn.model_selection import cross_val_score
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
+from sklearn.svm import SVC
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
@@ -48,7 +49,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.search._sharing import log_level
-from relflat_sk.search._trial import watching
+from relflat_sk.search._trial import fitting, watching
 from tests.processes import run_script
 
 X, Y = load_iris(return_X_y=True)
@@ -813,9 +814,13 @@ def test_all_are_useless():
     assert search.get_estimator(best) is search.best_estimator_
 
 
+class Forest(RandomForestClassifier):
+    """Of which a search cannot know before training that it is no network."""
+
+
 def test_an_estimator_without_a_network():
-    search = make_search(RandomForestClassifier(2), {"max_depth": [1]})
-    with pytest.raises(TypeError, match="TypeError: .*RandomForestClassifier"):
+    search = make_search(Forest(2), {"max_depth": [1]})
+    with pytest.raises(TypeError, match="TypeError: .*Forest is not a network"):
         search.fit(X, Y)
 
 
@@ -933,6 +938,33 @@ def test_nets_without_callbacks_are_not_pruned():
             "no folder 'nodir' for the storage 'nodir/min",
         ),
         ({"estimator": LogisticRegression}, TypeError, "estimator must be an instance"),
+        (
+            {"estimator": RandomForestClassifier(), "space": {"max_depth": [1]}},
+            TypeError,
+            "RandomForestClassifier is not a network",
+        ),
+        ({"estimator": SVC()}, TypeError, "SVC is not a network"),
+        (
+            {"estimator": make_pipeline(SVC()), "space": {"svc__C": [1.0]}},
+            TypeError,
+            "SVC is not a network",
+        ),
+        (
+            {
+                "estimator": RelativeFlatnessRegularizedClassifier(flatnes_weight=1),
+                "space": {"lr": [0.1]},
+            },
+            ValueError,
+            r"unexpected argument\(s\) flatnes_weight",
+        ),
+        (
+            {
+                "estimator": make_pipeline(NeuralNetClassifier(MLP, lamda=1)),
+                "space": {"neuralnetclassifier__lr": [0.1]},
+            },
+            ValueError,
+            r"unexpected argument\(s\) lamda",
+        ),
         ({"measure": "flat"}, ValueError, "there is no measure 'flat'"),
         ({"measure": []}, ValueError, "measures must be a sequence"),
         ({"n_jobs": 0}, ValueError, "n_jobs == 0"),
@@ -948,6 +980,40 @@ def test_bad_arguments_are_refused_before_training(parameters, error, match, mon
     search = logistic().set_params(**parameters)
     with pytest.raises(error, match=match):
         search.fit(X, Y)
+
+
+class Own(RelativeFlatnessRegularizedClassifier):
+    def __init__(self, *args, strength=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.strength = strength
+
+
+@pytest.mark.parametrize(
+    ("estimator", "space"),
+    [
+        (make_pipeline(StandardScaler(), SVC()), {"svc": [LogisticRegression()]}),
+        (LogisticRegression().fit(X, Y), {"C": [1.0]}),
+        (make_pipeline(GridSearchCV(Ridge(), {"alpha": [1.0]})), {"gridsearchcv__cv": [3]}),
+        (make_net(optimizer__weight_decay=0.1, criterion__label_smoothing=0.1), {"lr": [0.1]}),
+        (Own(strength=2.0), {"lr": [0.1]}),
+    ],
+)
+def test_estimators_that_can_be_measured_are_not_refused(estimator, space):
+    MinimaObjective(estimator, X, Y, space)
+
+
+def test_the_seconds_of_the_first_net_are_without_an_import(monkeypatch):
+    made, clock = [], []
+    initialize = torch.optim.Optimizer.__init__
+    monkeypatch.setattr(
+        torch.optim.Optimizer,
+        "__init__",
+        lambda *args, **kwargs: (made.append(1), initialize(*args, **kwargs))[1],
+    )
+    monkeypatch.setattr(fitting, "seconds_used", lambda: clock.append(len(made)) or 0.0)
+    fitting._import_compiler.cache_clear()
+    make_search(make_net(), {"lr": [0.02]}).fit(X, Y)
+    assert clock == [1, 2]  # torch imports what it needs with its first optimizer
 
 
 @pytest.mark.parametrize(

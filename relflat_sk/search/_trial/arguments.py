@@ -1,16 +1,21 @@
-"""Check that the data of an objective fit together, before anything is trained."""
+"""Check that estimator and data of an objective fit together, before anything is trained."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from sklearn.base import is_classifier
+from sklearn.base import clone, is_classifier
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import Pipeline
+from skorch import NeuralNet
 from skorch.dataset import get_len
 
+from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import check_weights
 from relflat_sk.search._trial.weights import last_prefix
 
-__all__ = ["check_data", "check_fit_params", "check_order"]
+__all__ = ["check_data", "check_fit_params", "check_kind", "check_order"]
 
 
 def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
@@ -39,6 +44,42 @@ def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
             "MinimaObjective takes its first arguments in the order estimator, X, y, space, got "
             f"{kinds}. Pass them in this order, or by name."
         )
+
+
+def check_kind(estimator: Any, varied: Collection[str]) -> None:
+    """Refuse an estimator of which no candidate can be trained and measured.
+
+    Classes of the user's own are not refused: only their training shows what they are.
+
+    Parameters
+    ----------
+    estimator : estimator
+        The estimator that a search clones.
+    varied : collection of str
+        Names of the parameters that the search varies.
+
+    Raises
+    ------
+    TypeError
+        If its last step is an estimator of scikit-learn that is no network.
+    ValueError
+        If its last step is a net with a parameter that its class does not have.
+    """
+    if isinstance(estimator, Pipeline):
+        name, last = estimator.steps[-1]
+        if not {name, "steps"} & set(varied):  # otherwise, candidates have another last step
+            inside = f"{name}__"
+            check_kind(last, [one.removeprefix(inside) for one in varied if inside in one])
+        return
+    package = type(estimator).__module__.partition(".")[0]
+    if package == "sklearn":
+        with suppress(NotFittedError):  # which is the only objection to a network
+            to_network(clone(estimator), None, None, DataOptions())
+    elif isinstance(estimator, NeuralNet) and package in {"skorch", "relflat_sk"}:
+        net = clone(estimator)
+        # skorch learns the names of these parts only where it makes them, in training
+        vars(net)["prefixes_"] = [*net.prefixes_, "module", "criterion", "optimizer"]
+        net._validate_params()
 
 
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:

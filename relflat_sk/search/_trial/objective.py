@@ -12,7 +12,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import NO_REASON
 from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.search._trial.arguments import check_data, check_fit_params, check_order
+from relflat_sk.search._trial.arguments import check_data, check_fit_params, check_kind, check_order
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.failures import failure_record
 from relflat_sk.search._trial.fitting import fit, prepare
@@ -166,6 +166,7 @@ class MinimaObjective:
         self.X, self.y, self.X_test, self.y_test = X, y, X_test, y_test
         self.space = Space(space)
         self.space.check(estimator)
+        check_kind(estimator, self.space.entries)
         check_early_stopping(self.space.possible(estimator))
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)  # names: one objective each
