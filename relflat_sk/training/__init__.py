@@ -34,6 +34,7 @@ from relflat_sk.training._nets import (
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
 from relflat_sk.training._sample_weights import split_target as split_target
+from relflat_sk.training._sklearn_net import check_parameters as check_parameters
 
 __all__ = [
     "MLP",

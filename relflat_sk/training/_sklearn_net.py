@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from sklearn.base import clone
 from skorch import NeuralNet
 
 from relflat_sk._checks import did_you_mean
 
-__all__ = ["SklearnNet"]
+__all__ = ["SklearnNet", "check_parameters"]
 
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
@@ -98,3 +99,22 @@ class SklearnNet(NeuralNet):
     def _get_param_names(self) -> list[str]:
         # skorch lists every attribute that does not end in an underscore
         return [name for name in super()._get_param_names() if not name.startswith("_")]
+
+
+def check_parameters(net: NeuralNet) -> None:
+    """Check the names of a net's parameters without making it.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        A net of skorch or of this library, fitted or not.
+
+    Raises
+    ------
+    ValueError
+        If its class does not have one of them.
+    """
+    unfitted = clone(net)
+    # skorch learns the names of these parts only where it makes them
+    vars(unfitted)["prefixes_"] = [*unfitted.prefixes_, "module", "criterion", "optimizer"]
+    unfitted._validate_params()

@@ -14,6 +14,7 @@ from skorch.dataset import get_len
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import check_weights
 from relflat_sk.search._trial.weights import last_prefix
+from relflat_sk.training import check_parameters
 
 __all__ = ["check_data", "check_fit_params", "check_kind", "check_order"]
 
@@ -76,10 +77,7 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
         with suppress(NotFittedError):  # which is the only objection to a network
             to_network(clone(estimator), None, None, DataOptions())
     elif isinstance(estimator, NeuralNet) and package in {"skorch", "relflat_sk"}:
-        net = clone(estimator)
-        # skorch learns the names of these parts only where it makes them, in training
-        vars(net)["prefixes_"] = [*net.prefixes_, "module", "criterion", "optimizer"]
-        net._validate_params()
+        check_parameters(estimator)
 
 
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
