@@ -354,7 +354,7 @@ class OwnDataset(Dataset):
 
 def record_of(data, **parameters):
     """Record a study of data in any form, and return it."""
-    net = make_net(module=Linear, module__n_features=4, module__n_outputs=3, classes=[0, 1, 2])
+    net = make_net(module=Linear, module__n_features=4, module__n_outputs=3)
     study = optuna.create_study()
     check_made_with(study, MinimaObjective(net, data, Y, {"lr": [0.1]}, **parameters))
     return study.user_attrs[MADE_WITH]["data"]
