@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-scale test-lowest coverage lint format bench docs links dist test-dist clean
+.PHONY: help install demo test test-scale test-lowest coverage lint format bench gpu docs links dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -58,6 +58,15 @@ format: $(READY)  ## format the code and fix what can be fixed
 
 bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
+
+gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they print in benchmarks/results/
+	mkdir -p benchmarks/results/cuda
+	rc=0; $(BIN)/python -m pytest -q -m gpu tests > benchmarks/results/cuda/tests.txt || rc=1; \
+	for costs in scoring training heads stacking; do \
+		$(BIN)/python -m benchmarks.costs.$$costs --device cuda \
+			> benchmarks/results/cuda/$$costs.txt || rc=1; \
+	done; \
+	tail -n 12 benchmarks/results/cuda/*.txt; exit $$rc
 
 docs: $(READY)  ## build the site into out/site; runs the examples of the gallery
 	$(PIP) --editable '.[docs]'

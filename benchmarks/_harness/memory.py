@@ -1,4 +1,4 @@
-"""Measure the peak memory of a call, as the operating system counts it.
+"""Measure the peak memory of a call, as the operating system counts it, or torch on CUDA.
 
 - **Resident memory** counts every allocation of torch, numpy and their kernel libraries.
   Counting tensors would miss those of the libraries.
@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 __all__ = ["in_fresh_process", "peak_growth"]
 
 # fixed thresholds in bytes; by default glibc adapts them, up to 32 MiB
@@ -25,20 +27,27 @@ _GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def peak_growth(call: Callable[[], object]) -> int:
-    """Run a call and return the growth of resident memory at its peak.
+def peak_growth(call: Callable[[], object], device: str = "cpu") -> int:
+    """Run a call and return the growth of memory at its peak.
 
     Parameters
     ----------
     call : callable
         Called without arguments.
+    device : str, default="cpu"
+        "cpu" for resident memory, or a CUDA device for the tensors on it.
 
     Returns
     -------
     int
-        Bytes above the resident memory at the start of the call.
+        Bytes above the memory at the start of the call.
     """
     gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        at_start = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - at_start
     if _CLEAR.exists():
         _CLEAR.write_text("5")  # resets the peak to the current resident memory
     before = _peak()

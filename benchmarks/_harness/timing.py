@@ -19,13 +19,17 @@ import torch
 
 import relflat_sk
 
-__all__ = ["Budget", "Ratio", "environment", "interleave", "ratio", "table", "verdict"]
+__all__ = [
+    "Budget", "Ratio", "environment", "interleave", "ratio", "table", "verdict", "wait_for_device",
+]  # fmt: skip
 
 Times = dict[str, list[float]]
 
 
 def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> Times:
     """Time every way in each round, in an order that is drawn anew for each round.
+
+    The time of a way includes its work on an accelerator.
 
     A run leaves its own data in the caches of the processor. In a fixed order, the same way
     would always pay for what its predecessor left there.
@@ -45,6 +49,7 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
         Name -> seconds of its runs, in order of the rounds.
     """
     times: Times = {name: [] for name in ways}
+    wait_for_device()
     order, generator = list(ways), random.Random(0)
     gc.collect()
     gc.disable()  # a collection would slow one of the ways by chance
@@ -54,6 +59,7 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
             for name in order:
                 start = time.perf_counter()
                 ways[name]()
+                wait_for_device()
                 seconds = time.perf_counter() - start
                 if done >= 0:
                     times[name].append(seconds)
@@ -62,6 +68,12 @@ def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: in
     finally:
         gc.enable()
     return times
+
+
+def wait_for_device() -> None:
+    """Wait until the accelerator, if there is one, has done what was launched on it."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 @dataclass(frozen=True)
@@ -165,11 +177,12 @@ def environment() -> str:
     str
         The description.
     """
+    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
         f"relflat_sk {relflat_sk.__version__}, torch {torch.__version__}, "
         f"skorch {skorch.__version__}, numpy {np.__version__}, "
         f"Python {platform.python_version()}\n"
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{device}, "
         f"{torch.get_num_threads()} torch threads, load {load} at the start"
     )

@@ -7,6 +7,7 @@ needs. That step makes logits, their gradients, and the gradient of the weight, 
 the model.
 
 python -m benchmarks.costs.heads            # 3 to 5 minutes, 2 GiB
+python -m benchmarks.costs.heads --device cuda
 python -m benchmarks.costs.heads --quick    # a smoke run without verdict
 """
 
@@ -40,9 +41,11 @@ class Problem:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.head = nn.Sequential(nn.Linear(arguments.features, arguments.classes))
-        self.X = torch.randn(arguments.batches * arguments.batch_size, arguments.features)
-        self.y = torch.randint(arguments.classes, (len(self.X),))
+        device = torch.device(arguments.device)
+        self.head = nn.Sequential(nn.Linear(arguments.features, arguments.classes)).to(device)
+        n = arguments.batches * arguments.batch_size
+        self.X = torch.randn(n, arguments.features).to(device)
+        self.y = torch.randint(arguments.classes, (n,)).to(device)
         self.batch_size = arguments.batch_size
 
     def forward(self) -> None:
@@ -102,17 +105,18 @@ def main() -> int:
     problem = Problem(arguments)
     ways = problem.ways()
     if arguments.peak_of:  # in a fresh process
-        print(peak_growth(ways[arguments.peak_of]))
+        print(peak_growth(ways[arguments.peak_of], arguments.device))
         return 0
     print(
         f"A head of {arguments.classes:,} classes and {arguments.features:,} features, "
-        f"{arguments.batches} batches of {arguments.batch_size}; training steps are of one batch"
+        f"{arguments.batches} batches of {arguments.batch_size}; training steps are of one batch; "
+        f"on {arguments.device}"
     )
     print(environment())
     times = interleave(ways, arguments.rounds)
     options = [
         part
-        for name in ("classes", "features", "batches", "batch_size")
+        for name in ("classes", "features", "batches", "batch_size", "device")
         for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
     ]
     peaks = {
@@ -152,6 +156,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--classes", type=int, help="default: 128,000")
     parser.add_argument("--features", type=int, help="default: 1,024")
     parser.add_argument("--batches", type=int, default=2)

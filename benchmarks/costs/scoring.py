@@ -1,6 +1,9 @@
 """Time and memory of scoring LeNet-5, next to a forward pass and to a dense Hessian.
 
+On a CUDA device, ResNet-18 is timed next to its forward pass, too, and its budget is 1.1.
+
 python -m benchmarks.costs.scoring            # 3 to 5 minutes
+python -m benchmarks.costs.scoring --device cuda
 python -m benchmarks.costs.scoring --quick    # a smoke run without verdict
 """
 
@@ -14,7 +17,7 @@ from torch.func import functional_call
 
 from benchmarks._harness.data import add_data_argument, load_images
 from benchmarks._harness.memory import in_fresh_process, peak_growth
-from benchmarks._harness.networks import Head, LeNet5
+from benchmarks._harness.networks import Head, LeNet5, ResNet18
 from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import relative_flatness
 
@@ -75,7 +78,7 @@ def main() -> int:
         print(_peak(arguments))
         return 0
     images = "random" if arguments.data is None else "CIFAR-10"
-    print(f"Scoring LeNet-5 on {arguments.n_samples:,} images ({images})")
+    print(f"Scoring LeNet-5 on {arguments.n_samples:,} images ({images}), {arguments.device}")
     print(environment())
     budgets = [*_times(arguments), _memory(arguments)]
     return verdict(budgets, judged=not arguments.quick)
@@ -83,7 +86,9 @@ def main() -> int:
 
 def _model_and_data(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    return LeNet5().eval(), *load_images(arguments.n_samples, arguments.data)
+    X, y = load_images(arguments.n_samples, arguments.data)
+    device = torch.device(arguments.device)
+    return LeNet5().eval().to(device), X.to(device), y.to(device)
 
 
 def _peak(arguments: argparse.Namespace) -> int:
@@ -92,20 +97,25 @@ def _peak(arguments: argparse.Namespace) -> int:
     way = WAYS[arguments.peak_of]
     if not arguments.cold:
         way(model, X[:64], y[:64], arguments.batch_size)
-    return peak_growth(lambda: way(model, X, y, arguments.batch_size))
+    return peak_growth(lambda: way(model, X, y, arguments.batch_size), arguments.device)
 
 
 def _times(arguments: argparse.Namespace) -> list[Budget]:
     """Time scoring next to the forward pass and next to dense Hessians."""
     model, X, y = _model_and_data(arguments)
     few = slice(arguments.n_dense)
-    budget = _time_forward(model, X, y, arguments)
+    # a small network's pass takes as long on a GPU as its operations take to launch
+    limit = 1.25 if arguments.device == "cpu" else 2.42
+    budgets = [_time_forward("LeNet-5", model, X, y, arguments, limit)]
+    if arguments.device != "cpu" or arguments.resnet:
+        resnet = ResNet18().eval().to(X.device)
+        budgets.append(_time_forward("ResNet-18", resnet, X[few], y[few], arguments, 1.1))
     print(f"\nThe whole network, {len(X[few]):,} images: every way contains the forward pass")
     _time_dense(model, X[few], y[few], arguments)
     with torch.no_grad():
         features = model.features(X[few])
     print("\nThe measure by itself, on the last layer's features, which every way needs")
-    return [budget, *_time_dense(Head(model), features, y[few], arguments)]
+    return [*budgets, *_time_dense(Head(model), features, y[few], arguments)]
 
 
 def _parse() -> argparse.Namespace:
@@ -113,6 +123,8 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--resnet", action="store_true", help="time ResNet-18 on a CPU, too")
     parser.add_argument("--n-samples", type=int, help="images to score (default: 50,000)")
     parser.add_argument("--n-dense", type=int, help="images for the dense Hessian (default: 4,096)")
     parser.add_argument("--batch-size", type=int, default=1024)
@@ -129,7 +141,14 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _time_forward(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
+def _time_forward(
+    network: str,
+    model: nn.Module,
+    X: Tensor,
+    y: Tensor,
+    arguments: argparse.Namespace,
+    limit: float,
+) -> Budget:
     """Compare with a forward pass, in parts of a few batches.
 
     The load of a machine changes within seconds, so the two passes over a part follow each other.
@@ -146,10 +165,12 @@ def _time_forward(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Na
     for name, seconds in times.items():
         in_all = f"{sum(seconds) / arguments.rounds:.3f}"
         rows.append([name, in_all, str(ratio(seconds, times["forward"]))])
-    print(f"\n{len(X):,} images in batches of {size}; {n_parts} parts, {arguments.rounds} rounds\n")
+    print(f"\n{network}, {len(X):,} images in batches of {size}; {n_parts} parts, ", end="")
+    print(f"{arguments.rounds} rounds\n")
     print(table(rows))
     value = ratio(times["scoring"], times["forward"]).value
-    return Budget("scoring / forward", value, 1.25)
+    name = "scoring / forward" if network == "LeNet-5" else f"{network}, scoring / forward"
+    return Budget(name, value, limit)
 
 
 def _time_dense(
@@ -191,7 +212,11 @@ def _time_dense(
 
 def _memory(arguments: argparse.Namespace) -> Budget:
     """Compare peaks of memory, of the first and of a later call in a process."""
-    options = ["--n-samples", str(arguments.n_samples), "--batch-size", str(arguments.batch_size)]
+    options = [
+        part
+        for name in ("n_samples", "batch_size", "device")
+        for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
+    ]
     if arguments.data is not None:
         options += ["--data", arguments.data]
 
@@ -209,7 +234,7 @@ def _memory(arguments: argparse.Namespace) -> Budget:
         below, above = peak("forward", *more), peak("scoring", *more)
         rows.append([label, f"{below:.1f}", f"{above:.1f}", f"{above / below:.3g}"])
     print(
-        f"\n{arguments.n_samples:,} images, resident memory of fresh processes; a first call also"
+        f"\n{arguments.n_samples:,} images, memory of fresh processes; on a CPU, a first call also"
     )
     print("loads library code, a fixed amount; budgeted is the later one, after one of 64 images\n")
     print(table(rows))

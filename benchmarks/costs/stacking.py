@@ -22,7 +22,15 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import (
+    Budget,
+    environment,
+    interleave,
+    ratio,
+    table,
+    verdict,
+    wait_for_device,
+)
 from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier
 from relflat_sk.ensemble._size import why_slower
 
@@ -122,8 +130,7 @@ def _times(
         trainer = EnsembleTrainer(estimators, fleet=fleet)
         started = time.perf_counter()
         trainer.fit(X, y)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait_for_device()
         return time.perf_counter() - started
 
     def epoch(nets: int, fleet: int | None) -> float:

@@ -2,11 +2,13 @@
 
 Each time is divided by two others: by that of the same net with a penalty weight of zero, to
 which the budgets refer, and by that of skorch's own classifier, which has no penalty and no
-sample weights and checks less. "No limit" is ``flatness_clip=None``. With a CUDA device,
-ResNet-18 is timed there as well. A step is a share of an epoch of ten, trained as in `fit`, and
-"without the loader" of one whose batches are cut beforehand.
+sample weights and checks less. "No limit" is ``flatness_clip=None``. On a CUDA device, ResNet-18
+is timed as well, and all networks also in mixed precision (bfloat16). A step is a share of an
+epoch of ten, trained as in `fit`, and "without the loader" of one whose batches are cut beforehand.
 
     python -m benchmarks.costs.training            # 4 minutes
+    python -m benchmarks.costs.training --resnet --steps 8
+    python -m benchmarks.costs.training --device cuda
     python -m benchmarks.costs.training --quick    # a smoke run without verdict
 """
 
@@ -30,6 +32,7 @@ BATCH_SIZE = 128
 # steps of an epoch, which one net makes in a row
 TURN = 10
 OURS = RelativeFlatnessRegularizedClassifier
+RESNET_LIMITS = {"last layer": 1.05, "first layer": 2.5, "all layers": 3.0}
 
 
 class DenseHessianNet(NeuralNetClassifier):
@@ -62,9 +65,24 @@ class SharpnessAwareNet(SharpnessAwareMixin, NeuralNetClassifier):
     """skorch's own classifier, trained by SAM."""
 
 
-def make_net(estimator: Callable[..., NeuralNet], module: Any, **arguments: object) -> NeuralNet:
+class MixedPrecision:
+    """Forward passes of a net in bfloat16, as torch recommends it."""
+
+    device: str
+
+    def infer(self, *args: Any, **fit_params: Any) -> Any:
+        """Run the network under autocast."""
+        with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
+            return super().infer(*args, **fit_params)  # type: ignore[misc]
+
+
+def make_net(
+    estimator: type[NeuralNet], module: Any, *, mixed: bool = False, **arguments: object
+) -> NeuralNet:
     """Make a net with the settings that all methods share."""
     torch.manual_seed(0)
+    if mixed:
+        estimator = type(f"Mixed{estimator.__name__}", (MixedPrecision, estimator), {})
     return estimator(
         module,
         criterion=nn.CrossEntropyLoss,
@@ -123,12 +141,10 @@ class Epochs:
         return self.net.get_iterator(self.net.get_dataset(X, y), training=True)
 
     def __call__(self) -> None:
-        """Train for an epoch, and wait for the GPU if there is one."""
+        """Train for an epoch."""
         net = self.net
         net.history.new_epoch()
         net.run_single_epoch(self.batches, training=True, prefix="train", step_fn=net.train_step)
-        if net.device.startswith("cuda"):
-            torch.cuda.synchronize(net.device)
 
 
 class Steps(Epochs):
@@ -149,11 +165,12 @@ def main() -> int:
     steps = arguments.steps or (1 if arguments.quick else 300)
     images, y = load_images(TURN * BATCH_SIZE, arguments.data)
     turn = min(TURN, max(1, steps // 8))  # eight rounds at least
-    print(f"Training steps of {BATCH_SIZE} samples, {steps} of each net, {turn} in an epoch")
+    print(f"Training steps of {BATCH_SIZE} samples on {arguments.device}")
+    print(f"{steps} steps of each net, {turn} in an epoch")
     print(environment())
     rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
     found = {}
-    for network in _networks(images, arguments.resnet):
+    for network in _networks(images, arguments):
         for loader in network.loaders:
             times = _time(network, y, steps, turn, loader=loader)
             title = network.name if loader else f"{network.name} without the loader"
@@ -164,7 +181,7 @@ def main() -> int:
                 found[network.name, loader, name] = ratios[1].value
     print()
     print(table(rows))
-    return verdict(_budgets(found, arguments.resnet), judged=not arguments.quick)
+    return verdict(_budgets(found, arguments.device), judged=not arguments.quick)
 
 
 def _parse() -> argparse.Namespace:
@@ -173,14 +190,14 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
     parser.add_argument("--steps", type=int, help="steps of each net (default: 300)")
-    parser.add_argument(
-        "--resnet",
-        metavar="DEVICE",
-        default="cuda" if torch.cuda.is_available() else None,
-        help="also time ResNet-18 on this device (default: CUDA if available)",
-    )
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--resnet", action="store_true", help="time ResNet-18 on a CPU, too")
+    parser.add_argument("--mixed", action="store_true", help="mixed precision on a CPU, too")
     add_data_argument(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        arguments.resnet = arguments.mixed = True
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -195,17 +212,26 @@ class Timed:
     loaders: tuple[bool, ...] = (True, False)
 
 
-def _networks(images: Tensor, resnet: str | None) -> list[Timed]:
-    """List the networks; `resnet` is the device of ResNet-18, or None."""
+def _networks(images: Tensor, arguments: argparse.Namespace) -> list[Timed]:
+    """List the networks, in float32 and in mixed precision."""
+    device = {"device": arguments.device}
     pixels = images.flatten(1)[:, :784].contiguous()
     all_but_dense = list(METHODS)[:-1]
+    few = [name for name in all_but_dense if "no limit" not in name]
     networks = [
-        Timed("LeNet-5", LeNet5, {}, images, list(METHODS)),
-        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP, pixels, all_but_dense),
+        Timed("LeNet-5", LeNet5, device, images, list(METHODS)),
+        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP | device, pixels, all_but_dense),
     ]
-    if resnet:
-        few = [name for name in all_but_dense if "no limit" not in name]
-        networks.append(Timed("ResNet-18", ResNet18, {"device": resnet}, images, few, (True,)))
+    if arguments.resnet:
+        networks.append(Timed("ResNet-18", ResNet18, device, images, few, (True,)))
+    if arguments.mixed:
+        networks += [
+            Timed(
+                f"{each.name} in bfloat16", each.module, each.settings | {"mixed": True}, each.X,
+                few, (True,),
+            )
+            for each in networks
+        ]  # fmt: skip
     return networks
 
 
@@ -223,8 +249,23 @@ def _time(
     return {name: [each / turn for each in seconds] for name, seconds in times.items()}
 
 
-def _budgets(found: dict[tuple[str, bool, str], float], resnet: str | None) -> list[Budget]:
-    """Compare ratios to steps without penalty with their limits."""
+def _budgets(found: dict[tuple[str, bool, str], float], device: str) -> list[Budget]:
+    """Compare ratios to steps without penalty with their limits.
+
+    On a GPU, a small network's step takes as long as its operations take to launch: the limits of
+    LeNet-5 there are those of the numbers of operations.
+    """
+    if device != "cpu":
+        limits = {
+            "LeNet-5": {"last layer, no limit": 1.2, "last layer": 1.4, "first layer": 1.99},
+            "ResNet-18": RESNET_LIMITS,
+            "ResNet-18 in bfloat16": {"last layer": 1.05},
+        }
+        return [
+            Budget(f"{network}, {method} / no penalty", found[network, True, method], limit)
+            for network, of_network in limits.items()
+            for method, limit in of_network.items()
+        ]
     budgets = [
         Budget(f"{title}, {method} / no penalty", found[network, True, method], limit)
         for title, network, method, limit in [
@@ -234,11 +275,10 @@ def _budgets(found: dict[tuple[str, bool, str], float], resnet: str | None) -> l
             ("MLP", IMAGE_MLP_NAME, "first layer", 2.2),
         ]
     ]
-    if resnet:
-        limits = {"last layer": 1.05, "first layer": 2.5, "all layers": 3.0}
+    if ("ResNet-18", True, "last layer") in found:
         budgets += [
-            Budget(f"ResNet-18 on {resnet}, {method}", found["ResNet-18", True, method], limit)
-            for method, limit in limits.items()
+            Budget(f"ResNet-18, {method} / no penalty", found["ResNet-18", True, method], limit)
+            for method, limit in RESNET_LIMITS.items()
         ]
     return budgets
 

@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from benchmarks._harness.networks import LeNet5
+from benchmarks.costs import training
 from tests.benchmarks.commands import run
 from tests.processes import ROOT
 
@@ -106,3 +109,15 @@ def test_quick_run_counts_minima(module, expected):
     *_, budgets = done.stdout.strip().split("\n\n")
     lines = dict(line.split(": ", 1) for line in budgets.splitlines())
     assert {name: lines[name].partition(" ")[0] for name in expected} == expected
+
+
+@pytest.mark.slow
+def test_training_steps_in_mixed_precision():
+    X, y = torch.randn(128, 3, 32, 32), torch.arange(128) % 10
+    losses = []
+    for mixed in (False, True):
+        net = training.METHODS["last layer"](LeNet5, mixed=mixed)
+        training.Epochs(net, X, y)()
+        losses.append(net.history[-1]["batches"][0]["train_loss"])
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -19,12 +19,12 @@ from relflat_sk import (
     StopAtLoss,
 )
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
-from tests.devices.simulated import DEVICE, simulated_device
+from tests.devices.place import DEVICE, IS_SIMULATED, other_device
 
 
 @pytest.fixture(autouse=True)
 def device():
-    with simulated_device(), warnings.catch_warnings():
+    with other_device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
         yield
 
@@ -60,9 +60,10 @@ def test_trainings(network, name):
     fit_params = {"sample_weight": params.pop("sample_weight", None)}
     X, y = make_data()
     nets = []
-    # the simulation does not index tensors as scikit-learn does for a split
     places = [("cpu", "cpu"), (DEVICE, "cpu"), (DEVICE, DEVICE)]
-    for device, data in places[:2] if name == "validation" else places:
+    if IS_SIMULATED and name == "validation":
+        places.pop()  # it does not index tensors as scikit-learn does for a split
+    for device, data in places:
         net = CLASSES.get(name, RelativeFlatnessRegularizedClassifier)(
             lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, batch_size=16,
             device=device,

@@ -30,7 +30,7 @@ from relflat_sk import (
 from relflat_sk.measures._flatness import LAYER_MEASURES
 from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
-from tests.devices.simulated import DEVICE, simulated_device
+from tests.devices.place import DEVICE, IS_SIMULATED, other_device
 
 # where the model and the data are, and whether `device` names the device
 PLACES = {
@@ -43,7 +43,7 @@ PLACES = {
 
 @pytest.fixture(autouse=True)
 def device():
-    with simulated_device(), warnings.catch_warnings():
+    with other_device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
         yield
 
@@ -62,8 +62,9 @@ def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6):
             assert {p.device for p in model.parameters()} == {DEVICE}
 
 
-# the simulation has no forward-mode derivatives
-MEASURES = [name for name in get_measure_names() if name != "fisher_rao_norm"]
+MEASURES = get_measure_names()
+if IS_SIMULATED:  # it has no forward-mode derivatives
+    MEASURES.remove("fisher_rao_norm")
 
 
 # few: what runs for one draw or step runs for all

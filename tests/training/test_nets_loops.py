@@ -178,7 +178,7 @@ class WholeStep(Classifier):
     """The step under autocast, as in skorch's accelerate mixin."""
 
     def train_step_single(self, batch, **fit_params):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16):
             return super().train_step_single(batch, **fit_params)
 
 
@@ -186,14 +186,14 @@ class ForwardOnly(Classifier):
     """The forward pass alone under autocast, as torch recommends."""
 
     def infer(self, x, **fit_params):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16):
             return super().infer(x, **fit_params)
 
 
 @pytest.mark.parametrize("layer", [-1, "hidden0"])
 @pytest.mark.parametrize("kind", [WholeStep, ForwardOnly])
-def test_bfloat16(kind, layer):
-    params = {"flatness_layer": layer, "flatness_weight": 1.0, "lr": 1e-3}
+def test_bfloat16(kind, layer, device):
+    params = {"flatness_layer": layer, "flatness_weight": 1.0, "lr": 1e-3, "device": device}
     net, plain = make(kind, **params).fit(X, NAMES), make(**params).fit(X, NAMES)
     assert penalties(net) == pytest.approx(penalties(plain), rel=3 * BF16)
     assert net.history[-1, "train_loss"] == pytest.approx(plain.history[-1, "train_loss"], rel=BF16)
