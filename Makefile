@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# bytecode is written when a module is first imported: that of all packages takes pip minutes
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-scale test-lowest coverage lint format bench gpu docs links dist test-dist clean
