@@ -30,7 +30,7 @@ test: $(READY)  ## run the tests
 
 test-scale: $(READY)  ## run the tests on a local cluster of ray, and those that take minutes
 	$(PIP) --editable '.[ray]'
-	$(BIN)/python -m pytest -q -m scale tests/search
+	$(BIN)/python -m pytest -q -m scale -rs tests
 
 test-lowest: $(READY)  ## run the tests of the packages with the lowest versions allowed; torch as pinned
 	$(PYTHON) -m venv --clear out/lowest

@@ -82,3 +82,4 @@ LOADER = {
         None,
     ),
 }
+KINDS = {**ARRAYS, **SETS, **LOADER}

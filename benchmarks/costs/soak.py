@@ -1,7 +1,8 @@
 """A long search in one process: memory, open files and time per minimum, while others read.
 
-python -m benchmarks.costs.soak            # 2,000 minima in each storage, 15 minutes
-python -m benchmarks.costs.soak --quick    # a smoke run without verdict
+python -m benchmarks.costs.soak                   # 2,000 minima in each storage, 15 minutes
+python -m benchmarks.costs.soak --only journal    # in one of them
+python -m benchmarks.costs.soak --quick           # a smoke run without verdict
 """
 
 import argparse
@@ -170,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
+    parser.add_argument("--only", choices=FILES, help="one of the storages")
     parser.add_argument("--cell", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -178,11 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         search_long(Path(file), kind, int(n_minima), int(every))
         return 0
     print(f"A search of tiny nets in one process\n{environment()}")
-    cells = [(storage, kind) for storage in FILES for kind in SPACES]
+    storages = [given.only] if given.only else list(FILES)
+    cells = [(storage, kind) for storage in storages for kind in SPACES]
     if given.quick:
-        budgets = soak(*cells[-1], 20, 5)
-    else:
-        budgets = [one for cell in cells for one in soak(*cell, 2000, 200)]
+        cells = [cells[0], cells[-1]]
+    size = (20, 5) if given.quick else (2000, 200)
+    budgets = [one for cell in cells for one in soak(*cell, *size)]
     return verdict(budgets, judged=not given.quick)
 
 

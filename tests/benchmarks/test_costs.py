@@ -38,8 +38,12 @@ from tests.processes import ROOT
             "benchmarks.costs.measuring",
             ["64-128-64-10, batch 32, measure and scores one by one / stacked"],
         ),
+        ("benchmarks.costs.distributed", ["seconds of two processes / of one"]),
     ],
-    ids=["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
+    ids=[
+        *["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
+        "distributed",
+    ],
 )
 def test_quick_run_prints_ratios_and_budgets(module, ratios):
     printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")
@@ -87,6 +91,8 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
         (
             "soak",
             {
+                "SQLite, draws, minima": "20.00",
+                "SQLite, draws, open files at the end - at the beginning": "0.00",
                 "journal, grid, minima": "20.00",
                 "journal, grid, open files at the end - at the beginning": "0.00",
             },

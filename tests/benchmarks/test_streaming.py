@@ -2,12 +2,13 @@
 
 import pytest
 
+from benchmarks.costs.streaming import KINDS
 from tests.benchmarks.commands import run
 
 MIB = 512  # 64 rows each
 
 
-@pytest.mark.parametrize("kind", ["array-like", "memmap"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_the_number_of_rows(kind):
     printed = run("benchmarks.costs.streaming", "--cell", "relative_flatness", kind, str(64 * MIB))
     peak, _ = map(float, printed.split())

@@ -28,6 +28,7 @@ from relflat_sk.search._sharing.clusters import WorkersDiedError, find_cluster, 
 from relflat_sk.search._sharing.in_processes import n_processes
 from relflat_sk.search._sharing.processes import this_process
 from relflat_sk.search._sharing.workers import Sweep
+from tests.data_kinds import KINDS
 from tests.processes import forkserver
 from tests.search.test_claims import Dies
 
@@ -173,6 +174,22 @@ def test_an_error_of_a_worker_is_that_of_the_search(engine, tmp_path):
     with parallel_config(**engine):  # the cluster is as it was
         search.fit(X, Y)
     assert sorted(search.minima_["param_C"]) == CHOICES
+
+
+@pytest.mark.parametrize("kind", ["memmap", "zarr", "stream"])
+def test_data_that_are_not_in_memory_reach_the_workers(engine, kind, tmp_path):
+    net = RelativeFlatnessRegularizedClassifier(
+        flatness_weight=0, max_epochs=50, verbose=0, iterator_train__shuffle=False,
+        module__hidden_layer_sizes=(4,), module__n_features=4, module__n_outputs=3,
+    )  # fmt: skip
+    space = {"lr": [0.02, 0.05]}
+    tables = []
+    for data, n_jobs in ((KINDS[kind](tmp_path, X, Y), 2), ((X, Y), None)):
+        search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0)
+        with parallel_config(**engine):
+            minima = search.fit(*data).minima_.set_index("param_lr")
+        tables.append(minima.loc[space["lr"], ["relative_flatness", "train_loss"]])
+    np.testing.assert_allclose(*tables, rtol=1e-5)
 
 
 def add(data, n):

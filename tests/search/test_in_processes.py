@@ -14,7 +14,7 @@ from relflat_sk.search._sharing import in_processes
 from relflat_sk.search._sharing.clusters import Cluster, WorkersDiedError, find_cluster, results_of
 from relflat_sk.search._sharing.in_processes import n_processes
 from relflat_sk.search._sharing.transfer import ByPath
-from tests.data_kinds import ARRAYS
+from tests.data_kinds import KINDS
 
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
@@ -164,21 +164,23 @@ def test_rows_of_h5py_that_no_other_process_can_read(tmp_path):
                 search.fit(rows, Y)
 
 
-@pytest.mark.parametrize("kind", ["zarr", "h5py", "memmap"])
-def test_a_search_in_two_processes_reads_rows_on_disk(kind, request, tmp_path):
+@pytest.mark.parametrize("kind", [*KINDS, "h5py"])
+def test_a_search_in_two_processes_reads_data_of_all_kinds(kind, request, tmp_path):
     if kind == "h5py":
-        rows = request.getfixturevalue("hdf5")["rows/x"]
+        given = request.getfixturevalue("hdf5")["rows/x"], Y
     else:
-        rows = ARRAYS[kind](tmp_path, X, Y)[0]
+        given = KINDS[kind](tmp_path, X, Y)
     net = RelativeFlatnessRegularizedClassifier(
-        flatness_weight=0, batch_size=20, max_epochs=30, verbose=0, callbacks=[StopAtLoss(0.6)],
+        flatness_weight=0, batch_size=13 if kind == "loader" else 20, max_epochs=30, verbose=0,
+        callbacks=[StopAtLoss(0.6)],
         module__hidden_layer_sizes=(4,), iterator_train__shuffle=False,
+        module__n_features=3, module__n_outputs=2,
     )  # fmt: skip
     tables = [
-        FlatMinimaSearch(net, {"lr": [0.1, 0.2]}, n_jobs=n_jobs, random_state=0)
-        .fit(data, Y)
+        FlatMinimaSearch(net, {"lr": [0.1, 0.2]}, n_jobs=n_jobs, depth_band=None, random_state=0)
+        .fit(*data)
         .minima_.set_index("param_lr")[["relative_flatness", "train_loss"]]
-        for data, n_jobs in ((rows, 2), (X, None))
+        for data, n_jobs in ((given, 2), ((X, Y), None))
     ]
     np.testing.assert_allclose(*(table.loc[[0.1, 0.2]] for table in tables), rtol=1e-5)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from optuna.trial import TrialState
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
+from benchmarks.costs.engines import on_dask, on_ray
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._sharing.claims import is_cut_short
 from relflat_sk.search._sharing.processes import is_gone
@@ -138,9 +140,9 @@ class Waits(LogisticRegression):
         return super().fit(X, y)
 
 
-def search_waiting(folder, n_jobs):
+def search_waiting(folder, n_jobs, context=nullcontext):
     os.environ["WAIT_FOR"] = str(folder / "go")
-    FlatMinimaSearch(
+    search = FlatMinimaSearch(
         Waits(max_iter=1000),
         {"C": [0.01, 0.1, 1.0, 10.0]},
         n_jobs=n_jobs,
@@ -149,12 +151,21 @@ def search_waiting(folder, n_jobs):
         storage=sqlite(folder),
         study_name="sweep",
         random_state=0,
-    ).fit(*load_iris(return_X_y=True))
+    )
+    with context():
+        search.fit(*load_iris(return_X_y=True))
+
+
+ENGINES = {
+    "joblib": ("joblib", nullcontext),
+    "dask": ("distributed", on_dask),
+    "ray": ("ray", on_ray),
+}
 
 
 def wait_until(condition):
-    """Wait until something is true, for a minute on a machine however slow."""
-    for _ in range(600):
+    """Wait until something is true, for two minutes on a machine however slow."""
+    for _ in range(1200):
         if condition():
             return
         time.sleep(0.1)
@@ -163,10 +174,14 @@ def wait_until(condition):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers notice the end of their parent on posix")
-def test_workers_end_with_the_main_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine", ["joblib", "dask", pytest.param("ray", marks=pytest.mark.scale)])
+def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
+    """Also those of a cluster of dask or ray that the main process has started."""
+    module, context = ENGINES[engine]
+    pytest.importorskip(module, reason=f"needs the extra {engine}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(storage=sqlite(tmp_path), study_name="sweep")
-    main = forkserver().Process(target=search_waiting, args=(tmp_path, 2))
+    main = forkserver().Process(target=search_waiting, args=(tmp_path, 2, context))
     main.start()
     wait_until(lambda: len(study.get_trials(states=(TrialState.RUNNING,))) == 2)
     workers = [trial.user_attrs["process"] for trial in study.trials]

@@ -16,13 +16,14 @@ from relflat_sk import (
     FlatnessScorer,
     RelativeFlatnessRegularizedClassifier,
     flatness_report,
+    get_measure_names,
     relative_flatness,
 )
 from relflat_sk._network.row_source import RowSource
 from relflat_sk.search._trial.digests import digest
 from relflat_sk.training import _stored_rows
 from relflat_sk.training._stored_rows import StoredRows
-from tests.data_kinds import ARRAYS, LOADER, SETS, ComputedRows, zarr_array
+from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, zarr_array
 
 N = 90
 RNG = np.random.default_rng(0)
@@ -41,37 +42,49 @@ def net():
     return make(max_epochs=10).fit(X, Y)
 
 
-@pytest.mark.parametrize("kind", [*ARRAYS, *SETS, *LOADER])
-def test_measures_and_scores(net, kind, tmp_path):
-    inputs, labels = {**ARRAYS, **SETS, **LOADER}[kind](tmp_path, X, Y)
+@pytest.mark.parametrize("kind", KINDS)
+def test_flatness_and_scores(net, kind, tmp_path):
+    inputs, labels = KINDS[kind](tmp_path, X, Y)
     assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
     assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
-    names = [
-        "normalized_relative_flatness",
-        "gradient_norm",
-        "hessian_max_eigenvalue",
-        "inverse_margin",
-        "fisher_rao_norm",
-        "expected_sharpness",
-        "pac_bayes_flatness",
-    ]
-    params = {"measures": names, "random_state": 0, "n_draws": 2, "percentile": 50}
-    found = flatness_report(net, inputs, labels, **params)
-    expected = flatness_report(net, X, Y, **params)
+
+
+def report(net, *data):
+    """Measure everything at all layers."""
+    names = get_measure_names()
+    params = {"random_state": 0, "n_draws": 2, "n_steps": 3, "percentile": 50}
+    return flatness_report(net, *data, measures=names, **params).set_index("measure")
+
+
+@pytest.fixture(scope="module")
+def expected_report(net):
+    return report(net, X, Y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_measure(net, expected_report, kind, tmp_path):
+    found = report(net, *KINDS[kind](tmp_path, X, Y))
+    columns = ["value", "method", "n_samples"]
+    assert_frame_equal(found[columns], expected_report[columns], rtol=1e-4, atol=1e-6)
     # a residual of rounding errors depends on the batches
-    assert_frame_equal(found, expected, rtol=1e-4, atol=1e-6)
+    assert_allclose(found["stderr"], expected_report["stderr"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("own_loop")
 def test_a_net_trains_and_predicts_as_with_arrays_in_memory(kind, tmp_path):
-    inputs, labels = ARRAYS[kind](tmp_path, X, Y)
-    params = {"iterator_train__shuffle": kind != "zarr"}  # chunks are shuffled in another order
+    inputs, labels = KINDS[kind](tmp_path, X, Y)
+    # chunks are shuffled in another order, and so are data sets
+    params = {"iterator_train__shuffle": kind in ARRAYS and kind != "zarr"}
+    if kind == "loader":
+        params["batch_size"] = 13
     trained, expected = make(**params).fit(inputs, labels), make(**params).fit(X, Y)
     assert trained.history[:, "train_loss"] == expected.history[:, "train_loss"]
     assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
     assert_array_equal(trained.predict_proba(inputs), expected.predict_proba(X))
-    assert trained.n_features_in_ == 4
+    if kind in ARRAYS:
+        assert trained.n_features_in_ == 4
 
 
 @pytest.mark.parametrize("kind", ["memmap", "zarr", "computed"])
@@ -104,10 +117,10 @@ def test_several_inputs():
         assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [*ARRAYS, *SETS, *LOADER])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_transforms_rows_when_they_are_read(kind, tmp_path):
     model = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, Y)
-    inputs, labels = {**ARRAYS, **SETS, **LOADER}[kind](tmp_path, X, Y)
+    inputs, labels = KINDS[kind](tmp_path, X, Y)
     found = relative_flatness(model, inputs, labels, batch_size=20)
     assert_allclose(found, relative_flatness(model, X, Y), rtol=1e-6)
     if kind == "computed":
@@ -129,7 +142,7 @@ def test_labels_of_a_data_set_are_not_transformed(tmp_path):
 @pytest.mark.parametrize("kind", ["memmap", "zarr", "computed", "map-style", "stream", "loader"])
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")  # no minimum
 def test_a_search(kind, tmp_path):
-    inputs, labels = {**ARRAYS, **SETS, **LOADER}[kind](tmp_path, X, Y)
+    inputs, labels = KINDS[kind](tmp_path, X, Y)
     params = {"batch_size": 13} if kind == "loader" else {}
     space = {"flatness_weight": [0.0, 0.1]}
 
