@@ -1,8 +1,14 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
+import torch
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.addnodes import pending_xref
 from sphinx_gallery.sorting import ExplicitOrder
 
 import relflat_sk
+
+torch.set_num_threads(1)  # the examples' networks are small, and threads wait on a busy machine
 
 project = "relflat_sk"
 author = "The relflat_sk developers"
@@ -11,7 +17,6 @@ version = release = relflat_sk.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "numpydoc",
     "myst_parser",
     "sphinx_gallery.gen_gallery",
@@ -48,10 +53,13 @@ sphinx_gallery_conf = {
         "plot_trainer.py",
     ]),
     "abort_on_example_error": True,
+    "backreferences_dir": "gallery/uses",  # for the examples on the pages of the API
+    "doc_module": ("relflat_sk",),
     "show_memory": False,
     "remove_config_comments": True,
 }
 
+html_math_renderer = "mathml"  # MathJax would be fetched from another site
 html_theme = "pydata_sphinx_theme"
 html_title = "relflat_sk"
 html_theme_options = {"show_prev_next": False, "show_toc_level": 2}
@@ -63,3 +71,38 @@ html_css_files = ["wide.css"]
 linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]  # its pages make anchors by script
+
+
+def add_formula(translator, node):
+    """Write a formula as MathML, which browsers show without a script."""
+    block = isinstance(node, nodes.math_block)
+    tex = node.astext()
+    if r"\\" in tex:
+        tex = rf"\begin{{aligned}}{tex}\end{{aligned}}"
+    translator.body.append(tex2mathml(tex, as_block=block))
+    raise nodes.SkipNode
+
+
+def link_names(app, document):
+    """Let names of the API in running text lead to their pages, and not back to their own."""
+    page = app.env.docname
+    for node in list(document.findall(lambda node: isinstance(node, NAMES))):
+        name = node.astext()
+        if name not in PAGES or page.endswith(f".{name}") or isinstance(node.parent, LINKS):
+            continue
+        target = pending_xref("", refdomain="py", reftype="obj", reftarget=PAGES[name], refdoc=page)
+        node.replace_self(target)
+        target += nodes.literal(name, name)
+
+
+NAMES = nodes.literal, nodes.title_reference  # of Markdown, and of docstrings
+LINKS = nodes.reference, pending_xref, nodes.title
+PAGES = {name: f"relflat_sk.{name}" for name in [*relflat_sk.__all__, "minima"]}
+PAGES["relflat_sk.minima"] = PAGES.pop("minima")
+del PAGES["measure"]  # is an argument of many functions as well
+
+
+def setup(app):
+    """Register the two functions above."""
+    app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))
+    app.connect("doctree-read", link_names)
