@@ -59,10 +59,11 @@ format: $(READY)  ## format the code and fix what can be fixed
 bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
 
+# the examples train small networks: on a busy machine, several threads would wait for each other
 docs: $(READY)  ## build the site into out/site; runs the examples of the gallery
 	$(PIP) --editable '.[docs]'
 	rm -rf docs/api docs/gallery
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
 
 links: $(READY)  ## check the links of the site to other sites, without running the gallery
 	$(PIP) --editable '.[docs]'

@@ -1,14 +1,11 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
-import torch
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.addnodes import pending_xref
 from sphinx_gallery.sorting import ExplicitOrder
 
 import relflat_sk
-
-torch.set_num_threads(1)  # the examples' networks are small, and threads wait on a busy machine
 
 project = "relflat_sk"
 author = "The relflat_sk developers"
