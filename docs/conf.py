@@ -23,10 +23,21 @@ exclude_patterns = ["README.md"]
 
 myst_heading_anchors = 3
 numpydoc_show_class_members = False  # the class pages list them
-# scikit-learn adds these methods; their docstrings refer to its own site
-autodoc_default_options = {
-    "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request",
-}
+LEFT_OUT = [
+    # scikit-learn adds these methods; their docstrings refer to its own site
+    *("set_fit_request", "set_partial_fit_request", "set_score_request"),
+    # skorch calls these methods of nets
+    *("evaluation_step", "fit_loop", "forward_iter", "get_iterator", "get_params_for_optimizer"),
+    *("get_split_datasets", "initialize_callbacks", "initialize_criterion", "initialize_module"),
+    *("initialize_optimizer", "notify", "run_single_epoch", "train_step_single", "validation_step"),
+    # trainers call these methods of callbacks
+    *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
+    *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
+    # other packages of the library call these
+    *("adopt_flatness", "capture_compiled", "data", "measure", "of_batch", "restore", "run"),
+    *("share_left", "train", "without_value"),
+]
+autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}
 toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"  # the docstrings have types in words
 sphinx_gallery_conf = {
