@@ -70,10 +70,11 @@ gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they prin
 	done; \
 	tail -n 12 benchmarks/results/cuda/*.txt; exit $$rc
 
+# the examples train small networks: on a busy machine, several threads would wait for each other
 docs: $(READY)  ## build the site into out/site; runs the examples of the gallery
 	$(PIP) --editable '.[docs]'
 	rm -rf docs/api docs/gallery
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs out/site
 
 links: $(READY)  ## check the links of the site to other sites, without running the gallery
 	$(PIP) --editable '.[docs]'

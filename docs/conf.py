@@ -1,5 +1,8 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.addnodes import pending_xref
 from sphinx_gallery.sorting import ExplicitOrder
 
 import relflat_sk
@@ -11,7 +14,6 @@ version = release = relflat_sk.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "numpydoc",
     "myst_parser",
     "sphinx_gallery.gen_gallery",
@@ -21,10 +23,21 @@ exclude_patterns = ["README.md"]
 
 myst_heading_anchors = 3
 numpydoc_show_class_members = False  # the class pages list them
-# scikit-learn adds these methods; their docstrings refer to its own site
-autodoc_default_options = {
-    "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request",
-}
+LEFT_OUT = [
+    # scikit-learn adds these methods; their docstrings refer to its own site
+    *("set_fit_request", "set_partial_fit_request", "set_score_request"),
+    # skorch calls these methods of nets
+    *("evaluation_step", "fit_loop", "forward_iter", "get_iterator", "get_params_for_optimizer"),
+    *("get_split_datasets", "initialize_callbacks", "initialize_criterion", "initialize_module"),
+    *("initialize_optimizer", "notify", "run_single_epoch", "train_step_single", "validation_step"),
+    # trainers call these methods of callbacks
+    *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
+    *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
+    # other packages of the library call these
+    *("adopt_flatness", "capture_compiled", "data", "measure", "of_batch", "restore", "run"),
+    *("share_left", "train", "without_value"),
+]
+autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}
 toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"  # the docstrings have types in words
 sphinx_gallery_conf = {
@@ -48,10 +61,13 @@ sphinx_gallery_conf = {
         "plot_trainer.py",
     ]),
     "abort_on_example_error": True,
+    "backreferences_dir": "gallery/uses",  # for the examples on the pages of the API
+    "doc_module": ("relflat_sk",),
     "show_memory": False,
     "remove_config_comments": True,
 }
 
+html_math_renderer = "mathml"  # MathJax would be fetched from another site
 html_theme = "pydata_sphinx_theme"
 html_title = "relflat_sk"
 html_theme_options = {"show_prev_next": False, "show_toc_level": 2}
@@ -63,3 +79,38 @@ html_css_files = ["wide.css"]
 linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]  # its pages make anchors by script
+
+
+def add_formula(translator, node):
+    """Write a formula as MathML, which browsers show without a script."""
+    block = isinstance(node, nodes.math_block)
+    tex = node.astext()
+    if r"\\" in tex:
+        tex = rf"\begin{{aligned}}{tex}\end{{aligned}}"
+    translator.body.append(tex2mathml(tex, as_block=block))
+    raise nodes.SkipNode
+
+
+def link_names(app, document):
+    """Let names of the API in running text lead to their pages, and not back to their own."""
+    page = app.env.docname
+    for node in list(document.findall(lambda node: isinstance(node, NAMES))):
+        name = node.astext()
+        if name not in PAGES or page.endswith(f".{name}") or isinstance(node.parent, LINKS):
+            continue
+        target = pending_xref("", refdomain="py", reftype="obj", reftarget=PAGES[name], refdoc=page)
+        node.replace_self(target)
+        target += nodes.literal(name, name)
+
+
+NAMES = nodes.literal, nodes.title_reference  # of Markdown, and of docstrings
+LINKS = nodes.reference, pending_xref, nodes.title
+PAGES = {name: f"relflat_sk.{name}" for name in [*relflat_sk.__all__, "minima"]}
+PAGES["relflat_sk.minima"] = PAGES.pop("minima")
+del PAGES["measure"]  # is an argument of many functions as well
+
+
+def setup(app):
+    """Register the two functions above."""
+    app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))
+    app.connect("doctree-read", link_names)

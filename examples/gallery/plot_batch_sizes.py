@@ -33,8 +33,10 @@ search = FlatMinimaSearch(
 ).fit(X, y, X_test=X_test, y_test=y_test)
 
 # %%
-# The ranking, and what it is worth
-# ---------------------------------
+# How well the ranking predicts the gap
+# -------------------------------------
+# Nets that were trained in the largest batches have the largest gaps. Twelve minima are few: the
+# intervals of the coefficients are wide, and include 0.
 
 columns = ["param_batch_size", "train_loss", "relative_flatness", "generalization_gap", "rank"]
 print(search.minima_[columns].to_string(index=False))

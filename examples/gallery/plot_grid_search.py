@@ -32,18 +32,19 @@ search = GridSearchCV(
 
 results = search.cv_results_
 accuracy, flatness = results["mean_test_accuracy"], -results["mean_test_flatness"]
-fig, ax = plt.subplots(layout="constrained")
+fig, ax = plt.subplots(figsize=(8, 4.8), layout="constrained")
 ax.axhspan(accuracy.max() - 0.01, accuracy.max(), color="0.9", label="within one point")
 ax.semilogx(flatness, accuracy, "o")
 for C, x, height in zip(results["param_logisticregression__C"], flatness, accuracy, strict=True):
     where = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center", "size": 9}
     ax.annotate(f"C={C:g}", (x, height), **where)
-ax.plot(flatness[search.best_index_], accuracy[search.best_index_], "o", ms=15, mfc="none")
+best = search.best_index_
+ax.plot(flatness[best], accuracy[best], "o", ms=15, mfc="none", label="selected")
 ax.set(xlabel="relative flatness (small is flat)", ylabel="mean accuracy of three folds")
 ax.margins(0.12)
 ax.legend(loc="lower right")
 print(search.best_params_)
 
 good = accuracy >= accuracy.max() - 0.01
-assert good[search.best_index_]
-assert flatness[search.best_index_] == flatness[good].min()
+assert good[best]
+assert flatness[best] == flatness[good].min()

@@ -36,9 +36,10 @@ print(minima[columns].to_string(index=False))
 
 fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 share = minima["param_data__random_labels"].astype(float)
-for ax, column in zip(axes, ["train_loss", "relative_flatness"], strict=True):
+names = {"train_loss": "training loss (nats)", "relative_flatness": "relative flatness (nats)"}
+for ax, (column, name) in zip(axes, names.items(), strict=True):
     points = ax.scatter(minima[column], minima["generalization_gap"], c=share, cmap="viridis")
-    ax.set(xlabel=f"{column.replace('_', ' ')} (nats)", ylabel="generalisation gap (nats)")
+    ax.set(xlabel=name, ylabel="generalisation gap (nats)")
     ax.set_xlim(0, 1.1 * minima[column].max())
 fig.colorbar(points, label="share of random labels")
 

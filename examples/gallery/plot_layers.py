@@ -41,10 +41,12 @@ print(f"accuracy {net.score(X, y):.3f}")
 # %%
 # One row for each layer
 # ----------------------
-# Behind layers that attention or a smooth activation follows, the measure is an estimate, with its
-# standard error.
+# At layers that attention or a smooth function follows, the measure is computed by Hessian-vector
+# products: exactly if few of them suffice, and otherwise by random probes, with a standard error.
 
-report = flatness_report(net, X[:200], y[:200], measures="relative_flatness", n_probes=20)
+report = flatness_report(
+    net, X[:200], y[:200], measures="relative_flatness", n_probes=20, random_state=0
+)
 print(report[["layer", "value", "stderr"]].to_string(index=False))
 
 display = LayerFlatnessDisplay(report=report).plot()

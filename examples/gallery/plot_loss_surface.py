@@ -70,7 +70,8 @@ fig, axes = plt.subplots(
 for ax, (name, losses) in zip(axes, surfaces.items(), strict=True):
     ax.plot_surface(*grid, losses, cmap="viridis", vmin=0, vmax=top)
     ax.set(xlabel="s", ylabel="t", zlim=(0, top))
-    ax.set_title(f"loss {name}, relative flatness {nets[name].relative_flatness_:.1f}")
+    flatness = nets[name].relative_flatness_
+    ax.set_title(f"training loss (nats) {name},\nrelative flatness {flatness:.1f}")
 
 assert agreement > 0.98
 assert sharp.relative_flatness_ > 2 * flat.relative_flatness_

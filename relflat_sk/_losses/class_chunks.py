@@ -13,8 +13,8 @@ so that ``p_k = g u_k``. With the rows ``x_k`` of a factor, from which a common 
 subtracted, the sums ``U = sum u_k``, ``S = sum u_k x_k`` and ``Q = sum u_k |x_k|^2`` over all
 classes but ``t`` give the variance of the rows under ``p``:
 
-.. math:: V = \sum_k p_k |x_k|^2 - \Big|\sum_k p_k x_k\Big|^2
-    = g \big(Q - g |S|^2 + p_t (U |x_t|^2 - 2 x_t \cdot S)\big) .
+.. math:: V = \sum_k p_k |x_k|^2 - \Bigl|\sum_k p_k x_k\Bigr|^2
+    = g \bigl(Q - g |S|^2 + p_t (U |x_t|^2 - 2 x_t \cdot S)\bigr) .
 
 ``V`` is the trace ``Tr(F^T B F)``; without the sum over columns, the formula gives the quadratic
 form of each column. Where ``p`` is nearly one-hot, no digits cancel, because ``g`` is a factor, and

@@ -4,12 +4,12 @@ A dead network is perfectly flat, so that the published objective ``loss + weigh
 it as an attractor: with a large weight, training ends there. Under a limit ``c``, a step minimises
 :math:`L + s P` with `s` a constant in the differentiation, for a penalty at the last layer
 
-.. math:: s = \min\Big(1,\; \frac{c}{5} \frac{L_0 - L}{|P|},\;
-    c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|}\Big)
+.. math:: s = \min\Bigl(1,\; \frac{c}{5} \frac{L_0 - L}{|P|},\;
+    c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|}\Bigr)
 
 and for penalties at earlier layers
 
-.. math:: s = \min\Big(1,\; \frac{c}{50} \frac{\min(L, L_0 - L)}{|P|}\Big).
+.. math:: s = \min\Bigl(1,\; \frac{c}{50} \frac{\min(L, L_0 - L)}{|P|}\Bigr).
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets

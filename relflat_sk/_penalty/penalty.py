@@ -90,7 +90,7 @@ class RelativeFlatnessPenalty:
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
 
     Examples
     --------

@@ -5,7 +5,7 @@ behind a layer with a weight matrix, it can be counted as part of that layer:
 
 .. math::
     \gamma \frac{W x + b - \mu}{\sqrt{v + \epsilon}} + \beta = W' x + b', \qquad
-    W' = \mathrm{diag}\Big(\frac{\gamma}{\sqrt{v + \epsilon}}\Big) W .
+    W' = \mathrm{diag}\Bigl(\frac{\gamma}{\sqrt{v + \epsilon}}\Bigr) W .
 
 The network is not changed: the folded weights are copies, in float64.
 """

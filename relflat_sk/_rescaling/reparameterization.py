@@ -101,9 +101,9 @@ def reparameterize(
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, on
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, on
        reparameterizations; Theorem 4 for those of single neurons.
-    .. [2] L. Dinh et al., "Sharp Minima Can Generalize For Deep Nets", ICML 2017, Section 3.
+    .. [2] Dinh et al., "Sharp Minima Can Generalize For Deep Nets", ICML 2017, Section 3.
 
     Examples
     --------

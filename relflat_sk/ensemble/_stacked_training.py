@@ -46,7 +46,7 @@ def stacked_training(fleet: int | str = "auto") -> Iterator[None]:
 
     Notes
     -----
-    Estimators other than the nets of relflat_sk are fitted as ever, one after the other. Times of
+    Estimators other than the nets of relflat_sk are fitted as usual, one after the other. Times of
     fits, such as `mean_fit_time`, include the time of others. Parallel fits inside of fits, such
     as a grid search in `cross_validate`, run one after the other in each of the outer fits. Nets
     without a `random_state` have other seeds than outside.

@@ -23,7 +23,7 @@ class EnsembleTrainer(BaseEstimator):
     ----------
     estimators : list of estimator
         `RelativeFlatnessRegularizedNet` and its subclasses, also inside of pipelines. They are
-        cloned. What cannot be stacked is fitted one by one.
+        cloned. Those that cannot be stacked are fitted one by one.
     fleet : int, "auto" or None, default="auto"
         Number of estimators at a time. "auto" fits as many as half of the free memory allows, 32
         at most, and nets with large convolutions on a CPU one after the other, because these are

@@ -262,7 +262,7 @@ def relative_flatness(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
 
     Examples
     --------

@@ -88,9 +88,9 @@ def correlate(
 
     References
     ----------
-    .. [1] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
+    .. [1] Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
        ICLR 2020.
-    .. [2] B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+    .. [2] Efron, Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
 
     Examples
     --------

@@ -110,7 +110,7 @@ def granulated_kendall(
 
     References
     ----------
-    .. [1] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
+    .. [1] Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
        ICLR 2020.
 
     Examples

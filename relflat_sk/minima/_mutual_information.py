@@ -119,7 +119,7 @@ def conditional_mutual_information(
 
     References
     ----------
-    .. [1] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
+    .. [1] Jiang et al., "Fantastic Generalization Measures and Where to Find Them",
        ICLR 2020.
 
     Examples

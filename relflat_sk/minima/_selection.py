@@ -121,15 +121,16 @@ def select_minima(
     if usable.sum() < FEWEST_MINIMA:
         raise ValueError(
             f"{usable.sum()} of the {len(table)} minima converged and have a finite "
-            f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. {_advice(target)}"
+            f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. "
+            f"{_advice(target, known=bool(np.isfinite(y).any()))}"
         )
     names = [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]
     return SelectedMinima(table, y, usable, [name for name in names if name != target])
 
 
-def _advice(target: str) -> str:
-    """Return what to do about too few minima."""
-    if target in ("generalization_gap", "test_loss", "test_score"):
+def _advice(target: str, *, known: bool) -> str:
+    """Return what to do about too few minima, if some have a finite target or none."""
+    if not known and target in ("generalization_gap", "test_loss", "test_score"):
         return (
             "Pass X_test and y_test to the search to record held-out values. The columns "
             "'converged' and 'reason' of the table say why minima were left out."

@@ -29,6 +29,19 @@ OWN_ARGUMENTS = {
     "X": "X",
     "y": "y",
 }
+# arguments of `flatness_report` that matplotlib would get, which has none of these names
+REPORT_ARGUMENTS = {
+    "batch_size",
+    "criterion",
+    "device",
+    "method",
+    "n_probes",
+    "process_group",
+    "random_state",
+    "rtol",
+    "sample_weight",
+    "weight_decay",
+}
 WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 
 
@@ -110,7 +123,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         ImportError
             If matplotlib is not installed.
         TypeError
-            If the estimator holds no network.
+            If the estimator holds no network, or an argument of `flatness_report` is given by
+            itself instead of in `measure_params`.
         ValueError
             If a measure or layer does not exist, or data and estimator do not fit together.
 
@@ -124,6 +138,11 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['0: hidden0', '1: output']
         """
+        for name in kwargs.keys() & REPORT_ARGUMENTS:
+            raise TypeError(
+                f"from_estimator has no argument {name!r}: pass it in measure_params, as "
+                f'measure_params={{"{name}": ...}}.'
+            )
         names, params = find_measures(measures), _check_params(measure_params)
         report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
         # the report has an order of its own; the panels follow the user's

@@ -50,7 +50,7 @@ class SharpnessKLDisplay(EstimatorDisplay):
 
     References
     ----------
-    .. [1] B. Neyshabur, S. Bhojanapalli, D. McAllester, N. Srebro, "Exploring Generalization
+    .. [1] Neyshabur, Bhojanapalli, McAllester, Srebro, "Exploring Generalization
        in Deep Learning", NeurIPS 2017.
     """
 

@@ -189,8 +189,8 @@ def generalization_bound(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
-    .. [2] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [2] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
        Neural Networks", 2020.
 
     Examples

@@ -58,7 +58,7 @@ def interaction_factors(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 4, condition C1.
 
     Examples
@@ -138,7 +138,7 @@ def activation_curve(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 4, condition C2.
 
     Examples

@@ -87,7 +87,7 @@ def neuron_robustness(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+    .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
        Neural Networks", 2020.
 
     Examples

@@ -144,8 +144,8 @@ def pac_bayes_bound(  # noqa: PLR0913
     With a prior :math:`P = N(w_0, \sigma^2 I)`, equations 5 and 6 of [1]_ bound the expected error
     by the error on the sample, the expected sharpness and a square root:
 
-    .. math:: \hat L(f_w) + \big(E_\nu \hat L(f_{w+\nu}) - \hat L(f_w)\big) +
-        4 \sqrt{\frac1n \Big(\frac{|w - w_0|^2}{2 \sigma^2} + \ln\frac{2 n}{\delta}\Big)} .
+    .. math:: \hat L(f_w) + \bigl(E_\nu \hat L(f_{w+\nu}) - \hat L(f_w)\bigr) +
+        4 \sqrt{\frac1n \Bigl(\frac{|w - w_0|^2}{2 \sigma^2} + \ln\frac{2 n}{\delta}\Bigr)} .
 
     This is `mcallester`. `bound` is the tighter form of [2]_, in which the divergence between coins
     that show the two errors is at most
@@ -163,9 +163,9 @@ def pac_bayes_bound(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
-    .. [2] A. Maurer, "A Note on the PAC Bayesian Theorem", 2004.
-    .. [3] J. Langford and R. Caruana, "(Not) Bounding the True Error", NeurIPS 2001.
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+    .. [2] Maurer, "A Note on the PAC Bayesian Theorem", 2004.
+    .. [3] Langford and Caruana, "(Not) Bounding the True Error", NeurIPS 2001.
 
     Examples
     --------

@@ -10,7 +10,7 @@ which flatness bounds. Features are smoothed by `relflat_sk.theory._smoothing`.
 
 References
 ----------
-.. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, equations 3 and 5.
+.. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, equations 3 and 5.
 """
 
 from collections.abc import Callable
@@ -187,8 +187,8 @@ def representativeness(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
-    .. [2] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [2] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
        Neural Networks", 2020.
 
     Examples

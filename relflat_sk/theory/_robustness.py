@@ -139,7 +139,7 @@ def feature_robustness(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
 
     Examples
     --------

@@ -112,9 +112,9 @@ def sharpness_bound(  # noqa: PLR0913
     of layer i of d, up to constants of order one, by the mean loss plus
 
     .. math::
-        &\Big[\prod_i (1 + \gamma_i) - 1 + \prod_i (1 + \gamma_i C_2 C_\delta)
-        \Big(\prod_i (1 + \gamma_i C_3 C_\delta) - 1\Big)\Big] C_L |f_w(x)| \\
-        &+ \sqrt{\frac1n \Big(\sum_i \frac{|W_i|_F^2}{\sigma_i^2} + \ln\frac{2n}{\delta}\Big)},
+        &\Bigl[\prod_i (1 + \gamma_i) - 1 + \prod_i (1 + \gamma_i C_2 C_\delta)
+        \Bigl(\prod_i (1 + \gamma_i C_3 C_\delta) - 1\Bigr)\Bigr] C_L |f_w(x)| \\
+        &+ \sqrt{\frac1n \Bigl(\sum_i \frac{|W_i|_F^2}{\sigma_i^2} + \ln\frac{2n}{\delta}\Bigr)},
         \qquad \gamma_i = \frac{\sigma_i \sqrt{h_i h_{i-1}}}{\mu^2 |W_i|_F}, \quad
         C_\delta = 2 \sqrt{\ln(d h / \delta)}
 
@@ -127,7 +127,7 @@ def sharpness_bound(  # noqa: PLR0913
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 4.
 
     Examples

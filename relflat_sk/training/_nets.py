@@ -147,8 +147,8 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
 
     References
     ----------
-    .. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
-    .. [2] L. Adilova et al., "FAM: Relative Flatness Aware Minimization", TAG-ML 2023.
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [2] Adilova et al., "FAM: Relative Flatness Aware Minimization", TAG-ML 2023.
 
     Examples
     --------

@@ -60,9 +60,9 @@ class SharpnessAwareMixin(NeuralNet):
 
     References
     ----------
-    .. [1] P. Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
+    .. [1] Foret et al., "Sharpness-Aware Minimization for Efficiently Improving
            Generalization", ICLR 2021. Equation 2.
-    .. [2] J. Kwon et al., "ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant
+    .. [2] Kwon et al., "ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant
            Learning of Deep Neural Networks", ICML 2021. Equation 7, element-wise.
 
     Examples

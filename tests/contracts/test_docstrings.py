@@ -94,6 +94,13 @@ def test_arrays_have_a_shape(name):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_references_do_not_begin_with_an_initial(name):
+    """The site would show the H of "H. Petzka" as the number of a list."""
+    source = inspect.getsource(importlib.import_module(name))
+    assert not re.findall(r"\.\. \[\d\] \w\. .*", source)
+
+
 def raises_section(node):
     """Names of the exceptions that a docstring documents."""
     section = (ast.get_docstring(node) or "").partition("Raises\n------\n")[2]

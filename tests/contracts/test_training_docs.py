@@ -12,7 +12,16 @@ from tests.contracts.pages import blocks, run_block
 @pytest.mark.parametrize(
     "block",
     blocks("docs/training.md"),
-    ids=["penalty", "plain torch", "lightning", "trainer", "ensemble", "grid search", "sam"],
+    ids=[
+        "penalty",
+        "regression",
+        "plain torch",
+        "lightning",
+        "trainer",
+        "ensemble",
+        "grid search",
+        "sam",
+    ],
 )
 def test_block_runs(block, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # trainers make folders for their output

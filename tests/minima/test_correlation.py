@@ -249,7 +249,7 @@ def test_says_what_is_wrong(change, arguments, message):
 
 
 def test_two_minima_are_too_few():
-    with pytest.raises(ValueError, match=r"2 of the 2 minima.*needs at least 3"):
+    with pytest.raises(ValueError, match=r"2 of the 2 minima.*needs at least 3\. The columns"):
         correlate(make_minima(2))
 
 

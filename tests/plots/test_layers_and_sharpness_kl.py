@@ -114,6 +114,11 @@ def test_a_choice_of_layers_and_arguments_of_the_measures():
         ),
         ({"measure_params": {"measures": []}}, ValueError, "contain 'measures': .* as measures="),
         ({"measure_params": [0]}, TypeError, r"measure_params=\[0\], expected None or a dict"),
+        (
+            {"criterion": nn.CrossEntropyLoss()},
+            TypeError,
+            "no argument 'criterion': pass it in measure_params, as .*\"criterion\": ",
+        ),
         ({"layers": []}, ValueError, "layers must name at least one layer"),
         ({"measures": []}, ValueError, "measures must name at least one measure"),
         ({"measures": 1}, TypeError, "measures must be a name or a list of names"),

@@ -16,8 +16,8 @@ gradient_norm                norm of the gradient of the mean loss in ``W``
 
 References
 ----------
-.. [1] H. Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
-.. [2] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+.. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+.. [2] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
    Neural Networks", 2020.
 """
 

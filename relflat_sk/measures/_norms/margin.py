@@ -58,7 +58,7 @@ def margin(network: Network, percentile: float) -> float:
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.2.
     """
     check_number("percentile", percentile, positive=False)

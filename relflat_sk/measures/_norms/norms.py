@@ -35,9 +35,9 @@ path from an input that is always one, and so is the shift of a batch norm.
 
 References
 ----------
-.. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+.. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
    Sections 2.1 to 2.3.
-.. [2] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
+.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.1.
 
     Examples
@@ -184,7 +184,7 @@ def inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estim
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.2.
 
     Examples

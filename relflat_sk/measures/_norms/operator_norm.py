@@ -53,7 +53,7 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
 
     References
     ----------
-    .. [1] H. Sedghi et al., "The Singular Values of Convolutional Layers", ICLR 2019.
+    .. [1] Sedghi et al., "The Singular Values of Convolutional Layers", ICLR 2019.
     """
     if layer.map.channels_last:
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))

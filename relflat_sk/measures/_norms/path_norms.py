@@ -13,7 +13,7 @@ paths, or their average. Branches add up.
 
 References
 ----------
-.. [1] B. Neyshabur et al., "Norm-Based Capacity Control in Neural Networks", COLT 2015.
+.. [1] Neyshabur et al., "Norm-Based Capacity Control in Neural Networks", COLT 2015.
 """
 
 import inspect

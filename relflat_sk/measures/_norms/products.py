@@ -88,7 +88,7 @@ def group_norm_product(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.2.
 
     Examples
@@ -175,7 +175,7 @@ def l2_lipschitz_product(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.3.
 
     Examples
@@ -216,7 +216,7 @@ def linf_lipschitz_product(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.3.
 
     Examples

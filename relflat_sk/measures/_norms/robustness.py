@@ -8,9 +8,9 @@ logits changes at most twice as fast as one of them.
 
 References
 ----------
-.. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+.. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
    Section 2.3.
-.. [2] H. Xu and S. Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
+.. [2] Xu and Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
 """
 
 import math
@@ -72,7 +72,7 @@ def log_robustness(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
        Section 2.3.
 
     Examples

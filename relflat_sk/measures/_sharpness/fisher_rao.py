@@ -8,7 +8,7 @@ derivative, by differentiating backward twice.
 
 References
 ----------
-.. [1] T. Liang, T. Poggio, A. Rakhlin and J. Stokes, "Fisher-Rao Metric, Geometry, and
+.. [1] Liang, Poggio, Rakhlin and Stokes, "Fisher-Rao Metric, Geometry, and
    Complexity of Neural Networks", AISTATS 2019.
 """
 

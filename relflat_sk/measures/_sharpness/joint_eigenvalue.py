@@ -5,7 +5,7 @@ the measure is :math:`\kappa = \|w\|^2 \lambda_{\max}(H)` [1]_, first row of Tab
 
 References
 ----------
-.. [1] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+.. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
    Neural Networks", 2020.
 """
 
@@ -51,7 +51,7 @@ def joint_eigenvalue_flatness(
 
     References
     ----------
-    .. [1] H. Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+    .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
        Neural Networks", 2020, Table 1, first row.
 
     Examples

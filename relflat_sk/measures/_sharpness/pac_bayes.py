@@ -7,9 +7,9 @@ of noise for every sigma.
 
 References
 ----------
-.. [1] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
+.. [1] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
    2020.
-.. [2] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+.. [2] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
 """
 
 import math

@@ -11,13 +11,13 @@ adaptive_sharpness        largest, or mean, rise in a box of ``rho |w|`` [5]_
 
 References
 ----------
-.. [1] T. Liang et al., "Fisher-Rao Metric, Geometry, and Complexity of Neural Networks",
+.. [1] Liang et al., "Fisher-Rao Metric, Geometry, and Complexity of Neural Networks",
    AISTATS 2019.
-.. [2] Y. Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
+.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
    2020.
-.. [3] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
-.. [4] N. S. Keskar et al., "On Large-Batch Training for Deep Learning", ICLR 2017.
-.. [5] M. Andriushchenko et al., "A Modern Look at the Relationship between Sharpness and
+.. [3] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+.. [4] Keskar et al., "On Large-Batch Training for Deep Learning", ICLR 2017.
+.. [5] Andriushchenko et al., "A Modern Look at the Relationship between Sharpness and
    Generalization", ICML 2023.
 """
 
@@ -95,7 +95,7 @@ def sharpness_curve(
 
     References
     ----------
-    .. [1] B. Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
 
     Examples
     --------

@@ -8,7 +8,7 @@ it finds is a lower bound of the maximum.
 
 References
 ----------
-.. [1] F. Croce and M. Hein, "Reliable Evaluation of Adversarial Robustness with an Ensemble
+.. [1] Croce and Hein, "Reliable Evaluation of Adversarial Robustness with an Ensemble
    of Diverse Parameter-free Attacks", ICML 2020, Algorithm 1.
 """
 
