@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from relflat_sk._network import cast_inputs
 from relflat_sk.ensemble._stackable import NotStackable, Parts, check_stackable
-from relflat_sk.ensemble._updates import OPTIMIZERS
+from relflat_sk.ensemble._updates import find_update
 from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
 
 __all__ = ["Member", "Same", "criterion_key", "make_member", "module_key"]
@@ -325,9 +325,7 @@ class Same:
 def _optimizer_key(net: Any) -> tuple[Any, ...]:
     """Return what the optimizers of members have in common; the rest is each member's own."""
     optimizer = net.optimizer_
-    if type(optimizer) not in OPTIMIZERS:
-        names = [kind.__name__ for kind in OPTIMIZERS]
-        raise NotStackable(f"its optimizer is {type(optimizer).__name__}, not one of {names}")
+    update = find_update(optimizer)
     if len(optimizer.param_groups) > 1:
         raise NotStackable("its optimizer has several groups of parameters")
     settings = optimizer.param_groups[0]
@@ -338,7 +336,7 @@ def _optimizer_key(net: Any) -> tuple[Any, ...]:
         raise NotStackable("its optimizer has hooks")
     if any(isinstance(value, Tensor) for value in settings.values()):
         raise NotStackable("its optimizer has a setting that is a tensor")
-    return type(optimizer), OPTIMIZERS[type(optimizer)].names(settings)
+    return update, update.names(settings)
 
 
 def _penalty_key(net: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk.ensemble._member import Member
-from relflat_sk.ensemble._updates import OPTIMIZERS, Update
+from relflat_sk.ensemble._updates import Update, find_update
 
 __all__ = ["Stack", "release_states", "stack_tensors"]
 
@@ -44,7 +44,7 @@ class Stack:
     def __init__(self, members: Sequence[Member], unused: Collection[str] = ()) -> None:
         self.members = list(members)
         self._unused = unused
-        self._kind = OPTIMIZERS[type(members[0].optimizer)]
+        self._kind = find_update(members[0].optimizer)
         with torch.no_grad():
             self.weights = stack_tensors([m.module.named_parameters() for m in members])
             self.buffers = stack_tensors([m.module.named_buffers() for m in members])

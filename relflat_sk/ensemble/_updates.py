@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OPTIMIZERS", "Update"]
+from relflat_sk.ensemble._stackable import NotStackable
+
+__all__ = ["Update", "find_update"]
 
 Settings = Mapping[str, Any]
 Tensors = list[Tensor]  # one for each parameter, with the members on the first axis
@@ -227,8 +229,34 @@ class _SGD(Update):
 
 
 # by the class of the torch optimizer
-OPTIMIZERS: dict[type, type[Update]] = {
+_OPTIMIZERS: dict[type, type[Update]] = {
     torch.optim.Adam: _Adam,
     torch.optim.AdamW: _AdamW,
     torch.optim.SGD: _SGD,
 }
+
+
+def find_update(optimizer: torch.optim.Optimizer) -> type[Update]:
+    """Find the steps of an optimizer, as it is set now.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        With one group of parameters.
+
+    Returns
+    -------
+    type of Update
+        The same for optimizers that can be stacked.
+
+    Raises
+    ------
+    NotStackable
+        If the optimizer is of another class than these.
+    """
+    if type(optimizer) not in _OPTIMIZERS:
+        names = [kind.__name__ for kind in _OPTIMIZERS]
+        raise NotStackable(f"its optimizer is {type(optimizer).__name__}, not one of {names}")
+    # since torch 2.7, AdamW is Adam with this setting
+    is_decoupled = optimizer.param_groups[0].get("decoupled_weight_decay")
+    return _AdamW if is_decoupled else _OPTIMIZERS[type(optimizer)]

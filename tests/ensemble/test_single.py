@@ -66,6 +66,16 @@ def test_formulas_take_the_place_of_autograd(layer, epochs):
         torch.testing.assert_close(one.grad, other.grad)  # of the last step
 
 
+def test_weight_decay_of_adam_may_be_decoupled(epochs):
+    adam = {"optimizer__weight_decay": 0.1, "optimizer__decoupled_weight_decay": True}
+    try:
+        torch.optim.Adam([torch.zeros(1)], decoupled_weight_decay=True)
+    except TypeError:
+        pytest.skip("this version of torch has AdamW only")
+    assert_same_by_both(classifier(optimizer=torch.optim.Adam, **adam))
+    assert epochs[:4] == [True] * 4
+
+
 class Tied(nn.Sequential):
     def __init__(self, n_features, n_outputs):
         layer = nn.Linear(n_features, n_features)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from relflat_sk.ensemble._updates import OPTIMIZERS
+from relflat_sk.ensemble._updates import find_update
 
 SHAPES = [(4, 3), (4,), (2, 4)]
 SETTINGS = {
@@ -39,7 +39,7 @@ def test_steps_are_those_of_torch(case, fused, late):
     singles = [optimizer(ps, **one) for ps, one in zip(parameters, members, strict=True)]
     made = _begin(singles, parameters, late)
     settings = [single.param_groups[0] for single in singles]
-    kind = OPTIMIZERS[optimizer]
+    kind = find_update(singles[0])
     weights = _stack(parameters)
     gradients = [torch.zeros_like(weight) for weight in weights]
     states = {

@@ -504,6 +504,18 @@ def test_distributions_are_drawn():
     assert search.minima_["param_C"].between(0.01, 1.0).all()
 
 
+def test_functions_draw_as_often_as_is_asked():
+    """Choices beside a function that draws are no grid, after which the search would end."""
+    space = {
+        "C": lambda trial: trial.suggest_float("C", 0.01, 1.0),
+        "fit_intercept": [True, False],
+    }
+    search = logistic(space, n_trials=5).fit(X, Y)
+    assert search.minima_["param_C"].nunique() == 5
+    with pytest.raises(ValueError, match="n_trials is needed: the space has distributions or fun"):
+        logistic(space).fit(X, Y)
+
+
 def test_a_sampler_of_ones_own():
     sampler = RandomSampler(seed=3)
     space = {"C": FloatDistribution(0.01, 1.0)}

@@ -117,6 +117,25 @@ def test_distributions_and_functions_draw_from_the_trial():
         assert trial.user_attrs["param_sizes"] == str(values["sizes"])
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda trial: trial.suggest_float("lr", 0.1, 1.0),
+        lambda trial: trial.suggest_int("tenths", 1, 9) / 10,
+        lambda trial: trial.suggest_categorical("rate", [0.1, 0.2]),
+        lambda trial: trial.suggest_float("lr", 0.1, 1.0) if trial.params["n"] == 2 else 0.1,
+    ],
+)
+def test_choices_are_no_grid_if_a_function_draws_something_else(draw):
+    assert Space({"n": [1, 2], "lr": draw}).grid() is None
+
+
+def test_functions_may_read_the_choices_of_a_grid():
+    computed = [lambda trial: trial.params["n"], lambda trial: trial.suggest_categorical("n", [1])]
+    for function in (*computed, lambda trial: trial.number, lambda trial: 1 / 0):
+        assert Space({"n": [1, 2], "lr": function}).grid() == [{"n": 1}, {"n": 2}]
+
+
 def test_a_function_that_draws_its_own_name_is_recorded_once():
     trial = study_of(Space({"lr": lambda trial: trial.suggest_float("lr", 0.1, 1)})).trials[0]
     assert "param_lr" not in trial.user_attrs

@@ -221,12 +221,43 @@ class Space:
         -------
         list of dict or None
             Labels by parameter name, as Optuna stores them, without the parameters that
-            functions compute from them. None if there are no choices, or also distributions.
+            functions compute from them. None if there are no choices, also distributions, or
+            functions that draw anything else from the trial.
         """
         columns = {n: entry.labels for n, entry in self.entries.items() if is_choice(entry)}
         if not columns or any(map(is_range, self.entries.values())):
             return None
-        return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
+        points = [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
+        computes = len(columns) < len(self.entries)
+        return None if computes and any(map(self._draws_more, points)) else points
+
+    def _draws_more(self, point: Mapping[str, Any]) -> bool:
+        """Return whether functions draw more than choices that are made already."""
+        trial: Any = _Point(dict(point))
+        for name, entry in self.entries.items():
+            with suppress(Exception):  # a user's function may raise anything
+                entry.suggest(trial, name)
+        return not trial.asked <= point.keys()
+
+
+class _Point(FixedTrial):
+    """A trial with the choices of a grid, which notes the names that functions ask for."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        super().__init__(params)
+        self.asked: set[str] = set()
+
+    def suggest_float(self, name: str, *args: Any, **kwargs: Any) -> float:
+        self.asked.add(name)
+        return super().suggest_float(name, *args, **kwargs)
+
+    def suggest_int(self, name: str, *args: Any, **kwargs: Any) -> int:
+        self.asked.add(name)
+        return super().suggest_int(name, *args, **kwargs)
+
+    def suggest_categorical(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.asked.add(name)
+        return super().suggest_categorical(name, *args, **kwargs)
 
 
 def _why_not(estimator: Any, name: str, varied: Collection[str], prefix: str = "") -> str:
