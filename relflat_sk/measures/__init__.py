@@ -21,6 +21,7 @@ from relflat_sk.measures._measure_network import measure_network as measure_netw
 from relflat_sk.measures._measure_network import warn_of as warn_of
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
+from relflat_sk.measures._minimum import has_vanished as has_vanished
 from relflat_sk.measures._names import find_measure as find_measure
 from relflat_sk.measures._names import find_measures as find_measures
 from relflat_sk.measures._names import get_measure_names, register_measure

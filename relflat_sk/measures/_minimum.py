@@ -13,7 +13,10 @@ from relflat_sk.measures._flatness import Flatness
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._score import Score, score_of
 
-__all__ = ["ConstantComparison", "compare_with_constant", "find_objection", "made_progress"]
+__all__ = [
+    "ConstantComparison", "compare_with_constant", "find_objection", "has_vanished",
+    "made_progress",
+]  # fmt: skip
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -138,7 +141,7 @@ def find_objection(
     problem = _why_no_minimum(model, comparison) if comparison.is_known else None
     if problem is not None:
         return f"is not at a minimum of its loss, so its flatness means nothing: {problem}"
-    if _has_vanished(measure, flatness, comparison):
+    if has_vanished(measure, flatness, comparison):
         return (
             f"has no curvature left that could be compared, with a flatness of {flatness:.3g}. Its "
             "network may be saturated, so that the loss of nearly all samples rounds to 0: train "
@@ -148,8 +151,23 @@ def find_objection(
     return None
 
 
-def _has_vanished(measure: str, flatness: float, comparison: ConstantComparison) -> bool:
-    """Return whether a curvature is zero up to rounding."""
+def has_vanished(measure: str, flatness: float, comparison: ConstantComparison) -> bool:
+    """Return whether a measure is a curvature that is zero up to rounding.
+
+    Parameters
+    ----------
+    measure : str
+        The measure's name.
+    flatness : float
+        The measured value.
+    comparison : ConstantComparison
+        The model's loss.
+
+    Returns
+    -------
+    bool
+        True for a saturated network, or a criterion without curvature.
+    """
     if measure not in CURVATURES:
         return False
     if not comparison.is_known or measure in _OF_ANY_SIZE:

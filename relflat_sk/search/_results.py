@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
 from relflat_sk.search._sharing import is_cut_short, is_superseded
-from relflat_sk.search._trial import NO_MEASURE, Space, last_prefix
+from relflat_sk.search._trial import NO_MEASURE, SATURATED, Space, last_prefix
 
 __all__ = ["candidate_table", "check_table", "cv_results"]
 
@@ -95,6 +95,11 @@ def check_table(
         if table["reason"].astype(str).str.startswith(NO_MEASURE).all():
             what = "no candidate has a finite measure: the ranking is by their training loss"
             advice = "Rank by another measure, or mend the function that returns such values."
+        elif table["reason"].eq(SATURATED).all():
+            what = "no candidate has a curvature to compare: the ranking is by their training loss"
+            advice = (
+                "Train to a larger loss (goal, StopAtLoss), with a criterion that has a curvature."
+            )
         else:
             what = (
                 "no candidate converged: the ranking is of networks that had not finished "

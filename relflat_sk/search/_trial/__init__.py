@@ -6,8 +6,9 @@ from relflat_sk.search._trial.goal import own_goals
 from relflat_sk.search._trial.isolation import isolated
 from relflat_sk.search._trial.objective import IN_FLEET, MinimaObjective
 from relflat_sk.search._trial.provenance import MADE_WITH, check_made_with
-from relflat_sk.search._trial.recording import NO_MEASURE, measure_held_out
+from relflat_sk.search._trial.recording import measure_held_out
 from relflat_sk.search._trial.space import Space
+from relflat_sk.search._trial.verdict import NO_MEASURE, SATURATED
 from relflat_sk.search._trial.weight_files import (
     ARTIFACT,
     DamagedWeightsError,
@@ -22,6 +23,7 @@ __all__ = [
     "IN_FLEET",
     "MADE_WITH",
     "NO_MEASURE",
+    "SATURATED",
     "CallError",
     "DamagedWeightsError",
     "MinimaObjective",

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -11,7 +10,6 @@ import optuna
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._minima_table import depth_of
 from relflat_sk._models import DataOptions, final_estimator, to_network
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
@@ -20,35 +18,17 @@ from relflat_sk.measures import Flatness, find_measures
 from relflat_sk.search._optuna_database import write_attributes
 from relflat_sk.search._optuna_internals import one_transaction
 from relflat_sk.search._trial.failures import blame_call
-from relflat_sk.search._trial.goal import Ending, find_ending
 from relflat_sk.search._trial.held_out import trained_rows
 from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
+from relflat_sk.search._trial.verdict import Measured, record_verdict
 from relflat_sk.search._trial.watching import LAST, missing_layer
 from relflat_sk.search._trial.weight_files import save_weights
 from relflat_sk.training import RelativeFlatnessRegularizedNet, known_outputs
 
-__all__ = ["NO_MEASURE", "check_names", "measure_held_out", "record_trial", "write_record"]
+__all__ = ["check_names", "measure_held_out", "record_trial", "write_record"]
 
 TRAIN_LOSS = "train_loss"
-# how the reason of a minimum begins whose measures are nan or infinite
-NO_MEASURE = "cannot be ranked: "
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of the pass over the training data.
-
-    Parameters
-    ----------
-    train_loss : float
-        Mean loss.
-    found : dict of str to Flatness
-        The results by name of the measure; empty if the loss is not finite.
-    """
-
-    train_loss: float
-    found: dict[str, Flatness]
 
 
 def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -203,12 +183,6 @@ def _hand_over(estimator: Any, found: Mapping[str, Flatness], measuring: Measuri
         net.adopt_flatness(found[name])
 
 
-def _name_non_finite(found: Mapping[str, Flatness]) -> str:
-    """Say which measures are nan or infinite, as the reason of a candidate."""
-    values = {name: one.value for name, one in found.items() if not np.isfinite(one.value)}
-    return NO_MEASURE + ", ".join(f"{name} is {value}" for name, value in values.items())
-
-
 def _has_finite_weights(module: nn.Module) -> bool:
     return all(bool(torch.isfinite(weight).all()) for weight in module.parameters())
 
@@ -286,49 +260,6 @@ def measure_held_out(
     data = data.only(trained_rows(estimator))
     record_held_out(found, estimator, train_loss, data, X_test, y_test)
     return found
-
-
-def record_verdict(
-    record: dict[str, Any], estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
-) -> list[float]:
-    """Record how deep a candidate is, whether it is a minimum, and why not.
-
-    Parameters
-    ----------
-    record : dict
-        Gets the loss and the scores.
-    estimator : estimator
-        The trained candidate.
-    goal : "auto", float or None
-        The goal of the search.
-    measured : Measured
-        Its measures.
-    values : sequence of float
-        The values of the study's objectives.
-
-    Returns
-    -------
-    list of float
-        The values; nan for a network that is no better than a constant prediction: it is
-        perfectly flat, and useless.
-    """
-    checked = list(values)
-    constant_loss = next(iter(measured.found.values())).constant_risk()
-    depth = depth_of(measured.train_loss, constant_loss)
-    if np.isfinite(depth):
-        record["depth"] = depth
-    if measured.train_loss >= constant_loss:
-        ending = Ending("", "the training loss is no better than a constant prediction's")
-        checked = [np.nan] * len(checked)
-    elif not np.isfinite(values).all():
-        ending = Ending("", _name_non_finite(measured.found))
-    else:
-        ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
-    reason = ending.reason
-    record["converged"] = not reason
-    record["ended_by"] = ending.by
-    record["reason"] = reason
-    return checked
 
 
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:

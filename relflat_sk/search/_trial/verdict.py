@@ -1,0 +1,95 @@
+"""Whether a measured candidate is a minimum, and why not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relflat_sk._minima_table import depth_of
+from relflat_sk.measures import ConstantComparison, Flatness, has_vanished
+from relflat_sk.search._trial.goal import Ending, find_ending
+
+__all__ = ["NO_MEASURE", "SATURATED", "Measured", "record_verdict"]
+
+# how the reason of a minimum begins whose measures are nan or infinite
+NO_MEASURE = "cannot be ranked: "
+# the reason of a network that is perfectly flat, however well it predicts
+SATURATED = (
+    "has no curvature left: the network may be saturated, so that the loss of nearly all samples "
+    "rounds to 0, or the criterion has no curvature"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of the pass over the training data.
+
+    Parameters
+    ----------
+    train_loss : float
+        Mean loss.
+    found : dict of str to Flatness
+        The results by name of the measure; empty if the loss is not finite.
+    """
+
+    train_loss: float
+    found: dict[str, Flatness]
+
+
+def record_verdict(
+    record: dict[str, Any], estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
+) -> list[float]:
+    """Record how deep a candidate is, whether it is a minimum, and why not.
+
+    Parameters
+    ----------
+    record : dict
+        Gets the loss and the scores.
+    estimator : estimator
+        The trained candidate.
+    goal : "auto", float or None
+        The goal of the search.
+    measured : Measured
+        Its measures.
+    values : sequence of float
+        The values of the study's objectives.
+
+    Returns
+    -------
+    list of float
+        The values; nan for a network that is no better than a constant prediction, or whose
+        curvature has vanished: it is perfectly flat, and useless.
+    """
+    checked = list(values)
+    constant_loss = next(iter(measured.found.values())).constant_risk()
+    depth = depth_of(measured.train_loss, constant_loss)
+    if np.isfinite(depth):
+        record["depth"] = depth
+    if measured.train_loss >= constant_loss:
+        ending = Ending("", "the training loss is no better than a constant prediction's")
+        checked = [np.nan] * len(checked)
+    elif _has_vanished(measured, constant_loss):
+        ending = Ending("", SATURATED)
+        checked = [np.nan] * len(checked)
+    elif not np.isfinite(values).all():
+        ending = Ending("", _name_non_finite(measured.found))
+    else:
+        ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
+    reason = ending.reason
+    record["converged"] = not reason
+    record["ended_by"] = ending.by
+    record["reason"] = reason
+    return checked
+
+
+def _has_vanished(measured: Measured, constant_loss: float) -> bool:
+    """Return whether a network has no curvature that could be compared."""
+    comparison = ConstantComparison(measured.train_loss, constant_loss)
+    return any(has_vanished(name, one.value, comparison) for name, one in measured.found.items())
+
+
+def _name_non_finite(found: Mapping[str, Flatness]) -> str:
+    """Say which measures are nan or infinite, as the reason of a candidate."""
+    values = {name: one.value for name, one in found.items() if not np.isfinite(one.value)}
+    return NO_MEASURE + ", ".join(f"{name} is {value}" for name, value in values.items())
