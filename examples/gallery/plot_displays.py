@@ -43,7 +43,7 @@ search = FlatMinimaSearch(
 
 fig, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
 HyperparameterDisplay.from_minima(search, shares, color_by=None, ax=axes[0])
-TrainingCurvesDisplay.from_minima(search, ax=axes[1])
+curves = TrainingCurvesDisplay.from_minima(search, ax=axes[1])
 
 # %%
 # Several measures against the gap
