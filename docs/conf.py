@@ -53,6 +53,7 @@ sphinx_gallery_conf = {
         "plot_limit.py",
         "plot_layers.py",
         "plot_ensemble.py",
+        "plot_displays.py",
         "*",
         "plot_grid_search.py",
         "plot_study.py",

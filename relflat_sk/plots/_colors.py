@@ -67,9 +67,11 @@ class Colors:
         if column is None:
             return
         if column not in minima.columns:
+            parameter = f"param_{column}"
+            hint = f" Did you mean {parameter!r}?" if parameter in minima.columns else ""
             raise ValueError(
                 f"color_by={column!r} is not a column of these minima; there are: "
-                f"{list(minima.columns)}."
+                f"{list(minima.columns)}.{hint}"
             )
         self.cmap = colormaps[cmap].with_extremes(bad="0.8")
         values = minima[column]

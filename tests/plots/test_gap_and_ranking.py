@@ -203,6 +203,7 @@ def test_a_study_is_accepted():
         (table(), {"measure": "sharpness"}, ValueError, "measure='sharpness' is not a column"),
         (table(), {"target": "reason"}, ValueError, "target='reason' is not numeric"),
         (table(), {"color_by": "seed"}, ValueError, "color_by='seed' is not a column of these"),
+        (table(), {"color_by": "batch_size"}, ValueError, "Did you mean 'param_batch_size'"),
         (table(converged=False), {}, ValueError, "None of the 12 candidates is a minimum, so"),
         (
             table(test_loss=np.nan),
