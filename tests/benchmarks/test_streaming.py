@@ -2,14 +2,25 @@
 
 import pytest
 
-from benchmarks.costs.streaming import KINDS
+from benchmarks.costs.streaming import FUNCTIONS, KINDS
 from tests.benchmarks.commands import run
 
 MIB = 512  # 64 rows each
 
 
+def peak(function, kind):
+    """Return the peak in MiB."""
+    printed = run("benchmarks.costs.streaming", "--cell", function, kind, str(64 * MIB))
+    return float(printed.split()[0]) / 2**20
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_the_number_of_rows(kind):
-    printed = run("benchmarks.costs.streaming", "--cell", "relative_flatness", kind, str(64 * MIB))
-    peak, _ = map(float, printed.split())
-    assert peak < MIB / 4 * 2**20
+    assert peak("relative_flatness", kind) < MIB / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_of_measures_nets_and_searches(function):
+    # at the first layer, a few arrays of the size of a batch, 16 MiB
+    assert peak(function, "array-like") < MIB / 2

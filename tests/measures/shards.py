@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 
@@ -77,6 +78,11 @@ def drawn(rows, seed, **params):
             return_stderr=True,
             **params,
         )
+
+
+def loader(rows):
+    pairs = TensorDataset(torch.from_numpy(X[rows]), torch.from_numpy(Y[rows]))
+    return DataLoader(pairs, batch_size=5)
 
 
 def error(call):
@@ -173,6 +179,7 @@ def main(rank, folder):
             criterion=CE,
             process_group=dist.group.WORLD,
         ),
+        "loader": relative_flatness(network("relu"), loader(rows), criterion=CE, **world),
         "errors": errors(rank),
     }
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(found))

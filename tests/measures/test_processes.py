@@ -72,9 +72,10 @@ def test_noise_without_a_seed_is_shared(found):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_group_and_a_module_of_data_parallelism(found, rank):
+def test_a_group_a_module_of_data_parallelism_and_a_data_loader(found, rank):
     expected = relative_flatness(shards.network("relu"), shards.X, shards.Y, criterion=shards.CE)
     assert_allclose(found[rank]["group"], expected, rtol=1e-10)
+    assert_allclose(found[rank]["loader"], expected, rtol=1e-10)
     assert_allclose(found[rank]["errors"]["afterwards"], expected, rtol=1e-10)
 
 
