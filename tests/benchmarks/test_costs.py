@@ -88,7 +88,7 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
                 "journal, candidates trained twice": "0.00",
             },
         ),
-        (
+        pytest.param(
             "soak",
             {
                 "SQLite, draws, minima": "20.00",
@@ -96,8 +96,13 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
                 "journal, grid, minima": "20.00",
                 "journal, grid, open files at the end - at the beginning": "0.00",
             },
+            marks=pytest.mark.scale,
         ),
-        ("engines", {"two processes, a journal, minima as in one process": "4.00"}),
+        pytest.param(
+            "engines",
+            {"two processes, a journal, minima as in one process": "4.00"},
+            marks=pytest.mark.scale,
+        ),
     ],
     ids=["claims", "soak", "engines"],
 )

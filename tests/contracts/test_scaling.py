@@ -58,7 +58,7 @@ def test_the_example_of_several_devices_runs(tmp_path):
     assert found == pytest.approx([expected, expected], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_the_example_of_dask_runs(tmp_path):
     pytest.importorskip("distributed", reason="needs the extra dask")
     assert_ranks_all(run_as_script(ON_DASK, tmp_path))
