@@ -47,7 +47,7 @@ def test_the_example_of_data_on_disk_runs(tmp_path, capsys):
     assert flatness == again == -minus
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_the_example_of_several_devices_runs(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = [float(line) for line in run_as_script(DISTRIBUTED, tmp_path, *torchrun)]
