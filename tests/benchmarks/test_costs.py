@@ -32,13 +32,21 @@ from tests.processes import ROOT
         ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
         ("benchmarks.costs.heads", ["relative_flatness / forward"]),
         ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
-        ("benchmarks.costs.fleet", ["64-128-64-10, batch 32, fleet / torch loop"]),
+        pytest.param(
+            "benchmarks.costs.fleet",
+            ["64-128-64-10, batch 32, fleet / torch loop"],
+            marks=pytest.mark.scale,
+        ),
         ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
         (
             "benchmarks.costs.measuring",
             ["64-128-64-10, batch 32, measure and scores one by one / stacked"],
         ),
-        ("benchmarks.costs.distributed", ["seconds of two processes / of one"]),
+        pytest.param(
+            "benchmarks.costs.distributed",
+            ["seconds of two processes / of one"],
+            marks=pytest.mark.scale,
+        ),
     ],
     ids=[
         *["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
@@ -78,7 +86,7 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (
+        pytest.param(
             "claims",
             {
                 "10 workers at the same moment, candidates": "10.00",
@@ -87,6 +95,7 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
                 "journal, candidates trained": "12.00",
                 "journal, candidates trained twice": "0.00",
             },
+            marks=pytest.mark.scale,
         ),
         pytest.param(
             "soak",

@@ -19,8 +19,14 @@ def test_memory_does_not_grow_with_the_number_of_rows(kind):
     assert peak("relative_flatness", kind) < MIB / 4
 
 
+SLOWEST = "normalised, first layer"
+CASES = [
+    pytest.param(name, marks=pytest.mark.scale) if name == SLOWEST else name for name in FUNCTIONS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", CASES)
 def test_memory_of_measures_nets_and_searches(function):
     # at the first layer, a few arrays of the size of a batch, 16 MiB
     assert peak(function, "array-like") < MIB / 2

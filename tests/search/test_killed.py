@@ -174,7 +174,9 @@ def wait_until(condition):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers notice the end of their parent on posix")
-@pytest.mark.parametrize("engine", ["joblib", "dask", pytest.param("ray", marks=pytest.mark.scale)])
+@pytest.mark.parametrize(
+    "engine", ["joblib", *(pytest.param(name, marks=pytest.mark.scale) for name in ("dask", "ray"))]
+)
 def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
     """Also those of a cluster of dask or ray that the main process has started."""
     module, context = ENGINES[engine]
