@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.devices.generator import GeneratorOfTheCPU
+
 __all__ = ["DEVICE", "IS_SIMULATED", "other_device"]
 
 VARIABLE = "RELFLAT_SK_TEST_DEVICE"
@@ -26,13 +28,6 @@ class DrawsOfTheCPU(TorchFunctionMode):
         device = kwargs.pop("device", None) if func in RANDOM else None
         drawn = func(*args, **kwargs)
         return drawn if device is None else drawn.to(device)
-
-
-class GeneratorOfTheCPU(torch._C.Generator):
-    """`torch.Generator` on the CPU, for any device."""
-
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls, device="cpu")
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from unittest import mock
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.devices.generator import GeneratorOfTheCPU
+
 __all__ = ["DEVICE", "Counts", "count", "simulated_device"]
 
 _setup_privateuseone_for_python_backend("sim")
@@ -82,7 +84,7 @@ def count():
 def simulated_device():
     """Let torch make generators and identity matrices on the simulated device."""
     with (
-        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch, "Generator", GeneratorOfTheCPU),
         mock.patch.object(torch, "eye", _eye_of(torch.eye)),
     ):
         yield DEVICE
@@ -110,13 +112,6 @@ class SimTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
-
-
-class _Generator(torch._C.Generator):
-    """`torch.Generator`, whose device may be the simulated one."""
-
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls, device="cpu")
 
 
 def _eye_of(eye):

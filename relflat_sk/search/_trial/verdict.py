@@ -66,11 +66,9 @@ def record_verdict(
     depth = depth_of(measured.train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
-    if measured.train_loss >= constant_loss:
-        ending = Ending("", "the training loss is no better than a constant prediction's")
-        checked = [np.nan] * len(checked)
-    elif _has_vanished(measured, constant_loss):
-        ending = Ending("", SATURATED)
+    useless = _why_useless(measured, constant_loss)
+    if useless:
+        ending = Ending("", useless)
         checked = [np.nan] * len(checked)
     elif not np.isfinite(values).all():
         ending = Ending("", _name_non_finite(measured.found))
@@ -83,10 +81,14 @@ def record_verdict(
     return checked
 
 
-def _has_vanished(measured: Measured, constant_loss: float) -> bool:
-    """Return whether a network has no curvature that could be compared."""
+def _why_useless(measured: Measured, constant_loss: float) -> str:
+    """Return why the flatness of a network is none of a minimum; "" if it may be."""
+    if measured.train_loss >= constant_loss:
+        return "the training loss is no better than a constant prediction's"
     comparison = ConstantComparison(measured.train_loss, constant_loss)
-    return any(has_vanished(name, one.value, comparison) for name, one in measured.found.items())
+    values = {name: one.value for name, one in measured.found.items()}
+    vanished = any(has_vanished(name, value, comparison) for name, value in values.items())
+    return SATURATED if vanished else ""
 
 
 def _name_non_finite(found: Mapping[str, Flatness]) -> str:
