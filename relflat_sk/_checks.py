@@ -25,67 +25,19 @@ __all__ = [
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer, NumPy's included; booleans are not.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        Whether it is one.
-    """
+    """Return whether a value is an integer, NumPy's included; booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number, NumPy's included; booleans are not.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        Whether it is one.
-    """
+    """Return whether a value is a real number, NumPy's included; booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_integer(
     name: str, value: Any, *, minimum: int, optional: bool = False, reason: str = ""
 ) -> None:
-    """Refuse a value that is not an integer of at least `minimum`.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : object
-        The argument, as the user gave it.
-    minimum : int
-        The smallest value allowed.
-    optional : bool, default=False
-        Whether None is allowed, too.
-    reason : str, optional
-        Why smaller values make no sense; ends the message.
-
-    Raises
-    ------
-    ValueError
-        If the value is not such an integer.
-
-    Examples
-    --------
-    >>> check_integer("n_draws", 1, minimum=2, reason="one draw has no standard error")
-    Traceback (most recent call last):
-    ...
-    ValueError: n_draws must be an integer of at least 2, got 1: one draw has no standard error.
-    """
+    """Refuse a value that is not an integer of at least `minimum`."""
     if (optional and value is None) or (is_integer(value) and value >= minimum):
         return
     least = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
@@ -96,33 +48,7 @@ def check_integer(
 def check_number(
     name: str, value: Any, *, positive: bool = True, optional: bool = False, reason: str = ""
 ) -> None:
-    """Refuse a value that is not a finite positive number.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : object
-        The argument, as the user gave it.
-    positive : bool, default=True
-        Whether 0 is refused, too.
-    optional : bool, default=False
-        Whether None is allowed, too.
-    reason : str, optional
-        Why other values make no sense; ends the message.
-
-    Raises
-    ------
-    ValueError
-        If the value is not such a number.
-
-    Examples
-    --------
-    >>> check_number("weight_decay", -0.1, positive=False)
-    Traceback (most recent call last):
-    ...
-    ValueError: weight_decay must be a finite number of at least 0, got -0.1.
-    """
+    """Refuse a value that is not a finite positive number."""
     if optional and value is None:
         return
     if is_number(value) and math.isfinite(value) and (value > 0 if positive else value >= 0):
@@ -133,26 +59,7 @@ def check_number(
 
 
 def check_device(device: Any) -> None:
-    """Refuse a device that torch cannot compute on.
-
-    Parameters
-    ----------
-    device : str, int, torch.device or None
-        The argument, as the user gave it. None passes.
-
-    Raises
-    ------
-    ValueError
-        If torch was built without this kind of device, there is no such device, or it is "meta",
-        which holds no values.
-
-    Examples
-    --------
-    >>> check_device("moon")
-    Traceback (most recent call last):
-    ...
-    ValueError: device='moon' is no device of torch, such as 'cpu' or 'cuda'.
-    """
+    """Refuse a device that torch cannot compute on."""
     if device is None:
         return
     try:
@@ -183,31 +90,12 @@ _gathered: ContextVar[list[tuple[Judge, list[Tensor]]] | None] = ContextVar(
 
 
 def gathers(tensor: Tensor) -> bool:
-    """Return whether checks of a tensor are made at the end of a `gather_checks`.
-
-    Parameters
-    ----------
-    tensor : Tensor of any shape
-        What is to be checked.
-
-    Returns
-    -------
-    bool
-        False on the CPU, where reading a number costs nothing.
-    """
+    """Return whether checks of a tensor are made at the end of a `gather_checks`."""
     return tensor.device.type != "cpu" and _gathered.get() is not None
 
 
 def judge(raise_if_wrong: Judge, *numbers: Tensor) -> None:
-    """Call a function with numbers, at once or at the end of a `gather_checks`.
-
-    Parameters
-    ----------
-    raise_if_wrong : callable
-        Called with a float for each of the numbers.
-    *numbers : Tensor of shape ()
-        On one device.
-    """
+    """Call a function with numbers, at once or at the end of a `gather_checks`."""
     check = raise_if_wrong, [number.detach() for number in numbers]
     pending = _gathered.get()
     if pending is not None and gathers(numbers[0]):
@@ -222,18 +110,6 @@ def gather_checks() -> Iterator[None]:
 
     Errors of the checks come before others, which a wrong value may have caused. In nested
     contexts, the outermost one reads.
-
-    Yields
-    ------
-    None
-
-    Examples
-    --------
-    >>> def refuse_negative(number):
-    ...     if number < 0:
-    ...         raise ValueError(f"got {number}")
-    >>> with gather_checks():
-    ...     judge(refuse_negative, torch.tensor(1.0))
     """
     if _gathered.get() is not None:
         yield
@@ -259,26 +135,7 @@ def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Ask which of some names a wrong name stands for.
-
-    Parameters
-    ----------
-    name : str
-        The wrong name. Its last parts, between ``__``, may be those of right names.
-    known : iterable of str
-        The right names.
-
-    Returns
-    -------
-    str
-        A space and a question with at most three names, the most similar first; empty if no name
-        is similar.
-
-    Examples
-    --------
-    >>> did_you_mean("relative_flatnes", ["margin", "relative_flatness"])
-    " Did you mean 'relative_flatness'?"
-    """
+    """Ask which of some names a wrong name stands for."""
     known = sorted(known)
     endings = [name.split("__", i)[-1] for i in range(name.count("__") + 1)]
     same = [other for ending in endings for other in known if other.endswith(f"__{ending}")]

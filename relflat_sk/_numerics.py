@@ -30,15 +30,7 @@ _TOGETHER = 2**20
 def column_squares(matrix: Tensor) -> Tensor:
     """Sum the squares of each column in float64, without a copy of the matrix.
 
-    Parameters
-    ----------
-    matrix : Tensor of shape (d, m)
-        Of any floating type.
-
-    Returns
-    -------
-    Tensor of shape (m,)
-        In float64.
+    Shapes: `matrix` (d, m); returns (m,).
     """
     d, m = matrix.shape
     rows = max(1, _TOGETHER // m)
@@ -47,20 +39,7 @@ def column_squares(matrix: Tensor) -> Tensor:
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """Return a number as a tensor, without an operation on the device but the first time.
-
-    Parameters
-    ----------
-    value : float
-        The number.
-    like : Tensor of any shape
-        Tells device and floating type.
-
-    Returns
-    -------
-    Tensor of shape ()
-        Shared by all callers, and never to be written to.
-    """
+    """Return a number as a tensor, without an operation on the device but the first time."""
     return _constant(value, like.dtype, like.device)
 
 
@@ -71,83 +50,27 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """Convert half precision to float32; return other arrays as they are.
-
-    Parameters
-    ----------
-    tensor : Tensor of any shape
-        Of any floating type.
-
-    Returns
-    -------
-    Tensor of the same shape
-        With its graph.
-    """
+    """Convert half precision to float32; return other arrays as they are."""
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of a type that torch knows.
-
-    Parameters
-    ----------
-    array : ndarray of any shape
-        Numbers.
-
-    Returns
-    -------
-    ndarray of the same shape
-        The same numbers, see `native_type`. No copy if nothing has to change.
-    """
+    """Return an array of a type that torch knows."""
     return array.astype(native_type(array.dtype), copy=False)
 
 
 def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a type of numbers that torch knows, and that holds those of another type.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        A type of numbers.
-
-    Returns
-    -------
-    numpy.dtype
-        In the machine's byte order; float64 for extended precision, because no network computes
-        in a more precise type.
-    """
+    """Return a type of numbers that torch knows, and that holds those of another type."""
     return np.dtype(np.float64) if dtype.char == "g" else dtype.newbyteorder("=")
 
 
 def or_one(divisor: Tensor) -> Tensor:
-    """Replace divisors that are zero by one: what they divide is zero as well.
-
-    Parameters
-    ----------
-    divisor : Tensor of any shape
-        Sums of weights.
-
-    Returns
-    -------
-    Tensor of the same shape
-        Positive.
-    """
+    """Replace divisors that are zero by one: what they divide is zero as well."""
     return divisor.where(divisor > 0, 1.0)
 
 
 def read_numbers(*tensors: Tensor) -> list[float]:
-    """Read numbers from the device, for which the host waits once.
-
-    Parameters
-    ----------
-    *tensors : Tensor of shape ()
-        On one device.
-
-    Returns
-    -------
-    list of float
-        The numbers.
-    """
+    """Read numbers from the device, for which the host waits once."""
     if tensors[0].device.type == "cpu" or len(tensors) == 1:
         return [tensor.item() for tensor in tensors]
     numbers: list[float] = torch.stack(list(tensors)).cpu().tolist()
@@ -155,71 +78,22 @@ def read_numbers(*tensors: Tensor) -> list[float]:
 
 
 def varies(low: Tensor, high: Tensor, eps: float) -> Tensor:
-    """Return which features vary by more than the rounding noise on a constant.
-
-    Parameters
-    ----------
-    low : Tensor of any shape
-        Smallest value of each feature.
-    high : Tensor of the same shape
-        Largest value of each feature, of the same shape.
-    eps : float
-        Machine epsilon of the floating type that the features were computed in. The
-        threshold is relative to the values, so that their scale does not matter.
-
-    Returns
-    -------
-    Tensor of bool
-        One value for each feature.
-    """
+    """Return which features vary by more than the rounding noise on a constant."""
     return (high - low) > 8 * eps * torch.maximum(low.abs(), high.abs())
 
 
 def inverse_spread(spread: Tensor) -> Tensor:
-    """Invert the spreads of features; 0 for a feature that never varies and acts as a bias.
-
-    Parameters
-    ----------
-    spread : Tensor of any shape
-        Not negative.
-
-    Returns
-    -------
-    Tensor of the same shape
-        Not negative.
-    """
+    """Invert the spreads of features; 0 for a feature that never varies and acts as a bias."""
     return torch.where(spread > 0, spread, torch.inf).reciprocal()
 
 
 def safe_root(array: Tensor) -> Tensor:
-    """Take square roots whose slope at 0 is 0 instead of infinite.
-
-    Parameters
-    ----------
-    array : Tensor of any shape
-        Not negative.
-
-    Returns
-    -------
-    Tensor of the same shape
-        The root of 0 is that of the smallest normal number.
-    """
+    """Take square roots whose slope at 0 is 0 instead of infinite."""
     return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without mixed precision, also on devices that torch knows none for.
-
-    Parameters
-    ----------
-    tensor : Tensor of any shape
-        Tells the device.
-
-    Returns
-    -------
-    context manager
-        One that does nothing where there is no mixed precision.
-    """
+    """Return a context without mixed precision, also on devices that torch knows none for."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)

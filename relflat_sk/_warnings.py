@@ -51,13 +51,6 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
     change, and scikit-learn changes them for each fold. Here, identical warnings at a line are
     shown once in a run of a program, or of a notebook's cell. Filters such as "always" and "error"
     apply as usual.
-
-    Parameters
-    ----------
-    message : str
-        What is doubtful, and what to do about it.
-    category : type, default=FlatnessWarning
-        The warning's class.
     """
     frames = [sys._getframe()]
     while frames[-1].f_back is not None:

@@ -16,37 +16,7 @@ __all__ = ["constant_risk"]
 def constant_risk(
     loss: Loss, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
 ) -> float:
-    """Compute the mean loss of the best constant prediction.
-
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    targets : Tensor of shape (n, ...)
-        From `Loss.check_target`.
-    weight : Tensor of shape (n,)
-        Sample weights.
-    output_shape : torch.Size
-        Shape of the network's output for one sample.
-    link : str or None
-        What turns the last layer's output into the network's, from
-        `relflat_sk._network.find_link`.
-
-    Returns
-    -------
-    float
-        In the unit of the loss; nan if no best prediction is found, as for a loss without
-        lower bound.
-
-    Examples
-    --------
-    The best constant for squared errors is the mean, and its mean loss is the variance:
-
-    >>> targets = torch.tensor([[0.0], [2.0]])
-    >>> mse = Loss(torch.nn.MSELoss())
-    >>> constant_risk(mse, targets, torch.ones(2), torch.Size([1]), "identity")
-    1.0
-    """
+    """Compute the mean loss of the best constant prediction. Shapes: `weight` (n,)."""
     weight = weight.double()
     targets = targets.double() if targets.is_floating_point() else targets
     loss = loss.to(targets.device, torch.float64)

@@ -45,14 +45,7 @@ _CENTRED = 1024
 class Rows:
     """The rows ``x_k`` of a factor, minus a common row, whose squares would cost digits.
 
-    Parameters
-    ----------
-    factor : Tensor of shape (d, m)
-        A matrix of any floating type, which is not copied.
-    centre : Tensor of shape (m,)
-        Row to subtract from all rows.
-    spread : Tensor of shape (m,) or None, default=None
-        Factor of each column after the subtraction; None leaves the columns as they are.
+    Shapes: `factor` (d, m), `centre`, `spread` (m,).
     """
 
     factor: Tensor
@@ -61,20 +54,7 @@ class Rows:
 
     @classmethod
     def of(cls, factor: Tensor, spread: Tensor | None = None) -> "Rows":
-        """Centre the rows of a factor.
-
-        Parameters
-        ----------
-        factor : Tensor of shape (d, m)
-            The matrix.
-        spread : Tensor of shape (m,), optional
-            Multiplies its columns.
-
-        Returns
-        -------
-        Rows
-            The rows, which are computed when they are read, without graph.
-        """
+        """Centre the rows of a factor. Shapes: `factor` (d, m), `spread` (m,)."""
         factor = factor.detach()
         some = factor[:: max(1, len(factor) // _CENTRED)]
         centre = full_precision(some).mean(dim=0)
@@ -86,13 +66,7 @@ class Rows:
         return self.factor.shape
 
     def matrix(self) -> Tensor:
-        """Return a copy of the factor, with the spread.
-
-        Returns
-        -------
-        Tensor of shape (d, m)
-            In full precision.
-        """
+        """Return a copy of the factor, with the spread. Shapes: returns (d, m)."""
         return self.stretch(full_precision(self.factor).clone())
 
     @cached_property
@@ -109,33 +83,11 @@ class Rows:
         return self.stretch(self.plain(index))
 
     def plain(self, index: slice | Tensor) -> Tensor:
-        """Compute some of the rows without the spread.
-
-        Parameters
-        ----------
-        index : slice or Tensor of shape (c,)
-            Which rows.
-
-        Returns
-        -------
-        Tensor of shape (c, m)
-            A new array.
-        """
+        """Compute some of the rows without the spread. Shapes: `index` (c,); returns (c, m)."""
         return full_precision(self.factor[index]) - self.centre
 
     def stretch(self, rows: Tensor) -> Tensor:
-        """Multiply rows by the spread, in place.
-
-        Parameters
-        ----------
-        rows : Tensor of shape (c, m)
-            Any rows.
-
-        Returns
-        -------
-        Tensor of shape (c, m)
-            The same array.
-        """
+        """Multiply rows by the spread, in place. Shapes: `rows` (c, m); returns (c, m)."""
         return rows if self.spread is None else rows.mul_(self.spread)
 
 
@@ -143,14 +95,7 @@ class Rows:
 class Odds:
     """The most probable class of each sample, and how probable the other classes are beside it.
 
-    Parameters
-    ----------
-    top : Tensor of shape (n, 1)
-        The most probable class.
-    reference : Tensor of shape (n, 1)
-        The greatest of the other logits.
-    ratio : Tensor of shape (n, 1)
-        ``a``, in float64.
+    Shapes: `top`, `reference`, `ratio` (n, 1).
     """
 
     top: Tensor
@@ -159,18 +104,7 @@ class Odds:
 
     @classmethod
     def of(cls, z: Tensor) -> "Odds":
-        """Find the two most probable classes.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, d)
-            Logits of any floating type.
-
-        Returns
-        -------
-        Odds
-            Without graph.
-        """
+        """Find the two most probable classes. Shapes: `z` (n, d)."""
         logits, classes = z.detach().topk(2, dim=1)
         first, second = logits.double().unbind(dim=1)
         second = second.clamp_min(torch.finfo(z.dtype).min)  # logits may be -inf
@@ -178,20 +112,7 @@ class Odds:
         return cls(classes[:, :1], reference, (second - first).exp()[:, None])
 
     def others(self, z: Tensor, part: slice) -> Tensor:
-        """Compute ``u`` for the classes of a chunk.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, d)
-            The logits.
-        part : slice
-            The classes.
-
-        Returns
-        -------
-        Tensor of shape (n, c)
-            A new array, which has 0 for the most probable class.
-        """
+        """Compute ``u`` for the classes of a chunk. Shapes: `z` (n, d); returns (n, c)."""
         u = (full_precision(z[:, part]) - self.reference).exp_()
         at = self.top - part.start
         inside = (at >= 0) & (at < u.shape[1])
@@ -201,34 +122,13 @@ class Odds:
     def shares(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probability of the most probable class, and a factor of all others.
 
-        Parameters
-        ----------
-        total : Tensor of shape (n, 1)
-            ``U``.
-
-        Returns
-        -------
-        p : Tensor of shape (n, 1)
-            ``p_t``.
-        g : Tensor of shape (n, 1)
-            ``g``.
+        Shapes: `total` (n, 1); returns p (n, 1), g (n, 1).
         """
         p = 1 / (1 + self.ratio * total)
         return p, self.ratio * p
 
     def trace(self, z: Tensor) -> Tensor:
-        """Compute ``sum_k p_k (1 - p_k)``.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, d)
-            The logits.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            In float64.
-        """
+        """Compute ``sum_k p_k (1 - p_k)``. Shapes: `z` (n, d); returns (n,)."""
         total = squares = torch.zeros_like(self.ratio)
         for part in chunks(0, z.T):
             u = self.others(z, part)
@@ -242,18 +142,7 @@ class Odds:
 class Sums:
     """Sums over the classes but the most probable one, in float64.
 
-    Parameters
-    ----------
-    odds : Odds
-        The most probable classes.
-    total : Tensor of shape (n, 1)
-        ``U``.
-    first : Tensor of shape (n, m)
-        ``S``.
-    second : Tensor of shape (n, 1) or (n, m)
-        ``Q``, or the same for each column.
-    row : Tensor of shape (n, m)
-        ``x_t``.
+    Shapes: `total`, `second` (n, 1), `first`, `row` (n, m).
     """
 
     odds: Odds
@@ -264,22 +153,7 @@ class Sums:
 
     @classmethod
     def over(cls, z: Tensor, rows: Rows, *, columns: bool = False) -> "Sums":
-        """Compute the sums chunk by chunk.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, d)
-            Logits of any floating type.
-        rows : Rows
-            The rows of the classes.
-        columns : bool, default=False
-            Whether to sum squares column by column.
-
-        Returns
-        -------
-        Sums
-            Without graph.
-        """
+        """Compute the sums chunk by chunk. Shapes: `z` (n, d)."""
         odds = Odds.of(z)
         total = first = second = torch.zeros_like(odds.ratio)
         with without_autocast(z):
@@ -295,10 +169,7 @@ class Sums:
     def variances(self) -> Tensor:
         """Compute the variance of each column under ``p``, or their sum.
 
-        Returns
-        -------
-        Tensor of shape (n, m) or (n, 1)
-            As `second`.
+        Shapes: returns (n, m).
         """
         p, g = self.odds.shares(self.total)
         own, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
@@ -311,17 +182,7 @@ class Sums:
 def chunks(n: int, factor: Tensor) -> Iterator[slice]:
     """Cut the classes into chunks, for arrays of (n, c) and (c, m) numbers.
 
-    Parameters
-    ----------
-    n : int
-        Number of samples.
-    factor : Tensor of shape (d, m)
-        A matrix with a row for each class.
-
-    Yields
-    ------
-    slice
-        Some classes.
+    Shapes: `factor` (d, m).
     """
     d, m = factor.shape
     size = max(1, min(_CLASSES[factor.is_cuda], _NUMBERS[factor.is_cuda] // (n + m)))

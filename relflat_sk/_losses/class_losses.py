@@ -19,33 +19,13 @@ __all__ = ["CLASS_LOSSES", "ProbabilityNLLLoss"]
 class ProbabilityNLLLoss(nn.NLLLoss):
     """Negative log-likelihood of probabilities, as skorch's classifiers use `NLLLoss`.
 
-    Parameters
-    ----------
-    weight : Tensor of shape (n_classes,), optional
-        Weights of the classes.
-    size_average : bool, optional
-        Deprecated in torch.
-    ignore_index : int, default=-100
-        The label of targets that do not count.
-    reduce : bool, optional
-        Deprecated in torch.
-    reduction : {"mean", "sum", "none"}, default="mean"
-        See `torch.nn.NLLLoss`.
+    Shapes: `weight` (n_classes,).
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of logarithms, with skorch's `eps`.
 
-        Parameters
-        ----------
-        input : Tensor of shape (n, n_classes, ...)
-            Probabilities.
-        target : Tensor of shape (n, ...)
-            Classes.
-
-        Returns
-        -------
-        Tensor
+        Shapes: `input` (n, n_classes, ...).
         """
         return super().forward(torch.log(input + torch.finfo(input.dtype).eps), target)
 

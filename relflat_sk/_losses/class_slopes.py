@@ -24,19 +24,7 @@ __all__ = ["ClassSlopes", "Head", "Slot"]
 
 @dataclass(frozen=True)
 class ClassSlopes:
-    """The gradients of ``sum_i outer_i V_i``.
-
-    Parameters
-    ----------
-    z : Tensor of shape (n, d)
-        Logits of any floating type, without graph.
-    rows : Rows
-        The rows of the classes.
-    sums : Sums
-        Their sums.
-    outer : Tensor of shape (n, 1)
-        The gradient in ``V``, in float64.
-    """
+    """The gradients of ``sum_i outer_i V_i``. Shapes: `z` (n, d), `outer` (n, 1)."""
 
     z: Tensor
     rows: Rows
@@ -73,13 +61,7 @@ class ClassSlopes:
         return array.to(self.rows.centre.dtype)
 
     def of_logits(self) -> Tensor:
-        """Compute the gradient in the logits.
-
-        Returns
-        -------
-        Tensor of shape (n, d)
-            Of the type of the logits.
-        """
+        """Compute the gradient in the logits. Shapes: returns (n, d)."""
         z, rows, odds, mean = self.z, self.rows, self.sums.odds, self._mean
         offset = self._cast(mean.double().square().sum(dim=1, keepdim=True) - self.variances)
         slopes = torch.empty_like(z)
@@ -94,15 +76,7 @@ class ClassSlopes:
     def of_rows(self, part: slice) -> Tensor:
         """Compute the gradient in the weight for some classes, with the logits held fixed.
 
-        Parameters
-        ----------
-        part : slice
-            The classes.
-
-        Returns
-        -------
-        Tensor of shape (c, m)
-            A new array in full precision.
+        Shapes: returns (c, m).
         """
         shares, x = self.sums.odds.others(self.z, part).mul_(self._others), self.rows[part]
         x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, self._mean, alpha=-2)
@@ -117,19 +91,7 @@ class ClassSlopes:
     ) -> Tensor:
         """Compute the gradient in the weight, together with another one that comes from logits.
 
-        Parameters
-        ----------
-        outer : Tensor of shape ()
-            Multiplies the gradient.
-        of_z : Tensor of shape (n, d), optional
-            A gradient in the logits.
-        features : Tensor of shape (n, m), optional
-            By which the weight was multiplied to get the logits.
-
-        Returns
-        -------
-        Tensor of shape (d, m)
-            Of the type of the weight.
+        Shapes: `of_z` (n, d), `features` (n, m); returns (d, m).
         """
         scaled, found = replace(self, outer=self.outer * outer), torch.empty_like(self.rows.factor)
         with without_autocast(self.z):
@@ -143,10 +105,7 @@ class ClassSlopes:
     def of_spread(self) -> Tensor:
         """Compute the gradient in the spread of the columns, from sums column by column.
 
-        Returns
-        -------
-        Tensor of shape (m,)
-            In full precision.
+        Shapes: returns (m,).
         """
         assert self.rows.spread is not None
         summed = (self.outer * self.sums.variances()).sum(dim=0)
@@ -154,18 +113,7 @@ class ClassSlopes:
 
 
 class Slot:
-    """A place for what a `Head` and the limit of a penalty need to know of the penalty.
-
-    Attributes
-    ----------
-    slopes : ClassSlopes or None
-        The gradients of the penalty; None before there is one.
-    of_z : Tensor of shape (n, d) or None
-        That in the logits, until the backward pass takes it.
-    direct : list of (Tensor, Tensor)
-        Tensors, made of the layer's input, that the penalty depends on with the logits held fixed,
-        each with the penalty's gradient in it.
-    """
+    """A place for what a `Head` and the limit of a penalty need to know of the penalty."""
 
     def __init__(self) -> None:
         self.slopes: ClassSlopes | None = None
@@ -174,16 +122,7 @@ class Slot:
 
 
 class Head(NamedTuple):
-    """The call of a linear layer that puts out the logits of very many classes.
-
-    Parameters
-    ----------
-    handle : Tensor of shape () or None
-        Zero. The gradient in it is by how much the penalty counts in the gradient of the weight.
-        Without it, the penalty makes an array of its own for its gradient in the weight.
-    slot : Slot
-        To be filled by the penalty.
-    """
+    """The call of a linear layer that puts out the logits of very many classes."""
 
     handle: Tensor | None
     slot: Slot
@@ -194,23 +133,8 @@ class Head(NamedTuple):
     ) -> tuple[Tensor, "Head"]:
         """Give a layer's output a gradient that waits for that of the penalty.
 
-        Parameters
-        ----------
-        features : Tensor of shape (..., m)
-            The layer's input.
-        weight : Tensor of shape (d, m)
-            Its weight.
-        bias : Tensor of shape (d,) or None
-            Its bias.
-        z : Tensor of shape (..., d)
-            Its output.
-
-        Returns
-        -------
-        z : Tensor of shape (..., d)
-            The same numbers, not copied, with another graph.
-        head : Head
-            The call.
+        Shapes: `features` (..., m), `weight` (d, m), `bias` (d,), `z` (..., d); returns z (...,
+        d).
         """
         slot = Slot()
         z, handle = _Linear.apply(  # type: ignore[no-untyped-call]

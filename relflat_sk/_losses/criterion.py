@@ -15,23 +15,7 @@ _ONE_TENSOR = (
 
 
 def as_criterion(criterion: Any) -> Any:
-    """Make a criterion from a class, an instance or a plain function.
-
-    Parameters
-    ----------
-    criterion : type, nn.Module or callable
-        A torch loss, its class, or any ``criterion(output, target)``.
-
-    Returns
-    -------
-    nn.Module or callable
-        An instance, if `criterion` is a class.
-
-    Raises
-    ------
-    TypeError
-        If `criterion` is none of these.
-    """
+    """Make a criterion from a class, an instance or a plain function."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         return criterion()
     if callable(criterion) and not isinstance(criterion, type):
@@ -43,29 +27,7 @@ def as_criterion(criterion: Any) -> Any:
 
 
 def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
-    """Call a criterion.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion.
-    output : Tensor of shape (n, ...)
-        Its first argument.
-    target : Tensor of shape (n, ...)
-        Its second argument.
-    each : bool
-        Whether to call the criterion without its reduction, if it has one.
-
-    Returns
-    -------
-    Tensor of shape () or (n, ...)
-        Losses as the criterion returns them.
-
-    Raises
-    ------
-    ValueError
-        If the criterion cannot take this output and target, or returns no tensor.
-    """
+    """Call a criterion."""
     if each and isinstance(criterion, nn.Module) and hasattr(criterion, "reduction"):
         unreduced: Any = copy.copy(criterion)
         unreduced.reduction = "none"
@@ -89,16 +51,5 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
 
 
 def name_criterion(criterion: Any) -> str:
-    """Return the name of a criterion's class, or of a function, for error messages.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion.
-
-    Returns
-    -------
-    str
-        Such as "CrossEntropyLoss".
-    """
+    """Return the name of a criterion's class, or of a function, for error messages."""
     return getattr(criterion, "__name__", type(criterion).__name__)

@@ -48,18 +48,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``B_i v_i``.
-
-        Parameters
-        ----------
-        vectors : Tensor of shape (n, d) or (k, n, d)
-            One vector for each sample, or several such arrays.
-
-        Returns
-        -------
-        Tensor of shape (n, d) or (k, n, d)
-            Of the shape of `vectors`.
-        """
+        """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
 
 
 class ClosedForm(Curvature):
@@ -146,17 +135,7 @@ class ClosedForm(Curvature):
 def sample_factors(weights: Tensor | None, scale: float | Tensor) -> float | Tensor:
     """Return the numbers by which the samples' forms are multiplied in a weighted sum.
 
-    Parameters
-    ----------
-    weights : Tensor of shape (n,) or None
-        Weights of the samples; ones if None.
-    scale : float or Tensor of shape ()
-        Multiplies the sum.
-
-    Returns
-    -------
-    float, or Tensor of shape () or (n, 1)
-        Broadcasts with forms of shape (n, 1).
+    Shapes: `weights` (n,); returns (n, 1).
     """
     return scale if weights is None else scale * weights[:, None]
 
@@ -166,21 +145,7 @@ def total_by_forms(
 ) -> Tensor:
     """Compute `ClosedForm.total` from the quadratic forms.
 
-    Parameters
-    ----------
-    curvature : ClosedForm
-        Gives the forms.
-    factor : Tensor of shape (d, k)
-        The matrix F.
-    features : Tensor of shape (n, m)
-        The layer's input.
-    each : float, or Tensor of shape () or (n, 1)
-        From `sample_factors`.
-
-    Returns
-    -------
-    Tensor of shape ()
-        With its graph.
+    Shapes: `factor` (d, k), `features` (n, m).
     """
     forms = curvature(factor).sum(dim=1, keepdim=True)
     norms = features.square().sum(dim=1, keepdim=True)
@@ -245,23 +210,7 @@ class _Diagonal(ClosedForm):
 def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
     """Return the curvature of any loss: each product is one double backward pass.
 
-    Parameters
-    ----------
-    loss : Tensor of shape ()
-        Sum over samples of the loss, with its graph back to `z`. Samples must not mix.
-    z : Tensor of shape (n, d)
-        Output of the layer; requires grad.
-
-    Returns
-    -------
-    Curvature
-        Zero where the loss does not depend on `z`, or is linear in it.
-
-    Examples
-    --------
-    >>> z = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    >>> product_curvature(z.pow(3).sum(), z).product(torch.ones(1, 2))
-    tensor([[ 6., 12.]])
+    Shapes: `z` (n, d).
     """
     gradient = None
     if loss.requires_grad:
@@ -294,32 +243,7 @@ def pull_back(
     create_graph: bool,
     many: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Compute products of vectors with a Jacobian by one backward pass, which keeps the graph.
-
-    Parameters
-    ----------
-    of : sequence of Tensor
-        Tensors to differentiate; numbers if there are no `vectors`.
-    inputs : sequence of Tensor or torch.autograd.graph.GradientEdge
-        What to differentiate by.
-    vectors : sequence of Tensor, optional
-        The vectors, of the shapes of the tensors in `of`.
-    create_graph : bool
-        Whether the result is to be differentiated again.
-    many : bool, default=False
-        Whether vectors and results have one more axis, the first, for several vectors that
-        are pulled back together.
-
-    Returns
-    -------
-    tuple of Tensor or None
-        One for each of the inputs; None where `of` does not depend on it.
-
-    Raises
-    ------
-    ValueError
-        If an operation in between cannot be differentiated a second time.
-    """
+    """Compute products of vectors with a Jacobian by one backward pass, which keeps the graph."""
     try:
         return torch.autograd.grad(
             of,

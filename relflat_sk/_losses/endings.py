@@ -24,27 +24,7 @@ _TRAINED_WITH = {
 
 
 def explain_ending(criterion: Any, ending: str | None) -> str | None:
-    """Explain why the function that a network ends in does not fit a criterion.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion.
-    ending : str or None
-        From `relflat_sk._network.find_ending`.
-
-    Returns
-    -------
-    str or None
-        None if it fits, as far as the criterion is known.
-
-    Examples
-    --------
-    >>> explain_ending(nn.CrossEntropyLoss(), "softmax")[:66]
-    'CrossEntropyLoss takes logits, to which it applies a softmax, but '
-    >>> explain_ending(nn.CrossEntropyLoss(), "log_softmax") is None
-    True
-    """
+    """Explain why the function that a network ends in does not fit a criterion."""
     kind = type(criterion)
     own, wrong = _ON_LOGITS.get(kind, ("", set[str]()))
     if ending not in wrong:
@@ -59,18 +39,6 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
     """Warn if probabilities reach a criterion that takes logits, or logarithms of them.
 
     Measures are then still those of the loss that torch computes.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion.
-    ending : str or None
-        From `relflat_sk._network.find_ending`.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the network ends in a function that does not fit the criterion.
     """
     if type(criterion) is nn.NLLLoss and ending == "softmax":
         warn(

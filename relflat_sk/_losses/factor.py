@@ -11,20 +11,7 @@ __all__ = ["Factor"]
 
 @dataclass(frozen=True)
 class Factor:
-    """A matrix F, shared by all samples of all batches.
-
-    Parameters
-    ----------
-    array : Tensor of shape (d, k)
-        The matrix.
-
-    Examples
-    --------
-    >>> Factor(torch.tensor([[0.0], [1.0], [3.0]])).half_distances
-    tensor([[0.0000, 0.5000, 4.5000],
-            [0.5000, 0.0000, 2.0000],
-            [4.5000, 2.0000, 0.0000]])
-    """
+    """A matrix F, shared by all samples of all batches. Shapes: `array` (d, k)."""
 
     array: Tensor
 
@@ -34,13 +21,7 @@ class Factor:
         return self.array.shape
 
     def matrix(self) -> Tensor:
-        """Return the matrix.
-
-        Returns
-        -------
-        Tensor of shape (d, k)
-            Not a copy.
-        """
+        """Return the matrix. Shapes: returns (d, k)."""
         return self.array
 
     @cached_property

@@ -29,28 +29,12 @@ class ManyClasses(Softmax):
     Forms, traces and totals are computed over chunks of the classes. Products, diagonals and
     roots are arrays with all classes, as in `Softmax`.
 
-    Parameters
-    ----------
-    z : Tensor of shape (n, d)
-        Logits of any floating type.
-    scale : Tensor of shape (n,) or None
-        The total weight of the targets of each sample, one if None.
+    Shapes: `z` (n, d), `scale` (n,).
     """
 
     @classmethod
     def of(cls, curvature: ClosedForm | None) -> "ManyClasses | None":
-        """Return the curvature for chunks of the classes, if it is that of a softmax.
-
-        Parameters
-        ----------
-        curvature : ClosedForm or None
-            From the table of losses.
-
-        Returns
-        -------
-        ManyClasses or None
-            None for any other curvature.
-        """
+        """Return the curvature for chunks of the classes, if it is that of a softmax."""
         return cls(curvature.z, curvature.scale) if isinstance(curvature, Softmax) else None
 
     @cached_property
@@ -82,25 +66,7 @@ class ManyClasses(Softmax):
     ) -> Tensor:
         """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)``, for training: ().
 
-        Parameters
-        ----------
-        factor : Tensor of shape (d, m)
-            Weight of the layer, of any floating type.
-        features : Tensor of shape (n, m)
-            ``phi``.
-        weights : Tensor of shape (n,) or None
-            Weights of the samples, constants; ones if None.
-        scale : float or Tensor of shape ()
-            Multiplies the sum, a constant.
-        spread : Tensor of shape (m,), optional
-            ``F`` is the factor with its columns multiplied by the spread; ones if None.
-        head : Head, optional
-            The call of the layer, which then adds up the gradient in its weight.
-
-        Returns
-        -------
-        Tensor of shape ()
-            With its graph. Its gradient is computed over chunks as well.
+        Shapes: `factor` (d, m), `features` (n, m), `weights` (n,), `spread` (m,).
         """
         if self.scale is not None:
             weights = self.scale if weights is None else weights * self.scale

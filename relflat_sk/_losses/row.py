@@ -25,48 +25,18 @@ LINKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def never(criterion: Any) -> bool:
-    """Return False: the curvature of a criterion does not depend on the labels.
-
-    Parameters
-    ----------
-    criterion : nn.Module
-        Any criterion.
-
-    Returns
-    -------
-    bool
-        False.
-    """
+    """Return False: the curvature of a criterion does not depend on the labels."""
     return False
 
 
 class Target(NamedTuple):
-    """A batch's target as the criterion takes it.
-
-    Parameters
-    ----------
-    values : Tensor of shape (n, ...)
-        The labels.
-    relevant : Tensor of shape (n, ...) or None
-        The labels if curvature or divisors depend on them. None if every label has weight one.
-    """
+    """A batch's target as the criterion takes it."""
 
     values: Tensor
     relevant: Tensor | None
 
     def to(self, device: torch.device) -> "Target":
-        """Move the labels to a device.
-
-        Parameters
-        ----------
-        device : torch.device
-            The device.
-
-        Returns
-        -------
-        Target
-            With labels there.
-        """
+        """Move the labels to a device."""
         values = self.values.to(device)
         if self.relevant is None or self.relevant is self.values:
             return Target(values, None if self.relevant is None else values)

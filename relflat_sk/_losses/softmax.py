@@ -59,12 +59,7 @@ def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
 class Softmax(ClosedForm):
     """The curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
 
-    Parameters
-    ----------
-    z : Tensor of shape (n, d)
-        Logits.
-    scale : Tensor of shape (n,) or None
-        The total weight of the targets of each sample, one if None.
+    Shapes: `z` (n, d), `scale` (n,).
     """
 
     z: Tensor
@@ -151,14 +146,7 @@ class Softmax(ClosedForm):
 class TotalSlopes(NamedTuple):
     """The slopes of `ClosedForm.total` in each of its arguments, the others held fixed.
 
-    Parameters
-    ----------
-    z : Tensor of shape (n, d)
-        Gradient in the logits.
-    along : Tensor of shape (n,)
-        The gradient in the features of sample i is ``2 along_i phi_i``.
-    factor : Tensor of shape (d, k)
-        Gradient in the matrix F.
+    Shapes: `z` (n, d), `along` (n,), `factor` (d, k).
     """
 
     z: Tensor
@@ -167,18 +155,7 @@ class TotalSlopes(NamedTuple):
 
 
 def total_slopes(total: Tensor) -> TotalSlopes | None:
-    """Return the slopes that `ClosedForm.total` has computed together with the total.
-
-    Parameters
-    ----------
-    total : Tensor of shape ()
-        From `ClosedForm.total`.
-
-    Returns
-    -------
-    TotalSlopes or None
-        None if they were not computed.
-    """
+    """Return the slopes that `ClosedForm.total` has computed together with the total."""
     return getattr(total.grad_fn, "slopes", None)
 
 
@@ -245,24 +222,7 @@ def _total_by_forms(z: Tensor, features: Tensor, factor: Tensor, each: float | T
 def differentiable_backward(
     function: Callable[..., Tensor], ctx: Any, outer: Tensor, n_inputs: int
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradient of an autograd function with a graph of its own.
-
-    Parameters
-    ----------
-    function : callable
-        Computes the same, in operations that autograd knows.
-    ctx : object
-        The context, which has saved the inputs first.
-    outer : Tensor of any shape
-        Gradient in the result.
-    n_inputs : int
-        How many of the saved tensors are inputs.
-
-    Returns
-    -------
-    tuple of (Tensor or None)
-        One gradient for each of the inputs, if it is needed.
-    """
+    """Compute the gradient of an autograd function with a graph of its own."""
     # each as if the others were constants: logits may depend on features and factor
     inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors[:n_inputs]]
     needs = ctx.needs_input_grad[:n_inputs]

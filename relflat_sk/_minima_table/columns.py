@@ -35,49 +35,12 @@ _OTHERS = ("artifact_id", "weights_checksum", "curves", "failed", "seed", "in_fl
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a name has a meaning of its own in tables of minima and their trials.
-
-    Parameters
-    ----------
-    name : str
-        The name of a column that a user chose.
-
-    Returns
-    -------
-    bool
-        True for fixed columns and parameters.
-
-    Examples
-    --------
-    >>> is_reserved("train_loss"), is_reserved("param_lr"), is_reserved("l2_norm")
-    (True, True, False)
-    """
+    """Return whether a name has a meaning of its own in tables of minima and their trials."""
     return name in FIXED or name in _OTHERS or name.startswith(PARAM_PREFIX)
 
 
 def column_of(measure: str | Callable[..., Any]) -> str:
-    """Return the column of a measure: its name, or that of its function.
-
-    Parameters
-    ----------
-    measure : str or callable
-        As the user gave it.
-
-    Returns
-    -------
-    str
-        The ``__name__`` of a function; anything else as it is.
-
-    Raises
-    ------
-    ValueError
-        If a function has no name, such as a lambda or a `functools.partial`.
-
-    Examples
-    --------
-    >>> column_of("l2_norm"), column_of(measure_columns)
-    ('l2_norm', 'measure_columns')
-    """
+    """Return the column of a measure: its name, or that of its function."""
     if not callable(measure):
         return measure
     name = str(getattr(measure, "__name__", "<lambda>"))
@@ -90,25 +53,7 @@ def column_of(measure: str | Callable[..., Any]) -> str:
 
 
 def measure_columns(table: pd.DataFrame) -> list[str]:
-    """Return the names of the measures in a table of minima.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-
-    Returns
-    -------
-    list of str
-        The numeric columns that are neither a parameter nor a fixed column, in the table's
-        order.
-
-    Examples
-    --------
-    >>> import pandas as pd
-    >>> measure_columns(pd.DataFrame({"trial": [0], "param_lr": [0.1], "l2_norm": [4.0]}))
-    ['l2_norm']
-    """
+    """Return the names of the measures in a table of minima."""
     return [
         str(name)
         for name in table.columns
@@ -117,27 +62,7 @@ def measure_columns(table: pd.DataFrame) -> list[str]:
 
 
 def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[np.float64]:
-    """Return one column of a table of minima as floats.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-    name : str
-        The column.
-    argument : str
-        Name of the caller's argument, for the error message.
-
-    Returns
-    -------
-    ndarray of shape (n_minima,)
-        The values in float64; missing values are nan.
-
-    Raises
-    ------
-    ValueError
-        If there is no such column, or it is not numeric.
-    """
+    """Return one column of a table of minima as floats. Shapes: returns (n_minima,)."""
     if name in table.columns and _is_numeric(table[name]):
         return table[name].to_numpy(dtype=np.float64, na_value=np.nan)
     problem = "is not numeric" if name in table.columns else "is not a column of these minima"
@@ -151,37 +76,14 @@ def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[
 
 
 def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows come from a trial that ran to its end.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima; without a column ``state`` every trial ran to its end.
-
-    Returns
-    -------
-    ndarray of bool of shape (n_minima,)
-        True for a complete trial.
-    """
+    """Return which rows come from a trial that ran to its end. Shapes: returns (n_minima,)."""
     if "state" not in table.columns:
         return np.ones(len(table), dtype=bool)
     return table["state"].eq("complete").to_numpy(dtype=bool)
 
 
 def is_converged(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are minima that can be compared.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima; without the columns ``converged`` and ``comparable`` every row is such
-        a minimum.
-
-    Returns
-    -------
-    ndarray of bool of shape (n_minima,)
-        True for a minimum of comparable depth; a missing value counts as False.
-    """
+    """Return which rows are minima that can be compared. Shapes: returns (n_minima,)."""
     good = np.ones(len(table), dtype=bool)
     for name in ("converged", "comparable"):
         if name in table.columns:
@@ -190,18 +92,7 @@ def is_converged(table: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def is_score(name: str) -> bool:
-    """Return whether large values of a column are good.
-
-    Parameters
-    ----------
-    name : str
-        A column of a table of minima.
-
-    Returns
-    -------
-    bool
-        True for the two scores, False for losses, measures and all others.
-    """
+    """Return whether large values of a column are good."""
     return name in SCORES
 
 

@@ -23,44 +23,14 @@ ROUNDING = 1e-9
 
 
 def depth_of(train_loss: float, constant_loss: float) -> float:
-    """Compute the depth of a minimum.
-
-    Parameters
-    ----------
-    train_loss : float
-        Mean loss on the training data.
-    constant_loss : float
-        Mean loss of the best constant prediction on the same data.
-
-    Returns
-    -------
-    float
-        Their ratio, at most `DEEPEST`; nan if one of them has no ratio: it is not finite, or
-        negative, as the loss of a density can be.
-
-    Examples
-    --------
-    >>> depth_of(0.1, 2.0), depth_of(0.0, 2.0), depth_of(-1.0, 2.0)
-    (20.0, 1000000.0, nan)
-    """
+    """Compute the depth of a minimum."""
     if not (0 < constant_loss < np.inf and 0 <= train_loss < np.inf):
         return float("nan")
     return float(constant_loss / max(train_loss, constant_loss / DEEPEST))
 
 
 def check_depth_band(band: Any) -> None:
-    """Refuse a width of the band that is not valid.
-
-    Parameters
-    ----------
-    band : float or None
-        As a user gave it.
-
-    Raises
-    ------
-    ValueError
-        If it is not a number of at least 1.
-    """
+    """Refuse a width of the band that is not valid."""
     if band is not None and (not is_number(band) or not band >= 1):
         raise ValueError(
             "depth_band must be a number of at least 1, the largest ratio of the depths of minima "
@@ -69,26 +39,7 @@ def check_depth_band(band: Any) -> None:
 
 
 def find_depth_band(minima: pd.DataFrame, band: float) -> tuple[float, float] | None:
-    """Find the depths between which most minima lie.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        A table of minima. If any of them reached a goal, only these count. Saturated networks,
-        whose depth is `DEEPEST`, count only if there are no others.
-    band : float
-        The largest depth over the smallest.
-
-    Returns
-    -------
-    low, high : float
-        Of several such bands, the deepest. None if no minimum has a depth.
-
-    Examples
-    --------
-    >>> find_depth_band(pd.DataFrame({"depth": [2.0, 20.0, 21.0, 30.0, 500.0]}), 3.0)
-    (10.0, 30.0)
-    """
+    """Find the depths between which most minima lie."""
     if "depth" not in minima.columns:
         return None
     depths = numeric_column(minima, "depth", argument="depth")
@@ -108,21 +59,7 @@ def find_depth_band(minima: pd.DataFrame, band: float) -> tuple[float, float] | 
 
 
 def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
-    """Mark the minima that are compared, and say of the others why they are not.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        A table of minima.
-    band : float or None
-        The largest depth that is compared over the smallest; None compares all minima.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A copy with the column `comparable`; the table itself if it has that column, or no
-        column `depth`.
-    """
+    """Mark the minima that are compared, and say of the others why they are not."""
     if "comparable" in minima.columns or "depth" not in minima.columns:
         return minima
     good = is_complete(minima) & is_converged(minima)

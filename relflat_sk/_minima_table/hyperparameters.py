@@ -22,58 +22,17 @@ _SCALED = "scaled_"  # before the name of a learning rate that the search has sc
 
 
 def plain_name(column: str) -> str:
-    """Return the name of the parameter in a column.
-
-    Parameters
-    ----------
-    column : str
-        A column of a table of minima, such as ``"param_batch_size"``.
-
-    Returns
-    -------
-    str
-        The column without the prefix of parameters.
-    """
+    """Return the name of the parameter in a column."""
     return column.removeprefix(PARAM_PREFIX)
 
 
 def parameter_columns(table: pd.DataFrame) -> list[str]:
-    """Return the columns that hold a hyper-parameter.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-
-    Returns
-    -------
-    list of str
-        The columns, in the table's order.
-    """
+    """Return the columns that hold a hyper-parameter."""
     return [str(column) for column in table.columns if str(column).startswith(PARAM_PREFIX)]
 
 
 def shorten_parameters(table: pd.DataFrame, prefix: str) -> pd.DataFrame:
-    """Remove what stands before the names of a pipeline's last step from the columns of a table.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-    prefix : str
-        Such as ``"net__"``.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A table with shorter names, except for those that would then be equal to others.
-
-    Examples
-    --------
-    >>> table = pd.DataFrame(columns=["param_net__lr", "param_scale__copy", "param_net__copy"])
-    >>> shorten_parameters(table, "net__").columns.tolist()
-    ['param_lr', 'param_scale__copy', 'param_copy']
-    """
+    """Remove what stands before the names of a pipeline's last step from the columns of a table."""
     long = [name for name in parameter_columns(table) if prefix and prefix in name]
     short = {
         name: PARAM_PREFIX + _SCALED * (_SCALED in name) + name.split(prefix, 1)[1]
@@ -85,30 +44,7 @@ def shorten_parameters(table: pd.DataFrame, prefix: str) -> pd.DataFrame:
 
 
 def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
-    """Return the column of one hyper-parameter.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-    name : str
-        The parameter or its column, such as ``"batch_size"`` or ``"param_batch_size"``. For a
-        parameter of a pipeline step, such as ``"param_net__batch_size"``, the last part of the
-        name is enough if no other parameter ends in it; where the table has the last part only,
-        the whole name works, too.
-    argument : str
-        Name of the caller's argument, for the error message.
-
-    Returns
-    -------
-    str
-        The column.
-
-    Raises
-    ------
-    ValueError
-        If there is no such column; the message lists the parameters of the table.
-    """
+    """Return the column of one hyper-parameter."""
     for column in (name, f"{PARAM_PREFIX}{name}"):
         if column in table.columns:
             return column
@@ -123,35 +59,7 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
 
 
 def find_axes(table: pd.DataFrame, axes: str | Sequence[str] | None) -> list[str]:
-    """Return the columns of several hyper-parameters, by default of all that were varied.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-    axes : str, sequence of str or None
-        Names of parameters, with or without the prefix of their columns. None takes every
-        parameter with more than one value. Of parameters that were only varied together, such
-        as a learning rate that scales with the batch size, it takes the first.
-
-    Returns
-    -------
-    list of str
-        Columns of the table, each once.
-
-    Raises
-    ------
-    ValueError
-        If `axes` is empty, there is no such parameter, or no parameter was varied.
-
-    Examples
-    --------
-    >>> table = pd.DataFrame({"param_batch_size": [8, 8, 16], "param_lr": [0.1, 0.1, 0.2]})
-    >>> find_axes(table, None)
-    ['param_batch_size']
-    >>> find_axes(table, ["lr"])
-    ['param_lr']
-    """
+    """Return the columns of several hyper-parameters, by default of all that were varied."""
     if axes is None:
         return _varied_axes(table)
     names = [axes] if isinstance(axes, str) else list(axes)
@@ -185,22 +93,7 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
     """Give the distinct values of each column numbers from 0, in the order of their first row.
 
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of minima.
-    columns : list of str
-        Columns of the table. All missing values of a column count as one further value.
-
-    Returns
-    -------
-    ndarray of int of shape (n_minima, n_columns)
-        The level numbers.
-
-    Examples
-    --------
-    >>> number_levels(pd.DataFrame({"param_width": [(8,), (8, 8), (8,)]}), ["param_width"]).T
-    array([[0, 1, 0]])
+    Shapes: returns (n_minima, n_columns).
     """
     return np.stack([_number(table[column]) for column in columns], axis=1)
 

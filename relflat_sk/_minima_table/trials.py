@@ -46,39 +46,7 @@ NO_REASON = {
 
 
 def minima_table(source: Any) -> pd.DataFrame:
-    """Return the table of minima of a table, a study or a fitted search.
-
-    Parameters
-    ----------
-    source : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-        The minima. A table is returned as it is, not copied.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row per finished trial, in the order of the trials; the columns are those of
-        `relflat_sk.minima`, in that order.
-
-    Raises
-    ------
-    TypeError
-        If `source` is none of these.
-    NotFittedError
-        If it is a search that is not fitted.
-
-    Examples
-    --------
-    >>> import optuna
-    >>> study = optuna.create_study()
-    >>> study.add_trial(
-    ...     optuna.trial.create_trial(
-    ...         value=2.0, user_attrs={"relative_flatness": 2.0, "converged": True}
-    ...     )
-    ... )
-    >>> minima_table(study)[["trial", "relative_flatness", "converged", "state"]]
-       trial  relative_flatness  converged     state
-    0      0                2.0       True  complete
-    """
+    """Return the table of minima of a table, a study or a fitted search."""
     if isinstance(source, pd.DataFrame):
         return source
     if isinstance(source, optuna.Study):
@@ -98,40 +66,12 @@ def minima_table(source: Any) -> pd.DataFrame:
 
 
 def remeasured_key(trial: FrozenTrial) -> str:
-    """Return the study's user attribute for measures computed after a trial had finished.
-
-    Parameters
-    ----------
-    trial : optuna.trial.FrozenTrial
-        The finished trial.
-
-    Returns
-    -------
-    str
-        The key in ``study.user_attrs``; its value is a dict from measure to value.
-    """
+    """Return the study's user attribute for measures computed after a trial had finished."""
     return f"measures of trial {trial.number}"
 
 
 def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
-    """Return how loss and flatness went along the training of each trial.
-
-    Parameters
-    ----------
-    source : optuna.Study or fitted FlatMinimaSearch
-        The trials.
-
-    Returns
-    -------
-    dict of int to dict of str to list
-        By the number of the trial: its epochs and the columns that were recorded, None for values
-        that are not finite.
-
-    Raises
-    ------
-    TypeError
-        If `source` is neither.
-    """
+    """Return how loss and flatness went along the training of each trial."""
     study = source if isinstance(source, optuna.Study) else getattr(source, "study_", None)
     if not isinstance(study, optuna.Study):
         raise TypeError(
@@ -143,22 +83,7 @@ def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
 
 
 def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the unranked table of finished trials.
-
-    Parameters
-    ----------
-    trials : iterable of optuna.trial.FrozenTrial
-        The finished trials.
-    study_attrs : mapping
-        User attributes of their study, which hold the measures computed after a trial had
-        finished.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row per trial, without the column ``rank``. ``attrs["loss_unit"]`` is empty if the
-        study is one of regressors.
-    """
+    """Return the unranked table of finished trials."""
     rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
     names = dict.fromkeys(name for row in rows for name in row)
     params = [name for name in names if name.startswith(PARAM_PREFIX)]

@@ -11,24 +11,7 @@ _UNTOLD = {"verbose", "_params_to_validate"}  # the second is a note of skorch t
 
 
 def describe(model: Any) -> str:
-    """Return a model's class, with the parameters that differ from their defaults.
-
-    Parameters
-    ----------
-    model : estimator or nn.Module
-        The model; a module has no parameters in this sense.
-
-    Returns
-    -------
-    str
-        Such as "Ridge(alpha=2.0)".
-
-    Examples
-    --------
-    >>> from sklearn.linear_model import Ridge
-    >>> describe(Ridge(2.0))
-    'Ridge(alpha=2.0)'
-    """
+    """Return a model's class, with the parameters that differ from their defaults."""
     kind = type(model)
     given = model.get_params(deep=False) if hasattr(model, "get_params") else {}
     defaults = _defaults(kind)

@@ -14,18 +14,7 @@ IGNORED = -100  # the label of tokens that do not count, in torch and in transfo
 
 
 def is_causal_language_model(module: nn.Module) -> bool:
-    """Recognise a causal language model of transformers with its usual loss, without importing it.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Any module.
-
-    Returns
-    -------
-    bool
-        True if its loss is the cross-entropy of each token's logits with the next token.
-    """
+    """Recognise a causal language model of transformers and its loss without importing it."""
     name = type(module).__name__
     if not (name.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(module, "config")):
         return False
@@ -34,18 +23,7 @@ def is_causal_language_model(module: nn.Module) -> bool:
 
 
 def next_tokens(batches: Batches) -> Batches:
-    """Replace the labels of each token by those of the next one, as transformers does.
-
-    Parameters
-    ----------
-    batches : callable
-        Passes over the data, with labels of shape (n, tokens).
-
-    Returns
-    -------
-    callable
-        The same passes. The last token of each sample has no label that counts.
-    """
+    """Replace the labels of each token by those of the next one, as transformers does."""
 
     def shifted() -> Iterator[Batch]:
         for batch in batches():
@@ -57,20 +35,7 @@ def next_tokens(batches: Batches) -> Batches:
 def next_labels(labels: Tensor | None) -> Tensor:
     """Shift labels so that each token has the next one's.
 
-    Parameters
-    ----------
-    labels : Tensor of shape (samples, tokens)
-        Numbers of the tokens; the last of each sample gets no label that counts.
-
-    Returns
-    -------
-    Tensor of shape (samples, tokens)
-        The next tokens.
-
-    Raises
-    ------
-    ValueError
-        If the labels have another shape.
+    Shapes: `labels` (samples, tokens); returns (samples, tokens).
     """
     if labels is None or labels.ndim != 2:
         raise ValueError(

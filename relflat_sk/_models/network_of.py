@@ -46,32 +46,7 @@ __all__ = [
 
 @singledispatch
 def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
-    """Find the network in a model, its loss, and the data as the network takes them.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        A module, a skorch net, one of scikit-learn's estimators that are networks, or a
-        pipeline or search object around one of these.
-    X, y : array-like
-        Data as the model takes them; y may be None.
-    options : DataOptions
-        Criterion, batch size, device and sample weights.
-
-    Returns
-    -------
-    Network
-        It holds the model's own module, or a copy if the options name another device.
-
-    Raises
-    ------
-    TypeError
-        If there is no network in the model; lists what works.
-    sklearn.exceptions.NotFittedError
-        If the model is not fitted.
-    ValueError
-        If data and model do not fit, or a bare module comes without a criterion.
-    """
+    """Find the network in a model, its loss, and the data as the network takes them."""
     inner = getattr(model, "best_estimator_", None)  # of a search that is not scikit-learn's
     if inner is not None:
         return to_network(inner, X, y, options)
@@ -107,22 +82,7 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
 
 
 def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
-    """Do the same as `to_network`, for measures that may be functions of model and data.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `to_network`.
-    X, y : array-like
-        Data as the model takes them; y may be None.
-    options : DataOptions
-        Criterion, batch size, device and sample weights.
-
-    Returns
-    -------
-    Network
-        With the model and the data as its source.
-    """
+    """Do the same as `to_network`, for measures that may be functions of model and data."""
     source = Source(model, X, y, options.sample_weight)
     return replace(to_network(model, X, y, options), source=source)
 
@@ -131,31 +91,7 @@ def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> 
 def joined(
     model: Any, X: Any, y: Any, options: DataOptions, process_group: Any
 ) -> Iterator[Network]:
-    """Make a network of a model, whose data several processes may hold.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `to_network`. The same in all processes.
-    X, y : array-like
-        The calling process's part of the data.
-    options : DataOptions
-        Criterion, batch size, device and sample weights.
-    process_group : torch.distributed.ProcessGroup, "world" or None
-        The processes; the calling one alone if None.
-
-    Yields
-    ------
-    Network
-        With its source. If the context fails in one process, it does so in all of them.
-
-    Raises
-    ------
-    ValueError
-        If there is no such group, or the processes hold different weights or buffers.
-    TypeError
-        If there is no network in the model.
-    """
+    """Make a network of a model, whose data several processes may hold."""
     processes = join(process_group)
     with processes.together():
         network = to_network_with_source(model, X, y, options)
@@ -256,18 +192,7 @@ def _wrapped(model: Any) -> Any:
 
 
 def final_estimator(model: Any) -> Any:
-    """Unwrap pipelines and search objects, down to the estimator that holds the network.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `to_network`.
-
-    Returns
-    -------
-    nn.Module or estimator
-        The model itself if it is neither a pipeline nor another wrapper.
-    """
+    """Unwrap pipelines and search objects, down to the estimator that holds the network."""
     if isinstance(model, Pipeline):
         return final_estimator(model.steps[-1][1])
     if isinstance(model, _WRAPPERS) or getattr(model, "best_estimator_", None) is not None:
@@ -276,27 +201,7 @@ def final_estimator(model: Any) -> Any:
 
 
 def name_layer(model: Any, layer: Layer) -> Layer:
-    """Replace a layer that is passed as a module by its name, which copies of the model share.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `to_network`.
-    layer : int, str or nn.Module
-        The layer, as the user passed it.
-
-    Returns
-    -------
-    int or str
-        A module's name in the network that `to_network` returns, on any device. Positions and
-        names are returned as they are: which layer has a position in forward order shows only
-        when the network runs.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If the module is no layer of the model, or has no weight matrix.
-    """
+    """Replace a layer that is passed as a module by its name, which copies of the model share."""
     if not isinstance(layer, nn.Module):
         return layer
     estimator = final_estimator(model)
@@ -307,29 +212,7 @@ def name_layer(model: Any, layer: Layer) -> Layer:
 
 
 def name_layers(model: Any, layers: Any) -> list[Layer] | str:
-    """Check a choice of layers, and replace modules in it by their names.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `to_network`.
-    layers : int, str, nn.Module, a sequence of these, or "all"
-        The layers, as the user passed them.
-
-    Returns
-    -------
-    list of (int or str), or "all"
-        A single layer becomes a list of one.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If a module is no layer of the model, or has no weight matrix.
-    TypeError
-        If `layers` are no layers.
-    ValueError
-        If there is none.
-    """
+    """Check a choice of layers, and replace modules in it by their names."""
     if isinstance(layers, str) and layers == "all":
         return layers
     if is_integer(layers) or isinstance(layers, str | nn.Module):

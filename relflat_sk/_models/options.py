@@ -12,21 +12,7 @@ __all__ = ["DataOptions"]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How to run a model of any kind over data.
-
-    Parameters
-    ----------
-    criterion : torch loss, optional
-        The loss to measure; the model's own if None.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
-    sample_weight : array of shape (n,), optional
-        Weight of each sample in the mean loss.
-    in_order : bool, default=False
-        Whether to refuse loaders that may shuffle the samples.
-    """
+    """How to run a model of any kind over data. Shapes: `sample_weight` (n,)."""
 
     criterion: Any = None
     batch_size: int = 1024
@@ -39,18 +25,7 @@ class DataOptions:
         check_device(self.device)
 
     def batches(self, X: Any, y: Any) -> Batches:
-        """Cut data into batches.
-
-        Parameters
-        ----------
-        X, y : array-like of n samples
-            Inputs and numeric labels; y may be None.
-
-        Returns
-        -------
-        callable
-            Each call starts a new pass over the data.
-        """
+        """Cut data into batches."""
         return make_batches(
             X,
             y,
@@ -60,16 +35,5 @@ class DataOptions:
         )
 
     def loss(self, own: Any) -> Loss:
-        """Choose between the criterion in these options and the model's own.
-
-        Parameters
-        ----------
-        own : torch loss or None
-            The model's criterion, for options without one.
-
-        Returns
-        -------
-        Loss
-            The chosen criterion, as the measures use it.
-        """
+        """Choose between the criterion in these options and the model's own."""
         return Loss(as_criterion(own if self.criterion is None else self.criterion))

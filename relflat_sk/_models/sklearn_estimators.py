@@ -74,21 +74,7 @@ __all__ = ["TorchModel", "to_torch"]
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A fitted estimator in torch: its network, its loss and the encoding of its targets.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Maps float64 inputs of shape ``(n, n_features)`` to outputs of shape ``(n, k)``:
-        logits, linear predictors or regression outputs, before any link function. Its
-        last layer is a linear layer, whose output is the module's.
-    criterion : nn.Module
-        The loss the estimator was fitted with, as ``criterion(outputs, targets)``.
-    encode_target : callable
-        Turns the user's labels ``y`` into the criterion's targets, an array: class indices
-        (int64, of shape ``(n,)``) for ``CrossEntropyLoss``, floats of shape ``(n, k)``
-        otherwise.
-    """
+    """A fitted estimator in torch: its network, its loss and the encoding of its targets."""
 
     module: nn.Module
     criterion: nn.Module
@@ -96,54 +82,7 @@ class TorchModel:
 
 
 def to_torch(estimator: Any, y: Any = None) -> TorchModel:
-    """Copy a fitted scikit-learn estimator into a torch module with its loss.
-
-    Parameters
-    ----------
-    estimator : estimator
-        A fitted estimator of one of the types in the module's table, or of a subclass.
-    y : array-like of shape (n,), default=None
-        Labels of the data to measure on. Only ``class_weight="balanced"`` needs them: the
-        weights follow from the frequencies of these labels, since fitted estimators do not
-        keep those of their training labels. With the training labels, the weights are the
-        ones that the estimator was fitted with.
-
-    Returns
-    -------
-    TorchModel
-        Module, criterion and target encoding. They share no memory with the estimator, and
-        making them draws no random numbers.
-
-    Raises
-    ------
-    TypeError
-        If the estimator is of any other type.
-    sklearn.exceptions.NotFittedError
-        If the estimator is not fitted.
-    ValueError
-        If the estimator's loss is piecewise linear, or its class weights are "balanced"
-        and there is no ``y``, or weigh the first of two classes with 0.
-
-    Notes
-    -----
-    Class weights ``c`` scale the loss of a sample of class ``i`` by ``c_i``.
-    ``CrossEntropyLoss`` divides by the sum of the samples' weights, as `LogisticRegression`
-    does; ``BCEWithLogitsLoss`` and `MarginLoss` divide by the number of samples.
-
-    Examples
-    --------
-    >>> from sklearn.linear_model import LogisticRegression
-    >>> X, y = [[0.0], [1.0], [2.0], [3.0]], ["no", "no", "yes", "yes"]
-    >>> estimator = LogisticRegression().fit(X, y)
-    >>> model = to_torch(estimator)
-    >>> model.criterion
-    BCEWithLogitsLoss()
-    >>> model.encode_target(y).ravel().tolist()
-    [0.0, 0.0, 1.0, 1.0]
-    >>> logits = model.module(torch.tensor(X, dtype=torch.float64))
-    >>> bool(np.isclose(logits[0].sigmoid().item(), estimator.predict_proba(X)[0, 1]))
-    True
-    """
+    """Copy a fitted scikit-learn estimator into a torch module with its loss. Shapes: `y` (n,)."""
     if _convert.dispatch(type(estimator)) is not _convert.registry[object]:
         check_is_fitted(estimator)
     return _convert(estimator, y)

@@ -42,26 +42,7 @@ def _check_reduction(reduction: str) -> str:
 
 
 class SquaredEpsilonInsensitiveLoss(nn.Module):
-    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``.
-
-    Parameters
-    ----------
-    epsilon : float
-        Half the width of the tube, in the unit of the targets.
-    reduction : {"mean", "sum", "none"}, default="mean"
-        As for torch's losses; the mean is over all elements.
-
-    Raises
-    ------
-    ValueError
-        If the reduction is none of these.
-
-    Examples
-    --------
-    >>> loss = SquaredEpsilonInsensitiveLoss(epsilon=1.0, reduction="none")
-    >>> loss(torch.tensor([0.5, 3.0]), torch.tensor([0.0, 0.0])).tolist()
-    [0.0, 4.0]
-    """
+    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``."""
 
     def __init__(self, epsilon: float, reduction: str = "mean") -> None:
         super().__init__()
@@ -73,18 +54,7 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
         return f"epsilon={self.epsilon}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of predictions.
-
-        Parameters
-        ----------
-        input, target : Tensor
-            Predictions and true values, of the same shape and in the unit of the targets.
-
-        Returns
-        -------
-        Tensor of shape (), or of the input's shape if nothing is reduced
-            The loss, in the targets' unit squared.
-        """
+        """Compute the loss of predictions."""
         losses = _squared_epsilon_insensitive(input - target, self.epsilon)
         return REDUCTIONS[self.reduction](losses)
 
@@ -92,25 +62,7 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
 class MarginLoss(nn.Module):
     """Loss as a function of the margin ``s z``, with ``s`` 1 for positives and -1 otherwise.
 
-    Parameters
-    ----------
-    of_margin : callable
-        Elementwise function of the margins, as a tensor of losses.
-    weight, pos_weight : Tensor of shape (k,), default=None
-        Factors of all losses, and of the losses of positives, as in ``BCEWithLogitsLoss``.
-    reduction : {"mean", "sum", "none"}, default="mean"
-        As for torch's losses; the mean is over all elements.
-
-    Raises
-    ------
-    ValueError
-        If the reduction is none of these.
-
-    Examples
-    --------
-    >>> loss = MarginLoss(lambda margin: torch.relu(1 - margin).square(), reduction="none")
-    >>> loss(torch.tensor([[3.0], [3.0]]), torch.tensor([[0.0], [1.0]])).tolist()
-    [[16.0], [0.0]]
+    Shapes: `weight, pos_weight` (k,).
     """
 
     weight: Tensor | None
@@ -130,20 +82,7 @@ class MarginLoss(nn.Module):
         self.reduction = _check_reduction(reduction)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of scores.
-
-        Parameters
-        ----------
-        input : Tensor of shape (n, k)
-            Scores, before any link function.
-        target : Tensor of shape (n, k)
-            1 for positives, 0 for negatives.
-
-        Returns
-        -------
-        Tensor of shape (), or (n, k) if nothing is reduced
-            The loss.
-        """
+        """Compute the loss of scores. Shapes: `input`, `target` (n, k)."""
         losses = self.of_margin((2 * target - 1) * input)
         if self.pos_weight is not None:
             losses = losses * (1 + (self.pos_weight - 1) * target)
@@ -201,25 +140,7 @@ MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def fitted_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
-    """Look up the loss that an estimator was fitted with.
-
-    Parameters
-    ----------
-    estimator : estimator
-        A fitted estimator with the parameter `loss`.
-    losses : dict of str to callable
-        The losses that can be measured, by name.
-
-    Returns
-    -------
-    callable
-        The entry of `losses`.
-
-    Raises
-    ------
-    ValueError
-        If the loss is not among them, and so piecewise linear.
-    """
+    """Look up the loss that an estimator was fitted with."""
     try:
         return losses[estimator.loss]
     except KeyError:

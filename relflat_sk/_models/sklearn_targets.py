@@ -31,22 +31,7 @@ Array = npt.NDArray[Any]
 def class_weights(estimator: Any, y: Any) -> Array | None:
     """Compute the weight of each class of a fitted classifier.
 
-    Parameters
-    ----------
-    estimator : estimator
-        A fitted classifier with the parameter ``class_weight``.
-    y : array-like of shape (n,) or None
-        Labels whose frequencies decide the weights if ``class_weight`` is "balanced".
-
-    Returns
-    -------
-    array of shape (n_classes,) or None
-        In the order of ``classes_``; None if all classes weigh 1.
-
-    Raises
-    ------
-    ValueError
-        If the weights are "balanced" and there are no labels.
+    Shapes: `y` (n,); returns (n_classes,).
     """
     if estimator.class_weight is None:
         return None
@@ -73,22 +58,7 @@ def _balanced_weights(counts: Array) -> Array:
 def two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | None) -> nn.Module:
     """Make a criterion of one output with the weights of the negative and positive class.
 
-    Parameters
-    ----------
-    criterion : callable
-        Makes the criterion, from keyword arguments `weight` and `pos_weight`.
-    weights : array of shape (2,) or None
-        From `class_weights`.
-
-    Returns
-    -------
-    nn.Module
-        The criterion. It divides by the number of samples, not by the sum of their weights.
-
-    Raises
-    ------
-    ValueError
-        If the negative class weighs 0.
+    Shapes: `weights` (2,).
     """
     if weights is None:
         return criterion()
@@ -109,22 +79,7 @@ def two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | No
 def class_indices(y: Any, classes: Array) -> Array:
     """Replace labels of any type by their positions among the classes.
 
-    Parameters
-    ----------
-    y : array-like of shape (n,)
-        Labels.
-    classes : array of shape (n_classes,)
-        The labels that the estimator knows.
-
-    Returns
-    -------
-    array of shape (n,), int64
-        Positions in `classes`.
-
-    Raises
-    ------
-    ValueError
-        If there are other labels than the classes; names some of them.
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n,).
     """
     index = {label: i for i, label in enumerate(classes.tolist())}
     labels = column_or_1d(y).tolist()
@@ -141,17 +96,7 @@ def class_indices(y: Any, classes: Array) -> Array:
 def binary_targets(y: Any, classes: Array) -> Array:
     """Turn labels of two classes into one column of 0 and 1.
 
-    Parameters
-    ----------
-    y : array-like of shape (n,)
-        Labels.
-    classes : array of shape (2,)
-        The negative and the positive class.
-
-    Returns
-    -------
-    array of shape (n, 1), float64
-        1 for the positive class.
+    Shapes: `y` (n,), `classes` (2,); returns (n, 1).
     """
     return class_indices(y, classes).astype(np.float64)[:, None]
 
@@ -159,17 +104,7 @@ def binary_targets(y: Any, classes: Array) -> Array:
 def one_hot(y: Any, classes: Array) -> Array:
     """Turn labels into one column of 0 and 1 for each class.
 
-    Parameters
-    ----------
-    y : array-like of shape (n,)
-        Labels.
-    classes : array of shape (n_classes,)
-        The labels that the estimator knows.
-
-    Returns
-    -------
-    array of shape (n, n_classes), float64
-        1 in the column of each sample's class.
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n, n_classes).
     """
     return np.eye(len(classes))[class_indices(y, classes)]
 
@@ -177,22 +112,7 @@ def one_hot(y: Any, classes: Array) -> Array:
 def label_indicators(y: Any, n_labels: int) -> Array:
     """Check a label indicator matrix, sparse or dense.
 
-    Parameters
-    ----------
-    y : array-like or sparse matrix of shape (n, n_labels)
-        1 where a sample has a label, 0 elsewhere.
-    n_labels : int
-        Number of labels that the estimator was fitted on.
-
-    Returns
-    -------
-    array of shape (n, n_labels), float64
-        The matrix, dense.
-
-    Raises
-    ------
-    ValueError
-        If the matrix has another shape, or values other than 0 and 1.
+    Shapes: `y` (n, n_labels); returns (n, n_labels).
     """
     dense = y.toarray() if issparse(y) else y
     indicators: Array = check_array(dense, dtype=np.float64, input_name="y")
@@ -207,22 +127,7 @@ def label_indicators(y: Any, n_labels: int) -> Array:
 def regression_targets(y: Any, n_outputs: int) -> Array:
     """Check regression targets, and bring them into columns.
 
-    Parameters
-    ----------
-    y : array-like of shape (n,) or (n, n_outputs)
-        Finite targets.
-    n_outputs : int
-        Number of targets that the estimator was fitted on.
-
-    Returns
-    -------
-    array of shape (n, n_outputs), float64
-        One column for each target.
-
-    Raises
-    ------
-    ValueError
-        If there are more or fewer columns.
+    Shapes: `y` (n,); returns (n, n_outputs).
     """
     targets: Array = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     columns = targets[:, None] if targets.ndim == 1 else targets

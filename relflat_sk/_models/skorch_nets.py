@@ -23,22 +23,7 @@ CRITERION_ALONE: set[Any] = {NeuralNetClassifier.get_loss, NeuralNet.get_loss}
 
 
 def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Network:
-    """Make a network of a fitted skorch net and batches of data.
-
-    Parameters
-    ----------
-    net : skorch.NeuralNet
-        A fitted net. It is copied if the options name another device than its own.
-    batches : callable
-        Starts a pass over the data, see `skorch_batches`.
-    options : DataOptions
-        Criterion and device.
-
-    Returns
-    -------
-    Network
-        The net's module, run by the net's `infer`, with the loss that the net minimises.
-    """
+    """Make a network of a fitted skorch net and batches of data."""
     if options.device is not None and torch.device(options.device) != torch.device(net.device):
         net = copy.deepcopy(net)
         net.module_.to(options.device)
@@ -80,28 +65,7 @@ def _criterion_of(net: NeuralNet) -> Any:
 
 
 def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batches:
-    """Cut data into batches as a net would, without its data loader where that changes nothing.
-
-    Parameters
-    ----------
-    net : skorch.NeuralNet
-        An initialised net.
-    X, y : array-like, Dataset or DataLoader
-        Data as the net takes them; y may be None.
-    options : DataOptions
-        Batch size and sample weights.
-
-    Returns
-    -------
-    callable
-        Each call starts a new pass over the data.
-
-    Raises
-    ------
-    ValueError
-        If there are no samples, sample weights for data that are not arrays, or samples that must
-        be in order are shuffled.
-    """
+    """Cut data into batches as a net would, without its data loader where that changes nothing."""
     arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple | RowSource) or issparse(X)
     params = net.get_params_for("iterator_valid")
     usual_loader = net.iterator_valid is DataLoader and not (params.keys() - {"batch_size"})

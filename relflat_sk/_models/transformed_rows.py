@@ -14,29 +14,7 @@ __all__ = ["transform"]
 
 
 def transform(step: Any, X: Any, batch_size: int) -> Any:
-    """Transform the inputs of a network by a step of its pipeline.
-
-    Parameters
-    ----------
-    step : transformer
-        A fitted step.
-    X : array-like of shape (n, ...), Dataset or DataLoader
-        Inputs of the step.
-    batch_size : int
-        Number of samples that are read and transformed at a time.
-
-    Returns
-    -------
-    array-like of shape (n, ...) or DataLoader
-        What the step returns. Rows of arrays on disk and of memory-mapped files, and samples of a
-        data set, are transformed when they are read, batch by batch, if the step transforms each
-        row by itself. Otherwise an array is read and transformed as a whole.
-
-    Raises
-    ------
-    ValueError
-        While a data set is read, if the step does not transform each row by itself.
-    """
+    """Transform the inputs of a network by a step of its pipeline."""
     if isinstance(X, Dataset | DataLoader):
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return DataLoader(_TransformedBatches(step, loader), batch_size=None)

@@ -22,13 +22,7 @@ __all__ = ["InProjection", "explicit_attention"]
 
 
 class InProjection(nn.Linear):
-    """The packed projections of queries, keys and values, as one linear layer.
-
-    Parameters
-    ----------
-    attention : nn.MultiheadAttention
-        The module whose parameters the layer uses.
-    """
+    """The packed projections of queries, keys and values, as one linear layer."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
@@ -47,15 +41,6 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
     one sequence; the projections that are not needed are dropped afterwards. So the packed
     weight has one input, and the loss depends on it as before. Modules with extra options
     (other sizes of keys and values, added keys) are left alone.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Yields
-    ------
-    None
     """
     found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
     found = [m for m in found if _has_usual_options(m)]

@@ -28,14 +28,6 @@ class MathAttention:
     It makes the choice that `torch.nn.attention.sdpa_kernel` makes, in a fifth of the time, which
     counts in training steps. The choice is torch's global state: with several contexts open at a
     time, in threads for example, the last one to end restores it.
-
-    Examples
-    --------
-    >>> with MathAttention():
-    ...     cuda.flash_sdp_enabled()
-    False
-    >>> cuda.flash_sdp_enabled()
-    True
     """
 
     _lock = Lock()

@@ -19,18 +19,7 @@ __all__ = ["Outcome", "mean_loss", "outcome_of", "outcomes", "sample_weight"]
 class Outcome:
     """Outputs and targets of one batch of n samples, for which losses can be computed.
 
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The criterion's input.
-    target : Tensor of shape (n, ...)
-        Labels as the criterion takes them.
-    loss : Loss
-        The criterion, on the output's device.
-    weight : Tensor of shape (n,)
-        Sample weights, float64; ones if there are none.
-    weighted : bool
-        Whether there are sample weights.
+    Shapes: `weight` (n,).
     """
 
     output: Tensor
@@ -40,15 +29,7 @@ class Outcome:
     weighted: bool
 
     def each(self) -> tuple[Tensor, Tensor]:
-        """Compute each sample's own loss.
-
-        Returns
-        -------
-        losses : Tensor of shape (n,)
-            Per-sample losses.
-        divisors : Tensor of shape (n,)
-            What each sample adds to the divisor of the criterion's mean.
-        """
+        """Compute each sample's own loss. Shapes: returns losses (n,), divisors (n,)."""
         if self.loss.row is not None:
             return self.loss.terms(self.output, self.target, each=True)
         # an unknown criterion may return nothing but means: give it one sample at a time
@@ -58,41 +39,13 @@ class Outcome:
         return torch.cat(losses), torch.cat(divisors)
 
     def total(self) -> tuple[Tensor, float]:
-        """Sum losses and divisors with the sample weights; their ratio is the mean loss.
-
-        Returns
-        -------
-        loss : Tensor of shape ()
-            Float64, with its graph.
-        divisor : float
-            Weighted sum of the divisors.
-        """
+        """Sum losses and divisors with the sample weights; their ratio is the mean loss."""
         losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
         return self.weight @ losses.double(), float(self.weight @ divisors.detach().double())
 
 
 def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
-    """Bring the network's output for a batch together with the batch's labels.
-
-    Parameters
-    ----------
-    network : Network
-        Has the loss.
-    batch : Batch
-        Has the labels and the weights.
-    output : Tensor of shape (n, ...)
-        The network's output for the batch; its losses are in float32 at least.
-
-    Returns
-    -------
-    Outcome
-        From which losses can be computed.
-
-    Raises
-    ------
-    ValueError
-        If there are no labels, or they do not fit the output.
-    """
+    """Bring the network's output for a batch together with the batch's labels."""
     output = full_precision(network.loss.classes_second(output, batch.y))
     loss = network.loss.to(output.device, output.dtype)
     if batch.y is None:
@@ -104,40 +57,13 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
 
 
 def outcomes(network: Network) -> Iterator[Outcome]:
-    """Run the network on all batches. To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        With labels.
-
-    Yields
-    ------
-    Outcome
-        One for each batch.
-
-    Raises
-    ------
-    ValueError
-        If there are no labels, or they do not fit the network's output.
-    """
+    """Run the network on all batches. To be used within `borrowed`."""
     for batch in network.batches():
         yield outcome_of(network, batch, network(batch.x))
 
 
 def mean_loss(network: Network) -> float:
-    """Compute the mean loss over the data, in evaluation mode.
-
-    Parameters
-    ----------
-    network : Network
-        With labels; given back as it was.
-
-    Returns
-    -------
-    float
-        In the unit of the loss.
-    """
+    """Compute the mean loss over the data, in evaluation mode."""
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
@@ -149,22 +75,7 @@ def mean_loss(network: Network) -> float:
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
-    """Return the weights of a batch's samples, ones where there are none.
-
-    Parameters
-    ----------
-    batch : Batch
-        The batch.
-    n : int
-        Number of its samples.
-    device : torch.device
-        Device of the result.
-
-    Returns
-    -------
-    Tensor of shape (n,)
-        Float64.
-    """
+    """Return the weights of a batch's samples, ones where there are none. Shapes: returns (n,)."""
     if batch.weight is None:
         return torch.ones(n, dtype=torch.float64, device=device)
     return batch.weight.to(device)

@@ -14,31 +14,7 @@ __all__ = ["check_unmixed", "find_mixed"]
 
 
 def find_mixed(run: Callable[[], object], module: nn.Module) -> set[str]:
-    """Find the layers behind which batch norm mixes the samples of a batch.
-
-    Parameters
-    ----------
-    run : callable
-        Runs the network on a batch. It is called only if there is such a batch norm.
-    module : nn.Module
-        The network, in evaluation mode.
-
-    Returns
-    -------
-    set of str
-        Names of layers with a weight matrix.
-
-    Warns
-    -----
-    FlatnessWarning
-        If there is such a batch norm.
-
-    Examples
-    --------
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
-    >>> find_mixed(lambda: net(torch.ones(4, 2)), net)
-    set()
-    """
+    """Find the layers behind which batch norm mixes the samples of a batch."""
     norms = {
         name: part
         for name, part in module.named_modules()
@@ -61,20 +37,7 @@ def find_mixed(run: Callable[[], object], module: nn.Module) -> set[str]:
 
 
 def check_unmixed(name: str, mixed: Collection[str]) -> None:
-    """Refuse a layer behind which the samples of a batch are mixed.
-
-    Parameters
-    ----------
-    name : str
-        Name of the layer.
-    mixed : collection of str
-        From `find_mixed`.
-
-    Raises
-    ------
-    ValueError
-        If the layer is one of them.
-    """
+    """Refuse a layer behind which the samples of a batch are mixed."""
     if name in mixed:
         raise ValueError(
             f"behind layer {name!r} there is a batch norm without running statistics, so that the "

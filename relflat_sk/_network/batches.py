@@ -41,17 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples of the data.
-
-    Parameters
-    ----------
-    x : Tensor, or dict, tuple or list of tensors
-        Inputs.
-    y : Tensor of shape (n, ...) or None
-        Labels.
-    weight : Tensor of shape (n,) or None
-        Sample weights, float64.
-    """
+    """Some samples of the data. Shapes: `weight` (n,)."""
 
     x: Any
     y: Tensor | None
@@ -59,13 +49,7 @@ class Batch:
 
 
 class LoadedBatches(IterableDataset[Any]):
-    """The batches of a data loader, as a data set that can be passed on in its place.
-
-    Parameters
-    ----------
-    loader : DataLoader
-        Gives pairs of inputs and labels.
-    """
+    """The batches of a data loader, as a data set that can be passed on in its place."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -93,41 +77,7 @@ def make_batches(
     sample_weight: Any = None,
     in_order: bool = False,
 ) -> Batches:
-    """Prepare passes over the data.
-
-    Parameters
-    ----------
-    X : array, data frame, tensor, sparse matrix, dict or tuple of these, Dataset, DataLoader
-        The inputs; a Dataset or DataLoader gives (x, y) pairs, and may be a stream. Arrays on disk
-        and memory-mapped files are read batch by batch. A DataLoader that drops samples of an
-        incomplete batch gives a warning.
-    y : array or tensor, optional
-        The labels, one per sample; None with a Dataset or DataLoader.
-    batch_size : int, default=1024
-        Samples per batch, which does not change results. A DataLoader has its own batch size.
-    sample_weight : array of shape (n,), optional
-        Weight of each sample in the mean loss.
-    in_order : bool, default=False
-        Whether the samples must come in an order that the user knows.
-
-    Returns
-    -------
-    callable
-        Each call starts a new pass and yields `Batch` objects.
-
-    Raises
-    ------
-    ValueError
-        If lengths differ, there are no samples, y is not numeric, `batch_size` is not a positive
-        integer, or a DataLoader may shuffle samples that must be in order.
-    TypeError
-        If X holds no numbers, or cannot be cut into batches.
-
-    Examples
-    --------
-    >>> [len(batch.y) for batch in make_batches(np.zeros((5, 2)), np.zeros(5), batch_size=2)()]
-    [2, 2, 1]
-    """
+    """Prepare passes over the data. Shapes: `sample_weight` (n,)."""
     check_integer("batch_size", batch_size, minimum=1)
     if isinstance(X, LoadedBatches):
         X = X.loader
@@ -190,28 +140,7 @@ def _warn_of_dropped(loader: Any) -> None:
 
 
 def check_labels(y: Any, n: int, hint: str = "") -> Any:
-    """Return y as an array or tensor of n numeric labels.
-
-    Parameters
-    ----------
-    y : array or tensor
-        As the user gave it.
-    n : int
-        Number of samples.
-    hint : str, optional
-        Ends the message about a wrong number of labels.
-
-    Returns
-    -------
-    ndarray, Tensor or RowSource
-        Of the type of `y` if that is an array or a tensor. Whether labels on disk are finite is
-        checked when they are read.
-
-    Raises
-    ------
-    ValueError
-        If the length is wrong, or the labels are not finite numbers.
-    """
+    """Return y as an array or tensor of n numeric labels."""
     if is_row_source(y) and y.dtype.kind in "biuf":
         y = as_row_source(y)
     else:
@@ -238,25 +167,7 @@ def _check_finite_labels(y: Tensor) -> None:
 
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
-    """Return sample weights as an array of n numbers.
-
-    Parameters
-    ----------
-    sample_weight : array
-        As the user gave it.
-    n : int
-        Number of samples.
-
-    Returns
-    -------
-    ndarray of shape (n,)
-        Float64.
-
-    Raises
-    ------
-    ValueError
-        If there is not one weight per sample, or weights are negative, not finite or all zero.
-    """
+    """Return sample weights as an array of n numbers. Shapes: returns (n,)."""
     weights = np.asarray(sample_weight, dtype=np.float64)
     if weights.shape != (n,):
         raise ValueError(

@@ -21,15 +21,6 @@ def borrowed(module: nn.Module) -> Iterator[None]:
     an exception. Inside the context the caller's `torch.autocast` is off, so that the network
     computes in its own precision, and attention runs step by step, see
     `relflat_sk._network.attention`.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Yields
-    ------
-    None
     """
     device = next((p.device for p in module.parameters() if p.is_cuda), None)
     with (
@@ -44,17 +35,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def autocast_off(*tensors: Tensor) -> Iterator[None]:
-    """Turn mixed precision off on the CPU, where sums are made, and on the accelerator.
-
-    Parameters
-    ----------
-    *tensors : Tensor of any shape
-        Mixed precision is turned off on their devices as well.
-
-    Yields
-    ------
-    None
-    """
+    """Turn mixed precision off on the CPU, where sums are made, and on the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
     kinds |= set() if accelerator is None else {accelerator.type}

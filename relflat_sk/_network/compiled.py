@@ -16,15 +16,7 @@ __all__ = ["CompiledBody"]
 
 
 class CompiledBody:
-    """A network in front of its last layer, in compiled code.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network, not compiled.
-    name : str
-        Dotted name of its last layer, whose output the network returns as it is.
-    """
+    """A network in front of its last layer, in compiled code."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         owner, _, self._child = name.rpartition(".")
@@ -33,25 +25,7 @@ class CompiledBody:
         self._twin = _make_twin(self._layer)
 
     def run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the network.
-
-        Parameters
-        ----------
-        compiled : callable
-            The compiled code of the whole network.
-        *args, **kwargs
-            Its arguments.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            The output of the last layer.
-
-        Raises
-        ------
-        RuntimeError
-            If the network does something else with the last layer than to return its output.
-        """
+        """Run the network."""
         received: list[Tensor] = []
         vars(self._twin)["received"] = received
         self._siblings[self._child] = self._twin

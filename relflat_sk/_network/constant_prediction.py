@@ -14,18 +14,7 @@ __all__ = ["best_constant_loss", "output_shape"]
 
 
 def output_shape(network: Network) -> torch.Size:
-    """Return the shape of a network's output for one sample, by running one batch.
-
-    Parameters
-    ----------
-    network : Network
-        Its first batch is run; the network is given back as it was.
-
-    Returns
-    -------
-    torch.Size
-        As the criterion takes it.
-    """
+    """Return the shape of a network's output for one sample, by running one batch."""
     batch = next(iter(network.batches()))
     with borrowed(network.module), torch.no_grad():
         return outcome_of(network, batch, network(batch.x)).output.shape[1:]
@@ -35,20 +24,6 @@ def best_constant_loss(network: Network, shape: torch.Size, link: str | None) ->
     """Compute the mean loss of the best constant prediction on a network's data.
 
     The labels are read, the network is not run.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    shape : torch.Size
-        Shape of the output for one sample.
-    link : str or None
-        Function from the last layer to the output, see `find_link`; None if it is not known.
-
-    Returns
-    -------
-    float
-        In the unit of the loss; nan without labels.
     """
     targets, weights = [], []
     for batch in network.batches():

@@ -19,19 +19,7 @@ _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def find_convolutions(module: nn.Module) -> list[Explicit]:
-    """List the convolutions of a network that compute what their class says.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    list of (nn.Module, callable)
-        For `ExplicitLayers`. Transposed convolutions, which need none of this, and those with
-        another padding than a number of zeros are left out.
-    """
+    """List the convolutions of a network that compute what their class says."""
     return [(layer, _run) for layer in module.modules() if _is_plain(layer)]
 
 

@@ -19,12 +19,7 @@ _PATCHES = 2**22
 class ConvolutionMap(LayerMap):
     """The map of convolutions, transposed ones too, with any stride, padding, dilation, groups.
 
-    Parameters
-    ----------
-    layer : nn.Module
-        The convolution.
-    weight : Tensor of shape (...), optional
-        Its weight in one of its calls, see `LayerMap`.
+    Shapes: `weight` (...).
     """
 
     @property

@@ -19,27 +19,7 @@ _N_CHECKED = 8
 
 
 def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Warn if a criterion of a user is no mean of losses of single samples.
-
-    Parameters
-    ----------
-    loss : Loss
-        Criteria of the table are such means, and are not called.
-    output : Tensor of shape (n, ...)
-        The criterion's input.
-    target : Tensor of shape (n, ...)
-        Labels as the criterion takes them.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the loss of some samples is not the mean of the losses of two at a time.
-
-    Examples
-    --------
-    >>> z = torch.tensor([[0.0], [2.0]])
-    >>> warn_unless_mean(Loss(lambda z, y: (z - y).abs().mean()), z, z + 1)
-    """
+    """Warn if a criterion of a user is no mean of losses of single samples."""
     if loss.row is not None or len(output) < 4:
         return
     n = min(_N_CHECKED, len(output))

@@ -22,21 +22,7 @@ Explicit = tuple[nn.Module, Callable[[Any, "ExplicitLayers", Tensor], Tensor]]
 
 
 class ExplicitLayers(ReplacedForwards):
-    """Context in which layers run so that a penalty can differentiate them.
-
-    Parameters
-    ----------
-    layers : sequence of (nn.Module, callable)
-        From `find_norms` and `find_convolutions`.
-
-    Attributes
-    ----------
-    inputs_only : bool
-        Whether a vector is being pulled back to the inputs of layers, without gradients in
-        weights.
-    linear : bool
-        Whether the statistics of a batch norm are constants while it is pulled back.
-    """
+    """Context in which layers run so that a penalty can differentiate them."""
 
     def __init__(self, layers: Sequence[Explicit] = ()) -> None:
         super().__init__((layer, partial(run, layer, self)) for layer, run in layers)
@@ -51,24 +37,7 @@ class ExplicitLayers(ReplacedForwards):
         *,
         linear: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Pull vectors back with their graph, see `relflat_sk._losses.pull_back`.
-
-        Parameters
-        ----------
-        of : sequence of Tensor
-            Tensors to differentiate, computed within the context.
-        inputs : sequence of torch.autograd.graph.GradientEdge
-            What to differentiate by: outputs of layers.
-        vectors : sequence of Tensor, optional
-            The vectors.
-        linear : bool
-            Whether a batch norm is the linear map that it is for the statistics of its batch.
-
-        Returns
-        -------
-        tuple of Tensor or None
-            One for each of the inputs.
-        """
+        """Pull vectors back with their graph, see `relflat_sk._losses.pull_back`."""
         self.inputs_only, self.linear = True, linear
         try:
             return pull_back(of, inputs, vectors, create_graph=True)

@@ -19,21 +19,6 @@ class ReplacedForwards:
 
     Replacements can be nested: a forward method that somebody else put in place of the class's
     is put back, too. A class instead of a generator, because the training step enters it.
-
-    Parameters
-    ----------
-    forwards : iterable of (nn.Module, callable)
-        The modules and what they run instead. Read when the context is entered.
-
-    Examples
-    --------
-    >>> import torch
-    >>> layer = nn.ReLU()
-    >>> with ReplacedForwards([(layer, torch.neg)]):
-    ...     layer(torch.tensor(1.0))
-    tensor(-1.)
-    >>> layer(torch.tensor(1.0))
-    tensor(1.)
     """
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> None:
@@ -57,16 +42,5 @@ class ReplacedForwards:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module runs a forward method other than its class's.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The module, whose type then says nothing of what it computes.
-
-    Returns
-    -------
-    bool
-        True also while `ReplacedForwards` is open.
-    """
+    """Return whether a module runs a forward method other than its class's."""
     return "forward" in module.__dict__

@@ -45,28 +45,7 @@ _LINKS = {
 
 
 def find_link(output: Tensor, node: Any) -> str | None:
-    """Return the function that turned a layer's output into the network's.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The network's output, with its graph.
-    node : torch.autograd.graph.Node
-        `LayerRecord.node` of the layer.
-
-    Returns
-    -------
-    {"identity", "softmax", "log_softmax", "sigmoid"} or None
-        None if the network computed anything else.
-
-    Examples
-    --------
-    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
-    >>> find_link(z.log_softmax(dim=1).view(2, 3), z.grad_fn)
-    'log_softmax'
-    >>> find_link(z.tanh(), z.grad_fn) is None
-    True
-    """
+    """Return the function that turned a layer's output into the network's."""
     link = "identity"
     step = output.grad_fn
     while step is not None and step is not node:
@@ -80,24 +59,7 @@ def find_link(output: Tensor, node: Any) -> str | None:
 
 
 def find_ending(output: Tensor) -> str | None:
-    """Return the function that a network ends in, if it makes probabilities or their logarithms.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The network's output, with its graph.
-
-    Returns
-    -------
-    {"softmax", "log_softmax", "sigmoid"} or None
-        None also where the graph does not tell.
-
-    Examples
-    --------
-    >>> z = torch.zeros(2, 3, requires_grad=True)
-    >>> find_ending((2 * z).softmax(dim=1)), find_ending(2 * z)
-    ('softmax', None)
-    """
+    """Return the function that a network ends in, if it makes probabilities or their logarithms."""
     step = output.grad_fn
     while step is not None and step.name() in _SAME_BUT_FOR_AXES:
         step = step.next_functions[0][0]
@@ -114,19 +76,7 @@ def _over_outputs(step: Any) -> bool:
 def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
     """Return whether the network's output is the layer's, with axes moved at most.
 
-    Parameters
-    ----------
-    output : Tensor of shape (n, d, ...)
-        The criterion's input, classes second.
-    node : torch.autograd.graph.Node
-        `LayerRecord.node` of the layer.
-    z : Tensor of shape (n, ..., d)
-        The layer's output.
-
-    Returns
-    -------
-    bool
-        True where each position's loss depends on that position's output alone.
+    Shapes: `output` (n, d, ...), `z` (n, ..., d).
     """
     step: Any = output.grad_fn
     while step is not None and step is not node:
@@ -166,26 +116,6 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
 
     Batch norm that `relflat_sk._network.norm_layers` takes apart counts as linear, with the
     statistics that it divides by as constants.
-
-    Parameters
-    ----------
-    base : Tensor of any shape
-        Computed from the layers' outputs, with its graph.
-    *nodes : torch.autograd.graph.Node
-        `LayerRecord.node` of each layer.
-
-    Returns
-    -------
-    bool
-        False also where the graph does not tell.
-
-    Examples
-    --------
-    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
-    >>> is_piecewise_linear(z.relu() + 2 * z, z.grad_fn)
-    True
-    >>> is_piecewise_linear(z.relu() * z, z.grad_fn)
-    False
     """
     return all(_keeps_linear(step, reached) for step, reached in tail(base, *nodes))
 
@@ -204,20 +134,7 @@ def _keeps_linear(step: Any, reached: list[bool]) -> bool:
 
 
 def has_fused_attention(base: Tensor, *nodes: Any) -> bool:
-    """Return whether attention behind some layers ran in a kernel without a second derivative.
-
-    Parameters
-    ----------
-    base : Tensor of any shape
-        Computed from the layers' outputs, with its graph.
-    *nodes : torch.autograd.graph.Node
-        `LayerRecord.node` of each layer.
-
-    Returns
-    -------
-    bool
-        False also where attention was computed by other functions than torch's.
-    """
+    """Return whether attention behind some layers ran in a kernel without a second derivative."""
     return any(step.name().startswith("ScaledDotProduct") for step, _ in tail(base, *nodes))
 
 
@@ -227,20 +144,7 @@ _STATISTICS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLa
 
 
 def check_thrice(base: Tensor, *nodes: Any) -> None:
-    """Refuse a network with operations whose third derivative torch gets silently wrong.
-
-    Parameters
-    ----------
-    base : Tensor of any shape
-        The network's output, with its graph.
-    *nodes : torch.autograd.graph.Node
-        `LayerRecord.node` of each layer; only operations behind them count.
-
-    Raises
-    ------
-    ValueError
-        If there is a normalisation that is called as a function.
-    """
+    """Refuse a network with operations whose third derivative torch gets silently wrong."""
     for step, _ in tail(base, *nodes):
         if kind_of(step) in _STATISTICS and getattr(step, "_saved_training", True):
             raise ValueError(
@@ -251,78 +155,24 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
 
 
 def depends_on(base: Tensor, node: Any) -> bool:
-    """Return whether a value depends on a layer's output.
-
-    Parameters
-    ----------
-    base : Tensor of any shape
-        With its graph, if it has one.
-    node : torch.autograd.graph.Node
-        `LayerRecord.node` of the layer.
-
-    Returns
-    -------
-    bool
-        False also where gradients do not follow the dependence.
-
-    Examples
-    --------
-    >>> z = torch.zeros(2, 3, requires_grad=True).clone()
-    >>> depends_on(z.relu(), z.grad_fn), depends_on(z.detach().relu(), z.grad_fn)
-    (True, False)
-    """
+    """Return whether a value depends on a layer's output."""
     return base.grad_fn is node or bool(tail(base, node))
 
 
 def moves_axes(step: Any) -> bool:
-    """Return whether a node's output holds the numbers of its input, with axes moved at most.
-
-    Parameters
-    ----------
-    step : torch.autograd.graph.Node
-        A node of the graph.
-
-    Returns
-    -------
-    bool
-        True for views, copies, transposes and permutations.
-    """
+    """Return whether a node's output holds the numbers of its input, with axes moved at most."""
     return step.name() in _SAME_BUT_FOR_AXES
 
 
 def kind_of(step: Any) -> str:
-    """Return a node's name without its number: "Relu" for "ReluBackward0".
-
-    Parameters
-    ----------
-    step : torch.autograd.graph.Node
-        A node of the graph.
-
-    Returns
-    -------
-    str
-        The name.
-    """
+    """Return a node's name without its number: "Relu" for "ReluBackward0"."""
     name: str = step.name()
     kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
     return kind.removesuffix("Backward")
 
 
 def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
-    """List the nodes between layers and `base`, each with which inputs depend on the layers.
-
-    Parameters
-    ----------
-    base : Tensor of any shape
-        Computed from the layers' outputs, with its graph.
-    *nodes : torch.autograd.graph.Node
-        `LayerRecord.node` of each layer.
-
-    Returns
-    -------
-    list of (torch.autograd.graph.Node, list of bool)
-        A node comes after the nodes of its inputs.
-    """
+    """List the nodes between layers and `base`, each with which inputs depend on the layers."""
     starts = set(nodes)
     depends: dict[Any, bool] = {None: False}
     stack: list[Any] = [base.grad_fn]

@@ -16,20 +16,7 @@ _NAMED = 5
 
 
 def check_kind(X: Any) -> None:
-    """Refuse inputs that would fail, or become wrong numbers, further on.
-
-    Parameters
-    ----------
-    X : object
-        Inputs as a user passes them; dicts and tuples of these are several inputs. Arrays of
-        numbers pass, and so does every type that is unknown here.
-
-    Raises
-    ------
-    TypeError
-        If there are columns of categories or dates, sparse, complex or meta tensors, lists of
-        batches or of samples with labels, or iterators.
-    """
+    """Refuse inputs that would fail, or become wrong numbers, further on."""
     if isinstance(X, Tensor):
         _check_tensor(X)
     elif isinstance(X, pd.DataFrame):

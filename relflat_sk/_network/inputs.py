@@ -14,23 +14,7 @@ __all__ = ["cast_inputs", "check_finite", "count_samples", "floating_parameter"]
 
 
 def count_samples(X: Any) -> int:
-    """Count the samples of an array, or of a dict or tuple of arrays of equal length.
-
-    Parameters
-    ----------
-    X : array, or dict or tuple of arrays
-        The inputs.
-
-    Returns
-    -------
-    int
-        Length of the first axis.
-
-    Raises
-    ------
-    ValueError
-        If the arrays differ in length.
-    """
+    """Count the samples of an array, or of a dict or tuple of arrays of equal length."""
     if isinstance(X, Mapping | tuple):
         values = list(X.values()) if isinstance(X, Mapping) else list(X)
         sizes = {count_samples(value) for value in values}
@@ -45,20 +29,6 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
 
     Integers become floating-point numbers, too, unless the network has an embedding that they
     may be indices of.
-
-    Parameters
-    ----------
-    x : Tensor, or dict, tuple or list of tensors
-        The inputs of a batch. Anything else in them is left as it is.
-    module : nn.Module
-        The network.
-    device : torch.device, optional
-        Device of the result; that of the inputs if None.
-
-    Returns
-    -------
-    object
-        Of the type of `x`.
     """
     first = floating_parameter(module)
     dtype = None if first is None else first.dtype
@@ -82,18 +52,7 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
 
 
 def floating_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return the first parameter of a floating type, which inputs are expected to have, too.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    nn.Parameter or None
-        None if there is no such parameter.
-    """
+    """Return the first parameter of a floating type, which inputs are expected to have, too."""
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
@@ -103,18 +62,7 @@ def _has_embedding(module: nn.Module) -> bool:
 
 
 def check_finite(x: Any) -> None:
-    """Refuse NaN and infinity anywhere in the inputs.
-
-    Parameters
-    ----------
-    x : Tensor, or dict, tuple or list of tensors
-        The inputs of a batch.
-
-    Raises
-    ------
-    ValueError
-        If there is a NaN or an infinity.
-    """
+    """Refuse NaN and infinity anywhere in the inputs."""
     if isinstance(x, Mapping | tuple | list):
         for part in x.values() if isinstance(x, Mapping) else x:
             check_finite(part)

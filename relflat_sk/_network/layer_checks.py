@@ -23,19 +23,7 @@ Pull = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Te
 def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Select inputs and outputs of a layer that suffice for `check_linear`.
 
-    Parameters
-    ----------
-    record : LayerRecord
-        The layer.
-    features : Tensor of shape (n, ...)
-        Its input.
-    z : Tensor of shape (n, ...)
-        Its output.
-
-    Returns
-    -------
-    features, z : Tensor of shape (k, ...)
-        Views of the first samples, or of the first positions of a linear layer.
+    Shapes: returns (k, ...).
     """
     layer = record.map
     if layer.channels_last:
@@ -47,19 +35,7 @@ def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, 
 def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
     """Refuse a layer that does not compute ``W x + b`` with its weight.
 
-    Parameters
-    ----------
-    record : LayerRecord
-        The layer.
-    features : Tensor of shape (k, ...)
-        From `few_rows`.
-    z : Tensor of shape (k, ...)
-        From `few_rows`.
-
-    Raises
-    ------
-    ValueError
-        If the layer computes something else.
+    Shapes: `features`, `z` (k, ...).
     """
     layer, bias = record.map, getattr(record.layer, "bias", None)
     with torch.no_grad():
@@ -82,23 +58,6 @@ def check_rows(
 
     The curvature at a layer is computed for all samples together, as if each row of the network's
     output depended on one row of the layer's. Backward passes show whether some rows do.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The criterion's input, with its graph.
-    records : sequence of LayerRecord
-        The layers, called once each.
-    pull : callable
-        Pulls vectors back to the layers' outputs.
-    in_order : bool
-        Whether the rows must be in the same order, too, as sample weights need it: as many of the
-        output's for each of the layer's, one after the other.
-
-    Raises
-    ------
-    ValueError
-        If there is such a layer.
     """
     others = [record for record in records if find_link(output, record.node) is None]
     for record in others:

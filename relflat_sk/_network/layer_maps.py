@@ -234,17 +234,7 @@ class LayerMap:
 def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
     """Select channels of each sample.
 
-    Parameters
-    ----------
-    features : Tensor of shape (n, c, ...)
-        Channels on axis 1.
-    channels : Tensor of shape (n, k) or None
-        Channels for each sample; all of them if None.
-
-    Returns
-    -------
-    Tensor of shape (n, k, ...)
-        Copies of the channels, or the features themselves.
+    Shapes: `features` (n, c, ...), `channels` (n, k); returns (n, k, ...).
     """
     if channels is None:
         return features
@@ -256,12 +246,7 @@ def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
 class LinearMap(LayerMap):
     """The map of `nn.Linear`, for inputs (n, m) or with positions on axes in between.
 
-    Parameters
-    ----------
-    layer : nn.Linear
-        The layer.
-    weight : Tensor of shape (...), optional
-        Its weight in one of its calls, see `LayerMap`.
+    Shapes: `weight` (...).
     """
 
     channels_last = True
@@ -321,12 +306,7 @@ class LinearMap(LayerMap):
 class TransposedLinearMap(LinearMap):
     """The map of a linear layer whose weight has shape (inputs, outputs).
 
-    Parameters
-    ----------
-    layer : nn.Module
-        The layer, such as the `Conv1D` of Hugging Face's transformers.
-    weight : Tensor of shape (...), optional
-        Its weight in one of its calls, see `LayerMap`.
+    Shapes: `weight` (...).
     """
 
     @property

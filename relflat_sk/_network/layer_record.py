@@ -14,38 +14,7 @@ __all__ = ["LayerRecord"]
 
 @dataclass(slots=True)
 class LayerRecord:
-    """Input and output of a layer in one forward pass.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer in the network.
-    layer : nn.Module
-        The layer.
-    calls : int
-        Number of calls. The other fields are those of the last call.
-    features : Tensor of shape (n, ...) or None
-        The layer's input.
-    version : int
-        Torch's version counter of `features` at the call; another value later shows that
-        they were overwritten.
-    output : Tensor of shape (n, ...) or None
-        The layer's output.
-    node : torch.autograd.graph.Node or None
-        The node at which the tail of the network starts, from which autograd reaches the
-        network's output.
-    output_nr : int
-        Number of the layer's output among the outputs of `node`.
-    offset : Tensor of shape (n, ...) or None
-        For measuring: zeros added to the output, by which the loss is differentiated.
-    tail_input : Tensor of shape (n, ...) or None
-        For measuring: the output plus `offset`, which the tail of the network receives.
-    weight : Tensor of shape (...) or None
-        The layer's weight, with its graph, if a parametrization computes it whenever it is read.
-    head : Head or None
-        For training: how the gradients of loss and penalty in the weight are added up, if the layer
-        puts out the logits of very many classes.
-    """
+    """Input and output of a layer in one forward pass. Shapes: `weight` (...)."""
 
     name: str
     layer: nn.Module
@@ -66,20 +35,7 @@ class LayerRecord:
         return layer_map(self.layer, self.weight)
 
     def check(self) -> tuple[Tensor, Tensor]:
-        """Return features and output of a layer that was called exactly once.
-
-        Returns
-        -------
-        features : Tensor of shape (n, ...)
-            The layer's input.
-        output : Tensor of shape (n, ...)
-            The layer's output.
-
-        Raises
-        ------
-        ValueError
-            If the layer was not called, or more than once, or its input was overwritten.
-        """
+        """Return features and output of a layer that was called exactly once."""
         if self.calls != 1 or self.features is None or self.output is None:
             raise ValueError(
                 f"layer {self.name!r} was called {self.calls} times in one forward pass; only a "

@@ -40,35 +40,12 @@ _OTHER_WEIGHTS = (nn.Bilinear, *_EMBEDDINGS)
 
 
 def is_weight_layer(module: nn.Module) -> bool:
-    """Return whether a module is of a kind of layer that has a weight matrix.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Any module.
-
-    Returns
-    -------
-    bool
-        True for linear layers and convolutions of torch, and for `Conv1D` of transformers.
-    """
+    """Return whether a module is of a kind of layer that has a weight matrix."""
     return isinstance(module, _TORCH_LAYERS) or _is_conv1d(module)
 
 
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that makes a module a layer with a weight matrix.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Any module.
-
-    Returns
-    -------
-    type or None
-        A class of torch or transformers, of which `module` may be a subclass; None if it has no
-        weight matrix.
-    """
+    """Return the class that makes a module a layer with a weight matrix."""
     kind = next((kind for kind in _TORCH_LAYERS if isinstance(module, kind)), None)
     if kind is None and _is_conv1d(module):
         return next(kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D")
@@ -88,30 +65,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
-    """Return a layer as a linear map of its weight matrix.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        A layer with a weight matrix.
-    weight : Tensor of shape (...), optional
-        Its weight in one of its calls, see `LayerMap`.
-
-    Returns
-    -------
-    LayerMap
-        The map of that kind of layer.
-
-    Raises
-    ------
-    TypeError
-        If the layer is of another kind; lists the kinds that can be measured.
-
-    Examples
-    --------
-    >>> layer_map(nn.Conv2d(3, 8, 5)).weight.shape
-    torch.Size([8, 75])
-    """
+    """Return a layer as a linear map of its weight matrix. Shapes: `weight` (...)."""
     for kind, make in _MAPS.items():
         if isinstance(layer, kind):
             return make(layer, weight)
@@ -125,56 +79,12 @@ def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """List the layers with a weight matrix, by dotted name, in the order of registration.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    dict of str to nn.Module
-        A module that is registered twice is listed once.
-
-    Examples
-    --------
-    >>> list(weight_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
-    ['0', '2']
-    """
+    """List the layers with a weight matrix, by dotted name, in the order of registration."""
     return {name: m for name, m in module.named_modules() if is_weight_layer(m)}
 
 
 def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = None) -> str:
-    """Return the dotted name of a layer with a weight matrix.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    layer : int, str or nn.Module
-        Position among the layers in `order`, dotted name, or the module itself.
-    order : sequence of str, optional
-        Names of the layers in the order of the forward pass; that of registration if None.
-
-    Returns
-    -------
-    str
-        The layer's dotted name.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If there is no such layer or it has no weight matrix; lists the layers there are.
-    TypeError
-        If `layer` is of another type, or a kind of layer that is not supported.
-
-    Examples
-    --------
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> find_layer(net, -1)
-    '2'
-    """
+    """Return the dotted name of a layer with a weight matrix."""
     layers = weight_layers(module)
     names = list(layers) if order is None else list(order)
     known = _describe({name: layers[name] for name in names})
@@ -232,25 +142,7 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
 
 
 def check_layer(module: nn.Module, name: str) -> nn.Module:
-    """Return the layer of a dotted name, if its weight is its own.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    name : str
-        Dotted name of the layer.
-
-    Returns
-    -------
-    nn.Module
-        The layer.
-
-    Raises
-    ------
-    ValueError
-        If another layer uses the same weight.
-    """
+    """Return the layer of a dotted name, if its weight is its own."""
     named: dict[str, nn.Module] = dict(module.named_modules())
     check_unshared(name, named)
     return named[name]
@@ -261,18 +153,6 @@ def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
 
     A layer that is tied to an embedding is the head of a language model. It counts as if it had a
     copy of the weight to itself.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    named : dict of str to nn.Module
-        All modules of the network.
-
-    Raises
-    ------
-    ValueError
-        If another layer uses the same weight.
     """
     if is_tied(name, named):
         users = sorted([name, *users_of_weight(name, named)])
@@ -283,39 +163,13 @@ def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
 
 
 def is_tied(name: str, named: Mapping[str, nn.Module]) -> bool:
-    """Return whether a layer shares its weight with another module than an embedding.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    named : dict of str to nn.Module
-        All modules of the network.
-
-    Returns
-    -------
-    bool
-        Whether the layer cannot be measured.
-    """
+    """Return whether a layer shares its weight with another module than an embedding."""
     users = users_of_weight(name, named)
     return not all(isinstance(named[user], _EMBEDDINGS) for user in users)
 
 
 def users_of_weight(name: str, named: Mapping[str, nn.Module]) -> list[str]:
-    """List the other modules that use the weight of a layer.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    named : dict of str to nn.Module
-        All modules of the network.
-
-    Returns
-    -------
-    list of str
-        Their dotted names.
-    """
+    """List the other modules that use the weight of a layer."""
     weight = named[name]._parameters.get("weight")
     if weight is None:  # computed from parameters of its own
         return []

@@ -67,33 +67,6 @@ def find_faster_step(
 
     The product of the layers' norms limits the changes of the outputs if the network is a chain
     of the layers, and all steps between them change at most as fast as their inputs.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The network's output, with its graph.
-    x : Tensor of shape (n, ...)
-        The input, a leaf that requires a gradient.
-    n_layers : int
-        Number of layers in the product.
-    n_folded : int, default=0
-        Number of batch norms that are folded into these layers.
-    euclidean : bool
-        Whether changes are taken in the Euclidean norm; otherwise in the maximum norm.
-
-    Returns
-    -------
-    str or None
-        Why the step is none of a chain. None if there is no such step.
-
-    Examples
-    --------
-    >>> import torch
-    >>> x = torch.zeros(1, 2, requires_grad=True)
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> find_faster_step(layer(x).relu(), x, 1, euclidean=True)
-    >>> find_faster_step(x + layer(x), x, 1, euclidean=True)
-    'AddBackward0 joins 2 branches'
     """
     slow = _SLOW_EUCLIDEAN if euclidean else _SLOW
     n_affine = n_norms = 0

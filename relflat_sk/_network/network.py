@@ -26,23 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network with the loss and the data that it is measured on.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Contains the layers.
-    loss : Loss
-        The criterion.
-    batches : callable
-        Starts a pass over the data, see `relflat_sk._network.batches.make_batches`.
-    forward : callable, optional
-        Turns inputs into the criterion's first argument; ``module(x)`` if None.
-    source : Source, optional
-        The model and the data that the network was made of; None if nobody needs them.
-    processes : Processes, optional
-        Those that hold the data, each a part; the calling process alone by default.
-    """
+    """A trained network with the loss and the data that it is measured on."""
 
     module: nn.Module
     loss: Loss
@@ -77,25 +61,7 @@ class Network:
         return self.loss.row is None and not self._checked
 
     def check_criterion(self, output: Tensor, target: Tensor) -> None:
-        """Check on the first batch, after it was run, that a user's criterion can be measured.
-
-        Parameters
-        ----------
-        output : Tensor of shape (n, ...)
-            The network's output for the batch, as the criterion takes it.
-        target : Tensor of shape (n, ...)
-            Labels as the criterion takes them.
-
-        Raises
-        ------
-        ValueError
-            If the criterion takes more than one tensor of the network's output.
-
-        Warns
-        -----
-        FlatnessWarning
-            If it is no mean over samples.
-        """
+        """Check on the first batch, after it was run, that a user's criterion can be measured."""
         if not self._must_check:
             return
         self._checked.add(True)
@@ -103,23 +69,7 @@ class Network:
         warn_unless_mean(self.loss, output, target)
 
     def prepare(self, x: Any) -> Any:
-        """Check inputs, and bring them to the module's device and type.
-
-        Parameters
-        ----------
-        x : Tensor, or dict, tuple or list of tensors
-            Inputs as they come from the data.
-
-        Returns
-        -------
-        object
-            Of the type of `x`.
-
-        Raises
-        ------
-        ValueError
-            If there is NaN or infinity in them.
-        """
+        """Check inputs, and bring them to the module's device and type."""
         check_finite(x)
         return cast_inputs(x, self.module, self.device)
 
@@ -143,23 +93,7 @@ def _is_one(x: Any) -> bool:
 
 
 def layer_names(network: Network) -> list[str]:
-    """List the layers with a weight matrix in forward order, by running one batch.
-
-    Parameters
-    ----------
-    network : Network
-        Its first batch is run.
-
-    Returns
-    -------
-    list of str
-        Dotted names.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If there is no such layer.
-    """
+    """List the layers with a weight matrix in forward order, by running one batch."""
     with borrowed(network.module), torch.no_grad(), record_order(network.module) as recorder:
         network(next(network.batches()).x)
     if not recorder.order:

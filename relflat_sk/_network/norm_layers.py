@@ -26,19 +26,7 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.Laye
 
 
 def find_norms(module: nn.Module) -> list[Explicit]:
-    """List the layers of a network that normalise by statistics of their input.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    list of (nn.Module, callable)
-        For `ExplicitLayers`. Layers with a forward method of their own, or of their user's, are
-        left out.
-    """
+    """List the layers of a network that normalise by statistics of their input."""
     return [(layer, _run) for layer in module.modules() if _is_plain(layer)]
 
 

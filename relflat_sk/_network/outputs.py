@@ -24,23 +24,7 @@ _NEEDS = {
 
 
 def primary_output(output: Any) -> Tensor:
-    """Return the part of a network's output that measures and the penalty pass to the criterion.
-
-    Parameters
-    ----------
-    output : Tensor, tuple, list or mapping
-        As the network returns it.
-
-    Returns
-    -------
-    Tensor of shape (n, ...)
-        The tensor itself, the first of several, or the entry "logits" of a mapping.
-
-    Raises
-    ------
-    TypeError
-        If there is no such tensor.
-    """
+    """Return the part of a network's output that measures and the penalty pass to the criterion."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "logits" in output:
@@ -56,28 +40,7 @@ def primary_output(output: Any) -> Tensor:
 
 
 def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
-    """Find out whether a criterion takes a network's whole output, rather than one tensor of it.
-
-    Parameters
-    ----------
-    criterion : callable
-        A criterion that is not in the table of losses. It is called twice.
-    output : tuple, list or mapping
-        The network's output for a batch.
-    target : Tensor of shape (n, ...)
-        The labels of the batch.
-
-    Returns
-    -------
-    bool
-        False if the criterion returns the same for `primary_output`, or takes nothing else.
-        A tensor has indices, too: that a criterion takes ``output[0]`` does not show what of.
-
-    Raises
-    ------
-    ValueError
-        If the criterion takes neither.
-    """
+    """Find out whether a criterion takes a network's whole output, rather than one tensor of it."""
     refusals: list[str] = []
     found: dict[bool, Any] = {}
     with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
@@ -113,20 +76,7 @@ def _describe_part(output: Any) -> str:
 
 
 def refuse_whole(criterion: Any, by: str) -> NoReturn:
-    """Refuse a criterion that takes the whole output, where one of a tensor is needed.
-
-    Parameters
-    ----------
-    criterion : callable
-        A criterion for which `takes_whole` is true.
-    by : {"measure", "penalty", "sample_weight"}
-        What needs a criterion of a tensor.
-
-    Raises
-    ------
-    ValueError
-        In any case.
-    """
+    """Refuse a criterion that takes the whole output, where one of a tensor is needed."""
     need, remedy = _NEEDS[by]
     raise ValueError(
         f"{name_criterion(criterion)} takes the module's whole output, but {need} a criterion of "
@@ -136,24 +86,7 @@ def refuse_whole(criterion: Any, by: str) -> NoReturn:
 
 
 def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
-    """Refuse a criterion that takes more than `primary_output`.
-
-    Parameters
-    ----------
-    loss : Loss
-        Criteria of the table take one tensor, and are not called.
-    output : Tensor, tuple, list or mapping
-        The network's output for a batch.
-    target : Tensor of shape (n, ...)
-        The labels of the batch.
-    by : {"measure", "penalty", "sample_weight"}
-        What needs a criterion of a tensor.
-
-    Raises
-    ------
-    ValueError
-        If the criterion takes the whole output, or no part of it.
-    """
+    """Refuse a criterion that takes more than `primary_output`."""
     if loss.row is not None or isinstance(output, Tensor):
         return
     if takes_whole(loss.criterion, output, target):

@@ -26,11 +26,6 @@ class Processes:
     """The processes of a group, each with a part of the data; without a group the calling one.
 
     All processes have to call the same methods in the same order.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup, optional
-        The group; None for the calling process alone.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -48,18 +43,7 @@ class Processes:
         return self._group is not None
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum an array over all processes.
-
-        Parameters
-        ----------
-        values : Tensor of any shape
-            The sum over the calling process's part of the data.
-
-        Returns
-        -------
-        Tensor of the same shape
-            The same numbers in every process.
-        """
+        """Sum an array over all processes."""
         if self._group is None:
             return values
         self._meet(f"sum of shape {tuple(values.shape)}")
@@ -70,51 +54,18 @@ class Processes:
         return total.to(values.device)
 
     def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sum numbers over all processes.
-
-        Parameters
-        ----------
-        *numbers : float
-            Sums over the calling process's part of the data.
-
-        Returns
-        -------
-        list of float
-            The same numbers in every process.
-        """
+        """Sum numbers over all processes."""
         if self._group is None:
             return list(numbers)
         total: list[float] = self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect a value from every process.
-
-        Parameters
-        ----------
-        value : object
-            Can be pickled.
-
-        Returns
-        -------
-        list of object
-            One value for each process, by rank.
-        """
+        """Collect a value from every process."""
         return [value] if self._group is None else self._meet("gather", value)
 
     def join_rows(self, *arrays: Tensor) -> list[Tensor]:
-        """Put the rows of all processes behind each other.
-
-        Parameters
-        ----------
-        *arrays : Tensor of shape (n, ...)
-            The calling process's rows.
-
-        Returns
-        -------
-        list of Tensor
-            The rows of all processes, by rank, on the device of the arrays.
-        """
+        """Put the rows of all processes behind each other."""
         if self._group is None:
             return list(arrays)
         parts = self.gather([array.detach().cpu() for array in arrays])
@@ -124,49 +75,17 @@ class Processes:
         ]
 
     def share(self, value: Any) -> Any:
-        """Return the value of the first process.
-
-        Parameters
-        ----------
-        value : object
-            Can be pickled.
-
-        Returns
-        -------
-        object
-            The same in every process.
-        """
+        """Return the value of the first process."""
         return self.gather(value)[0]
 
     def begin(self, task: str) -> None:
-        """Wait until all processes begin a task, of which some may find that it is impossible.
-
-        Parameters
-        ----------
-        task : str
-            Its name.
-
-        Raises
-        ------
-        OtherProcessError
-            If another process does something else.
-        """
+        """Wait until all processes begin a task, of which some may find that it is impossible."""
         if self._group is not None:
             self._meet(f"begin of {task}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all processes fail if one of them does, anywhere inside the context.
-
-        Yields
-        ------
-        None
-
-        Raises
-        ------
-        OtherProcessError
-            If another process has failed.
-        """
+        """Let all processes fail if one of them does, anywhere inside the context."""
         if self._group is None:
             yield
             return
@@ -218,25 +137,7 @@ ALONE = Processes()
 
 
 def join(process_group: Any) -> Processes:
-    """Return the processes that a user's argument stands for.
-
-    Parameters
-    ----------
-    process_group : torch.distributed.ProcessGroup, "world" or None
-        As the user gave it.
-
-    Returns
-    -------
-    Processes
-        For None, the calling process alone.
-
-    Raises
-    ------
-    ValueError
-        If there is no such group, or the calling process is not in it.
-    TypeError
-        If it is none of these.
-    """
+    """Return the processes that a user's argument stands for."""
     if process_group is None:
         return ALONE
     if not dist.is_available() or not dist.is_initialized():

@@ -40,20 +40,7 @@ Keep = Callable[[LayerRecord, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the first argument of a call: the input of a layer.
-
-    Parameters
-    ----------
-    args : tuple
-        Positional arguments of the call.
-    kwargs : dict
-        Keyword arguments of the call.
-
-    Returns
-    -------
-    Tensor of shape (n, ...)
-        The first positional argument, or else the first keyword argument.
-    """
+    """Return the first argument of a call: the input of a layer."""
     value: Tensor = args[0] if args else next(iter(kwargs.values()))
     return value
 
@@ -61,24 +48,7 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def keep_graph(
     record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> Tensor:
-    """Keep input and output with their graph; the network runs as ever.
-
-    Parameters
-    ----------
-    record : LayerRecord
-        Filled in.
-    args : tuple
-        Positional arguments of the layer's call.
-    kwargs : dict
-        Keyword arguments of the layer's call.
-    output : Tensor of shape (n, ...)
-        What the layer returned.
-
-    Returns
-    -------
-    Tensor of shape (n, ...)
-        `output`.
-    """
+    """Keep input and output with their graph; the network runs as ever."""
     record.calls += 1
     record.features = features = args[0] if args else layer_input(args, kwargs)
     record.version = features._version
@@ -92,22 +62,6 @@ def start_graph(
     """Keep detached input and output, and start a graph of the tail of the network.
 
     To be used under `torch.no_grad`, which ends together with the graph's recording.
-
-    Parameters
-    ----------
-    record : LayerRecord
-        Filled in.
-    args : tuple
-        Positional arguments of the layer's call.
-    kwargs : dict
-        Keyword arguments of the layer's call.
-    output : Tensor of shape (n, ...)
-        What the layer returned.
-
-    Returns
-    -------
-    Tensor of shape (n, ...)
-        `output` plus zeros that the loss can be differentiated by.
     """
     record.calls += 1
     record.features = layer_input(args, kwargs).detach()  # shares its version counter
@@ -124,24 +78,7 @@ def start_graph(
 def keep_copies(
     record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> Tensor:
-    """Keep copies of input and output, since an activation may overwrite what it receives.
-
-    Parameters
-    ----------
-    record : LayerRecord
-        Filled in.
-    args : tuple
-        Positional arguments of the layer's call.
-    kwargs : dict
-        Keyword arguments of the layer's call.
-    output : Tensor of shape (n, ...)
-        What the layer returned.
-
-    Returns
-    -------
-    Tensor of shape (n, ...)
-        `output`.
-    """
+    """Keep copies of input and output, since an activation may overwrite what it receives."""
     record.calls += 1
     record.features, record.output = layer_input(args, kwargs).clone(), output.clone()
     record.version = record.features._version
@@ -149,37 +86,7 @@ def keep_copies(
 
 
 class Recorder:
-    """Context that records the calls of some layers, in little time.
-
-    Parameters
-    ----------
-    layers : dict of str to nn.Module
-        The layers by name.
-    keep : callable or None, default=keep_graph
-        Called after each call of a layer with its record, the positional and the keyword
-        arguments, and the output; returns what the rest of the network receives. None records
-        the order of the calls only.
-    twice : collection of str, default=()
-        Names of layers behind which the network may be differentiated twice. From the first of
-        them on, attention runs in a kernel that allows it.
-
-    Attributes
-    ----------
-    calls : list of str
-        Name of the layer of each call, in order.
-    failed : bool
-        Whether the context was left with an error.
-
-    Examples
-    --------
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> with Recorder(weight_layers(net)) as recorder:
-    ...     y = net(torch.ones(5, 2))
-    >>> recorder.calls
-    ['0', '2']
-    >>> recorder["2"].features.shape
-    torch.Size([5, 3])
-    """
+    """Context that records the calls of some layers, in little time."""
 
     def __init__(
         self,
@@ -250,37 +157,11 @@ def _forward_of(record: LayerRecord) -> Callable[..., Any]:
 
 
 def record_order(module: nn.Module) -> Recorder:
-    """Record in which order the layers with a weight matrix are called.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    Recorder
-        To be used as a context.
-    """
+    """Record in which order the layers with a weight matrix are called."""
     return Recorder(weight_layers(module), None)
 
 
 def record_tail(module: nn.Module, *names: str, twice: bool = False) -> Recorder:
-    """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    *names : str
-        Dotted names of the layers.
-    twice : bool, default=False
-        Whether the network behind the layers may be differentiated twice.
-
-    Returns
-    -------
-    Recorder
-        To be used as a context.
-    """
+    """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`."""
     layers = {name: module.get_submodule(name) for name in names}
     return Recorder(layers, start_graph, names if twice else ())

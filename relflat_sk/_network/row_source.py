@@ -15,19 +15,7 @@ Array = NDArray[Any]
 
 
 def is_row_source(X: Any) -> bool:
-    """Return whether rows of an array have to be read before they can be used.
-
-    Parameters
-    ----------
-    X : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        True for array-likes with a shape, a NumPy dtype and slices that are no arrays in memory,
-        such as those of zarr and h5py.
-    """
+    """Return whether rows of an array have to be read before they can be used."""
     if isinstance(X, RowSource):
         return True
     if isinstance(X, np.ndarray | Tensor | pd.Series | pd.DataFrame) or issparse(X):
@@ -41,59 +29,17 @@ def is_row_source(X: Any) -> bool:
 
 
 def is_on_disk(X: Any) -> bool:
-    """Return whether rows of an array are best read when they are needed, and not before.
-
-    Parameters
-    ----------
-    X : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        True for sources of rows, see `is_row_source`, and for memory-mapped files.
-    """
+    """Return whether rows of an array are best read when they are needed, and not before."""
     return is_row_source(X) or mapped_file(X) is not None
 
 
 def as_row_source(X: Any) -> "RowSource":
-    """Wrap an array of which rows are to be read when they are needed.
-
-    Parameters
-    ----------
-    X : array-like of shape (n, ...)
-        The array; a `RowSource` is returned as it is.
-
-    Returns
-    -------
-    RowSource
-        The same rows.
-    """
+    """Wrap an array of which rows are to be read when they are needed."""
     return X if isinstance(X, RowSource) else RowSource(X)
 
 
 class RowSource:
-    """An array of which rows are read when they are needed.
-
-    Parameters
-    ----------
-    array : array-like of shape (n, ...)
-        Has `shape`, a NumPy `dtype` and slices along the first axis. Rows in any order are read
-        by `oindex` if it has this attribute, as zarr's arrays do, and otherwise slice by slice.
-    numbers : ndarray of shape (m,), optional
-        The rows of `array` that count, in their order; all of them if None.
-
-    Raises
-    ------
-    TypeError
-        If the array holds no numbers.
-
-    Examples
-    --------
-    >>> rows = RowSource(np.arange(12).reshape(4, 3))
-    >>> rows[1:3].tolist(), rows.subset(np.array([3, 0])).shape
-    ([[3, 4, 5], [6, 7, 8]], (2, 3))
-    """
+    """An array of which rows are read when they are needed. Shapes: `numbers` (m,)."""
 
     def __init__(self, array: Any, numbers: NDArray[np.intp] | None = None) -> None:
         if array.dtype.kind not in "biuf":
@@ -142,48 +88,18 @@ class RowSource:
         return self._read(self.locate(np.arange(len(self))[rows]))
 
     def subset(self, rows: NDArray[np.intp]) -> "RowSource":
-        """Choose rows without reading them.
-
-        Parameters
-        ----------
-        rows : ndarray of shape (m,)
-            Their numbers.
-
-        Returns
-        -------
-        RowSource
-            The chosen rows in this order.
-        """
+        """Choose rows without reading them. Shapes: `rows` (m,)."""
         return RowSource(self._array, self.locate(rows))
 
     def locate(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return which rows of the stored array some rows are.
 
-        Parameters
-        ----------
-        rows : ndarray of shape (m,)
-            Numbers of rows of this source.
-
-        Returns
-        -------
-        ndarray of shape (m,)
-            Their numbers in the array.
+        Shapes: `rows` (m,); returns (m,).
         """
         return rows if self._numbers is None else self._numbers[rows]
 
     def read_chunk(self, chunk: int) -> Array:
-        """Read the rows that are stored together.
-
-        Parameters
-        ----------
-        chunk : int
-            Number of the chunk.
-
-        Returns
-        -------
-        ndarray of shape (k, ...)
-            Rows of the stored array, whether they count or not.
-        """
+        """Read the rows that are stored together. Shapes: returns (k, ...)."""
         assert self.chunk_rows is not None
         return copy_rows(self._array, slice(chunk * self.chunk_rows, (chunk + 1) * self.chunk_rows))
 
@@ -207,17 +123,7 @@ def copy_rows(array: Any, rows: Any) -> Array:
     Without that, every page that was read would count into the memory of the process until the
     system needs it.
 
-    Parameters
-    ----------
-    array : array-like of shape (n, ...)
-        A memory-mapped array, or any other.
-    rows : slice or ndarray of shape (m,)
-        The rows to copy.
-
-    Returns
-    -------
-    ndarray of shape (m, ...)
-        May be written to, and is in the order of C.
+    Shapes: `rows` (m,); returns (m, ...).
     """
     part = np.asarray(array[rows])
     mapped = mapped_file(array)
@@ -230,18 +136,7 @@ def copy_rows(array: Any, rows: Any) -> Array:
 
 
 def mapped_file(array: Any) -> "np.memmap[Any, Any] | None":
-    """Find the memory-mapped file that an array is a part of.
-
-    Parameters
-    ----------
-    array : object
-        Anything.
-
-    Returns
-    -------
-    memmap or None
-        None for arrays in memory.
-    """
+    """Find the memory-mapped file that an array is a part of."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap) and getattr(array, "_mmap", None) is not None:
             return array

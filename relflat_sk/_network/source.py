@@ -10,14 +10,7 @@ __all__ = ["Source"]
 class Source:
     """The model and the data that a network was made of, for measures of your own.
 
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        The model.
-    X, y : array-like of n samples
-        Inputs and labels as the model takes them; y may be None.
-    sample_weight : array of shape (n,), optional
-        Weight of each sample.
+    Shapes: `sample_weight` (n,).
     """
 
     model: Any

@@ -47,19 +47,7 @@ class _Ways(Protocol[CurvatureT_co]):
     ) -> CurvatureT_co:
         """Make the object of a layer whose curvature the table of losses has.
 
-        Parameters
-        ----------
-        record : LayerRecord
-            The layer.
-        features : Tensor of shape (n, m)
-            The layer's input, one row for each sample or token.
-        curvature : ClosedForm
-            Curvature in the layer's output, rows in the same order.
-
-        Returns
-        -------
-        object
-            Any.
+        Shapes: `features` (n, m).
         """
 
     def many_classes(
@@ -67,19 +55,7 @@ class _Ways(Protocol[CurvatureT_co]):
     ) -> CurvatureT_co:
         """Make the object of a layer that puts out the logits of very many classes.
 
-        Parameters
-        ----------
-        record : LayerRecord
-            The layer.
-        features : Tensor of shape (n, m)
-            The layer's input, one row for each sample or token.
-        curvature : ManyClasses
-            Curvature in the layer's output, rows in the same order.
-
-        Returns
-        -------
-        object
-            Any.
+        Shapes: `features` (n, m).
         """
 
     def gradients(
@@ -87,53 +63,16 @@ class _Ways(Protocol[CurvatureT_co]):
     ) -> CurvatureT_co:
         """Make the object of all layers behind which the network is piecewise linear.
 
-        Parameters
-        ----------
-        records : sequence of LayerRecord
-            The layers.
-        base : Tensor of shape (n, o)
-            The criterion's input, or what the network makes that input of, with its graph.
-        curvature : ClosedForm
-            Curvature of the loss in `base`.
-
-        Returns
-        -------
-        object
-            Any.
+        Shapes: `base` (n, o).
         """
 
     def products(self, records: Sequence[LayerRecord]) -> CurvatureT_co:
-        """Make the object of all other layers.
-
-        Parameters
-        ----------
-        records : sequence of LayerRecord
-            The layers.
-
-        Returns
-        -------
-        object
-            Any.
-        """
+        """Make the object of all other layers."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """The network's output and the loss, behind some layers in one forward pass.
-
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    output : Tensor of shape (n, ...)
-        The criterion's input, with its graph.
-    target : Target or None
-        From `Loss.read_target`; None without labels.
-    last : LayerRecord
-        The last of the recorded layers.
-    precise : callable
-        Gives outputs the precision that curvatures are computed in.
-    """
+    """The network's output and the loss, behind some layers in one forward pass."""
 
     loss: Loss
     output: Tensor
@@ -147,20 +86,7 @@ class Tail:
         return None if self.target is None else self.target.relevant
 
     def closed_form(self, record: LayerRecord, ways: _Ways[CurvatureT]) -> CurvatureT | None:
-        """Make the object of a layer whose curvature the table of losses has.
-
-        Parameters
-        ----------
-        record : LayerRecord
-            A layer that was called exactly once.
-        ways : _Ways
-            Makes the object.
-
-        Returns
-        -------
-        object or None
-            None if the table has no such curvature.
-        """
+        """Make the object of a layer whose curvature the table of losses has."""
         features, z = record.check()
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
@@ -187,14 +113,7 @@ class Tail:
         return find_link(self.output, record.node) if same else None
 
     def base(self) -> tuple[Tensor, ClosedForm] | None:
-        """Return where the table's curvature applies, as (n, o), and that curvature.
-
-        Returns
-        -------
-        (Tensor, ClosedForm) or None
-            The network's output if the criterion takes logits; the last layer's output if the
-            network turns that into probabilities. None if the table has no curvature there.
-        """
+        """Return where the table's curvature applies, as (n, o), and that curvature."""
         loss, base, link = self.loss, self.output, "identity"
         if not loss.has_closed_form(link):
             if self.last.calls != 1:
@@ -216,26 +135,7 @@ def choose_curvatures(
     *,
     together: bool = False,
 ) -> list[CurvatureT]:
-    """Choose how the curvatures at some layers are computed.
-
-    Parameters
-    ----------
-    tail : Tail
-        The network's output and the loss.
-    records : sequence of LayerRecord
-        The layers.
-    ways : _Ways
-        Makes the objects.
-    together : bool, default=False
-        Whether all layers without a closed form must go the same way, so that one
-        differentiation serves them all. It is by gradients only if that suits each of them.
-
-    Returns
-    -------
-    list
-        At most one object for the layers by gradients and one for those by products, then one
-        for each layer with a closed form.
-    """
+    """Choose how the curvatures at some layers are computed."""
     closed, others = [], []
     for record in records:
         found = tail.closed_form(record, ways)
@@ -273,18 +173,7 @@ def _split_by_linearity(
 
 
 def is_large_head(layer: nn.Module) -> bool:
-    """Return whether a layer is linear and nothing else, with very many outputs.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        The layer, whose forward method nobody has replaced.
-
-    Returns
-    -------
-    bool
-        False for subclasses, and for layers whose weight is computed whenever it is read.
-    """
+    """Return whether a layer is linear and nothing else, with very many outputs."""
     if type(layer) is not nn.Linear or has_own_forward(layer):
         return False
     return layer.out_features >= MANY and "weight" in layer._parameters

@@ -6,18 +6,7 @@ __all__ = ["check_stored", "find_non_finite"]
 
 
 def check_stored(module: nn.Module) -> None:
-    """Refuse a network on the meta device.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Raises
-    ------
-    ValueError
-        If one of its parameters has no values.
-    """
+    """Refuse a network on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(
             "the network, or a part of it, is on the meta device, where tensors have shapes but "
@@ -27,25 +16,6 @@ def check_stored(module: nn.Module) -> None:
 
 
 def find_non_finite(module: nn.Module) -> str | None:
-    """Return the name of the first parameter or buffer that contains nan or an infinite number.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    str or None
-        None if all are finite.
-
-    Examples
-    --------
-    >>> import torch
-    >>> layer = nn.Linear(2, 1)
-    >>> _ = nn.init.constant_(layer.bias, torch.nan)
-    >>> find_non_finite(layer)
-    'bias'
-    """
+    """Return the name of the first parameter or buffer that contains nan or an infinite number."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return next((name for name, tensor in tensors if not bool(tensor.isfinite().all())), None)

@@ -44,26 +44,6 @@ class WeightWatch(TorchFunctionMode):
 
     It costs little, because it follows no values: a weight of which only the device is asked for
     is not noticed, but one that a tensor is made like is. `uses_elsewhere` then tells.
-
-    Parameters
-    ----------
-    layers : dict of str to nn.Module
-        The layers by name.
-
-    Attributes
-    ----------
-    noticed : set of str
-        Names of the layers whose weights were noticed.
-
-    Examples
-    --------
-    >>> layer = nn.Linear(2, 3)
-    >>> with WeightWatch({"layer": layer}) as watch:
-    ...     h = layer(torch.ones(4, 2))
-    ...     before = set(watch.noticed)
-    ...     x = F.linear(h, layer.weight.T)
-    >>> before, watch.noticed
-    (set(), {'layer'})
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -91,24 +71,7 @@ class WeightWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch, and notice the weights among its arguments.
-
-        Parameters
-        ----------
-        func : callable
-            The function.
-        types : sequence of type
-            Not used.
-        args : tuple
-            Its positional arguments.
-        kwargs : dict or None
-            Its keyword arguments.
-
-        Returns
-        -------
-        object
-            What it returns.
-        """
+        """Run a function of torch, and notice the weights among its arguments."""
         result = func(*args, **(kwargs or {}))
         if func not in _NO_USES and _has_values(result):
             self._notice(args)
@@ -149,30 +112,7 @@ class _GradientWatch(WeightWatch):
 
 @contextmanager
 def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Watch frozen weights in the calls of a network, whose graph does not show their uses.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    layers : dict of str to nn.Module
-        Its layers by name.
-
-    Yields
-    ------
-    set of str
-        Names of the layers with frozen weights that are used outside of the layers' calls, as
-        soon as the network has run. A use that the output does not depend on counts, too, unless
-        it is detached or in `torch.no_grad`.
-
-    Examples
-    --------
-    >>> net = nn.Sequential(nn.Linear(2, 3)).requires_grad_(False)
-    >>> with watch_frozen(net, {"0": net[0]}) as noticed:
-    ...     y = net(torch.ones(4, 2))
-    >>> noticed
-    set()
-    """
+    """Watch frozen weights in the calls of a network, whose graph does not show their uses."""
     frozen = {
         name: layer
         for name, layer in layers.items()
@@ -198,31 +138,7 @@ def _has_values(result: Any) -> bool:
 
 
 def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
-    """Return whether a network's output depends on a layer's weight other than by its call.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The network's output, with the graph of the whole forward pass.
-    record : LayerRecord
-        The layer, called once in that pass.
-
-    Returns
-    -------
-    bool
-        False where the weight is frozen, or only an embedding uses it as well.
-
-    Examples
-    --------
-    >>> from relflat_sk._network.recording import Recorder
-    >>> layer = nn.Linear(2, 3)
-    >>> with Recorder({"layer": layer}) as recorder:
-    ...     h = layer(torch.ones(4, 2))
-    >>> uses_elsewhere(h, recorder["layer"])
-    False
-    >>> uses_elsewhere(F.linear(h, layer.weight.T), recorder["layer"])
-    True
-    """
+    """Return whether a network's output depends on a layer's weight other than by its call."""
     parameters = {id(parameter) for parameter in _parameters_of_weight(record.layer)}
     features = record.features
     stack: list[Any] = [output.grad_fn, None if features is None else features.grad_fn]
@@ -240,27 +156,7 @@ def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
 
 
 def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
-    """Find the layers whose weights a network uses outside of their calls, by running it once.
-
-    Parameters
-    ----------
-    run : callable
-        Runs the network on a batch, and returns its output.
-    layers : dict of str to nn.Module
-        Layers by name, which are called once each.
-
-    Returns
-    -------
-    set of str
-        Their names. Frozen weights are no exception here.
-
-    Examples
-    --------
-    >>> layer = nn.Linear(2, 3)
-    >>> x = torch.ones(4, 2)
-    >>> find_uses_elsewhere(lambda: layer(x) @ layer.weight, {"layer": layer})
-    {'layer'}
-    """
+    """Find the layers whose weights a network uses outside of their calls, by running it once."""
     weights = [weight for layer in layers.values() for weight in _parameters_of_weight(layer)]
     frozen = [weight for weight in weights if not weight.requires_grad]
     try:
@@ -275,20 +171,7 @@ def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Modul
 
 
 def check_uses(name: str, elsewhere: Collection[str]) -> None:
-    """Refuse a layer whose weight is used outside of the layer's call.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    elsewhere : collection of str
-        Names of the layers for which this holds.
-
-    Raises
-    ------
-    ValueError
-        If the layer is one of them.
-    """
+    """Refuse a layer whose weight is used outside of the layer's call."""
     if name in elsewhere:
         raise ValueError(
             f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "

@@ -57,39 +57,7 @@ def batch_flatness(  # noqa: PLR0913
 ) -> Tensor:
     r"""Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch.
 
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    output : Tensor of shape (n, ...)
-        The criterion's input, with its graph.
-    target : Target
-        The labels, from `Loss.read_target`.
-    records : sequence of LayerRecord
-        The penalised layers, and the last layer of the network at the end in any case.
-    penalised : collection of str
-        Names of the penalised layers.
-    explicit : ExplicitLayers
-        Within which the network ran.
-    probes : int, default=1
-        Random changes per sample where there is no closed form.
-    normalize : bool, default=False
-        Whether to measure features in units of their standard deviation in the batch.
-    sample_weight : Tensor of shape (n,), optional
-        Weight of each sample; one if None.
-    scale : float, default=1.0
-        Factor to multiply the sum by.
-
-    Returns
-    -------
-    Tensor of shape ()
-        In the unit of the loss, with its graph. It is summed over samples if the criterion is,
-        and a mean otherwise.
-
-    Raises
-    ------
-    ValueError
-        If the pass ran without gradients, or a layer was not called exactly once.
+    Shapes: `sample_weight` (n,).
     """
     weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
     layers = [record for record in records if record.name in penalised]

@@ -25,15 +25,7 @@ __all__ = ["Capture"]
 
 
 class Capture:
-    """The forward passes of one training.
-
-    Attributes
-    ----------
-    recorder : Recorder or None
-        Of the last forward pass; None if it has failed, or its penalty has been computed.
-    explicit : ExplicitLayers
-        The context in which that pass ran.
-    """
+    """The forward passes of one training."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
@@ -44,20 +36,7 @@ class Capture:
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
     ) -> AbstractContextManager[Any]:
-        """Record a forward pass.
-
-        Parameters
-        ----------
-        module : nn.Module
-            The network in training.
-        asked : tuple of int, str or nn.Module, or None
-            The layers as the user names them; None for all.
-
-        Returns
-        -------
-        context manager
-            For the forward pass.
-        """
+        """Record a forward pass."""
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
         plan = self._plan
         if not isinstance(plan, Plan) or not plan.is_of(module, asked):
@@ -72,21 +51,7 @@ class Capture:
     def open_compiled(
         self, compiled: nn.Module, module: nn.Module, asked: tuple[Layer, ...] | None
     ) -> Iterator[None]:
-        """Record a forward pass of a compiled network.
-
-        Parameters
-        ----------
-        compiled : nn.Module
-            Made by `torch.compile`.
-        module : nn.Module
-            The network whose layers are penalised, inside `compiled`.
-        asked : tuple of int, str or nn.Module, or None
-            The layers as the user names them; None for all.
-
-        Yields
-        ------
-        None
-        """
+        """Record a forward pass of a compiled network."""
         code, original = compiled.forward, compiled._modules["_orig_mod"]
         assert original is not None
         outputs: list[Any] = []  # of the network and its last layer, in a step without compilation
@@ -143,20 +108,7 @@ class Capture:
         return self._plan
 
     def check(self, output: Tensor) -> None:
-        """Refuse a step without a forward pass, or whose output cannot be differentiated.
-
-        Parameters
-        ----------
-        output : Tensor of shape (n, ...)
-            The criterion's input.
-
-        Raises
-        ------
-        RuntimeError
-            If there was no forward pass since the last step.
-        ValueError
-            If the output has no samples, or carries no gradient.
-        """
+        """Refuse a step without a forward pass, or whose output cannot be differentiated."""
         recorder = self.recorder
         if recorder is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
@@ -178,22 +130,7 @@ class Capture:
             )
 
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
-        """End the step: return what was recorded, and what is known of the network.
-
-        Parameters
-        ----------
-        output : Tensor of shape (n, ...)
-            The criterion's input, with its graph.
-        weighted : bool
-            Whether samples have weights.
-
-        Returns
-        -------
-        plan : Plan
-            The structure of the network.
-        recorder : Recorder
-            The records of the layers.
-        """
+        """End the step: return what was recorded, and what is known of the network."""
         recorder, self.recorder = self.recorder, None
         plan = self._finish_plan()
         assert recorder is not None

@@ -24,31 +24,13 @@ __all__ = ["FirstPass", "check_is_of_pass"]
 
 @dataclass(frozen=True)
 class FirstPass:
-    """The layers of a network in its first forward pass.
-
-    Parameters
-    ----------
-    noticed : collection of str
-        Names of the layers with frozen weights that are used outside of the layers' calls.
-    rows : dict of str to (Tensor, Tensor)
-        Copies of some inputs and outputs of each layer: its activation may work in place.
-    """
+    """The layers of a network in its first forward pass."""
 
     noticed: Collection[str] = ()
     rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def keep_rows(self, record: LayerRecord, features: Tensor, z: Tensor) -> None:
-        """Copy some inputs and outputs of a layer.
-
-        Parameters
-        ----------
-        record : LayerRecord
-            The layer.
-        features : Tensor of shape (n, ...)
-            Its input.
-        z : Tensor of shape (n, ...)
-            Its output.
-        """
+        """Copy some inputs and outputs of a layer."""
         few_features, few_z = few_rows(record, features, z)
         self.rows[record.name] = few_features.clone(), few_z.clone()
 
@@ -60,24 +42,7 @@ class FirstPass:
         *,
         weighted: bool,
     ) -> None:
-        """Refuse layers at which the penalty would not be that of the criterion.
-
-        Parameters
-        ----------
-        output : Tensor of shape (n, ...)
-            The criterion's input, with its graph.
-        records : sequence of LayerRecord
-            The penalised layers that were called once, and up to which there is a gradient.
-        explicit : ExplicitLayers
-            Within which the network ran.
-        weighted : bool
-            Whether samples have weights.
-
-        Raises
-        ------
-        ValueError
-            If there is such a layer.
-        """
+        """Refuse layers at which the penalty would not be that of the criterion."""
         for record in records:
             elsewhere = uses_elsewhere(output, record) or record.name in self.noticed
             check_uses(record.name, [record.name] if elsewhere else [])
@@ -87,20 +52,7 @@ class FirstPass:
 
 
 def check_is_of_pass(output: Tensor, recorder: Recorder) -> None:
-    """Refuse an output that depends on no recorded layer: that of another forward pass.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        The criterion's input, with its graph.
-    recorder : Recorder
-        The layers in the captured forward pass.
-
-    Raises
-    ------
-    ValueError
-        If the gradients of the output reach no layer of that pass, which has a graph.
-    """
+    """Refuse an output that depends on no recorded layer: that of another forward pass."""
     nodes = [recorder[name].node for name in recorder.order if recorder[name].node is not None]
     if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
         raise ValueError(

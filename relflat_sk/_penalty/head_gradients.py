@@ -18,23 +18,7 @@ def gradients_at_head(
 ) -> list[Tensor]:
     """Compute the gradients in shift and gain of the features, and norms of those in the weight.
 
-    Parameters
-    ----------
-    of_loss : Tensor of shape (..., d) or None
-        Gradient of the loss in the head's output; None if the loss does not depend on it.
-    slot : Slot
-        The gradients of the penalty.
-    features : Tensor of shape (..., m)
-        The head's input. Shift and gain are left out if it needs no gradient.
-    weight : Tensor of shape (d, m)
-        The head's weight.
-    in_weight : bool
-        Whether the weight is compared.
-
-    Returns
-    -------
-    list of Tensor of shape (2, k)
-        Of loss and penalty. The gradients in the weight are given by the norms of their parts.
+    Shapes: `of_loss` (..., d), `features` (..., m), `weight` (d, m); returns (2, k).
     """
     slopes, of_penalty = slot.slopes, slot.of_z
     assert slopes is not None

@@ -62,34 +62,13 @@ AT_EARLIER_LAYERS = 1 / 50
 
 
 class PenaltyLimit(ABC):
-    """The limit of one training step.
-
-    Parameters
-    ----------
-    limit : float
-        The limit that the user has set.
-    """
+    """The limit of one training step."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
 
     def share(self, penalty: Tensor, loss: Tensor, of_constant: Tensor) -> Tensor:
-        """Compute the share of a penalty that the limit leaves.
-
-        Parameters
-        ----------
-        penalty : Tensor of shape ()
-            The penalty of the batch times its weight, with its graph.
-        loss : Tensor of shape ()
-            The loss of the batch, with its graph.
-        of_constant : Tensor of shape ()
-            The loss of a constant output, from `constant_loss`.
-
-        Returns
-        -------
-        Tensor of shape ()
-            From 0 to 1, without graph: a constant in the differentiation.
-        """
+        """Compute the share of a penalty that the limit leaves."""
         gain = of_constant - loss.detach()
         with without_autocast(penalty):
             of_loss, of_penalty = self._compared(loss, penalty, gain)
@@ -105,13 +84,7 @@ class PenaltyLimit(ABC):
 
 
 class EarlierLayerLimit(PenaltyLimit):
-    """The limit of a penalty at any layers: a share of loss and gain.
-
-    Parameters
-    ----------
-    limit : float
-        The limit that the user has set.
-    """
+    """The limit of a penalty at any layers: a share of loss and gain."""
 
     def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         loss = loss.detach()
@@ -121,18 +94,7 @@ class EarlierLayerLimit(PenaltyLimit):
 
 
 class LastLayerLimit(PenaltyLimit):
-    """The limit of a penalty at the last layer alone: a share of the gain, and of gradients.
-
-    Parameters
-    ----------
-    limit : float
-        Largest norm of the penalty's gradient as a share of the loss's gradient.
-    last : LayerRecord
-        The last layer, with the features that it received in this step.
-    tied : bool
-        Whether the layer's weight is used elsewhere, so that a gradient in it passes through the
-        whole network. It is then left out of the comparison.
-    """
+    """The limit of a penalty at the last layer alone: a share of the gain, and of gradients."""
 
     def __init__(self, limit: float, last: LayerRecord, *, tied: bool) -> None:
         super().__init__(limit)
@@ -239,19 +201,7 @@ def constant_loss(
 ) -> Tensor:
     """Compute the loss of the mean output, the same for all samples and positions.
 
-    Parameters
-    ----------
-    loss : callable
-        From an output to the loss of the batch.
-    output : Tensor of shape (n, ...)
-        The network's output; channels or classes, if there are any, on axis 1.
-    sample_weight : Tensor of shape (n,), optional
-        Weight of each sample in the mean.
-
-    Returns
-    -------
-    Tensor of shape ()
-        Without graph; infinite for a single sample, whose output is the mean.
+    Shapes: `sample_weight` (n,).
     """
     axes = [axis for axis in range(output.ndim) if axis != 1]
     if output.numel() == (output.shape[1] if output.ndim > 1 else 1):

@@ -225,28 +225,7 @@ class RelativeFlatnessPenalty:
     ) -> Tensor:
         """Compute the penalty of the last forward pass inside `capture`.
 
-        Parameters
-        ----------
-        criterion : nn.Module or callable
-            The loss, called as ``criterion(y_pred, y)``.
-        y_pred : Tensor of shape (n, ...)
-            The output of that forward pass.
-        y : Tensor of shape (n, ...)
-            The targets.
-        sample_weight : Tensor of shape (n,), optional
-            Weight of each sample in the mean loss whose flatness is penalised: finite, not
-            negative, and not all zero.
-
-        Returns
-        -------
-        Tensor of shape ()
-            In the unit of the loss, with its graph. It is summed over samples if the criterion
-            is, and a mean otherwise.
-
-        Warns
-        -----
-        FlatnessWarning
-            If probabilities reach a criterion that takes logits, or a criterion is no mean.
+        Shapes: `sample_weight` (n,).
         """
         loss = Loss(as_criterion(criterion))
         check_part(loss, y_pred, y, "penalty")

@@ -31,34 +31,7 @@ __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The structure of a network, which need not be searched again in each training step.
-
-    Parameters
-    ----------
-    asked : tuple of int, str or nn.Module, or None
-        The layers as the user named them; None for all.
-    parts : list of nn.Module
-        All modules of the network, itself first.
-    children : list of dict
-        The children of each part.
-    layers : dict of str to nn.Module
-        The layers to record: the penalised ones, and the last one in the end.
-    penalised : list of str
-        Names of the penalised layers.
-    in_attention : bool
-        Whether attention must run step by step.
-    earlier : bool
-        Whether a layer before the last one is penalised.
-    explicit : list of (nn.Module, callable)
-        Layers to run so that a penalty can differentiate them, see `ExplicitLayers`.
-    twice : list of str or None
-        Layers behind which attention must allow a second derivative. None if only the last
-        layer is penalised, as long as it is not known whether it needs one.
-    tied : bool
-        Whether the last layer shares its weight with an embedding.
-    first : FirstPass or None
-        The first forward pass; None once it has been checked, see `completed`.
-    """
+    """The structure of a network, which need not be searched again in each training step."""
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
@@ -83,30 +56,7 @@ class Plan:
         explicit: list[Explicit],
         first: FirstPass,
     ) -> "Plan":
-        """Make the plan of a network whose layers were called in some order.
-
-        Parameters
-        ----------
-        asked : tuple of int, str or nn.Module, or None
-            The layers as the user named them; None for all.
-        parts : list of nn.Module
-            All modules of the network, itself first.
-        named : dict of str to nn.Module
-            The same by their dotted names.
-        penalised : list of str
-            Names of the penalised layers.
-        order : list of str
-            Names of the layers with a weight matrix, in the order of their calls.
-        explicit : list of (nn.Module, callable)
-            The layers of the network that can run so.
-        first : FirstPass
-            The first forward pass.
-
-        Returns
-        -------
-        Plan
-            The plan for steps with this network.
-        """
+        """Make the plan of a network whose layers were called in some order."""
         last = order[-1:]
         layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
         owners = [named[name.rpartition(".")[0]] for name in layers]
@@ -129,20 +79,7 @@ class Plan:
         )
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        """Return whether the network is the one of this plan, with the same parts.
-
-        Parameters
-        ----------
-        module : nn.Module
-            The network.
-        asked : tuple of int, str or nn.Module, or None
-            The layers as the user names them now.
-
-        Returns
-        -------
-        bool
-            Whether the plan can be used.
-        """
+        """Return whether the network is the one of this plan, with the same parts."""
         return (
             module is self.parts[0]
             and asked == self.asked
@@ -150,66 +87,19 @@ class Plan:
         )
 
     def limit(self, clip: float, last: LayerRecord) -> PenaltyLimit:
-        """Make the limit of a training step.
-
-        Parameters
-        ----------
-        clip : float
-            The limit that the user has set.
-        last : LayerRecord
-            The last layer in this step.
-
-        Returns
-        -------
-        PenaltyLimit
-            The limit of this step.
-        """
+        """Make the limit of a training step."""
         if self.earlier:
             return EarlierLayerLimit(clip)
         return LastLayerLimit(clip, last, tied=self.tied)
 
     def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
-        """Make a recorder of the layers of a training step.
-
-        Parameters
-        ----------
-        layers : dict of str to nn.Module
-            The layers to record, by name.
-
-        Returns
-        -------
-        Recorder
-            A context for the forward pass.
-        """
+        """Make a recorder of the layers of a training step."""
         return make_recorder(layers, self.penalised, self.twice or ())
 
     def completed(
         self, output: Tensor, recorder: Recorder, explicit: ExplicitLayers, *, weighted: bool
     ) -> "Plan":
-        """Read off the graph of a first batch what the order of the calls does not tell.
-
-        Parameters
-        ----------
-        output : Tensor of shape (n, ...)
-            The criterion's input, with its graph.
-        recorder : Recorder
-            The layers in this step.
-        explicit : ExplicitLayers
-            Within which the network ran.
-        weighted : bool
-            Whether samples have weights.
-
-        Returns
-        -------
-        Plan
-            With `twice` known: whether there may be attention behind the last layer.
-
-        Raises
-        ------
-        ValueError
-            If the output is not that of the captured forward pass, or the penalty at a layer would
-            not be that of the criterion, see `FirstPass`.
-        """
+        """Read off the graph of a first batch what the order of the calls does not tell."""
         check_is_of_pass(output, recorder)
         records = [recorder[name] for name in self.penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
@@ -226,21 +116,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class UnfinishedPlan:
-    """A plan whose layers the first forward pass is about to show.
-
-    Parameters
-    ----------
-    asked : tuple of int, str or nn.Module, or None
-        The layers as the user named them; None for all.
-    parts : list of nn.Module
-        All modules of the network, itself first.
-    explicit : list of (nn.Module, callable)
-        The layers of the network that run so that a penalty can differentiate them.
-    recorder : Recorder
-        Records all layers with a weight matrix.
-    first : FirstPass
-        The pass.
-    """
+    """A plan whose layers the first forward pass is about to show."""
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
@@ -249,13 +125,7 @@ class UnfinishedPlan:
     first: FirstPass
 
     def finish(self) -> Plan:
-        """Make the plan from the order of the recorded calls.
-
-        Returns
-        -------
-        Plan
-            The plan for the steps to come.
-        """
+        """Make the plan from the order of the recorded calls."""
         module, order = self.parts[0], self.recorder.order
         penalised = find_names(module, self.asked, order)
         named = dict(module.named_modules())
@@ -278,22 +148,7 @@ def _behind(
 
 
 def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
-    """Return the dotted names of the layers that the user asked for.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    asked : sequence of int, str or nn.Module, or None
-        The layers as the user named them; None for all.
-    order : list of str
-        Names of the layers with a weight matrix, in the order of their calls.
-
-    Returns
-    -------
-    list of str
-        Names in the order of `asked`.
-    """
+    """Return the dotted names of the layers that the user asked for."""
     if asked is None:
         return order
     return [find_layer(module, layer, order) for layer in asked]
@@ -305,24 +160,7 @@ def make_recorder(
     twice: Collection[str],
     first: FirstPass | None = None,
 ) -> Recorder:
-    """Make a recorder after which a penalised layer has a gradient if all before it is frozen.
-
-    Parameters
-    ----------
-    layers : dict of str to nn.Module
-        The layers to record, by name.
-    penalised : sequence of str
-        Names of the penalised layers.
-    twice : collection of str
-        Layers behind which attention must allow a second derivative.
-    first : FirstPass, optional
-        Gets some inputs and outputs of all layers.
-
-    Returns
-    -------
-    Recorder
-        A context for the forward pass.
-    """
+    """Make a recorder after which a penalised layer has a gradient if all before it is frozen."""
     heads = {name for name in penalised if name in layers and is_large_head(layers[name])}
 
     def keep(

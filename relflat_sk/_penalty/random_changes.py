@@ -39,35 +39,14 @@ _CHANNELS = 16
 
 
 def n_shared(m: int) -> int:
-    """Return how many vectors ``v`` all samples share, for slopes.
-
-    Parameters
-    ----------
-    m : int
-        Number of columns of the weight.
-
-    Returns
-    -------
-    int
-        0 for all columns of the weight instead, which cost no more and have no variance.
-    """
+    """Return how many vectors ``v`` all samples share, for slopes."""
     return 0 if m <= 2 * _SHARED else _SHARED
 
 
 class RandomChanges:
     """Random changes of a layer's output, scaled to estimate ``kappa / (2 m)``.
 
-    Parameters
-    ----------
-    layer : LayerMap
-        The layer.
-    features : Tensor of shape (n, ...)
-        The layer's input.
-    weight : Tensor of shape (d, m)
-        The layer's weight as a matrix.
-    spread : Tensor of shape (c,) or None
-        Standard deviation of each input channel, 0 if it is constant. None to leave the
-        features unnormalised.
+    Shapes: `weight` (d, m), `spread` (c,).
     """
 
     def __init__(
@@ -79,18 +58,7 @@ class RandomChanges:
         self.inverse = None if spread is None else inverse_spread(spread)
 
     def changes(self, z: Tensor) -> Tensor:
-        """Draw one change of the layer's output for each sample, with its graph.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, ...)
-            The layer's output.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            Changes of `z`.
-        """
+        """Draw one change of the layer's output for each sample, with its graph."""
         n, m = len(self.features), self.weight.shape[1]
         units = rademacher((n, m), self.weight) @ self.weight.T
         if self.layer.is_flat(self.features):
@@ -101,15 +69,7 @@ class RandomChanges:
     def slopes(self, gradient: Tensor) -> Tensor:
         """Draw slopes along changes, given the gradient in the layer's output.
 
-        Parameters
-        ----------
-        gradient : Tensor of shape (n, ...)
-            Gradient in the layer's output.
-
-        Returns
-        -------
-        Tensor of shape (..., k)
-            Slopes. The sum of their squares is the estimate, summed over samples.
+        Shapes: returns (..., k).
         """
         d, m = self.weight.shape
         scale, columns, n = 1.0, self.weight, n_shared(m)

@@ -17,31 +17,7 @@ Floats = NDArray[np.float64]
 def parse_factors(
     kind: str, module: nn.Module, factors: Any, order: Sequence[str]
 ) -> dict[str, Floats]:
-    """Check factors and assign them to layers.
-
-    Parameters
-    ----------
-    kind : {"layer", "neuron"}
-        Whether there is one factor for each layer, or for each neuron.
-    module : nn.Module
-        The network.
-    factors : sequence of float, or mapping of layer to float or to array
-        As the user gave them, see `reparameterize`.
-    order : sequence of str
-        Names of the layers with a weight matrix in forward order.
-
-    Returns
-    -------
-    dict of str to ndarray of shape (1,) or (d,)
-        Factors by layer name, positive and finite.
-
-    Raises
-    ------
-    LayerNotFoundError
-        If there is no such layer.
-    TypeError, ValueError
-        If the factors are of the wrong type, number or sign.
-    """
+    """Check factors and assign them to layers. Shapes: returns (1,)."""
     return _PARSERS[kind](module, factors, order)
 
 

@@ -36,22 +36,7 @@ __all__ = ["AffineLayer", "fold_layers"]
 class AffineLayer:
     """One call of a layer ``W x + b`` in the forward pass.
 
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    map : LayerMap
-        The layer as a linear map of its weight.
-    weight : Tensor of shape (d, m)
-        Float64, with batch norm folded in.
-    bias : Tensor of shape (d,) or None
-        Float64, with batch norm folded in.
-    input_shape : torch.Size
-        Shape of one sample's input.
-    output_shape : torch.Size
-        Shape of one sample's output.
-    norm : str or None
-        Dotted name of the batch norm that is folded in.
+    Shapes: `weight` (d, m), `bias` (d,).
     """
 
     name: str
@@ -63,35 +48,14 @@ class AffineLayer:
     norm: str | None = None
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Apply another weight matrix, without bias.
-
-        Parameters
-        ----------
-        x : Tensor of shape (n, ...)
-            Inputs of the layer.
-        weight : Tensor of shape (d, m)
-            The matrix.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            Of the shape of the layer's output.
-        """
+        """Apply another weight matrix, without bias. Shapes: `weight` (d, m)."""
         z = x.new_empty((len(x), *self.output_shape))
         return self.map.from_rows(self.map.apply(x, weight), z)
 
     def spread_bias(self, bias: Tensor) -> Tensor:
         """Arrange one number per row of the weight so that it can be added to the output.
 
-        Parameters
-        ----------
-        bias : Tensor of shape (d,)
-            The numbers.
-
-        Returns
-        -------
-        Tensor of shape (1, ...)
-            Of the shape of one sample's output.
+        Shapes: `bias` (d,); returns (1, ...).
         """
         z = bias.new_empty((1, *self.output_shape))
         rows = bias[:, None].expand_as(self.map.to_rows(z)[0])
@@ -109,22 +73,6 @@ def fold_layers(network: Network) -> list[AffineLayer]:
     """List the layers with a weight matrix in the order of their calls, batch norm folded in.
 
     To be used within `relflat_sk._network.borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        Its first batch is run, once, for the shapes.
-
-    Returns
-    -------
-    list of AffineLayer
-        One for each call: a layer that is called twice is listed twice.
-
-    Raises
-    ------
-    ValueError
-        If a batch norm does not directly follow a layer with a weight matrix, or the layer's
-        output is also used elsewhere, or torch.fx cannot follow the forward pass.
     """
     calls = _record_calls(network)
     modules: dict[str, Any] = dict(network.module.named_modules())

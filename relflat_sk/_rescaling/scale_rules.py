@@ -280,20 +280,7 @@ _RULE_OF = {step: rule for rule, steps in _RULES.items() for step in steps}
 
 
 def find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
-    """Return the rule by which a step passes the scale of its input on.
-
-    Parameters
-    ----------
-    node : fx.Node
-        A step that is no layer with a weight matrix.
-    modules : mapping of str to nn.Module
-        All modules of the network, by dotted name.
-
-    Returns
-    -------
-    callable ``rule(walk, node) -> Scale`` or None
-        None if the step is not known to be positively homogeneous.
-    """
+    """Return the rule by which a step passes the scale of its input on."""
     if node.op in {"call_function", "call_method"}:
         return _RULE_OF.get(node.target)
     if node.op != "call_module":

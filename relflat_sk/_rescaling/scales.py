@@ -19,18 +19,7 @@ _ROUNDING = 1e-12  # of two scales multiplied in float64 along different branche
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """A value of the rescaled network divided by that of the original.
-
-    Parameters
-    ----------
-    values : ndarray of shape (k,)
-        One number per neuron; k = 1 if one number holds for all.
-    layout : {"channels", "last", "blocks", "tiles"}
-        Where neurons lie: axis 1 of (n, k, ...), the last axis of (..., k), or axis 1 of
-        (n, k * block), number j belonging to neuron j // block or, for tiles, j % k.
-    ndim : int
-        Number of axes, if the layout is "channels".
-    """
+    """A value of the rescaled network divided by that of the original. Shapes: `values` (k,)."""
 
     values: Floats
     layout: str = "last"
@@ -47,18 +36,7 @@ class Scale:
         return len(self.values) == 1
 
     def spread(self, n: int) -> Floats | None:
-        """Return the scales of n features, each that of its neuron.
-
-        Parameters
-        ----------
-        n : int
-            Number of features.
-
-        Returns
-        -------
-        ndarray of shape (n,) or None
-            None if features and neurons do not match.
-        """
+        """Return the scales of n features, each that of its neuron. Shapes: returns (n,)."""
         k = len(self.values)
         if k in {1, n}:
             return np.broadcast_to(self.values, n)
@@ -68,18 +46,7 @@ class Scale:
         return np.repeat(self.values, n // k) if blocks else np.tile(self.values, n // k)
 
     def equals(self, other: "Scale") -> bool:
-        """Return whether values of both scales can be added number by number.
-
-        Parameters
-        ----------
-        other : Scale
-            Scale of the other value.
-
-        Returns
-        -------
-        bool
-            Whether numbers and layout are the same, up to rounding.
-        """
+        """Return whether values of both scales can be added number by number."""
         return (
             self.values.shape == other.values.shape
             and (self.is_uniform or (self.layout, self.ndim) == (other.layout, other.ndim))
@@ -92,17 +59,7 @@ ONE = Scale(np.ones(1))
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """The change of one layer.
-
-    Parameters
-    ----------
-    rows : ndarray of shape (d,) or (1,)
-        Factors by which rows of the weight are multiplied.
-    columns : ndarray of shape (k,) or (1,)
-        Factors by which columns of the weight are divided.
-    after : ndarray of shape (d,) or (1,)
-        Scale of the layer's output, by which the bias is multiplied.
-    """
+    """The change of one layer. Shapes: `rows`, `after` (d,), `columns` (k,)."""
 
     rows: Floats
     columns: Floats
@@ -136,16 +93,7 @@ _Plan = Callable[[Scale, int, Floats | None], Change | None]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rescaling.
-
-    Parameters
-    ----------
-    plan : callable
-        From the scale of a layer's input, the number of its input features and its factors to
-        the layer's change; None if features and scale do not match.
-    unfinished : str
-        Error message, with fields `name` and `after`, for a last layer whose output has a scale.
-    """
+    """A kind of rescaling."""
 
     plan: _Plan
     unfinished: str

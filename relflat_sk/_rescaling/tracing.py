@@ -17,20 +17,7 @@ BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 
 
 def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a module is of one of the kinds and computes the same as they do.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A subclass of one of the kinds may have a forward method of its own.
-    kinds : tuple of type
-        Classes of modules.
-
-    Returns
-    -------
-    bool
-        False also for a module whose forward method is replaced.
-    """
+    """Return whether a module is of one of the kinds and computes the same as they do."""
     return (
         isinstance(module, kinds)
         and not has_own_forward(module)
@@ -39,18 +26,7 @@ def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 
 def is_plain_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer with a weight matrix that computes ``W x + b``.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Any module.
-
-    Returns
-    -------
-    bool
-        False also for a layer whose forward method is replaced.
-    """
+    """Return whether a module is a layer with a weight matrix that computes ``W x + b``."""
     kind = weight_kind(module)
     return kind is not None and is_plain(module, (kind,))
 
@@ -67,23 +43,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace(module: nn.Module) -> fx.Graph:
-    """Record the forward pass in evaluation mode, on a copy that shares the parameters.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    fx.Graph
-        Its nodes name modules and tensors as `module` does.
-
-    Raises
-    ------
-    ValueError
-        If torch.fx cannot follow the forward pass, or there are no weights.
-    """
+    """Record the forward pass in evaluation mode, on a copy that shares the parameters."""
     check_stored(module)
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(
@@ -116,25 +76,7 @@ def _defaults(module: nn.Module) -> dict[str, Any]:
 
 
 def copy_module(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
-    """Make a deep copy of a network.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    shared : dict of int to object
-        Objects that the copy shares with the network, by their id.
-
-    Returns
-    -------
-    nn.Module
-        The copy.
-
-    Raises
-    ------
-    ValueError
-        If torch cannot copy a tensor, because it is computed from others.
-    """
+    """Make a deep copy of a network."""
     try:
         return copy.deepcopy(module, shared)
     except RuntimeError as error:
@@ -146,20 +88,7 @@ def copy_module(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
 
 
 def describe_step(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
-    """Describe a step of the forward pass for error messages.
-
-    Parameters
-    ----------
-    node : fx.Node
-        The step.
-    modules : mapping of str to nn.Module
-        All modules of the network, by dotted name.
-
-    Returns
-    -------
-    str
-        The subject of a sentence.
-    """
+    """Describe a step of the forward pass for error messages."""
     if node.op == "call_module":
         name = str(node.target)
         return f"module {name!r} ({type(modules[name]).__name__})"

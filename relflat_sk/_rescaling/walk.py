@@ -27,25 +27,7 @@ FindRule = Callable[[fx.Node, Mapping[str, nn.Module]], Rule | None]
 
 @dataclass
 class Walk:
-    """A walk through the steps of a forward pass, which collects the changes of layers.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The original network.
-    graph : fx.Graph
-        Its forward pass.
-    kind : Kind
-        Value of `KINDS`.
-    factors : dict of str to ndarray
-        Factors by layer name.
-    scales : dict of fx.Node to Scale
-        Filled in: the scale of each step's result.
-    layers : dict of str to Change
-        Filled in: the layers that change.
-    norms : dict of str to ndarray
-        Filled in: batch norms whose input is rescaled, with its scale for each feature.
-    """
+    """A walk through the steps of a forward pass, which collects the changes of layers."""
 
     module: nn.Module
     graph: fx.Graph
@@ -63,77 +45,26 @@ class Walk:
                 self._leads_to_layer.add(node)
 
     def run(self, find_rule: FindRule) -> None:
-        """Find the scale of each step's result.
-
-        Parameters
-        ----------
-        find_rule : callable
-            Returns the rule of a step that is no layer with a weight matrix, or None.
-
-        Raises
-        ------
-        ValueError
-            If a step does not pass the scale of its input on.
-        """
+        """Find the scale of each step's result."""
         for node in self.graph.nodes:
             self.scales[node] = self._step(node, find_rule)
 
     def refusal(self, node: fx.Node, reason: str) -> ValueError:
-        """Make the error that says why a step does not pass scales on.
-
-        Parameters
-        ----------
-        node : fx.Node
-            The step.
-        reason : str
-            The predicate of a sentence about the step.
-
-        Returns
-        -------
-        ValueError
-            To be raised.
-        """
+        """Make the error that says why a step does not pass scales on."""
         return ValueError(
             f"{describe_step(node, self.modules)} {reason}; the copy would not compute the same "
             "function."
         )
 
     def only_input(self, node: fx.Node) -> Scale:
-        """Return the scale of a step's first input, the only one that may be rescaled.
-
-        Parameters
-        ----------
-        node : fx.Node
-            The step.
-
-        Returns
-        -------
-        Scale
-            `ONE` if the first input is a constant.
-
-        Raises
-        ------
-        ValueError
-            If another input is rescaled.
-        """
+        """Return the scale of a step's first input, the only one that may be rescaled."""
         first = node.args[0] if node.args else node.all_input_nodes[0]
         if any(source is not first for source in self._rescaled_inputs(node)):
             raise self.refusal(node, "takes a rescaled value in a place where it cannot be undone")
         return self.scales[first] if isinstance(first, fx.Node) else ONE
 
     def check_changeable(self, node: fx.Node) -> None:
-        """Refuse to change tensors that are computed, or used in more than one place.
-
-        Parameters
-        ----------
-        node : fx.Node
-            A call of a module that is to change.
-
-        Raises
-        ------
-        ValueError
-            If its weight or bias is computed or shared, or it has hooks, or more calls.
-        """
+        """Refuse to change tensors that are computed, or used in more than one place."""
         name = str(node.target)
         module = self.modules[name]
         if not {"weight", "bias"} <= module._parameters.keys():

@@ -148,20 +148,7 @@ _ACTIVATIONS: dict[type, Callable[[Any], _Step]] = {
 
 
 def find_chain(module: nn.Module, inputs: Tensor) -> "Chain | None":
-    """Find the layers of a network that is a chain.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    inputs : Tensor of shape (n, ...)
-        Inputs of one network.
-
-    Returns
-    -------
-    Chain or None
-        None if the network is something else.
-    """
+    """Find the layers of a network that is a chain."""
     steps: list[_Step] = []
     flat = inputs.ndim == 2
     for name, layer in list_layers(module):
@@ -188,20 +175,7 @@ def _join(*names: str) -> str:
 
 
 def list_layers(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
-    """List the layers of nested sequences.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    name : str, default=""
-        Its name in a larger network.
-
-    Returns
-    -------
-    list of (str, nn.Module or None)
-        Names and layers; None for what is no sequence.
-    """
+    """List the layers of nested sequences."""
     if type(module).forward is not nn.Sequential.forward:
         return [(name, module if not module._modules else None)]
     # `named_children` would leave out the second place of an activation that is used twice
@@ -213,13 +187,7 @@ def list_layers(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
 
 
 class Chain:
-    """A chain of layers that ends in a linear layer, of many networks.
-
-    Parameters
-    ----------
-    steps : sequence of _Step
-        The layers.
-    """
+    """A chain of layers that ends in a linear layer, of many networks."""
 
     def __init__(self, steps: Sequence[_Step]) -> None:
         self._steps = list(steps)
@@ -233,10 +201,7 @@ class Chain:
     def bind(self, weights: Tensors, gradients: Tensors, buffers: Tensors) -> None:
         """Use the weights of a stack, and write gradients to it.
 
-        Parameters
-        ----------
-        weights, gradients, buffers : dict of str to Tensor of shape (k, ...)
-            As in a stack.
+        Shapes: `weights, gradients, buffers` (k, ...).
         """
         self._weights, self._gradients = weights, gradients
         for step in self._steps:
@@ -246,15 +211,7 @@ class Chain:
     def trace(self, x: Tensor) -> Trace:
         """Compute outputs with a graph that can be differentiated twice.
 
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        Trace
-            The forward pass.
+        Shapes: `x` (k, n, ...).
         """
         leaves = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
         layers = {}
@@ -269,19 +226,7 @@ class Chain:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with the features and the weight of the last layer.
 
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-        phi : Tensor of shape (k, n, m)
-            Features.
-        weight : Tensor of shape (k, d, m)
-            The weight.
+        Shapes: `x` (k, n, ...); returns z (k, n, d), phi (k, n, m), weight (k, d, m).
         """
         for step in self._steps:
             x = step.forward(x)
@@ -289,44 +234,20 @@ class Chain:
         return x, last.x, last.weight
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Compute outputs in evaluation mode.
-
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        Tensor of shape (k, n, d)
-            Outputs.
-        """
+        """Compute outputs in evaluation mode. Shapes: `x` (k, n, ...); returns (k, n, d)."""
         for step in self._steps:
             x = step.evaluate(x)
         return x
 
     def backward(self, z: Tensor) -> None:
-        """Compute the gradients of the weights.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Gradient in the outputs.
-        """
+        """Compute the gradients of the weights. Shapes: `z` (k, n, d)."""
         last: Any = self._steps[-1]
         self._backward_to_features(last.backward(z, needed=self._first < len(self._steps) - 1))
 
     def backward_from_last(self, z: Tensor, phi: Tensor, weight: Tensor) -> None:
         """Compute the gradients of the weights, with all gradients at the last layer known.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Gradient in the outputs.
-        phi : Tensor of shape (k, n, m)
-            Gradient in the last features, that through the outputs included.
-        weight : Tensor of shape (k, d, m)
-            Gradient in the last weight, that through the outputs included.
+        Shapes: `z` (k, n, d), `phi` (k, n, m), `weight` (k, d, m).
         """
         last: Any = self._steps[-1]
         last.to_weight.copy_(weight)

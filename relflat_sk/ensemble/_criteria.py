@@ -125,15 +125,7 @@ class _Outputs(Criterion):
     def derivatives(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the second and third derivative of each output's loss.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-
-        Returns
-        -------
-        second, third : Tensor of shape (k, n, d)
-            Derivatives.
+        Shapes: `z` (k, n, d); returns (k, n, d).
         """
 
 
@@ -177,26 +169,7 @@ def find_criterion(
     ignores: bool = False,
     weighted: bool = False,
 ) -> Criterion:
-    """Find the gradient and the curvature of a criterion.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion of one network.
-    output : Tensor of shape (n, ...)
-        Outputs of one network.
-    target : Tensor of shape (n, ...)
-        Their targets, as the criterion takes them.
-    ignores : bool, default=False
-        Whether the criterion ignores some targets.
-    weighted : bool, default=False
-        Whether samples have weights.
-
-    Returns
-    -------
-    Criterion
-        With a gradient by formula if there is one for outputs of this shape.
-    """
+    """Find the gradient and the curvature of a criterion."""
     any_other = (_WeightedCriterion if weighted else _AnyCriterion)(criterion)
     kind, mean = type(criterion), getattr(criterion, "reduction", "") == "mean"
     if not mean or getattr(criterion, "weight", None) is not None or output.ndim != 2:

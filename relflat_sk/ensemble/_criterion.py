@@ -21,13 +21,7 @@ __all__ = ["Criterion", "mean", "mean_output"]
 
 
 class Criterion(ABC):
-    """A criterion with its gradient and curvature.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        The criterion of one network.
-    """
+    """A criterion with its gradient and curvature."""
 
     takes_columns = False  # whether targets are of shape (k, n, 1)
     is_known = True  # whether there are formulas for `each` and `curvature`
@@ -38,109 +32,39 @@ class Criterion(ABC):
     def each(self, z: Tensor, target: Tensor) -> Tensor:
         """Compute the losses of the members' samples, which are not negative.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        target : Tensor of shape (k, n, ...)
-            Targets.
-
-        Returns
-        -------
-        Tensor of shape (k, n)
-            Losses, whose mean is that of the member.
+        Shapes: `z`, `target` (k, n, ...); returns (k, n).
         """
         raise NotImplementedError
 
     def loss(self, z: Tensor, batch: Batch) -> Tensor:
-        """Compute the losses of the members.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            One loss for each member.
-        """
+        """Compute the losses of the members. Shapes: `z` (k, n, ...); returns (k,)."""
         return mean(self.each(z, batch.targets)[..., None], batch)
 
     @abstractmethod
     def slopes(self, z: Tensor, batch: Batch) -> Slopes:
         """Compute the losses of the members, and their gradients in the outputs.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Slopes
-            Losses and gradients.
+        Shapes: `z` (k, n, ...).
         """
 
     def curvature(self, z: Tensor, phi: Tensor, weight: Tensor, scale: Tensor) -> PenaltySlopes:
         """Compute the penalties of the members, and their gradients.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-        phi : Tensor of shape (k, n, m)
-            Features of the last layer.
-        weight : Tensor of shape (k, d, m)
-            Weight of the last layer.
-        scale : Tensor of shape (k, n, 1)
-            Factors of the samples' terms.
-
-        Returns
-        -------
-        PenaltySlopes
-            Penalties and gradients.
+        Shapes: `z` (k, n, d), `phi` (k, n, m), `weight` (k, d, m), `scale` (k, n, 1).
         """
         raise NotImplementedError
 
     def root_product(self, z: Tensor, vectors: Tensor) -> Tensor:
         """Multiply vectors by roots of the curvatures of the samples' losses, with their graph.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Outputs.
-        vectors : Tensor of shape (k, n, d)
-            One vector for each sample.
-
-        Returns
-        -------
-        Tensor of shape (k, n, d)
-            Products ``R_i v_i`` with ``R_i R_i^T = B_i``.
+        Shapes: `z`, `vectors` (k, n, d); returns (k, n, d).
         """
         raise NotImplementedError
 
     def gain(self, loss: Tensor, z: Tensor, batch: Batch) -> Tensor:
         """Compute what the members have gained over a constant output.
 
-        Parameters
-        ----------
-        loss : Tensor of shape (k,)
-            Their losses.
-        z : Tensor of shape (k, n, ...)
-            Their outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            Negative if a constant is better; infinite for a single sample, whose output is the
-            mean.
+        Shapes: `loss` (k,), `z` (k, n, ...); returns (k,).
         """
         if z.shape[1] == 1:
             return torch.full_like(loss, torch.inf)
@@ -149,52 +73,16 @@ class Criterion(ABC):
     def constant_loss(self, z: Tensor, batch: Batch) -> Tensor:
         """Compute the losses of the members' mean outputs.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        batch : Batch
-            Targets and sample weights.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            One loss for each member.
+        Shapes: `z` (k, n, ...); returns (k,).
         """
         return self.loss(mean_output(z, batch).expand_as(z), batch)
 
 
 def mean(values: Tensor, batch: Batch) -> Tensor:
-    """Compute the means over samples.
-
-    Parameters
-    ----------
-    values : Tensor of shape (k, n, 1)
-        One number for each sample.
-    batch : Batch
-        Has the samples' shares.
-
-    Returns
-    -------
-    Tensor of shape (k,)
-        One mean for each member.
-    """
+    """Compute the means over samples. Shapes: `values` (k, n, 1); returns (k,)."""
     return (values * batch.shares).sum(dim=(1, 2))
 
 
 def mean_output(z: Tensor, batch: Batch) -> Tensor:
-    """Compute the mean output of each member.
-
-    Parameters
-    ----------
-    z : Tensor of shape (k, n, d)
-        Outputs.
-    batch : Batch
-        Has the samples' shares.
-
-    Returns
-    -------
-    Tensor of shape (k, 1, d)
-        Its shape broadcasts with `z`.
-    """
+    """Compute the mean output of each member. Shapes: `z` (k, n, d); returns (k, 1, d)."""
     return (z * batch.shares).sum(1, keepdim=True)

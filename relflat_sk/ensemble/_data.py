@@ -21,14 +21,7 @@ _NUMBERS = 2**20
 class Batch(NamedTuple):
     """A batch of each member.
 
-    Parameters
-    ----------
-    inputs, targets : Tensor of shape (k, n, ...)
-        The samples.
-    weights : Tensor of shape (k, n)
-        Sample weights; ones for a member without.
-    shares : Tensor of shape (k, n, 1)
-        The weights divided by their sum, so that they make a mean; zeros if all of them are.
+    Shapes: `inputs, targets` (k, n, ...), `weights` (k, n), `shares` (k, n, 1).
     """
 
     inputs: Tensor
@@ -38,15 +31,7 @@ class Batch(NamedTuple):
 
 
 class ArrayBatch(NamedTuple):
-    """A batch of a single member.
-
-    Parameters
-    ----------
-    inputs, targets : array of shape (n, ...)
-        The samples.
-    weights, shares : array of shape (n,)
-        As in `Batch`.
-    """
+    """A batch of a single member. Shapes: `weights, shares` (n,)."""
 
     inputs: np.ndarray[Any, Any]
     targets: np.ndarray[Any, Any]
@@ -59,23 +44,7 @@ class Data:
 
     Callbacks of epochs may change the members' data in place: `start` takes that over.
 
-    Parameters
-    ----------
-    members : sequence of Member
-        The nets.
-    output : Tensor of shape (1, ...)
-        Output of one network for one sample.
-    takes_columns : bool, default=False
-        Whether batches of targets are of shape (k, n, 1).
-
-    Attributes
-    ----------
-    inputs, targets : Tensor of shape (m, ...)
-        The data of all members.
-    sizes : list of int
-        The number of samples in each batch of the epoch.
-    total_weights : list of float
-        The sum of each member's sample weights; the number of its samples if there are none.
+    Shapes: `output` (1, ...).
     """
 
     def __init__(
@@ -127,13 +96,7 @@ class Data:
         return bool(low >= 0) and bool(high < self._output.shape[-1])
 
     def start(self, members: Sequence[Member]) -> None:
-        """Take the data of an epoch, and its orders.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            They have drawn their orders.
-        """
+        """Take the data of an epoch, and its orders."""
         self._take_over(members)
         order = torch.stack([member.order for member in members])
         n = order.shape[1]
@@ -145,13 +108,7 @@ class Data:
         return self._batches(range(len(self._order)), self._order, self._size)
 
     def arrays(self) -> Iterator[ArrayBatch]:
-        """Cut the batches of an epoch of a single member, on the CPU.
-
-        Yields
-        ------
-        ArrayBatch
-            Parts of arrays that hold many batches, because cutting takes long for small ones.
-        """
+        """Cut the batches of an epoch of a single member, on the CPU."""
         order, size = self._order[0].numpy(), self._size
         weights = self._weights[0].numpy()[order]
         sums = np.add.reduceat(weights, np.arange(0, len(order), size))
@@ -169,22 +126,7 @@ class Data:
     def in_order(
         self, positions: Sequence[int], samples: Tensor | None, size: int
     ) -> Iterator[Batch]:
-        """Cut batches in the order of the data.
-
-        Parameters
-        ----------
-        positions : sequence of int
-            Which members.
-        samples : Tensor of shape (len(positions), n) or None
-            The numbers of their samples; all samples if None.
-        size : int
-            Number of samples in a batch.
-
-        Returns
-        -------
-        iterator of Batch
-            As in an epoch.
-        """
+        """Cut batches in the order of the data. Shapes: `samples` (len(positions)."""
         rows = self._own[list(positions)]
         rows = rows if samples is None else rows.gather(1, samples.cpu())
         return self._batches(positions, rows, size)
@@ -205,20 +147,7 @@ class Data:
 
 
 def make_batch(inputs: Tensor, targets: Tensor, output: Tensor) -> Batch:
-    """Make a batch of one member, without sample weights.
-
-    Parameters
-    ----------
-    inputs, targets : Tensor of shape (n, ...)
-        The samples.
-    output : Tensor of any shape
-        Has the dtype of the weights.
-
-    Returns
-    -------
-    Batch
-        With k = 1.
-    """
+    """Make a batch of one member, without sample weights."""
     ones = output.new_ones(1, len(inputs))
     return Batch(inputs[None], targets[None], ones, _shares(ones, len(inputs)))
 

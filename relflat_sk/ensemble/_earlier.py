@@ -28,24 +28,7 @@ __all__ = ["EarlierPenalty", "make_earlier_penalty"]
 
 
 class EarlierPenalty(ABC):
-    """The penalty at linear layers, with its limit.
-
-    Parameters
-    ----------
-    criterion : Criterion
-        A criterion whose curvature is known.
-    divisor : float
-        What each sample adds to the divisor of the criterion's mean.
-    layers : dict of str to int
-        The penalised layers before the last one, and their number of inputs, in the order of
-        their random draws.
-    at_last : bool
-        Whether the last layer is penalised as well.
-    n_outputs : int
-        Number of outputs of the network.
-    n_draws : int
-        Number of random draws in a step.
-    """
+    """The penalty at linear layers, with its limit."""
 
     def __init__(
         self,
@@ -71,15 +54,7 @@ class EarlierPenalty(ABC):
         """Return a function from the signs of a draw to the estimates of the means: (k,)."""
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
-        """Begin an epoch.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            The nets.
-        sizes : sequence of int
-            The number of samples in each batch.
-        """
+        """Begin an epoch."""
         self._signs.start(members, sizes)
 
     def finish(self) -> None:
@@ -93,24 +68,7 @@ class EarlierPenalty(ABC):
         factors: Tensor,
         limits: Tensor | None,
     ) -> Tensor:
-        """Compute the gradients of a batch.
-
-        Parameters
-        ----------
-        body : Chain or Vmapped
-            The networks.
-        batch : Batch
-            The batch.
-        factors : Tensor of shape (k,)
-            Weights of the penalties.
-        limits : Tensor of shape (k,) or None
-            Their limits.
-
-        Returns
-        -------
-        Tensor of shape (3, k)
-            Losses, penalties before the limit, and the shares that the limit leaves of them.
-        """
+        """Compute the gradients of a batch. Shapes: `factors`, `limits` (k,); returns (3, k)."""
         scale = factors / self._divisor
         with torch.enable_grad():
             trace = body.trace(batch.inputs)
@@ -205,22 +163,7 @@ def _norms(layer: Traced) -> Tensor:
 
 
 def make_earlier_penalty(criterion: Criterion, found: Probe, n_draws: int) -> EarlierPenalty:
-    """Make the penalty at the layers that a probe has found.
-
-    Parameters
-    ----------
-    criterion : Criterion
-        A criterion whose curvature is known.
-    found : Probe
-        The penalised layers.
-    n_draws : int
-        Number of random draws in a step.
-
-    Returns
-    -------
-    EarlierPenalty
-        The penalty.
-    """
+    """Make the penalty at the layers that a probe has found."""
     kind = _BySlopes if found.is_piecewise_linear else _ByForms
     layers, n_outputs = found.earlier, found.output.shape[1]
     return kind(criterion, found.divisor, layers, found.at_last, n_outputs, n_draws)

@@ -29,28 +29,7 @@ def losses_on_all(
     positions: Sequence[int],
     goals: Sequence[float],
 ) -> list[float]:
-    """Compute the mean losses of some networks on their training data, in evaluation mode.
-
-    Parameters
-    ----------
-    body : Chain or Vmapped
-        The networks.
-    criterion : Criterion
-        A criterion without negative losses, whose losses of single samples are known.
-    stack : Stack
-        The weights.
-    data : Data
-        The data.
-    positions : sequence of int
-        The positions of the networks in the stack.
-    goals : sequence of float
-        A loss for each of them.
-
-    Returns
-    -------
-    list of float
-        The losses; infinite for a network that is certainly above its goal.
-    """
+    """Compute the mean losses of some networks on their training data, in evaluation mode."""
     divisors = [data.total_weights[k] for k in positions]
     limits = [
         goal * divisor * (1 + ROUNDING_OF_A_PROOF)

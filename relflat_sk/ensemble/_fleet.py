@@ -30,14 +30,6 @@ class Fleet(EpochTrainer):
 
     Nets of one architecture are a group, which is trained as one stacked model. A net that
     cannot be stacked trains by itself; the log says why, once for each reason.
-
-    Parameters
-    ----------
-    size : int
-        Number of trainings at a time. When one ends, the next one begins.
-    auto : bool, default=False
-        Whether nets that are faster one by one are trained one by one, and the others take half
-        of the free memory at most.
     """
 
     def __init__(self, size: int, *, auto: bool = False) -> None:
@@ -56,22 +48,7 @@ class Fleet(EpochTrainer):
         self._drew = False  # whether a routine has moved its random state on
 
     def run(self, train: Callable[[], bool], is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Train until there is nothing left to train.
-
-        Parameters
-        ----------
-        train : callable
-            Fits one estimator, or returns False if there is nothing to fit at the moment. It is
-            asked again when another fit has ended.
-        is_enough : callable, optional
-            Asked first, after each epoch and at the end. If it returns True, the trainings pause
-            where they are, and the next call of `run` goes on with them.
-
-        Raises
-        ------
-        BaseException
-            What `train` raises, and KeyboardInterrupt on Ctrl-C. All trainings are ended.
-        """
+        """Train until there is nothing left to train."""
         may_be_more = True
         try:
             while not is_enough() and (may_be_more or self._routines):
@@ -153,22 +130,7 @@ class Fleet(EpochTrainer):
         return float(self._answer_to(routine))
 
     def together(self, key: Any, item: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Compute something for all routines that ask for it between the same two epochs.
-
-        Parameters
-        ----------
-        key : object
-            Equal for those that can be computed together.
-        item : object
-            What the routine asks for.
-        compute : callable
-            From the items of several routines to their results.
-
-        Returns
-        -------
-        object
-            The result; None if no other routine asks, or the items cannot be computed together.
-        """
+        """Compute something for all routines that ask for it between the same two epochs."""
         routine = CURRENT.get()
         assert routine is not None
         self._questions[routine] = key, item, compute

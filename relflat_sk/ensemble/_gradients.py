@@ -26,10 +26,7 @@ class RunningGradients:
     Their mean is the gradient on all data but for the moves of the weights within the epoch. The
     last one shows if the weights have moved to a stationary point of each single sample.
 
-    Parameters
-    ----------
-    gradients : iterable of Tensor of shape (k, ...)
-        Where each step puts the gradients of the members.
+    Shapes: `gradients` (k, ...).
     """
 
     def __init__(self, gradients: Iterable[Tensor]) -> None:
@@ -38,37 +35,19 @@ class RunningGradients:
         self._divisors = self._gradients[0].new_zeros(len(self._gradients[0]))
 
     def add(self, batch: Batch | ArrayBatch) -> None:
-        """Add the gradients of a step.
-
-        Parameters
-        ----------
-        batch : Batch or ArrayBatch
-            Its batch.
-        """
+        """Add the gradients of a step."""
         divisors = torch.as_tensor(batch.weights).sum(-1)
         for total, gradient in zip(self._sums, self._gradients, strict=True):
             total.addcmul_(gradient, divisors.view(-1, *[1] * (gradient.ndim - 1)))
         self._divisors += divisors
 
     def norms(self) -> list[float]:
-        """Compute the norm of the mean and that of the last step; return the smaller one.
-
-        Returns
-        -------
-        list of float
-            One number for each member.
-        """
+        """Compute the norm of the mean and that of the last step; return the smaller one."""
         found: list[float] = torch.minimum(_norms(self._gradients), self.of_mean()).tolist()
         return found
 
     def of_mean(self) -> Tensor:
-        """Compute the norm of the mean.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            One number for each member.
-        """
+        """Compute the norm of the mean. Shapes: returns (k,)."""
         return _norms(self._sums) / self._divisors.double().cpu()
 
 
@@ -77,22 +56,7 @@ def gradient_norms(
     batches: Iterable[Batch],
     differentiate: Callable[[Batch], object],
 ) -> list[float]:
-    """Compute the norms of the gradients on all data.
-
-    Parameters
-    ----------
-    gradients : sequence of Tensor of shape (k, ...)
-        Where `differentiate` puts the gradients of the members.
-    batches : iterable of Batch
-        The data of the members.
-    differentiate : callable
-        Computes the gradients of the mean over a batch.
-
-    Returns
-    -------
-    list of float
-        One norm for each member.
-    """
+    """Compute the norms of the gradients on all data. Shapes: `gradients` (k, ...)."""
     running = RunningGradients(gradients)
     for batch in batches:
         differentiate(batch)

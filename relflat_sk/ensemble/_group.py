@@ -33,23 +33,7 @@ _FUSED_ON = ("cpu", "cuda")
 
 
 class Group:
-    """Nets that can be stacked, and how.
-
-    Parameters
-    ----------
-    member : Member
-        One of the nets, before its first epoch. It stays as it is.
-
-    Attributes
-    ----------
-    device : torch.device
-        The device of the nets.
-
-    Raises
-    ------
-    NotStackable
-        If the network or its penalty cannot be stacked.
-    """
+    """Nets that can be stacked, and how."""
 
     def __init__(self, member: Member) -> None:
         net = member.net
@@ -137,13 +121,7 @@ class Group:
         return True
 
     def train(self, members: Sequence[Member]) -> None:
-        """Train members for an epoch, and record their batches.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            Members of this group that have drawn the order of their samples.
-        """
+        """Train members for an epoch, and record their batches."""
         stack, data = self._prepared(members)
         stack.take_over()
         data.start(members)
@@ -227,19 +205,7 @@ class Group:
         return factors.to(like), limits
 
     def evaluates(self, member: Member) -> bool:
-        """Return whether the loss of a member on all its data can be computed in the stack.
-
-        Parameters
-        ----------
-        member : Member
-            A member of this group.
-
-        Returns
-        -------
-        bool
-            False if it has not been trained in the last epoch, if a callback has replaced its
-            tensors, or if its samples have no losses by formula.
-        """
+        """Return whether the loss of a member on all its data can be computed in the stack."""
         return self._evaluable and self._holds(member)
 
     def _holds(self, member: Member) -> bool:
@@ -247,20 +213,7 @@ class Group:
         return self._stack is not None and self._stack.holds(member)
 
     def losses(self, members: Sequence[Member], goals: Sequence[float]) -> list[float]:
-        """Compute the losses of members on all their data, in evaluation mode.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            Members that have been trained in the last epoch.
-        goals : sequence of float
-            A loss for each of them.
-
-        Returns
-        -------
-        list of float
-            The mean losses; infinite for a member that is certainly above its goal.
-        """
+        """Compute the losses of members on all their data, in evaluation mode."""
         stack, data = self._stack, self._data
         assert stack is not None
         assert data is not None
@@ -269,36 +222,11 @@ class Group:
         return losses_on_all(self._body, self._criterion, stack, data, positions, goals)
 
     def is_far(self, member: Member, goal: float) -> bool:
-        """Return whether the last epoch's gradients are far from a goal.
-
-        Parameters
-        ----------
-        member : Member
-            A member of this group.
-        goal : float
-            A norm of the gradient on all data.
-
-        Returns
-        -------
-        bool
-            False also if they say nothing of the gradient in evaluation mode.
-        """
+        """Return whether the last epoch's gradients are far from a goal."""
         return self._acts_alike and member.running_gradient > FAR_GRADIENT * goal
 
     def differentiates(self, member: Member) -> bool:
-        """Return whether a member's gradient on all its data can be computed in the stack.
-
-        Parameters
-        ----------
-        member : Member
-            A member of this group.
-
-        Returns
-        -------
-        bool
-            False if it has not been trained in the last epoch, if a callback has replaced its
-            tensors, if its network acts otherwise in evaluation, or if its gradient is random.
-        """
+        """Return whether a member's gradient on all its data can be computed in the stack."""
         return (
             self._acts_alike
             and self._holds(member)
@@ -307,18 +235,7 @@ class Group:
         )
 
     def gradient_norms(self, members: Sequence[Member]) -> list[float]:
-        """Compute the norms of the gradients of members on all their data, penalty included.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            Members for which `differentiates` is true.
-
-        Returns
-        -------
-        list of float
-            The norms.
-        """
+        """Compute the norms of the gradients of members on all their data, penalty included."""
         # the limit of a penalty depends on the batch
         found: dict[int, float] = {}
         for size in {member.valid_batch_size for member in members}:

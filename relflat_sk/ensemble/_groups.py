@@ -12,14 +12,7 @@ __all__ = ["Groups"]
 
 
 class Groups:
-    """Nets in training, by what they must have in common to be stacked.
-
-    Parameters
-    ----------
-    accept : callable
-        Called with the first member of a group. It raises `NotStackable` to leave the group to
-        the nets' own loops.
-    """
+    """Nets in training, by what they must have in common to be stacked."""
 
     def __init__(self, accept: Callable[[Member], None]) -> None:
         self._accept = accept
@@ -32,27 +25,7 @@ class Groups:
                 yield key, group
 
     def find(self, net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
-        """Find a net's place, at the beginning of each epoch: a callback may have changed the net.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net in training.
-        loader : iterable
-            Its batches.
-        fit_params : dict
-            Further arguments of its network.
-
-        Returns
-        -------
-        Member
-            The same one in each epoch, while nothing of its key changes.
-
-        Raises
-        ------
-        NotStackable
-            If the net needs a training loop of its own.
-        """
+        """Find a net's place at each epoch's start: a callback may have changed the net."""
         known = self._members.pop(id(net), None)
         try:
             member = make_member(net, loader, fit_params)
@@ -85,45 +58,17 @@ class Groups:
             return reason
 
     def of(self, member: Member) -> Group:
-        """Return the group of a member.
-
-        Parameters
-        ----------
-        member : Member
-            A member that was found.
-
-        Returns
-        -------
-        Group
-            Its group.
-        """
+        """Return the group of a member."""
         group = self._groups[member.key]
         assert isinstance(group, Group)
         return group
 
     def member(self, net: Any) -> Member | None:
-        """Return the member of a net, if it was in its place in the last epoch.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            A net in training.
-
-        Returns
-        -------
-        Member or None
-            None if its own loop has trained it.
-        """
+        """Return the member of a net, if it was in its place in the last epoch."""
         return self._members.get(id(net))
 
     def release(self, net: Any) -> None:
-        """Forget a net whose training has ended.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        """
+        """Forget a net whose training has ended."""
         member = self._members.pop(id(net), None)
         if member is not None:
             release_states(net.optimizer_)

@@ -9,18 +9,7 @@ __all__ = ["share_left"]
 def share_left(limits: Tensor, of_loss: Tensor, of_penalty: Tensor) -> Tensor:
     """Return the shares of penalties that the limit leaves.
 
-    Parameters
-    ----------
-    limits : Tensor of shape (k,)
-        The limits that users have set.
-    of_loss, of_penalty : Tensor of shape (r, k)
-        Numbers of losses and penalties, such as norms of gradients. A penalty's are at most the
-        limit times the loss's; the least of the r ratios counts.
-
-    Returns
-    -------
-    Tensor of shape (k,)
-        From 0 to 1.
+    Shapes: `limits` (k,), `of_loss, of_penalty` (r, k); returns (k,).
     """
     ratios = of_loss / of_penalty
     # 0/0 is nan: where there is no penalty, there is nothing to limit

@@ -19,20 +19,6 @@ class Masks:
     """The masks of the layers of dropout.
 
     A mask depends on the seed of the member and epoch, and not on the other members.
-
-    Parameters
-    ----------
-    module : nn.Module
-        One of the networks.
-    body : Chain or Vmapped
-        Its `dropout` are the layers that get masks.
-    inputs : Tensor of shape (n, ...)
-        A batch of one network, of the largest size.
-
-    Raises
-    ------
-    NotStackable
-        If a pass does not use each layer of dropout once, with a mask.
     """
 
     def __init__(self, module: nn.Module, body: Any, inputs: Tensor) -> None:
@@ -65,13 +51,7 @@ class Masks:
             self._layers[name].mask = torch.ones_like(shape)[None]
 
     def start(self, members: Sequence[Member]) -> None:
-        """Begin an epoch.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            They have drawn their seeds.
-        """
+        """Begin an epoch."""
         if not self._layers:
             return
         device = next(iter(self._shapes.values())).device
@@ -80,15 +60,7 @@ class Masks:
         self._n_steps = max(1, _AT_ONCE // numbers)
 
     def set(self, step: int, n: int) -> None:
-        """Give all layers their masks of a step.
-
-        Parameters
-        ----------
-        step : int
-            Number of the step in the epoch.
-        n : int
-            Number of samples in the batch.
-        """
+        """Give all layers their masks of a step."""
         if not self._layers:
             return
         chunk = step % self._n_steps

@@ -40,15 +40,7 @@ _SCORE = (
 
 @dataclass(frozen=True)
 class StackedMeasures:
-    """The results of a net in a stacked pass.
-
-    Parameters
-    ----------
-    found : dict of (layer name, measure name) to Flatness
-        Its measures.
-    outputs : Tensor of shape (n, d)
-        Its outputs for all samples.
-    """
+    """The results of a net in a stacked pass. Shapes: `outputs` (n, d)."""
 
     found: dict[tuple[str, str], Flatness]
     outputs: Tensor
@@ -57,23 +49,7 @@ class StackedMeasures:
 def measure_with_others(
     network: Network, names: Sequence[str], layer: int | str
 ) -> StackedMeasures | None:
-    """Measure a net of a fleet together with others that are measured at the moment.
-
-    Parameters
-    ----------
-    network : Network
-        Made of the net and of its training data, which are its source.
-    names : sequence of str
-        Names of measures.
-    layer : int or str
-        Where to measure.
-
-    Returns
-    -------
-    StackedMeasures or None
-        None if the net has to be measured by itself: if no other net of its architecture waits
-        with the same data, or a stacked pass would not certainly give the same.
-    """
+    """Measure a net of a fleet together with others that are measured at the moment."""
     trainer = EPOCH_TRAINER.get()
     if not isinstance(trainer, Fleet):
         return None

@@ -21,37 +21,7 @@ _OF_TORCH = nn.Module().__dict__.keys()
 
 @dataclass(eq=False)
 class Member:
-    """A net in training, with its data.
-
-    Parameters
-    ----------
-    net : RelativeFlatnessRegularizedNet
-        The net.
-    loader : ArrayLoader
-        Its training data.
-
-    Attributes
-    ----------
-    key : tuple
-        Equal for members that can be stacked.
-    has_dropout : bool
-        Whether the network draws masks.
-    inputs, targets : Tensor of shape (n, ...)
-        The data that the loader cuts batches from.
-    weights : Tensor of shape (n,)
-        Their sample weights; ones if there are none.
-    order : Tensor of shape (n,)
-        Rows of the next epoch, in their order.
-    seed : int
-        Seed of the dropout masks of the next epoch.
-    random_state : Tensor of shape (n_bytes,)
-        Torch's random state on the CPU, in which the next epoch begins, or has ended.
-    running_gradient : float
-        A norm of the gradients of the last epoch's steps, see `RunningGradients`; 0 if unknown.
-    hardest : Tensor of shape (n_hardest,) or None
-        The samples with the largest losses, if these were enough to show that a goal is not
-        reached.
-    """
+    """A net in training, with its data."""
 
     net: Any
     loader: ArrayLoader
@@ -83,30 +53,13 @@ class Member:
         return module
 
     def first_batch(self) -> tuple[Tensor, Tensor]:
-        """Return the samples of the data that come first, as many as a batch has.
-
-        Returns
-        -------
-        inputs, targets : Tensor of shape (n, ...)
-            On the network's device.
-        """
+        """Return the samples of the data that come first, as many as a batch has."""
         size = min(int(self.loader.batch_size or 1), self.loader.n_rows)
         inputs = self.moved(self.inputs[:size])
         return inputs, self.targets[:size].to(inputs.device)
 
     def moved(self, inputs: Tensor) -> Tensor:
-        """Move inputs to the network's device and its dtype.
-
-        Parameters
-        ----------
-        inputs : Tensor of shape (n, ...)
-            As in a loader.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            The same tensor if it is there already.
-        """
+        """Move inputs to the network's device and its dtype."""
         device = next(self.module.parameters()).device
         found: Tensor = cast_inputs(inputs.to(device), self.module)
         return found
@@ -118,13 +71,7 @@ class Member:
         return own is self.inputs or _is_equal(own, self.inputs)
 
     def share_data(self, members: Iterable["Member"]) -> None:
-        """Use the inputs of another member if they are equal, so that they are held once.
-
-        Parameters
-        ----------
-        members : iterable of Member
-            Other members of the group.
-        """
+        """Use the inputs of another member if they are equal, so that they are held once."""
         self.inputs = self.loader.parts[0]
         for other in members:
             if _is_equal(self.inputs, other.inputs):
@@ -171,27 +118,7 @@ class Member:
 
 
 def make_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
-    """Make a member of a net, at the beginning of an epoch.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        The net in training.
-    loader : iterable
-        Its batches.
-    fit_params : dict
-        Further arguments of its network.
-
-    Returns
-    -------
-    Member
-        The member, with the key of its group.
-
-    Raises
-    ------
-    NotStackable
-        If the net needs a training loop of its own.
-    """
+    """Make a member of a net, at the beginning of an epoch."""
     parts = Parts(net.module_)
     check_stackable(net, parts, fit_params)
     if not isinstance(loader, ArrayLoader):
@@ -239,35 +166,12 @@ def _has_ignored(criterion: Any, targets: Tensor) -> bool:
 
 
 def module_key(module: nn.Module) -> tuple[Any, ...]:
-    """Return what makes two modules the same function of their parameters, buffers and inputs.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A network.
-
-    Returns
-    -------
-    tuple
-        Equal for modules that are the same function.
-    """
+    """Return what makes two modules the same function of their parameters, buffers and inputs."""
     return _parts_key(Parts(module))
 
 
 def criterion_key(criterion: Any) -> tuple[Any, ...]:
-    """Return what makes two criteria without parameters the same function of their inputs.
-
-    Parameters
-    ----------
-    criterion : nn.Module or callable
-        A criterion.
-
-    Returns
-    -------
-    tuple
-        Equal for criteria that are the same function; values of buffers, such as weights of
-        classes, count as well, because a stack has one criterion.
-    """
+    """Return what makes two criteria without parameters the same function of their inputs."""
     if not isinstance(criterion, nn.Module):
         return (Same(criterion),)
     parts = Parts(criterion)
@@ -305,13 +209,7 @@ def _comparable(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Equal to others of the same object, which it holds, so that no other gets its address.
-
-    Parameters
-    ----------
-    value : object
-        The object.
-    """
+    """Equal to others of the same object, which it holds, so that no other gets its address."""
 
     value: Any
 

@@ -21,18 +21,7 @@ __all__ = ["LastPenalty"]
 
 
 class LastPenalty:
-    """The penalty at the last layer, with its limit.
-
-    Parameters
-    ----------
-    criterion : Criterion
-        A criterion whose curvature is known.
-    divisor : float
-        What each sample adds to the divisor of the criterion's mean.
-    learns_features : bool
-        Whether the features of the last layer depend on parameters. If not, the limit compares
-        gradients in the weight alone.
-    """
+    """The penalty at the last layer, with its limit."""
 
     def __init__(self, criterion: Criterion, divisor: float, learns_features: bool) -> None:
         self.criterion = criterion
@@ -40,15 +29,7 @@ class LastPenalty:
         self.learns_features = learns_features
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
-        """Begin an epoch, which draws nothing.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            The nets.
-        sizes : sequence of int
-            The number of samples in each batch.
-        """
+        """Begin an epoch, which draws nothing."""
 
     def finish(self) -> None:
         """End an epoch."""
@@ -60,24 +41,7 @@ class LastPenalty:
         factors: Tensor,
         limits: Tensor | None,
     ) -> Tensor:
-        """Compute the gradients of a batch.
-
-        Parameters
-        ----------
-        body : Chain or Vmapped
-            The networks.
-        batch : Batch
-            The batch.
-        factors : Tensor of shape (k,)
-            Weights of the penalties.
-        limits : Tensor of shape (k,) or None
-            Their limits.
-
-        Returns
-        -------
-        Tensor of shape (3, k)
-            Losses, penalties before the limit, and the shares that the limit leaves of them.
-        """
+        """Compute the gradients of a batch. Shapes: `factors`, `limits` (k,); returns (3, k)."""
         z, phi, weight = body.forward(batch.inputs)
         loss = self.criterion.slopes(z, batch)
         each = (factors / (self.divisor * 2 * phi.shape[2])).view(-1, 1, 1)
@@ -95,16 +59,7 @@ class LastPenalty:
 class _Pairs:
     """The gradients of losses and penalties at the last layer, those through the outputs included.
 
-    Parameters
-    ----------
-    loss : Slopes
-        The losses.
-    term : PenaltySlopes
-        The penalties.
-    phi : Tensor of shape (k, n, m)
-        Features of the last layer.
-    weight : Tensor of shape (k, d, m)
-        Weight of the last layer.
+    Shapes: `phi` (k, n, m), `weight` (k, d, m).
     """
 
     def __init__(self, loss: Slopes, term: PenaltySlopes, phi: Tensor, weight: Tensor) -> None:
@@ -118,22 +73,7 @@ class _Pairs:
         self._in_weight.select(1, 1).baddbmm_(term.of_weight, term.rows)
 
     def share(self, room: Tensor, limits: Tensor, learns_features: bool) -> Tensor:
-        """Return the shares that the limit leaves.
-
-        Parameters
-        ----------
-        room : Tensor of shape (k,)
-            What a penalty may be at most, times the limit.
-        limits : Tensor of shape (k,)
-            The limits.
-        learns_features : bool
-            Whether the gradients in a shift and a gain of the features are compared as well.
-
-        Returns
-        -------
-        Tensor of shape (k,)
-            At most 1.
-        """
+        """Return the shares that the limit leaves. Shapes: `room`, `limits` (k,); returns (k,)."""
         norm = torch.linalg.vector_norm
         sizes = [torch.stack([room, self._term.value], 1), norm(self._in_weight, dim=(2, 3))]
         if learns_features:
@@ -144,19 +84,7 @@ class _Pairs:
     def total(self, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add the gradients of the losses and shares of those of the penalties.
 
-        Parameters
-        ----------
-        share : Tensor of shape (k, 1, 1)
-            The shares.
-
-        Returns
-        -------
-        z : Tensor of shape (k, n, d)
-            Gradient in the outputs.
-        phi : Tensor of shape (k, n, m)
-            Gradient in the features.
-        weight : Tensor of shape (k, d, m)
-            Gradient in the weight.
+        Shapes: `share` (k, 1, 1); returns z (k, n, d), phi (k, n, m), weight (k, d, m).
         """
         of_phi, of_weight = self._in_phi.unbind(2), self._in_weight.unbind(1)
         return (

@@ -32,29 +32,7 @@ __all__ = ["Probe", "check_penalty", "copy_network", "probe"]
 
 @dataclass(frozen=True)
 class Probe:
-    """A network's outputs on a batch, and its last layer.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...)
-        Outputs.
-    target : Tensor of shape (n, ...)
-        Targets, as the criterion takes them.
-    unused : set of str
-        The parameters that the output does not depend on.
-    last : str or None
-        Name of the last layer, if there is a penalty.
-    at_last : bool, default=True
-        Whether the penalty is at the last layer.
-    earlier : dict of str to int
-        The penalised layers before the last one, with the number of their inputs.
-    is_piecewise_linear : bool, default=True
-        Whether the network is piecewise linear behind these.
-    divisor : float, default=1.0
-        What each sample adds to the divisor of the criterion's mean.
-    learns_features : bool, default=True
-        Whether the features of the last layer depend on parameters.
-    """
+    """A network's outputs on a batch, and its last layer."""
 
     output: Tensor
     target: Tensor
@@ -68,29 +46,7 @@ class Probe:
 
 
 def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
-    """Run a network, and check that its penalty can be computed for many networks at once.
-
-    Parameters
-    ----------
-    net : RelativeFlatnessRegularizedNet
-        A net in training.
-    module : nn.Module
-        A copy of its network.
-    x : Tensor of shape (n, ...)
-        A batch.
-    y : Tensor of shape (n, ...)
-        Its labels.
-
-    Returns
-    -------
-    Probe
-        Outputs and last layer.
-
-    Raises
-    ------
-    NotStackable
-        If the penalty is computed for single nets only.
-    """
+    """Run a network, and check that its penalty can be computed for many networks at once."""
     loss = Loss(net.criterion_)
     if not net.flatness_weight > 0:
         with torch.enable_grad():
@@ -154,23 +110,7 @@ def _check_last(recorder: Recorder, name: str, last: nn.Module, output: Tensor) 
 
 
 def copy_network(module: nn.Module) -> nn.Module:
-    """Copy a network.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    nn.Module
-        The copy.
-
-    Raises
-    ------
-    NotStackable
-        If it holds results of a forward pass, which torch does not copy.
-    """
+    """Copy a network."""
     try:
         return copy.deepcopy(module)
     except RuntimeError as error:
@@ -182,24 +122,6 @@ def check_penalty(net: Any, module: nn.Module, x: Tensor, y: Tensor, *, weighted
 
     A chain of layers needs no such check: it uses no weight outside of the layer's call, and each
     row of its output depends on one row of each layer.
-
-    Parameters
-    ----------
-    net : RelativeFlatnessRegularizedNet
-        A net in training.
-    module : nn.Module
-        A copy of its network, in training mode.
-    x : Tensor of shape (n, ...)
-        A batch.
-    y : Tensor of shape (n, ...)
-        Its labels.
-    weighted : bool
-        Whether samples have weights.
-
-    Raises
-    ------
-    NotStackable
-        If a penalised layer is not linear in its weight, or rows are no samples.
     """
     penalty = RelativeFlatnessPenalty(*net._penalty_settings())
     weights = torch.ones(len(x), dtype=torch.float64, device=x.device) if weighted else None

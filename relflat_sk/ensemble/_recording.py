@@ -18,15 +18,7 @@ def record_batches(
 ) -> None:
     """Write the batches of an epoch to the histories, as the nets do.
 
-    Parameters
-    ----------
-    members : sequence of Member
-        The nets.
-    recorded : sequence of Tensor of shape (q, k), or of tuple of float of a single net
-        The losses of a batch; with a penalty, also the penalties before their limit, and the
-        shares that the limit leaves.
-    sizes : sequence of int
-        The number of samples in each batch.
+    Shapes: `recorded` (q, k).
     """
     if isinstance(recorded[0], Tensor):
         parts = torch.stack(list(recorded)).permute(2, 1, 0).cpu().tolist()  # by member first

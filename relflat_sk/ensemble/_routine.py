@@ -26,27 +26,7 @@ class Cancelled(BaseException):
 
 
 class Routine:
-    """A function that runs while its caller waits, and pauses where it asks for it.
-
-    Parameters
-    ----------
-    function : callable
-        Takes no arguments.
-    seed : int
-        The seed of its own random state.
-
-    Attributes
-    ----------
-    result : object
-        What the function has returned.
-    is_done : bool
-        Whether the function has ended.
-    seconds : float
-        The seconds that it used before it was resumed last. The caller adds its share of work
-        that is done for several functions together.
-    resumed : float
-        The time at which it was resumed last.
-    """
+    """A function that runs while its caller waits, and pauses where it asks for it."""
 
     def __init__(self, function: Callable[[], Any], seed: int) -> None:
         self._function = function
@@ -84,18 +64,7 @@ class Routine:
             self._condition.notify_all()
 
     def resume(self) -> bool:
-        """Run the function until it pauses or ends.
-
-        Returns
-        -------
-        bool
-            Whether it has paused, so that it can be resumed again.
-
-        Raises
-        ------
-        BaseException
-            What the function raises.
-        """
+        """Run the function until it pauses or ends."""
         outside = _States()
         if self._states is None:
             seed_torch(self._seed)
@@ -129,26 +98,14 @@ class Routine:
         self.seconds += time.perf_counter() - self.resumed
 
     def pause(self) -> None:
-        """Let the caller go on; to be called inside the function.
-
-        Raises
-        ------
-        Cancelled
-            If the function is to end.
-        """
+        """Let the caller go on; to be called inside the function."""
         self.check()
         self._give(False)
         self._await(True)
         self.check()
 
     def check(self) -> None:
-        """Raise inside the function if it is to end.
-
-        Raises
-        ------
-        Cancelled
-            If the function is to end.
-        """
+        """Raise inside the function if it is to end."""
         if self._cancelled:
             raise Cancelled
 
@@ -167,13 +124,7 @@ CURRENT: ContextVar[Routine | None] = ContextVar("CURRENT", default=None)
 
 
 def seconds_used() -> float:
-    """Return the time of a clock that runs while this routine does.
-
-    Returns
-    -------
-    float
-        In seconds. Outside of routines, the clock always runs.
-    """
+    """Return the time of a clock that runs while this routine does."""
     routine, now = CURRENT.get(), time.perf_counter()
     return now if routine is None else routine.seconds + now - routine.resumed
 

@@ -15,30 +15,14 @@ _AT_ONCE = 2**13
 
 
 class Signs:
-    """The signs of the steps of an epoch.
-
-    Parameters
-    ----------
-    shapes : callable
-        From the number of samples in a batch to the shapes of the signs of a draw.
-    n_draws : int
-        Number of draws in a step.
-    """
+    """The signs of the steps of an epoch."""
 
     def __init__(self, shapes: Callable[[int], list[tuple[int, int]]], n_draws: int) -> None:
         self._shapes = shapes
         self._n_draws = n_draws
 
     def start(self, members: Sequence[Member], sizes: Sequence[int]) -> None:
-        """Begin an epoch.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            Their random states are those in which the epoch's first step draws.
-        sizes : sequence of int
-            The number of samples in each batch.
-        """
+        """Begin an epoch."""
         self._members = list(members)
         self._generators = [torch.Generator() for _ in members]
         for member, generator in zip(members, self._generators, strict=True):
@@ -51,20 +35,7 @@ class Signs:
             member.random_state = generator.get_state()
 
     def step(self, n: int, like: Tensor) -> Iterator[list[Tensor]]:
-        """Draw the signs of the next step.
-
-        Parameters
-        ----------
-        n : int
-            Number of samples in its batch.
-        like : Tensor of any shape
-            Has the dtype and the device of the signs.
-
-        Yields
-        ------
-        list of Tensor of shape (k, ...)
-            The signs of a draw for all members.
-        """
+        """Draw the signs of the next step. Shapes: returns (k, ...)."""
         words, shapes = next(self._words).to(like.device), self._shapes(n)
         for draw in words.chunk(self._n_draws, 1):
             parts = torch.split(draw, [n_words(shape) for shape in shapes], 1)

@@ -19,23 +19,7 @@ _FEW = 2e7
 
 
 def fleet_size(fleet: Any) -> int | None:
-    """Return how many nets to train at a time.
-
-    Parameters
-    ----------
-    fleet : int, "auto" or None
-        As a user gave it.
-
-    Returns
-    -------
-    int or None
-        None to train one net after the other.
-
-    Raises
-    ------
-    ValueError
-        If `fleet` is none of these.
-    """
+    """Return how many nets to train at a time."""
     if fleet is None:
         return None
     if isinstance(fleet, str):
@@ -47,21 +31,7 @@ def fleet_size(fleet: Any) -> int | None:
 
 
 def memory_of_member(module: nn.Module, inputs: Tensor) -> int:
-    """Estimate the memory that a network needs in training.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A network; it may be changed.
-    inputs : Tensor of shape (n, ...)
-        A batch.
-
-    Returns
-    -------
-    int
-        Bytes: of the network, its row in the stack, gradients, two states of the optimizer, and
-        twice what a step holds for its backward pass.
-    """
+    """Estimate the memory that a network needs in training."""
     saved = [_bytes(inputs)]
 
     def note(tensor: Tensor) -> Tensor:
@@ -75,20 +45,7 @@ def memory_of_member(module: nn.Module, inputs: Tensor) -> int:
 
 
 def why_slower(module: nn.Module, inputs: Tensor) -> str | None:
-    """Return why networks train faster one by one than stacked, from their shapes.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A network; it may be changed.
-    inputs : Tensor of shape (n, ...)
-        A batch.
-
-    Returns
-    -------
-    str or None
-        The reason; None if stacked networks are faster.
-    """
+    """Return why networks train faster one by one than stacked, from their shapes."""
     if inputs.device.type != "cpu":
         return None
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -103,18 +60,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the free memory of a device.
-
-    Parameters
-    ----------
-    device : torch.device
-        The device of the networks.
-
-    Returns
-    -------
-    int or None
-        Bytes; None if it is not known.
-    """
+    """Return the free memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":

@@ -9,15 +9,7 @@ __all__ = ["PenaltySlopes", "Slopes"]
 
 @dataclass(frozen=True)
 class Slopes:
-    """The loss of each member, with its gradient.
-
-    Parameters
-    ----------
-    value : Tensor of shape (k,)
-        The losses.
-    z : Tensor of shape (k, n, ...)
-        Gradient in the outputs.
-    """
+    """The loss of each member, with its gradient. Shapes: `value` (k,), `z` (k, n, ...)."""
 
     value: Tensor
     z: Tensor
@@ -27,20 +19,8 @@ class Slopes:
 class PenaltySlopes:
     """The penalty of each member, with its partial derivatives.
 
-    Parameters
-    ----------
-    value : Tensor of shape (k,)
-        The penalties.
-    z : Tensor of shape (k, n, d)
-        Derivative in the outputs.
-    of_phi : Tensor of shape (k, n, 1)
-        The derivative in the features of the last layer, beside that through the outputs, is
-        ``of_phi * phi``.
-    of_weight : Tensor of shape (k, d, d)
-        The derivative in the weight of the last layer, beside that through the outputs, is
-        ``of_weight @ rows``.
-    rows : Tensor of shape (k, d, m)
-        The weight, which may be moved by the same vector in all rows.
+    Shapes: `value` (k,), `z` (k, n, d), `of_phi` (k, n, 1), `of_weight` (k, d, d), `rows` (k, d,
+    m).
     """
 
     value: Tensor

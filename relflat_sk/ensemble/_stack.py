@@ -22,23 +22,6 @@ class Stack:
     epoch, the stack gets them back: a callback may have changed them, also through ``data``, which
     leaves no trace. The states of the optimizers are views of the stack. A stack of one network is
     itself a view of the network's own tensors.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        At least one; all of one group.
-    unused : collection of str, default=()
-        The parameters that the loss does not depend on. As in a loop of torch, they have no
-        gradient, and no step moves them: no weight decay, and no momentum that they once had.
-
-    Attributes
-    ----------
-    is_view : bool
-        Whether the tensors are the network's own.
-    weights, gradients : dict of str to Tensor of shape (k, ...)
-        By the names of the parameters.
-    buffers : dict of str to Tensor of shape (k, ...)
-        By the names of the buffers.
     """
 
     def __init__(self, members: Sequence[Member], unused: Collection[str] = ()) -> None:
@@ -63,18 +46,7 @@ class Stack:
         return all(map(self.holds, self.members))
 
     def holds(self, member: Member) -> bool:
-        """Return whether a network is in the stack, with the tensors that it has now.
-
-        Parameters
-        ----------
-        member : Member
-            Any network.
-
-        Returns
-        -------
-        bool
-            False if a callback has replaced tensors of the network, or of its optimizer.
-        """
+        """Return whether a network is in the stack, with the tensors that it has now."""
         return self._places.get(id(member)) == _find_places(member)
 
     def _stack_states(self) -> None:
@@ -108,18 +80,7 @@ class Stack:
         return [tensor for name, tensor in named if name not in self._unused]
 
     def of(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the weights and the buffers of some members.
-
-        Parameters
-        ----------
-        positions : sequence of int
-            Which members.
-
-        Returns
-        -------
-        weights, buffers : dict of str to Tensor of shape (len(positions), ...)
-            Those of the stack itself if these are all members in their order.
-        """
+        """Return the weights and the buffers of some members. Shapes: returns (len(positions)."""
         if list(positions) == list(range(len(self.members))):
             return self.weights, self.buffers
         chosen = list(positions)
@@ -148,18 +109,7 @@ class Stack:
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
 
     def make_update(self, fused: bool) -> Update:
-        """Make the steps of an epoch, with the settings that the optimizers have now.
-
-        Parameters
-        ----------
-        fused : bool
-            Whether to use torch's fused kernels.
-
-        Returns
-        -------
-        Update
-            Changes weights and states of the stack.
-        """
+        """Make the steps of an epoch, with the settings that the optimizers have now."""
         settings = [member.settings for member in self.members]
         weights, gradients = self._used(self.weights.items()), self._used(self.gradients.items())
         return self._kind(weights, gradients, self._states, settings, fused)
@@ -174,18 +124,7 @@ def _find_places(member: Member) -> list[int]:
 
 
 def stack_tensors(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    """Stack the tensors of several networks by their names.
-
-    Parameters
-    ----------
-    named : sequence of iterable of (str, Tensor)
-        The tensors of each network.
-
-    Returns
-    -------
-    dict of str to Tensor of shape (k, ...)
-        Detached; those of a single network are not copied.
-    """
+    """Stack the tensors of several networks by their names. Shapes: returns (k, ...)."""
     tensors = [dict(one) for one in named]
     return {name: _joined([one[name].detach() for one in tensors]) for name in tensors[0]}
 
@@ -203,13 +142,7 @@ def _steps_made(state: Mapping[str, Any], names: Sequence[str]) -> Tensor:
 
 
 def release_states(optimizer: Any) -> None:
-    """Copy the states of an optimizer out of the stack.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Its states may be views of larger tensors.
-    """
+    """Copy the states of an optimizer out of the stack."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):

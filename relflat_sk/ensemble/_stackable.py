@@ -50,18 +50,6 @@ class Parts:
     """The modules inside of a network, with their tensors, all from one pass over it.
 
     torch's own iterators take longer than an epoch's other checks.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Attributes
-    ----------
-    modules : list of (str, nn.Module)
-        Each module by its name, more than once if it has several names.
-    parameters, buffers : list of (str, Tensor)
-        Their tensors, in the same way.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,23 +73,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_stackable(net: Any, parts: Parts, fit_params: Mapping[str, Any]) -> None:
-    """Refuse nets that need a training loop of their own.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        The net in training.
-    parts : Parts
-        Those of its network.
-    fit_params : dict
-        Further arguments of its network.
-
-    Raises
-    ------
-    NotStackable
-        If the net has its own training step, or if a callback, a hook or a setting takes part in
-        the steps.
-    """
+    """Refuse nets that need a training loop of their own."""
     _check_step(net, fit_params)
     _check_callbacks(net)
     _check_network(net, parts)

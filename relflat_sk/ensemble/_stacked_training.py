@@ -73,24 +73,7 @@ def stacked_training(fleet: int | str = "auto") -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Job:
-    """A function that joblib has submitted.
-
-    Parameters
-    ----------
-    function : callable
-        Takes no arguments.
-    callback : callable
-        To be called with the job when the function has ended.
-
-    Attributes
-    ----------
-    is_done : bool
-        Whether joblib knows that the function has ended.
-    result : object
-        What it has returned.
-    error : Exception or None
-        What it has raised.
-    """
+    """A function that joblib has submitted."""
 
     function: Callable[[], Any]
     callback: Callable[["_Job"], None]
@@ -107,15 +90,7 @@ class _Job:
 
 
 class _InTurns(ParallelBackendBase):
-    """A backend of joblib that runs functions in turns, and trains the nets in them together.
-
-    Parameters
-    ----------
-    size : int
-        Number of functions at a time.
-    auto : bool
-        As in `Fleet`.
-    """
+    """A backend of joblib that runs functions in turns, and trains the nets in them together."""
 
     uses_threads = True
     supports_sharedmem = True
@@ -134,27 +109,7 @@ class _InTurns(ParallelBackendBase):
         return self.size
 
     def configure(self, n_jobs: int = 1, parallel: Any = None, **kwargs: Any) -> int:
-        """Begin a call of joblib; one that begins inside of another runs in order.
-
-        Parameters
-        ----------
-        n_jobs : int, default=1
-            Not used.
-        parallel : joblib.Parallel, optional
-            Not used.
-        **kwargs
-            Not used.
-
-        Returns
-        -------
-        int
-            The number of functions at a time.
-
-        Raises
-        ------
-        FallbackToBackend
-            If another call has not ended; joblib then runs the functions in order.
-        """
+        """Begin a call of joblib; one that begins inside of another runs in order."""
         if self._fleet is not None:
             raise FallbackToBackend(SequentialBackend(nesting_level=1))
         self._fleet = Fleet(self.size, auto=self.auto)

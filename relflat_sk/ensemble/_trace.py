@@ -13,14 +13,7 @@ __all__ = ["Trace", "Traced"]
 class Traced:
     """A linear layer in a forward pass.
 
-    Parameters
-    ----------
-    inputs : Tensor of shape (k, n, m)
-        Its inputs.
-    output : Tensor of shape (k, n, d)
-        Its outputs, or zeros that are added to them: gradients in both are the same.
-    weight : Tensor of shape (k, d, m)
-        Its weight.
+    Shapes: `inputs` (k, n, m), `output` (k, n, d), `weight` (k, d, m).
     """
 
     inputs: Tensor
@@ -29,17 +22,7 @@ class Traced:
 
 
 class Trace:
-    """A forward pass with its graph.
-
-    Parameters
-    ----------
-    layers : dict of str to Traced
-        The linear layers by name, in the order of their calls.
-    leaves : dict of str to Tensor of shape (k, ...)
-        The weights, which begin the graph.
-    gradients : dict of str to Tensor of shape (k, ...)
-        Where gradients go.
-    """
+    """A forward pass with its graph. Shapes: `leaves`, `gradients` (k, ...)."""
 
     def __init__(
         self,
@@ -57,15 +40,7 @@ class Trace:
         return last.output, last.inputs, last.weight
 
     def backward(self, tensors: Sequence[Tensor], outer: Sequence[Tensor]) -> None:
-        """Compute the gradients of the weights.
-
-        Parameters
-        ----------
-        tensors : sequence of Tensor
-            Tensors of the graph.
-        outer : sequence of Tensor
-            The gradient in each of them.
-        """
+        """Compute the gradients of the weights."""
         leaves = list(self._leaves.values())
         found = torch.autograd.grad(tensors, leaves, outer, materialize_grads=True)
         for name, gradient in zip(self._leaves, found, strict=True):

@@ -24,18 +24,7 @@ Tensors = list[Tensor]  # one for each parameter, with the members on the first 
 class Update(ABC):
     """The steps of an epoch; members keep their settings in it.
 
-    Parameters
-    ----------
-    weights, gradients : list of Tensor of shape (k, ...)
-        One tensor for each parameter of the network, with k members.
-    states : dict of str to list of Tensor
-        The optimizer's state by its names in torch, with tensors like the weights, and the
-        entry "step": a list with one tensor, the number of steps made, of shape (k, number of
-        parameters).
-    settings : sequence of dict
-        The settings of each member, as in a torch optimizer's ``param_groups``.
-    fused : bool
-        Whether torch has fused kernels for the device.
+    Shapes: `weights, gradients` (k, ...).
     """
 
     # the names of the state's tensors
@@ -237,23 +226,7 @@ _OPTIMIZERS: dict[type, type[Update]] = {
 
 
 def find_update(optimizer: torch.optim.Optimizer) -> type[Update]:
-    """Find the steps of an optimizer, as it is set now.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        With one group of parameters.
-
-    Returns
-    -------
-    type of Update
-        The same for optimizers that can be stacked.
-
-    Raises
-    ------
-    NotStackable
-        If the optimizer is of another class than these.
-    """
+    """Find the steps of an optimizer, as it is set now."""
     if type(optimizer) not in _OPTIMIZERS:
         names = [kind.__name__ for kind in _OPTIMIZERS]
         raise NotStackable(f"its optimizer is {type(optimizer).__name__}, not one of {names}")

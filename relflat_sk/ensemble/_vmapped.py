@@ -31,17 +31,7 @@ class _Masked(nn.Module):
 
 
 class Vmapped:
-    """Any network that `torch.func.vmap` takes, many times.
-
-    Parameters
-    ----------
-    module : nn.Module
-        One of the networks; it is copied.
-    last : str or None
-        Name of the last layer, if its features are needed.
-    earlier : iterable of str, default=()
-        Names of the linear layers before it that `trace` records.
-    """
+    """Any network that `torch.func.vmap` takes, many times."""
 
     def __init__(self, module: nn.Module, last: str | None, earlier: Iterable[str] = ()) -> None:
         self._skeleton = copy.deepcopy(module).to("meta").train()
@@ -76,10 +66,7 @@ class Vmapped:
     def bind(self, weights: Tensors, gradients: Tensors, buffers: Tensors) -> None:
         """Use the weights of a stack, and write gradients to it.
 
-        Parameters
-        ----------
-        weights, gradients, buffers : dict of str to Tensor of shape (k, ...)
-            As in a stack.
+        Shapes: `weights, gradients, buffers` (k, ...).
         """
         self._weights, self._gradients, self._buffers = weights, gradients, buffers
 
@@ -93,16 +80,7 @@ class Vmapped:
     def trace(self, x: Tensor) -> Trace:
         """Compute outputs with a graph that can be differentiated twice.
 
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        Trace
-            The forward pass. In place of an earlier layer's output, by which gradients are taken,
-            it holds zeros that are added to the output.
+        Shapes: `x` (k, n, ...).
         """
         leaves = {name: w.detach().requires_grad_() for name, w in self._weights.items()}
         weights = {name: leaves[f"{name}.weight"] for name in (*self._earlier, str(self._last))}
@@ -132,19 +110,7 @@ class Vmapped:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with the features and the weight of the last layer if needed.
 
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        z : Tensor of shape (k, n, ...)
-            Outputs.
-        phi : Tensor of shape (k, n, m)
-            Features; the outputs if they are not needed.
-        weight : Tensor of shape (k, d, m)
-            The weight; the outputs if it is not needed.
+        Shapes: `x` (k, n, ...); returns z (k, n, ...), phi (k, n, m), weight (k, d, m).
         """
         with torch.enable_grad():
             self._leaves = {n: w.detach().requires_grad_() for n, w in self._weights.items()}
@@ -153,35 +119,12 @@ class Vmapped:
         return z, phi, z if self._last is None else self._weights[f"{self._last}.weight"]
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Compute outputs in evaluation mode.
-
-        Parameters
-        ----------
-        x : Tensor of shape (k, n, ...)
-            Inputs.
-
-        Returns
-        -------
-        Tensor of shape (k, n, ...)
-            Outputs.
-        """
+        """Compute outputs in evaluation mode. Shapes: `x` (k, n, ...); returns (k, n, ...)."""
         with self._in_evaluation() as buffers:
             return vmap(self._call)(self._weights, buffers, x)[0]
 
     def map(self, function: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> Any:
-        """Call a function for each network, all at once, in evaluation mode.
-
-        Parameters
-        ----------
-        function : callable
-            Gets the weight of the last layer, and a function from inputs to the outputs of the
-            network and the features of the last layer. Returns tensors.
-
-        Returns
-        -------
-        object
-            The tensors, with the networks on their first axis.
-        """
+        """Call a function for each network, all at once, in evaluation mode."""
 
         def of_one(weights: Tensors, buffers: Tensors) -> Any:
             weight = weights[f"{self._last}.weight"]
@@ -202,26 +145,13 @@ class Vmapped:
             self._skeleton.train()
 
     def backward(self, z: Tensor) -> None:
-        """Compute the gradients of the weights.
-
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, ...)
-            Gradient in the outputs.
-        """
+        """Compute the gradients of the weights. Shapes: `z` (k, n, ...)."""
         self._backward(self._outputs[0], z)
 
     def backward_from_last(self, z: Tensor, phi: Tensor, weight: Tensor) -> None:
         """Compute the gradients of the weights, with all gradients at the last layer known.
 
-        Parameters
-        ----------
-        z : Tensor of shape (k, n, d)
-            Gradient in the outputs.
-        phi : Tensor of shape (k, n, m)
-            Gradient in the last features, that through the outputs included.
-        weight : Tensor of shape (k, d, m)
-            Gradient in the last weight, that through the outputs included.
+        Shapes: `z` (k, n, d), `phi` (k, n, m), `weight` (k, d, m).
         """
         self._backward(self._outputs[-1], phi)
         self._gradients[f"{self._last}.weight"].copy_(weight)

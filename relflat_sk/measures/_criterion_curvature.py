@@ -17,17 +17,6 @@ def criterion_has_curvature(network: Network) -> bool:
 
     Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
     The 0-1 loss, a detached loss and the mean absolute error are such criteria.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-
-    Returns
-    -------
-    bool
-        True without labels, and for a loss that has reached its lowest value: its gradient is
-        zero there, so that the network is flat indeed.
     """
     with borrowed(network.module):
         # by its formula, also where outputs are too large to show it in float32

@@ -25,18 +25,5 @@ class Estimate:
 
 
 def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:
-    """Return an estimate with the tolerance of the iteration for norms that led to it.
-
-    Parameters
-    ----------
-    estimate : Estimate
-        Computed from the norms.
-    stderr : float
-        How far the iteration may be off, in the unit of the estimate; 0 if there was none.
-
-    Returns
-    -------
-    Estimate
-        The estimate itself if it is exact.
-    """
+    """Return an estimate with the tolerance of the iteration for norms that led to it."""
     return replace(estimate, stderr=stderr, method="lanczos") if stderr > 0 else estimate

@@ -12,19 +12,7 @@ PENALTY = "flatness_penalty"
 
 
 def flatness_columns(net: NeuralNet) -> dict[str, float]:
-    """Return the columns of flatness in a net's history, with the sign that makes small flat.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A trained net.
-
-    Returns
-    -------
-    dict of str to float
-        In the order of the history: 1 for the column of the penalty and of `relative_flatness`, -1
-        for the columns of a `FlatnessScorer`, which records minus the flatness.
-    """
+    """Return the columns of flatness in a net's history, with the sign that makes small flat."""
     signs = {PENALTY: 1.0}
     for _, callback in getattr(net, "callbacks_", []):
         if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer):

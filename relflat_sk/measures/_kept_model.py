@@ -21,15 +21,6 @@ def kept_model(model: Any) -> Iterator[None]:
 
     Inside the context a network is in evaluation mode, see `borrowed`. Its gradients are None, so
     that a backward pass adds to no gradient of the user's.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        The model.
-
-    Yields
-    ------
-    None
     """
     estimator = final_estimator(model)
     module = getattr(estimator, "module_", estimator)

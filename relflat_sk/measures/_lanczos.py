@@ -31,43 +31,7 @@ def largest_eigenvalue(
     random_state: RandomState,
     where: str,
 ) -> tuple[float, float]:
-    """Find the largest (algebraic) eigenvalue by Lanczos' iteration.
-
-    Parameters
-    ----------
-    product : callable
-        Multiplies the matrix with a vector; both of shape (size,) in float64.
-    size : int
-        Number of rows.
-    rtol : float
-        Relative tolerance of the stopping rule.
-    random_state : int, RandomState or None
-        Seeds the vector that the iteration starts from.
-    where : str
-        What the matrix belongs to, for the warning.
-
-    Returns
-    -------
-    value : float
-        The eigenvalue; nan if a product is not finite or there is no convergence.
-    error : float
-        Norm of the eigenvector's residual, which bounds the distance to an eigenvalue; 0 for small
-        matrices, whose eigenvalues are computed directly.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the iteration does not converge.
-
-    Examples
-    --------
-    >>> diagonal = np.arange(100.0)
-    >>> value, error = largest_eigenvalue(
-    ...     lambda v: diagonal * v, 100, rtol=1e-9, random_state=0, where="here"
-    ... )
-    >>> round(value, 6), error < 1e-6
-    (99.0, True)
-    """
+    """Find the largest (algebraic) eigenvalue by Lanczos' iteration."""
 
     def checked(vector: Vector) -> Vector:
         found = product(np.asarray(vector, dtype=np.float64).reshape(-1))

@@ -65,39 +65,6 @@ def measure_network(
 
     All traces, the gradient norm, the mean loss, the number of samples and the shape of the
     outputs come from one pass; the largest eigenvalues begin with it.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    names : sequence of str
-        Some of `get_measure_names`; an `OwnMeasure` for those that the user wrote, which need the
-        network's source.
-    layers : sequence of int, str or nn.Module, or "all"
-        Where to measure what belongs to a layer.
-    weight_decay : float, default=0
-        Coefficient ``wd`` of the optimiser, whose ``wd/2 |W|^2`` counts into the loss.
-    refuse : bool, default=True
-        Whether to raise if a measure does not apply to the network. Otherwise its value is
-        nan, with a warning.
-    per_sample : bool, default=False
-        Whether to return the terms of the means over samples, too.
-    **params : dict
-        `method`, `n_probes`, `rtol` and `random_state` as in `relflat_sk.relative_flatness`,
-        and the arguments of the measures of the whole network.
-
-    Returns
-    -------
-    dict of (layer name, measure name) to Flatness
-        The layer is empty for a measure of the whole network.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, weight decay cannot be counted into a measure, or a
-        measure without terms is asked for its terms.
-    TypeError
-        If none of the measures takes an argument.
     """
     check_number("weight_decay", weight_decay, positive=False)
     check_arguments(names, params)
@@ -125,49 +92,19 @@ def measure_network(
 
 
 def warn_of(network: Network, found: Found) -> None:
-    """Warn of a negative curvature, and of a criterion without any.
-
-    Parameters
-    ----------
-    network : Network
-        The network.
-    found : dict of (layer name, measure name) to Flatness
-        Its measures.
-    """
+    """Warn of a negative curvature, and of a criterion without any."""
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
 
 
 def counts_decay(name: str) -> bool:
-    """Return whether the optimiser's weight decay can be counted into a measure.
-
-    Parameters
-    ----------
-    name : str
-        One of `get_measure_names`.
-
-    Returns
-    -------
-    bool
-        False for what is no curvature in units of the weights.
-    """
+    """Return whether the optimiser's weight decay can be counted into a measure."""
     return not _is_whole(name) and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
 
 
 def is_of_network(name: str) -> bool:
-    """Return whether a measure belongs to the network as a whole, so that it has no layer.
-
-    Parameters
-    ----------
-    name : str
-        One of `get_measure_names`, or an `OwnMeasure`.
-
-    Returns
-    -------
-    bool
-        False for the measures of a layer.
-    """
+    """Return whether a measure belongs to the network as a whole, so that it has no layer."""
     return name == "network_flatness" or _is_whole(name)
 
 
@@ -202,20 +139,7 @@ def _check_per_sample(names: Sequence[str]) -> None:
 
 
 def check_layers(names: Sequence[str], layers: Any) -> None:
-    """Refuse a choice of layers if all measures are of the whole network.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of measures.
-    layers : int, str, nn.Module or sequence of these
-        The layers as the user gave them; -1 and "all" are the defaults.
-
-    Raises
-    ------
-    ValueError
-        If no measure takes a layer.
-    """
+    """Refuse a choice of layers if all measures are of the whole network."""
     is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
     if not is_default and all(map(is_of_network, names)):
         raise ValueError(
@@ -236,20 +160,7 @@ def _check_decay(names: Sequence[str], weight_decay: float) -> None:
 
 
 def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
-    """Refuse arguments that none of the measures takes.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of measures.
-    params : mapping
-        Arguments by name, without `weight_decay`.
-
-    Raises
-    ------
-    TypeError
-        If there is such an argument.
-    """
+    """Refuse arguments that none of the measures takes."""
     known = _SEED.union(*map(_arguments, names))
     if not all(isinstance(name, OwnMeasure) for name in names):
         known |= _OF_LAYERS

@@ -45,17 +45,7 @@ _OF_ANY_SIZE = {"hessian_trace", "hessian_max_eigenvalue", "neuron_flatness_max"
 
 @dataclass(frozen=True)
 class ConstantComparison:
-    """A model's loss and score on some data, beside those of the best constant prediction.
-
-    Parameters
-    ----------
-    loss : float
-        The mean loss; nan without labels.
-    constant_loss : float
-        The mean loss of the best constant prediction; nan if it is not known.
-    score : Score or None
-        Accuracy or R2; None if the loss is lower than the constant's, which says enough.
-    """
+    """A model's loss and score on some data, beside those of the best constant prediction."""
 
     loss: float
     constant_loss: float
@@ -76,18 +66,7 @@ class ConstantComparison:
         return self.score is not None and self.score.beats_constant
 
     def is_lower_by(self, share: float) -> bool:
-        """Return whether the loss is below the constant's by more than a share of it.
-
-        Parameters
-        ----------
-        share : float
-            From 0 to 1.
-
-        Returns
-        -------
-        bool
-            False if one of the losses is nan.
-        """
+        """Return whether the loss is below the constant's by more than a share of it."""
         return self.loss < self.constant_loss - share * abs(self.constant_loss)
 
 
@@ -95,16 +74,6 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
     """Compare a model with the best constant prediction on the data that it was measured on.
 
     The network runs again, for the score, only if its loss is no lower than the constant's.
-
-    Parameters
-    ----------
-    measured : Flatness
-        From the pass over the data.
-
-    Returns
-    -------
-    ConstantComparison
-        Losses, and the score where it matters.
     """
     with measured.network.processes.together():
         comparison = ConstantComparison(measured.risk, measured.constant_risk())
@@ -117,25 +86,7 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
 def find_objection(
     model: Any, measure: str, flatness: float, comparison: ConstantComparison
 ) -> str | None:
-    """Explain why the flatness of a model is no score.
-
-    Parameters
-    ----------
-    model : estimator or nn.Module
-        Its record of training is read, if there is one.
-    measure : str
-        The measure's name.
-    flatness : float
-        The measured value.
-    comparison : ConstantComparison
-        The model's loss and score.
-
-    Returns
-    -------
-    str or None
-        The end of a sentence about the model. None if it is at a minimum that has a curvature, as
-        far as this can be told.
-    """
+    """Explain why the flatness of a model is no score."""
     if not math.isfinite(flatness) and (math.isfinite(comparison.loss) or not comparison.is_known):
         return f"cannot be scored: the measure {measure!r} is {flatness:.3g}"
     problem = _why_no_minimum(model, comparison) if comparison.is_known else None
@@ -152,22 +103,7 @@ def find_objection(
 
 
 def has_vanished(measure: str, flatness: float, comparison: ConstantComparison) -> bool:
-    """Return whether a measure is a curvature that is zero up to rounding.
-
-    Parameters
-    ----------
-    measure : str
-        The measure's name.
-    flatness : float
-        The measured value.
-    comparison : ConstantComparison
-        The model's loss.
-
-    Returns
-    -------
-    bool
-        True for a saturated network, or a criterion without curvature.
-    """
+    """Return whether a measure is a curvature that is zero up to rounding."""
     if measure not in CURVATURES:
         return False
     if not comparison.is_known or measure in _OF_ANY_SIZE:
@@ -205,18 +141,7 @@ def _describe(score: Score | None) -> str:
 
 
 def made_progress(model: Any) -> bool:
-    """Return whether the record of a training shows that it has lowered its own loss.
-
-    Parameters
-    ----------
-    model : estimator or nn.Module
-        A skorch net has a history, an MLP of scikit-learn a loss curve.
-
-    Returns
-    -------
-    bool
-        True also for a model without a record: a bare module, or another estimator.
-    """
+    """Return whether the record of a training shows that it has lowered its own loss."""
     if isinstance(model, NeuralNet):
         return _history_shows_progress(model)
     curve = getattr(model, "loss_curve_", None)

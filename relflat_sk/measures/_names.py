@@ -139,26 +139,7 @@ def get_measure_names() -> list[str]:
 
 
 def find_measure(measure: Any) -> str:
-    """Find a measure by its name, or by the user's own function, which needs no name.
-
-    Parameters
-    ----------
-    measure : str or callable
-        As the user gave it.
-
-    Returns
-    -------
-    str
-        The name; an `OwnMeasure` if it is the user's own.
-
-    Raises
-    ------
-    TypeError
-        If it is a function, but not of model, X and y.
-    ValueError
-        If there is no such measure, with a list of the measures; or if the function has the name
-        of another column.
-    """
+    """Find a measure by its name, or by the user's own function, which needs no name."""
     measure = hold_functions(measure)
     if isinstance(measure, OwnMeasure):
         return measure
@@ -185,25 +166,7 @@ def find_measure(measure: Any) -> str:
 
 
 def find_single_measure(measure: Any) -> str:
-    """Find the measure of a scorer, of which there is one.
-
-    Parameters
-    ----------
-    measure : str or callable
-        As the user gave it.
-
-    Returns
-    -------
-    str
-        See `find_measure`.
-
-    Raises
-    ------
-    TypeError
-        As from `find_measure`.
-    ValueError
-        If there are several measures; otherwise as from `find_measure`.
-    """
+    """Find the measure of a scorer, of which there is one."""
     if isinstance(measure, list | tuple | set | dict):
         raise ValueError(
             f"a scorer takes one measure, got measure={measure!r}. For several, pass a dict of "
@@ -214,28 +177,7 @@ def find_single_measure(measure: Any) -> str:
 
 
 def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
-    """Find the measures of a table, after a check of each of them.
-
-    Parameters
-    ----------
-    measures : str, callable or iterable of these
-        As the user gave them.
-    neurons : bool, default=False
-        Whether `NEURONS` may be among the names.
-
-    Returns
-    -------
-    list of str
-        At least one name, see `find_measure`.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a measure nor a list of measures.
-    ValueError
-        If there is none, or no measure of one of the names; if a function has no name, or two
-        functions have the same.
-    """
+    """Find the measures of a table, after a check of each of them."""
     if callable(measures):
         measures = [measures]
     if not isinstance(measures, Iterable):
@@ -271,18 +213,7 @@ def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
 
 
 def hold_functions(measures: Any) -> Any:
-    """Let the registered names among measures hold their functions, for other processes.
-
-    Parameters
-    ----------
-    measures : str, callable or sequence of these
-        As the user gave them.
-
-    Returns
-    -------
-    str, callable or sequence of these
-        The same, with an `OwnMeasure` in place of each registered name.
-    """
+    """Let the registered names among measures hold their functions, for other processes."""
     if isinstance(measures, OwnMeasure):
         return measures
     if isinstance(measures, str):

@@ -11,18 +11,7 @@ __all__ = ["warn_of_non_finite"]
 
 
 def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
-    """Say why measures are nan or infinite, unless the measures have said so themselves.
-
-    Parameters
-    ----------
-    found : dict of (layer name, measure name) to Flatness
-        Measures of one network.
-
-    Warns
-    -----
-    FlatnessWarning
-        If values are not finite because weights or the mean loss are not.
-    """
+    """Say why measures are nan or infinite, unless the measures have said so themselves."""
     # by name, not by layer: a network that diverged has diverged at all of them
     names = dict.fromkeys(name for (_, name), one in found.items() if not math.isfinite(one.value))
     if not names:

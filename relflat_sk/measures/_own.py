@@ -43,22 +43,6 @@ class OwnMeasure(str):
 
     As a string it can be the key of a table or a study as any other name. As it holds its
     function, it works in processes in which nothing was registered.
-
-    Parameters
-    ----------
-    name : str
-        Its name in tables.
-    function : callable
-        ``f(model, X, y)``, perhaps with further arguments.
-    invariance : str, default="unknown"
-        The cell of reports.
-
-    Raises
-    ------
-    TypeError
-        If the function cannot be called with model, X and y.
-    ValueError
-        If an argument has a name that functions that measure use themselves.
     """
 
     function: Callable[..., Any]
@@ -84,27 +68,7 @@ class OwnMeasure(str):
         return _unpickle, (str(self), cloudpickle.dumps(self.function), self.invariance)
 
     def measure(self, network: Network, **params: Any) -> Estimate:
-        """Measure a model.
-
-        Parameters
-        ----------
-        network : Network
-            The network that was made of the model; the function gets the model itself.
-        **params : dict
-            Arguments of the function.
-
-        Returns
-        -------
-        Estimate
-            What the function returns.
-
-        Raises
-        ------
-        TypeError
-            If the function returns anything but a number or a pair of numbers.
-        ValueError
-            If there are sample weights, which the function does not take.
-        """
+        """Measure a model."""
         source = network.source
         assert source is not None
         if source.sample_weight is not None:

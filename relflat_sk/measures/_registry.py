@@ -62,40 +62,11 @@ INVARIANCES: dict[str, dict[str, Verdict]] = {
 
 
 def invariance_table() -> pd.DataFrame:
-    """Return the table, one row per measure and one column per reparameterisation.
-
-    Returns
-    -------
-    DataFrame
-        "same" where a change of weights does not change the measure, "different" elsewhere.
-
-    Examples
-    --------
-    >>> invariance_table().loc["relative_flatness", "layer"]
-    'same'
-    """
+    """Return the table, one row per measure and one column per reparameterisation."""
     return pd.DataFrame.from_dict(INVARIANCES, orient="index")
 
 
 def describe_invariance(measure: str) -> str:
-    """List the changes of weights under which a measure is invariant, for a cell of a report.
-
-    Parameters
-    ----------
-    measure : str
-        A key of `INVARIANCES`.
-
-    Returns
-    -------
-    str
-        Keys of `REPARAMETERIZATIONS`, or "none".
-
-    Examples
-    --------
-    >>> describe_invariance("relative_flatness")
-    'layer, own neurons'
-    >>> describe_invariance("hessian_trace")
-    'none'
-    """
+    """List the changes of weights under which a measure is invariant, for a cell of a report."""
     same = [change for change, verdict in INVARIANCES[measure].items() if verdict == "same"]
     return ", ".join(same) or "none"

@@ -22,19 +22,7 @@ _STANDARD_ERRORS = 2
 
 @dataclass(frozen=True)
 class Score:
-    """A network's score, and that of the best constant prediction.
-
-    Parameters
-    ----------
-    name : str
-        "accuracy" or "R2".
-    value : float
-        The network's score.
-    constant : float
-        The score of the best constant prediction on the same data.
-    margin : float
-        By how much a score can exceed `constant` by chance or by rounding.
-    """
+    """A network's score, and that of the best constant prediction."""
 
     name: str
     value: float
@@ -52,16 +40,6 @@ def score_of(network: Network) -> Score | None:
 
     The criterion decides which. For a criterion that is not in the table of losses, the shape
     and the values of the labels decide.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-
-    Returns
-    -------
-    Score or None
-        None if there are no labels, no sample counts, or the labels fit no score.
     """
     rows = []
     with borrowed(network.module), torch.no_grad():

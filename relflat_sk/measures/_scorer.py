@@ -165,35 +165,7 @@ class FlatnessScorer(BaseEstimator):
     __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # has the class's signature
 
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
-        """Score a fitted model.
-
-        Parameters
-        ----------
-        estimator : fitted estimator
-            Any model that `relative_flatness` measures.
-        X : array-like of shape (n, ...)
-            Inputs as the estimator takes them.
-        y : array-like of shape (n, ...), default=None
-            Labels or targets, as in `fit`.
-        sample_weight : array-like of shape (n,), default=None
-            Weight of each sample in the mean loss whose flatness is measured, and in the score
-            of the check.
-
-        Returns
-        -------
-        float
-            Minus the flatness, in the unit of the loss; nan for a rejected model.
-
-        Raises
-        ------
-        ValueError
-            If an argument of the scorer or the data are not as expected, or the net has not
-            recorded this measure at this layer.
-        TypeError
-            If there is no network in the estimator.
-        sklearn.exceptions.NotFittedError
-            If the estimator is not fitted.
-        """
+        """Score a fitted model. Shapes: `sample_weight` (n,)."""
         self._check_parameters()
         if self.data == "train":
             flatness, comparison = self._read_recorded(estimator, X)

@@ -164,19 +164,7 @@ def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
 
     If a combination has a single minimum, resamples are drawn from all minima instead.
 
-    Parameters
-    ----------
-    levels : ndarray of int of shape (n, k)
-        Level numbers of the hyper-parameters; equal rows are one combination (cell).
-    n_bootstrap : int
-        Number of resamples.
-    seed : int
-        Seed of the draws.
-
-    Returns
-    -------
-    ndarray of shape (n_bootstrap, n)
-        The counts; every row sums to n.
+    Shapes: `levels` (n, k); returns (n_bootstrap, n).
     """
     cells, cell, sizes = np.unique(levels, axis=0, return_inverse=True, return_counts=True)
     if len(cells) == 0 or sizes.min() < 2:

@@ -21,22 +21,7 @@ CONFIDENCE = 0.95
 
 
 def resample(n: int, n_bootstrap: int, seed: int) -> Floats:
-    """Draw bootstrap resamples of n minima.
-
-    Parameters
-    ----------
-    n : int
-        Number of minima.
-    n_bootstrap : int
-        Number of resamples.
-    seed : int
-        Seed of the draws.
-
-    Returns
-    -------
-    ndarray of shape (n_bootstrap, n)
-        The counts; every row sums to n.
-    """
+    """Draw bootstrap resamples of n minima. Shapes: returns (n_bootstrap, n)."""
     if n == 0:
         return np.zeros((n_bootstrap, 0))
     rng = np.random.default_rng(seed)
@@ -44,18 +29,7 @@ def resample(n: int, n_bootstrap: int, seed: int) -> Floats:
 
 
 def interval(resampled: Floats) -> tuple[float, float]:
-    """Return the ends of the 95% percentile interval.
-
-    Parameters
-    ----------
-    resampled : ndarray of shape (b,)
-        The statistic in each resample; values that are not finite are left out.
-
-    Returns
-    -------
-    low, high : float
-        The ends, nan where no resample is finite.
-    """
+    """Return the ends of the 95% percentile interval. Shapes: `resampled` (b,)."""
     resampled = resampled[np.isfinite(resampled)]
     if not len(resampled):
         return np.nan, np.nan
@@ -67,17 +41,7 @@ def interval(resampled: Floats) -> tuple[float, float]:
 def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the sign of the difference in each pair of values.
 
-    Parameters
-    ----------
-    values : ndarray of shape (n,)
-        The values, of any size: they are compared, as a difference may overflow.
-    first, second : ndarray of int of shape (p,)
-        The positions of the values of each pair.
-
-    Returns
-    -------
-    ndarray of int of shape (p,)
-        -1, 0 or 1.
+    Shapes: `values` (n,), `first, second` (p,); returns (p,).
     """
     a, b = values[first], values[second]
     return np.subtract(a > b, a < b, dtype=np.intp)

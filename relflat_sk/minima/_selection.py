@@ -28,19 +28,7 @@ BASELINE = "train_loss"
 
 @dataclass(frozen=True)
 class SelectedMinima:
-    """A table of minima, and which of them a statistic uses.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        All minima, N rows.
-    target : ndarray of shape (N,)
-        The values to predict, nan where unknown.
-    usable : ndarray of bool of shape (N,)
-        Whether the minimum converged and has a finite target.
-    measures : list of str
-        The measures, and the training loss as a baseline.
-    """
+    """A table of minima, and which of them a statistic uses. Shapes: `target`, `usable` (N,)."""
 
     table: pd.DataFrame
     target: Floats
@@ -53,17 +41,7 @@ class SelectedMinima:
         The minima are sorted by target and measure, so that a seed draws the same resamples
         whatever the order of the table.
 
-        Parameters
-        ----------
-        measure : str
-            A column of the table.
-
-        Returns
-        -------
-        rows : ndarray of int of shape (n,)
-            Positions of the minima in the table.
-        x, y : ndarray of shape (n,)
-            Their values of the measure and of the target.
+        Shapes: returns rows (n,), (n,).
         """
         x = numeric_column(self.table, measure, argument="measure")
         order = np.lexsort((x, self.target))
@@ -71,48 +49,14 @@ class SelectedMinima:
         return rows, x[rows], self.target[rows]
 
     def measures_except(self, columns: list[str]) -> list[str]:
-        """Return the measures without some columns.
-
-        Parameters
-        ----------
-        columns : list of str
-            Columns that serve as hyper-parameters.
-
-        Returns
-        -------
-        list of str
-            The other measures, in order.
-        """
+        """Return the measures without some columns."""
         return [name for name in self.measures if name not in columns]
 
 
 def select_minima(
     minima: Any, target: str | Callable[..., Any], n_bootstrap: int
 ) -> SelectedMinima:
-    """Select the minima with which measures can be compared to a target.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-        The minima.
-    target : str or callable
-        The numeric column to predict, or the function of which it is the measure.
-    n_bootstrap : int
-        The caller's number of bootstrap resamples, which is only checked.
-
-    Returns
-    -------
-    SelectedMinima
-        The minima, and the names of the measures in the table's order.
-
-    Raises
-    ------
-    TypeError
-        If `minima` is neither a table nor a study nor a fitted search.
-    ValueError
-        If there is no numeric column `target`, fewer than 3 converged minima have a finite
-        target, or `n_bootstrap` is not a positive integer.
-    """
+    """Select the minima with which measures can be compared to a target."""
     table, target = minima_table(minima), column_of(target)
     reason = "it is the number of resamples behind each interval, usually 1000"
     check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)

@@ -27,27 +27,7 @@ def choose_measures(
     measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
     target: str,
 ) -> list[str]:
-    """Return the measures to draw.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-    measures : str, callable, sequence of these or None
-        The user's choice; None for all measures in the table.
-    target : str
-        The column to predict, which is not compared to itself.
-
-    Returns
-    -------
-    list of str
-        Numeric columns of the table.
-
-    Raises
-    ------
-    ValueError
-        If a column is missing or not numeric, or there is no measure.
-    """
+    """Return the measures to draw."""
     if measures is None:
         names = [name for name in measure_columns(minima) if name != target]
     else:
@@ -66,22 +46,7 @@ def choose_measures(
 def correlation_of(
     minima: pd.DataFrame, measure: str, target: str, random_state: Any
 ) -> "pd.Series[Any] | None":
-    """Return the row of `correlate` for one measure.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-    measure, target : str
-        Numeric columns of the table, of any meaning.
-    random_state : int, RandomState, Generator or None
-        Seed of the bootstrap behind the intervals.
-
-    Returns
-    -------
-    pandas.Series or None
-        The coefficients; None if fewer than 3 minima have finite values.
-    """
+    """Return the row of `correlate` for one measure."""
     x = numeric_column(minima, measure, argument="measure")
     y = numeric_column(minima, target, argument="target")
     used = Points(minima, x, y).converged
@@ -98,21 +63,7 @@ def show_correlation(
     fontsize: str = "medium",
     between: tuple[str, str] | None = None,
 ) -> None:
-    """Write coefficients with their intervals above the axes.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-    correlation : pandas.Series or None
-        A row of `correlate`; None for no title.
-    names : sequence of str, default=("pearson", "kendall")
-        The coefficients to show.
-    fontsize : str, default="medium"
-        Size of the text.
-    between : tuple of str, optional
-        The two columns that are correlated, to be named above.
-    """
+    """Write coefficients with their intervals above the axes."""
     if correlation is None:
         return
     parts = []

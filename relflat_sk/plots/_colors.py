@@ -20,21 +20,7 @@ MAX_LEVELS = 12  # a numeric column with more values gets a continuous color sca
 
 
 def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
-    """Return the column that colors the minima.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-    color_by : str or None
-        The user's choice. "auto" takes the batch size, or else the first parameter that
-        varies; None if no parameter varies.
-
-    Returns
-    -------
-    str or None
-        The column; None for one color.
-    """
+    """Return the column that colors the minima."""
     if color_by != "auto":
         return color_by
     varied = [name for name in parameter_columns(minima) if minima[name].nunique() > 1]
@@ -43,22 +29,7 @@ def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
 
 
 class Colors:
-    """Colors of minima: one per value, or a continuous scale for many numbers.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-    column : str or None
-        The column that decides the color; None for one color.
-    cmap : str
-        Name of a color map of matplotlib.
-
-    Raises
-    ------
-    ValueError
-        If there is no such column.
-    """
+    """Colors of minima: one per value, or a continuous scale for many numbers."""
 
     def __init__(self, minima: pd.DataFrame, column: str | None, cmap: str) -> None:
         from matplotlib import colormaps, colors  # noqa: PLC0415
@@ -90,15 +61,7 @@ class Colors:
     def arguments(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
         """Return the arguments of `matplotlib.axes.Axes.scatter` that color some minima.
 
-        Parameters
-        ----------
-        rows : ndarray of bool of shape (n_minima,)
-            The minima.
-
-        Returns
-        -------
-        dict
-            The arguments, none for one color.
+        Shapes: `rows` (n_minima,).
         """
         if self.column is None:
             return {}
@@ -106,30 +69,11 @@ class Colors:
         return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
 
     def of_row(self, row: int) -> Any:
-        """Return the color of one minimum.
-
-        Parameters
-        ----------
-        row : int
-            Its row in the table.
-
-        Returns
-        -------
-        color
-            As matplotlib takes it.
-        """
+        """Return the color of one minimum."""
         return ONE_COLOR if self.column is None else self.cmap(self.norm(self.codes[row]))
 
     def draw_bar(self, axes: "list[Axes]", n_rows: int = 1) -> None:
-        """Draw the color bar beside some axes, unless there is only one color.
-
-        Parameters
-        ----------
-        axes : list of matplotlib.axes.Axes
-            The axes.
-        n_rows : int, default=1
-            Number of rows they stand in; the bar of several rows is as thin as that of one.
-        """
+        """Draw the color bar beside some axes, unless there is only one color."""
         from matplotlib.cm import ScalarMappable  # noqa: PLC0415
 
         if self.column is None:

@@ -18,21 +18,7 @@ __all__ = ["EstimatorDisplay", "MinimaDisplay", "with_unit"]
 
 
 def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
-    """Leave the unit of the loss out of the labels if a regressor is shown.
-
-    Parameters
-    ----------
-    arguments : dict
-        Arguments of `plot`, which count more.
-    *sources : object
-        The estimators, searches or tables that are shown. Modules do not tell, nor do tables that
-        were read from a file.
-
-    Returns
-    -------
-    dict
-        The arguments, with an empty `loss_unit` if a source is a regressor, or a table of some.
-    """
+    """Leave the unit of the loss out of the labels if a regressor is shown."""
     known: dict[str, Any] = {}
     for one in sources:
         if isinstance(one, pd.DataFrame):
@@ -43,15 +29,7 @@ def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
 
 
 class MinimaDisplay(ABC):
-    """Base class of displays that show minima as points, colored by one column.
-
-    Attributes
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-    color_by : str or None
-        The column that colors the minima; None for one color.
-    """
+    """Base class of displays that show minima as points, colored by one column."""
 
     ax_: "Axes"
     figure_: "Figure"

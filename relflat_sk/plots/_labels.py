@@ -42,20 +42,7 @@ MAX_LETTERS = 44  # of a name on an axis
 
 
 def label_of(name: str, loss_unit: str) -> str:
-    """Return the axis label of a column, with its unit.
-
-    Parameters
-    ----------
-    name : str
-        A column of a table of minima or of a history.
-    loss_unit : str
-        Unit of the loss; "" for a label without unit.
-
-    Returns
-    -------
-    str
-        The label.
-    """
+    """Return the axis label of a column, with its unit."""
     if name in IN_LOSS_UNITS:
         return f"{IN_LOSS_UNITS[name]} ({loss_unit})" if loss_unit else IN_LOSS_UNITS[name]
     parameter = plain_name(name).rpartition("__")[2]
@@ -63,17 +50,6 @@ def label_of(name: str, loss_unit: str) -> str:
 
 
 def shorten(name: str) -> str:
-    """Return a name that fits beside an axis.
-
-    Parameters
-    ----------
-    name : str
-        Any name.
-
-    Returns
-    -------
-    str
-        The name; of a long one, its beginning and its end.
-    """
+    """Return a name that fits beside an axis."""
     half = (MAX_LETTERS - 1) // 2
     return name if len(name) <= MAX_LETTERS else f"{name[:half]}…{name[-half:]}"

@@ -7,13 +7,7 @@ __all__ = ["label_plainly"]
 
 
 def label_plainly(axis: XAxis | YAxis) -> None:
-    """Write 0.2 and 40 at a logarithmic axis; smaller and larger numbers remain powers of ten.
-
-    Parameters
-    ----------
-    axis : matplotlib.axis.Axis
-        The axis.
-    """
+    """Write 0.2 and 40 at a logarithmic axis; smaller and larger numbers remain powers of ten."""
     axis.set_major_formatter(_PlainLogFormatter())
     axis.set_minor_formatter(_PlainLogFormatter())
 

@@ -24,13 +24,7 @@ MIN_HEIGHT = 1.5  # inches, of a panel with room for a label beside it
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed.
-
-    Raises
-    ------
-    ImportError
-        If it is not; the message says how to install it.
-    """
+    """Check that matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
@@ -41,20 +35,7 @@ def require_matplotlib() -> None:
 
 
 def make_axes(ax: "Axes | None", size: tuple[float, float] | None = None) -> "Axes":
-    """Return the axes to draw in.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes or None
-        The axes that the user gave. None makes a new figure.
-    size : (float, float) or None, default=None
-        Width and height of a new figure in inches; None for matplotlib's default.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        The axes.
-    """
+    """Return the axes to draw in."""
     require_matplotlib()
     from matplotlib import pyplot  # noqa: PLC0415
 
@@ -62,59 +43,20 @@ def make_axes(ax: "Axes | None", size: tuple[float, float] | None = None) -> "Ax
 
 
 def figure_of(ax: "Axes") -> "Figure":
-    """Return the figure of some axes, also of axes in a subfigure.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure, which is not part of another figure.
-    """
+    """Return the figure of some axes, also of axes in a subfigure."""
     # get_figure(root=True) does not exist in matplotlib 3.8
     return ax.figure.figure
 
 
 def has_layout(ax: "Axes") -> bool:
-    """Return whether the figure has a layout engine, which makes room around axes.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-
-    Returns
-    -------
-    bool
-        False if what stands outside the axes may be cut off.
-    """
+    """Return whether the figure has a layout engine, which makes room around axes."""
     return figure_of(ax).get_layout_engine() is not None
 
 
 def divide(
     ax: "Axes", n_rows: int, n_columns: int, n: int | None = None, **share: str
 ) -> "list[Axes]":
-    """Divide the space of some axes into panels.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes, which become the first panel.
-    n_rows, n_columns : int
-        Number of panels below and beside each other.
-    n : int or None, default=None
-        Number of panels, row by row. None fills all rows.
-    **share
-        `sharex` or `sharey`: "all" to share that axis with the first panel.
-
-    Returns
-    -------
-    list of matplotlib.axes.Axes
-        The panels, row by row.
-    """
+    """Divide the space of some axes into panels."""
     figure, spec = ax.figure, ax.get_subplotspec()
     if spec is None:
         box = ax.get_position()
@@ -129,20 +71,7 @@ def divide(
 
 
 def grid_shape(n: int, ax: "Axes | None" = None) -> tuple[int, int]:
-    """Return the shape of a grid for a number of panels.
-
-    Parameters
-    ----------
-    n : int
-        Number of panels.
-    ax : matplotlib.axes.Axes or None, default=None
-        The axes to divide, which limit the number of columns. None for a new figure.
-
-    Returns
-    -------
-    n_rows, n_columns : int
-        The shape.
-    """
+    """Return the shape of a grid for a number of panels."""
     n_columns = -(-n // -(-n // (3 if n <= 9 else MAX_COLUMNS)))  # nearly fills the last row
     if ax is not None:
         width = ax.bbox.width / figure_of(ax).dpi
@@ -151,24 +80,7 @@ def grid_shape(n: int, ax: "Axes | None" = None) -> tuple[int, int]:
 
 
 def make_panels(ax: "Axes | None", n: int, **share: str) -> "tuple[list[Axes], int]":
-    """Make panels with a common y axis.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes or None
-        The axes to divide. None makes a new figure.
-    n : int
-        Number of panels.
-    **share
-        `sharex`: "all" to share the x axis, too.
-
-    Returns
-    -------
-    panels : list of matplotlib.axes.Axes
-        The panels, row by row.
-    n_columns : int
-        Number of panels beside each other.
-    """
+    """Make panels with a common y axis."""
     n_rows, n_columns = grid_shape(n, ax)
     size = (n_columns * PANEL_SIZE[0] + 0.6, n_rows * PANEL_SIZE[1])
     return divide(make_axes(ax, size), n_rows, n_columns, n, sharey="all", **share), n_columns
@@ -178,15 +90,6 @@ def label_rows(panels: "list[Axes]", n_columns: int, label: str) -> None:
     """Label the common y axis of panels at the first panel of every row.
 
     Where the rows are too low for that, only the row in the middle gets the label.
-
-    Parameters
-    ----------
-    panels : list of matplotlib.axes.Axes
-        The panels, row by row.
-    n_columns : int
-        Number of panels beside each other.
-    label : str
-        The label.
     """
     firsts = panels[::n_columns]
     for panel in panels:

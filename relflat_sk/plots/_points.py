@@ -22,30 +22,7 @@ CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 
 
 
 class Points:
-    """Minima as points in a plane.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima, n rows.
-    x, y : ndarray of shape (n,)
-        The coordinates.
-
-    Attributes
-    ----------
-    converged : ndarray of bool of shape (n,)
-        The minima with finite coordinates, drawn as dots.
-    unconverged : ndarray of bool of shape (n,)
-        The other complete trials with finite coordinates, drawn as crosses.
-    kinds : dict of str to int
-        Why these are no minima that can be compared, with numbers.
-    n_not_drawn : int
-        Number of all other rows.
-    n_minima : int
-        Number of minima, also with other coordinates.
-    x_limits : (float, float) or None
-        The limits of the x axis; around the minima if None.
-    """
+    """Minima as points in a plane. Shapes: `x, y` (n,)."""
 
     x_limits: tuple[float, float] | None = None
 
@@ -62,18 +39,7 @@ class Points:
         self.n_minima = int((is_complete(minima) & is_converged(minima)).sum())
 
     def require_minima(self, *columns: str) -> None:
-        """Check that there is a minimum to draw.
-
-        Parameters
-        ----------
-        *columns : str
-            The columns of the table that are the coordinates.
-
-        Raises
-        ------
-        ValueError
-            If no candidate is a minimum with finite coordinates.
-        """
+        """Check that there is a minimum to draw."""
         if self.converged.any():
             return
         if self.n_minima:
@@ -91,59 +57,25 @@ class Points:
         )
 
     def y_limits(self) -> tuple[float, float]:
-        """Return the limits of a linear y axis around the minima.
-
-        Returns
-        -------
-        low, high : float
-            The limits.
-        """
+        """Return the limits of a linear y axis around the minima."""
         return _limits(self.y[self.converged], "linear")
 
     def draw(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
-        """Draw all points, with the numbers of the other candidates for the legend.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes
-            The axes to draw in.
-        colors : Colors
-            Colors of the minima.
-        **kwargs
-            Passed on to `matplotlib.axes.Axes.scatter` for the minima.
-        """
+        """Draw all points, with the numbers of the other candidates for the legend."""
         self.draw_minima(ax, colors, **kwargs)
         self.draw_crosses(ax, ", ".join(f"{name} ({n})" for name, n in self.kinds.items()))
         if self.n_not_drawn:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 
     def draw_minima(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
-        """Draw the minima, and set the limits of the axes around them.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes
-            The axes to draw in.
-        colors : Colors
-            Colors of the minima.
-        **kwargs
-            Passed on to `matplotlib.axes.Axes.scatter`.
-        """
+        """Draw the minima, and set the limits of the axes around them."""
         draw_grid(ax)
         x, y = self.x[self.converged], self.y[self.converged]
         ax.scatter(x, y, **(DOT | colors.arguments(self.converged) | kwargs))
         ax.set(xlim=self.x_limits or _limits(x, ax.get_xscale()), ylim=_limits(y, ax.get_yscale()))
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
-        """Draw the candidates that did not converge, at most as far out as the limits.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes
-            The axes to draw in, with the minima.
-        label : str
-            Label for the legend.
-        """
+        """Draw the candidates that did not converge, at most as far out as the limits."""
         if self.unconverged.any():
             # a diverged run may lie anywhere; with it in view, the minima would fill a corner
             x = np.clip(self.x[self.unconverged], *ax.get_xlim())

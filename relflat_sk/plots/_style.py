@@ -40,57 +40,24 @@ LINES = ["-", "--", ":", "-."]
 
 
 def curve_style(number: int) -> dict[str, Any]:
-    """Return the color, marker and line of one of several curves.
-
-    Parameters
-    ----------
-    number : int
-        Number of the curve, from 0. From 7 on, only the line differs from an earlier curve.
-
-    Returns
-    -------
-    dict
-        Arguments of `matplotlib.axes.Axes.plot`.
-    """
+    """Return the color, marker and line of one of several curves."""
     lines = number // len(CURVES) % len(LINES)
     return CURVES[number % len(CURVES)] | {"linestyle": LINES[lines]}
 
 
 def draw_grid(ax: "Axes") -> None:
-    """Draw a pale grid behind the data.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-    """
+    """Draw a pale grid behind the data."""
     ax.grid(color="0.9", linewidth=0.8)
     ax.set_axisbelow(True)
 
 
 def write_note(ax: "Axes", text: str) -> None:
-    """Write into empty axes why they are empty.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-    text : str
-        The reason.
-    """
+    """Write into empty axes why they are empty."""
     ax.text(0.5, 0.75, text, transform=ax.transAxes, ha="center", va="center", color="0.35")
 
 
 def legend_below(ax: "Axes", others: "list[Axes] | None" = None) -> None:
-    """Put a legend below the axes, or inside in a figure without a layout engine.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes with the legend.
-    others : list of matplotlib.axes.Axes or None, default=None
-        Further axes whose labeled curves and points are in the legend, equal labels once.
-    """
+    """Put a legend below the axes, or inside in a figure without a layout engine."""
     from matplotlib.transforms import ScaledTranslation  # noqa: PLC0415
 
     labeled: dict[str, Any] = {}
@@ -109,13 +76,7 @@ def legend_below(ax: "Axes", others: "list[Axes] | None" = None) -> None:
 
 
 def legend_right(ax: "Axes") -> None:
-    """Put a legend to the right of the axes, or inside in a figure without a layout engine.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        The axes.
-    """
+    """Put a legend to the right of the axes, or inside in a figure without a layout engine."""
     if ax.get_legend_handles_labels()[0]:
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} | OUTSIDE
         ax.legend(fontsize="small", **(place if has_layout(ax) else {}))
@@ -124,12 +85,7 @@ def legend_right(ax: "Axes") -> None:
 def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
     """Make an axis logarithmic if its values need it, with plain numbers of moderate size.
 
-    Parameters
-    ----------
-    axis : matplotlib.axis.Axis
-        The axis.
-    values : ndarray of shape (n,)
-        The values on it.
+    Shapes: `values` (n,).
     """
     from relflat_sk.plots._log_labels import label_plainly  # noqa: PLC0415
 
@@ -141,15 +97,7 @@ def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
 def needs_log_scale(values: Floats) -> bool:
     """Return whether finite values are positive and span more than a decade.
 
-    Parameters
-    ----------
-    values : ndarray of shape (n,)
-        The values; those that are not finite are left out.
-
-    Returns
-    -------
-    bool
-        False if there is no finite value.
+    Shapes: `values` (n,).
     """
     finite = values[np.isfinite(values)]
     return len(finite) > 0 and bool(finite.min() > 0 and finite.max() > LOG_RATIO * finite.min())

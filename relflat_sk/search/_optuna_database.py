@@ -19,11 +19,6 @@ class Database(_CachedStorage):
     each time. Only the process that runs a trial changes it, and its `optuna.Trial` notes the
     changes in the trial that it was given here. If another process gives the trial up meanwhile,
     the write of its end fails, as it does without this class.
-
-    Parameters
-    ----------
-    backend : optuna.storages.RDBStorage
-        The database.
     """
 
     def __init__(self, backend: RDBStorage) -> None:
@@ -34,20 +29,7 @@ class Database(_CachedStorage):
         return super().__getstate__() | {"_own": {}}  # another process runs none of them
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-        """Create a trial, and hold it if it runs.
-
-        Parameters
-        ----------
-        study_id : int
-            The study.
-        template_trial : optuna.trial.FrozenTrial, optional
-            State and attributes of the trial.
-
-        Returns
-        -------
-        int
-            The trial's id.
-        """
+        """Create a trial, and hold it if it runs."""
         trial_id = super().create_new_trial(study_id, template_trial)
         number = self._trial_id_to_study_id_and_number[trial_id][1]
         created = self._studies[study_id].trials[number]
@@ -60,18 +42,7 @@ class Database(_CachedStorage):
         return trial_id
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """Return a trial.
-
-        Parameters
-        ----------
-        trial_id : int
-            The trial's id.
-
-        Returns
-        -------
-        optuna.trial.FrozenTrial
-            The trial. A finished one is read once.
-        """
+        """Return a trial."""
         own = self._own.get(trial_id)
         if own is not None:
             return own
@@ -85,73 +56,24 @@ class Database(_CachedStorage):
         return trial
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Write a system attribute, as samplers do without an `optuna.Trial`.
-
-        Parameters
-        ----------
-        trial_id : int
-            The trial's id.
-        key : str
-            The attribute's name.
-        value : object
-            Its value.
-        """
+        """Write a system attribute, as samplers do without an `optuna.Trial`."""
         super().set_trial_system_attr(trial_id, key, value)
         if trial_id in self._own:
             self._own[trial_id].system_attrs[key] = value
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Any = None) -> bool:
-        """Write the state of a trial.
-
-        Parameters
-        ----------
-        trial_id : int
-            The trial's id.
-        state : optuna.trial.TrialState
-            The state.
-        values : sequence of float, optional
-            The values of the objectives.
-
-        Returns
-        -------
-        bool
-            Whether this call changed the state.
-        """
+        """Write the state of a trial."""
         self._own.pop(trial_id, None)  # it has ended, here or in another process
         return super().set_trial_state_values(trial_id, state, values)
 
 
 def holding_own_trials(storage: BaseStorage) -> BaseStorage:
-    """Return a storage that does not read the trials of this process, if it is a database.
-
-    Parameters
-    ----------
-    storage : optuna.storages.BaseStorage
-        Any storage, as `optuna.storages.get_storage` returns it.
-
-    Returns
-    -------
-    optuna.storages.BaseStorage
-        A `Database` for the same database; others than databases as they are.
-    """
+    """Return a storage that does not read the trials of this process, if it is a database."""
     return Database(storage._backend) if type(storage) is _CachedStorage else storage
 
 
 def write_attributes(trial: Any, attributes: Mapping[str, Any]) -> None:
-    """Write user attributes of a running trial, to a database by three statements for all.
-
-    Parameters
-    ----------
-    trial : optuna.trial.BaseTrial
-        The trial.
-    attributes : dict
-        At least one value by name.
-
-    Raises
-    ------
-    optuna.exceptions.UpdateFinishedTrialError
-        If the trial has ended, because another process gave it up.
-    """
+    """Write user attributes of a running trial, to a database by three statements for all."""
     backend = getattr(getattr(trial, "storage", None), "_backend", None)  # of FixedTrial, none
     if not isinstance(backend, RDBStorage):
         for name, value in attributes.items():

@@ -42,20 +42,7 @@ TELL_ERRORS = (ValueError, AssertionError)
 
 
 def add_trial(study: optuna.Study, template: FrozenTrial) -> int:
-    """Create a trial in a study.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study that gets the trial.
-    template : optuna.trial.FrozenTrial
-        The trial's state and attributes.
-
-    Returns
-    -------
-    int
-        The trial's id in the storage. All trials with smaller numbers are visible by now.
-    """
+    """Create a trial in a study."""
     storage: Any = study._storage
     trial_id: int = storage.create_new_trial(study._study_id, template)
     # without a first heartbeat, Optuna would never miss a process that dies at once
@@ -72,17 +59,6 @@ def one_transaction(trial: Any) -> Iterator[None]:
     Each call of Optuna's storage is a transaction of its own, for which a database waits for its
     disk. In the context, those of the calling thread join a transaction that was begun before,
     see "Joining a Session into an External Transaction" in the documentation of SQLAlchemy.
-
-    Parameters
-    ----------
-    trial : optuna.trial.BaseTrial
-        The trial; nothing changes if it is not in a database.
-
-    Yields
-    ------
-    None
-        On exit all is written, or nothing after an exception. Write only, and at once: other
-        processes may wait for a lock meanwhile.
     """
     backend = getattr(getattr(trial, "storage", None), "_backend", None)  # of FixedTrial, none
     if not isinstance(backend, RDBStorage):
@@ -99,42 +75,14 @@ def one_transaction(trial: Any) -> Iterator[None]:
 
 
 def read_trial(study: optuna.Study, trial_id: int) -> FrozenTrial:
-    """Read a trial as it is in the storage now.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study that holds the trial.
-    trial_id : int
-        The trial's id in the storage.
-
-    Returns
-    -------
-    optuna.trial.FrozenTrial
-        A copy of the trial.
-    """
+    """Read a trial as it is in the storage now."""
     return study._storage.get_trial(trial_id)
 
 
 def fail_trial(
     study: optuna.Study, trial_id: int, attributes: Mapping[str, Any] | None = None
 ) -> bool:
-    """Mark a running trial as failed, unless another process has finished it.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study that holds the trial.
-    trial_id : int
-        The trial's id in the storage.
-    attributes : dict, optional
-        User attributes that the trial gets first.
-
-    Returns
-    -------
-    bool
-        Whether this call marked it.
-    """
+    """Mark a running trial as failed, unless another process has finished it."""
     try:
         for name, value in (attributes or {}).items():
             study._storage.set_trial_user_attr(trial_id, name, value)
@@ -144,34 +92,12 @@ def fail_trial(
 
 
 def trial_id_of(trial: FrozenTrial) -> int:
-    """Return a trial's id in the storage.
-
-    Parameters
-    ----------
-    trial : optuna.trial.FrozenTrial
-        A trial that was read from a study.
-
-    Returns
-    -------
-    int
-        The id, which is unique among all studies in the storage.
-    """
+    """Return a trial's id in the storage."""
     return trial._trial_id
 
 
 def is_shared_by_threads(study: optuna.Study) -> bool:
-    """Return whether all threads of this process see the same study.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        Any study.
-
-    Returns
-    -------
-    bool
-        False for an SQLite database in memory, of which every thread has its own.
-    """
+    """Return whether all threads of this process see the same study."""
     storage: Any = study._storage
     url = getattr(getattr(storage, "_backend", storage), "url", "")
     in_memory = url.startswith("sqlite") and (":memory:" in url or url.rstrip("/").endswith(":"))
@@ -179,51 +105,18 @@ def is_shared_by_threads(study: optuna.Study) -> bool:
 
 
 def other_studies(study: optuna.Study) -> dict[str, dict[str, Any]]:
-    """Return the user attributes of the other studies in a study's storage.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    dict of str to dict
-        By name of the study, in the order in which they were made.
-    """
+    """Return the user attributes of the other studies in a study's storage."""
     found = sorted(study._storage.get_all_studies(), key=lambda one: one._study_id)
     return {one.study_name: one.user_attrs for one in found if one._study_id != study._study_id}
 
 
 def is_journal(study: optuna.Study) -> bool:
-    """Return whether a study is stored in a journal.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    bool
-        False for databases and studies in memory.
-    """
+    """Return whether a study is stored in a journal."""
     return isinstance(study._storage, JournalStorage)
 
 
 def file_of(study: optuna.Study) -> Path | None:
-    """Return the file that a study is stored in.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    pathlib.Path or None
-        The file of an SQLite database or of a journal; None for all others.
-    """
+    """Return the file that a study is stored in."""
     storage: Any = study._storage
     backend = getattr(storage, "_backend", None)
     if isinstance(backend, JournalFileBackend):
@@ -234,20 +127,7 @@ def file_of(study: optuna.Study) -> Path | None:
 
 
 def last_known(study: optuna.Study) -> tuple[list[FrozenTrial], dict[str, Any]]:
-    """Return what this process has read of a study, without its storage.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    trials : list of optuna.trial.FrozenTrial
-        The trials that had ended, by number.
-    user_attrs : dict
-        User attributes of the study; empty if only the storage holds them.
-    """
+    """Return what this process has read of a study, without its storage."""
     storage: Any = study._storage
     replayed = getattr(storage, "_replay_result", None)
     if replayed is not None:
@@ -265,13 +145,6 @@ def widen_choices(study: optuna.Study, wider: Mapping[str, CategoricalDistributi
 
     A database compares a new trial with an earlier one of the study, and so do the storages that
     hold studies in memory. A journal accepts a trial that has its parameters from the beginning.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    wider : dict of str to optuna.distributions.CategoricalDistribution
-        By parameter name. The first choices are those of the study, in its order.
     """
     storage: Any = study._storage
     known: Any = getattr(storage, "_studies", {}).get(study._study_id)

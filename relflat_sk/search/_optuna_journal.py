@@ -17,23 +17,10 @@ class WholeLinesJournal(JournalFileBackend):
     Optuna writes to the end of the file, whatever is there. If the disk is full or a process is
     killed, half a line stays behind, the next line is appended to it, and nobody can read the
     file any more. If the file was deleted, Optuna creates one that begins in the middle.
-
-    Parameters
-    ----------
-    file_path : str
-        The file.
-    lock_obj : optuna.storages.journal.BaseJournalFileLock, optional
-        Its lock.
     """
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append lines, after the last whole one.
-
-        Parameters
-        ----------
-        logs : list of dict
-            One for each line.
-        """
+        """Append lines, after the last whole one."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         left = memoryview(lines.encode())
         with get_lock_file(self._lock), open(self._file_path, "r+b", buffering=0) as file:
@@ -67,13 +54,7 @@ def _end_of_lines(file: Any) -> int:
 
 
 def protect_journal(storage: Any) -> None:
-    """Let a journal write whole lines only.
-
-    Parameters
-    ----------
-    storage : optuna.storages.BaseStorage
-        Any storage; others than journals in files stay as they are.
-    """
+    """Let a journal write whole lines only."""
     backend = storage._backend if isinstance(storage, JournalStorage) else None
     if type(backend) is JournalFileBackend:
         backend.__class__ = WholeLinesJournal

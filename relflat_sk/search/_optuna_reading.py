@@ -21,16 +21,6 @@ def read_trials(study: optuna.Study) -> list[FrozenTrial]:
 
     Optuna parses the choices of each trial from a text. In a study of as many seeds as trials,
     these lists would take more memory than all else. Here trials with equal choices share them.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        The trials that the study's storage holds in memory, by number.
     """
     if isinstance(getattr(study._storage, "_backend", None), RDBStorage):
         trials = _read_changed(study._storage, study._study_id)
@@ -99,20 +89,6 @@ def trials_between(
 
     `optuna.Study.get_trials` would read from a database all trials that run, too, which are many
     if many processes share it.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    known : sequence of optuna.trial.FrozenTrial
-        All trials that the study held at a time, by number.
-    trial_id : int
-        Id of the other one, which was added later.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        The trials in between, by number.
     """
     storage: Any = study._storage
     backend = getattr(storage, "_backend", None)

@@ -10,35 +10,14 @@ __all__ = ["OneTrialStudy", "StoppableStudy", "with_trials"]
 
 
 class _View(optuna.Study):
-    """A second object for a study, made without a read of its storage.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    """
+    """A second object for a study, made without a read of its storage."""
 
     def __init__(self, study: optuna.Study) -> None:
         self.__setstate__(study.__getstate__())  # as a copy by pickle, but for the storage
 
 
 class OneTrialStudy(_View):
-    """A view of a study whose ``optimize(..., n_trials=1)`` runs a trial that exists already.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study that holds the trial.
-    trial_id : int
-        The trial's id in the storage, as returned by `add_trial`.
-
-    Attributes
-    ----------
-    trial_id : int
-        The same id.
-    stopped : bool
-        Whether the sampler asked to stop, because it has nothing left to draw.
-    """
+    """A view of a study whose ``optimize(..., n_trials=1)`` runs a trial that exists already."""
 
     def __init__(self, study: optuna.Study, trial_id: int) -> None:
         super().__init__(study)
@@ -55,18 +34,7 @@ class OneTrialStudy(_View):
 
 
 class StoppableStudy(_View):
-    """A view of a study for callbacks, whose `stop` says that a search is to end.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-
-    Attributes
-    ----------
-    stopped : bool
-        Whether `stop` was called.
-    """
+    """A view of a study for callbacks, whose `stop` says that a search is to end."""
 
     def __init__(self, study: optuna.Study) -> None:
         super().__init__(study)
@@ -85,15 +53,7 @@ class _NoStorage:
 
 
 class _KnownTrialsStudy(_View):
-    """A view of a study that reads and writes nothing.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    trials : sequence of optuna.trial.FrozenTrial
-        Its trials.
-    """
+    """A view of a study that reads and writes nothing."""
 
     def __init__(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> None:
         super().__init__(study)
@@ -110,17 +70,5 @@ def with_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> optuna.St
     """Return a view of a study by which its sampler draws from given trials.
 
     Optuna's samplers would read all trials that run from a database, and write what they draw.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        Any study.
-    trials : sequence of optuna.trial.FrozenTrial
-        The trials that the study holds now.
-
-    Returns
-    -------
-    optuna.Study
-        The same study. It cannot run trials.
     """
     return _KnownTrialsStudy(study, trials)

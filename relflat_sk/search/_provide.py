@@ -24,25 +24,7 @@ OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
 
 
 def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
-    """Find a finished trial by its number.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    number : int
-        Number of the trial, as in the column ``trial`` of the table.
-
-    Returns
-    -------
-    optuna.trial.FrozenTrial
-        The trial.
-
-    Raises
-    ------
-    ValueError
-        If no such trial was trained to its end.
-    """
+    """Find a finished trial by its number."""
     trials = study.get_trials(deepcopy=False)
     found = next((trial for trial in trials if trial.number == number), None)
     if found is None or found.state != TrialState.COMPLETE:
@@ -55,43 +37,12 @@ def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
 
 
 def has_weights(objective: MinimaObjective, trial: FrozenTrial) -> bool:
-    """Return whether the weights of a trial were saved, and are within reach.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trained the candidates.
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-
-    Returns
-    -------
-    bool
-        False without an artifact store, too.
-    """
+    """Return whether the weights of a trial were saved, and are within reach."""
     return objective.artifact_store is not None and ARTIFACT in trial.user_attrs
 
 
 def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Provide the estimator of a trial.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trained the candidates.
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-
-    Returns
-    -------
-    estimator
-        Restored from the weights if they were saved, and otherwise trained again.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the weights are damaged, so that the candidate is trained again.
-    """
+    """Provide the estimator of a trial."""
     if has_weights(objective, trial):
         try:
             return objective.restore(objective.space.values(trial), trial)
@@ -101,21 +52,7 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
 
 
 def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Train the candidate of a trial again, with the same seed and in the same way.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trained the candidates.
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-
-    Returns
-    -------
-    estimator
-        The trained estimator. A net of a fleet is trained in a fleet of one: there, dropout
-        draws the masks that it drew among the others, and alone it would draw different ones.
-    """
+    """Train the candidate of a trial again, with the same seed and in the same way."""
     # the table of minima says already whether the goal was reached
     with measured_later() as later:
         estimator = _train_as_before(objective, trial)
@@ -143,47 +80,14 @@ def _train_as_before(objective: MinimaObjective, trial: FrozenTrial) -> Any:
 
 
 def provide_same(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Provide the estimator of a trial, and check that it is the one that was measured.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trained the candidates.
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-
-    Returns
-    -------
-    estimator
-        As from `provide`, with the same training loss.
-
-    Raises
-    ------
-    ValueError
-        If its training loss is another one.
-    """
+    """Provide the estimator of a trial, and check that it is the one that was measured."""
     estimator = provide(objective, trial)
     check_same(objective, trial, estimator)
     return estimator
 
 
 def check_same(objective: MinimaObjective, trial: FrozenTrial, estimator: Any) -> None:
-    """Check that an estimator is the one that was measured in a trial.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trained the candidates.
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-    estimator : estimator
-        The estimator of the trial, restored or trained again.
-
-    Raises
-    ------
-    ValueError
-        If its training loss is another one.
-    """
+    """Check that an estimator is the one that was measured in a trial."""
     data = objective.data(objective.space.values(trial))
     name = objective.measures[0]
     found = objective.measure([name], estimator, data, trial)[name].risk

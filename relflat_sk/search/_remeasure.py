@@ -28,31 +28,7 @@ _TEST_LOSS = "test_loss"
 def remeasure(
     study: optuna.Study, objective: MinimaObjective, measures: Sequence[Any], *, retrain: bool
 ) -> None:
-    """Measure the finished trials of a study again, and store the measures in the study.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study. Optuna lets nobody change finished trials, so the study gets the measures as
-        user attributes.
-    objective : MinimaObjective
-        Holds the estimator, the data and the store of weights.
-    measures : sequence of str or callable
-        Measures, see `relflat_sk.measures.find_measure`. A trial that has a measure already is
-        not measured again; the other measures of a trial share one pass over the data.
-    retrain : bool
-        Whether to train minima again whose weights are missing or damaged.
-
-    Raises
-    ------
-    ValueError
-        If a name is not a measure, the study was made with other data, or no weights were saved.
-
-    Warns
-    -----
-    FlatnessWarning
-        If weights are damaged.
-    """
+    """Measure the finished trials of a study again, and store the measures in the study."""
     if isinstance(measures, str) or callable(measures) or not measures:
         raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
     names = find_measures(measures)
@@ -72,18 +48,6 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
 
     A session may have measures or held-out data that the sessions before did not have. Minima
     without saved weights get nan.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    objective : MinimaObjective
-        Measures and held-out data of this session.
-
-    Warns
-    -----
-    FlatnessWarning
-        If minima have no saved weights, or damaged ones.
     """
     lacking = _complete(study, objective, objective.measures, held_out=True)
     if lacking:

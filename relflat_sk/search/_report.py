@@ -48,18 +48,7 @@ LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy",
 
 
 def render(search: Any) -> str:
-    """Render a fitted search as an HTML page that loads nothing from elsewhere.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The fitted search.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Render a fitted search as an HTML page that loads nothing from elsewhere."""
     require_matplotlib()
     minima = search.minima_
     kind = type(search.estimator).__name__
@@ -78,18 +67,7 @@ def render(search: Any) -> str:
 
 
 def render_short(search: Any) -> str:
-    """Render goal, depths and the five flattest minima, for a notebook.
-
-    Parameters
-    ----------
-    search : fitted FlatMinimaSearch
-        The search.
-
-    Returns
-    -------
-    str
-        HTML without style.
-    """
+    """Render goal, depths and the five flattest minima, for a notebook."""
     minima = search.minima_
     by = column_of(listed(search.measure)[0])
     columns = ["rank", "trial", *parameter_columns(minima), by, "train_loss", "converged"]

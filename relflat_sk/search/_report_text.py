@@ -14,18 +14,7 @@ __all__ = ["describe_depth", "describe_goal", "left_out", "parameters_of", "text
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text, without addresses in memory.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    str
-        The text itself, the name of a class, or else the value's `repr`.
-    """
+    """Return a value as text, without addresses in memory."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, type):
@@ -35,18 +24,7 @@ def text_of(value: Any) -> str:
 
 
 def describe_goal(search: Any) -> str:
-    """Say what the candidates were trained to.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The fitted search.
-
-    Returns
-    -------
-    str
-        One sentence.
-    """
+    """Say what the candidates were trained to."""
     model = last_step(search.estimator)
     if not isinstance(model, NeuralNet):
         loss = "" if search.goal in (None, "auto") else f", at a training loss of {search.goal:g}"
@@ -66,18 +44,7 @@ def describe_goal(search: Any) -> str:
 
 
 def describe_depth(minima: pd.DataFrame) -> str:
-    """Say how deep the minima are that are ranked.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-
-    Returns
-    -------
-    str
-        One sentence; "" if no minimum has a depth.
-    """
+    """Say how deep the minima are that are ranked."""
     ranked = minima[is_converged(minima) & is_complete(minima) & minima["depth"].notna()]
     if not len(ranked):
         return ""
@@ -90,18 +57,7 @@ def describe_depth(minima: pd.DataFrame) -> str:
 
 
 def left_out(minima: pd.DataFrame) -> list[str]:
-    """List why candidates are not ranked, the most frequent reason first.
-
-    Parameters
-    ----------
-    minima : pandas.DataFrame
-        The table of minima.
-
-    Returns
-    -------
-    list of str
-        One entry for each reason, with the numbers of the trials.
-    """
+    """List why candidates are not ranked, the most frequent reason first."""
     others = minima[~(is_converged(minima) & is_complete(minima))]
     reasons = others["reason"].where(others["reason"] != "", others["state"])
     trials = others.groupby(reasons, sort=False)["trial"].apply(list)
@@ -114,18 +70,7 @@ def left_out(minima: pd.DataFrame) -> list[str]:
 
 
 def parameters_of(estimator: Any) -> dict[str, str]:
-    """Return all parameters of an estimator, those of the network without a pipeline's prefix.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The estimator of a search.
-
-    Returns
-    -------
-    dict of str to str
-        Values as text, by name.
-    """
+    """Return all parameters of an estimator, those of the network without a pipeline's prefix."""
     prefix = last_prefix(estimator)
     params = estimator.get_params()
     short = {name: name.removeprefix(prefix) for name in params}

@@ -18,20 +18,7 @@ __all__ = ["candidate_table", "check_table", "cv_results"]
 
 
 def candidate_table(study: optuna.Study) -> pd.DataFrame:
-    """Return the unranked table of a study's candidates, in the order of the trials.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study of a search.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row per candidate that was finished, failed or was pruned; see
-        `relflat_sk.minima` for the columns. With several objectives, the column `pareto`
-        says whether no other candidate is at least as good in all of them and better in one.
-    """
+    """Return the unranked table of a study's candidates, in the order of the trials."""
     trials = study.get_trials(deepcopy=False)
     ended = [trial for trial in trials if trial.state in STATES and not is_cut_short(trial)]
     ended = [trial for trial in ended if not is_superseded(trial, trials)]
@@ -45,28 +32,7 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
 def check_table(
     table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: str | None = None
 ) -> None:
-    """Refuse a table in which no candidate was measured, and warn of one without minima.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        A table of candidates.
-    interrupted : bool
-        Whether Ctrl-C ended the search.
-    estimator : estimator
-        The estimator of the search.
-    stored_as : str, optional
-        Name of the study in the storage of the search; None if it has no storage.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        If no candidate was measured, and Ctrl-C is the reason.
-    ValueError
-        If no candidate was measured otherwise; lists the reasons.
-    TypeError
-        The same, if a TypeError is the reason of every candidate: the data are of a wrong type.
-    """
+    """Refuse a table in which no candidate was measured, and warn of one without minima."""
     if table.empty and not interrupted:
         raise ValueError(
             "no candidate was trained: the search was ended before, by timeout or by a callback."
@@ -170,26 +136,7 @@ def cv_results(
     space: Space,
     trials: Sequence[FrozenTrial],
 ) -> dict[str, Any]:
-    """Arrange the table of candidates as scikit-learn's searches do.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        The candidates, in the order of the trials.
-    ranked : pandas.DataFrame
-        The same candidates, ranked.
-    by : str
-        The measure that ranks.
-    space : Space
-        The space of the search.
-    trials : sequence of optuna.trial.FrozenTrial
-        All trials of the study, by number.
-
-    Returns
-    -------
-    dict of str to array or list
-        One entry per candidate, as in `FlatMinimaSearch.cv_results_`.
-    """
+    """Arrange the table of candidates as scikit-learn's searches do."""
     minima = is_converged(table) & is_complete(table)
     scores = np.where(minima, -table[by].to_numpy(dtype=float), np.nan)
     params = [space.values(trials[number]) for number in table["trial"].tolist()]

@@ -28,20 +28,7 @@ class RoutingMixin:
 
 
 def route(search: Any, fit_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `fit` that are the estimator's.
-
-    Parameters
-    ----------
-    search : RoutingMixin
-        The search.
-    fit_params : mapping
-        Arguments that its own `fit` does not take.
-
-    Returns
-    -------
-    dict
-        The same arguments if metadata routing is switched off, as by default.
-    """
+    """Return the arguments of `fit` that are the estimator's."""
     if not get_config()["enable_metadata_routing"]:
         return dict(fit_params)
     return dict(process_routing(search, "fit", **fit_params).estimator.fit)

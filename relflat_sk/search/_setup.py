@@ -24,21 +24,7 @@ __all__ = [
 
 
 def check_arguments(search: Any) -> None:
-    """Refuse arguments of a search that are not valid, before anything is trained.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The search; its space, measures and estimator are checked by `MinimaObjective`.
-
-    Raises
-    ------
-    TypeError
-        If the sampler or the pruner is not one of Optuna's.
-    ValueError
-        If `n_trials` or `fleet` is not a positive integer, `study_name` has no storage, or
-        processes cannot share the storage.
-    """
+    """Refuse arguments of a search that are not valid, before anything is trained."""
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
     check_depth_band(search.depth_band)
     fleet_size(search.fleet)
@@ -63,58 +49,18 @@ def check_arguments(search: Any) -> None:
 
 
 def n_objectives(search: Any) -> int:
-    """Return the number of objectives of a search's study.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The search.
-
-    Returns
-    -------
-    int
-        One for each measure with a multi-objective sampler, otherwise 1.
-    """
+    """Return the number of objectives of a search's study."""
     multiple = isinstance(search.sampler, NSGAIISampler | NSGAIIISampler)
     return len(listed(search.measure)) if multiple else 1
 
 
 def listed(measure: Any) -> list[Any]:
-    """Return the measures of a search as a list.
-
-    Parameters
-    ----------
-    measure : str, callable or sequence of these
-        As the user gave it.
-
-    Returns
-    -------
-    list of str or callable
-        One measure or several.
-    """
+    """Return the measures of a search as a list."""
     return [measure] if isinstance(measure, str) or callable(measure) else list(measure)
 
 
 def plan_candidates(search: Any, space: Space) -> Plan:
-    """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The search.
-    space : Space
-        The space of the search.
-
-    Returns
-    -------
-    Plan
-        The candidates.
-
-    Raises
-    ------
-    ValueError
-        If `n_trials` is None, but there is no finite grid to train, or a sampler draws.
-    """
+    """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws."""
     grid = space.grid() if search.sampler is None else None
     if search.n_trials is None and grid is None:
         raise ValueError(
@@ -129,20 +75,7 @@ def plan_candidates(search: Any, space: Space) -> Plan:
 
 
 def create_study(search: Any, folder: str) -> optuna.Study:
-    """Create the study of a search, or open the one to resume.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The search.
-    folder : str
-        A temporary folder. Processes share a journal file in it if the search has no storage.
-
-    Returns
-    -------
-    optuna.Study
-        The study.
-    """
+    """Create the study of a search, or open the one to resume."""
     storage = search.storage
     if storage is None and n_processes(search.n_jobs):
         storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))

@@ -41,18 +41,7 @@ _ROUNDING = 4  # units in the last place, of an activation's value
 class Chain:
     """A batch of n samples in a chain of d layers; all tensors are float64.
 
-    Parameters
-    ----------
-    names : list of str
-        Names of the layers.
-    x : Tensor of shape (n, h_0)
-        Inputs of the first layer.
-    weights : list of Tensor of shape (h_i, h_{i-1})
-        The layers' weights.
-    outputs : list of Tensor of shape (n, h_i)
-        The layers' outputs, before the activation.
-    slopes : list of Tensor of shape (n, h_i)
-        Slopes of the activations; ones behind the last layer.
+    Shapes: `x` (n, h_0), `weights` (h_i, h_{i-1}), `outputs`, `slopes` (n, h_i).
     """
 
     names: list[str]
@@ -62,13 +51,7 @@ class Chain:
     slopes: list[Tensor]
 
     def without_zeros(self) -> "Chain":
-        """Leave out samples of zeros, which have no norm to measure a disturbance in.
-
-        Returns
-        -------
-        Chain
-            The other samples.
-        """
+        """Leave out samples of zeros, which have no norm to measure a disturbance in."""
         kept = self.x.norm(dim=1) > 0
         return replace(
             self,
@@ -81,26 +64,7 @@ class Chain:
 def chain_networks(
     model: Any, X: Any, initial: nn.Module | None, batch_size: int, device: Any
 ) -> list[Network]:
-    """Return the network of a model and, if given, its initial module with the same data.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        The trained model.
-    X : array-like of n samples
-        Inputs as the model takes them.
-    initial : nn.Module or None
-        The module before training.
-    batch_size : int
-        Samples in one forward pass.
-    device : str, torch.device or None
-        Where to compute.
-
-    Returns
-    -------
-    list of Network
-        One or two. The criterion is of no account.
-    """
+    """Return the network of a model and, if given, its initial module with the same data."""
     # `to_network` needs a criterion for a bare module; it is not used here
     network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
     if initial is None:
@@ -110,45 +74,14 @@ def chain_networks(
 
 
 def map_chains(network: Network, function: Callable[[Chain], _T]) -> list[_T]:
-    """Run the network batch by batch, and apply a function to the chain of each batch.
-
-    Parameters
-    ----------
-    network : Network
-        A fully connected network with ReLU or leaky ReLU between its layers.
-    function : callable
-        From a `Chain` to anything.
-
-    Returns
-    -------
-    list
-        What it returned, for each batch.
-
-    Raises
-    ------
-    ValueError
-        If the network is no such chain.
-    """
+    """Run the network batch by batch, and apply a function to the chain of each batch."""
     with borrowed(network.module), torch.no_grad():
         layers = fold_layers(network)
         return [function(chain) for chain in _chains(network, layers)]
 
 
 def norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
-    """Compute the three norms of condition C1, and their mu.
-
-    Parameters
-    ----------
-    chain : Chain
-        The samples and layers.
-
-    Returns
-    -------
-    dict of (int, int, int) to Tensor of shape (4, n)
-        By a, c and b: the norms of ``P_ab``, ``P_{c+1,b}`` and ``P_ac``, and mu, the root of h_c
-        times the first over the product of the others; infinite where one of these is zero, and
-        the condition holds for any mu.
-    """
+    """Compute the three norms of condition C1, and their mu. Shapes: returns (4, n)."""
     norms = _norms_of_products(chain)
     last = len(chain.names)
     found = {}
@@ -166,42 +99,14 @@ def norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
 def relative_sizes(z: Tensor, x: Tensor) -> Tensor:
     """Measure outputs in units of the norm of the network's input.
 
-    Parameters
-    ----------
-    z : Tensor of shape (n, h)
-        Outputs of a layer.
-    x : Tensor of shape (n, h_0)
-        Inputs of the network.
-
-    Returns
-    -------
-    Tensor of shape (n, h)
-        ``|z_i| / |x|``.
+    Shapes: `z` (n, h), `x` (n, h_0); returns (n, h).
     """
     sizes: Tensor = z.abs() / x.norm(dim=1, keepdim=True)
     return sizes
 
 
 def check_zeros(n_counted: int, n: int) -> None:
-    """Warn if samples of zeros are left out.
-
-    Parameters
-    ----------
-    n_counted : int
-        Number of samples that are not zero.
-    n : int
-        Number of all samples.
-
-    Raises
-    ------
-    ValueError
-        If all samples are zero.
-
-    Warns
-    -----
-    FlatnessWarning
-        If some are.
-    """
+    """Warn if samples of zeros are left out."""
     if not n_counted:
         raise ValueError(
             "all samples in X are zero, but the conditions are about disturbances in units of a "

@@ -63,17 +63,7 @@ Relabel = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Site:
-    """A layer of a network whose features are moved.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    name : str
-        The layer's dotted name.
-    shape : torch.Size
-        Shape of the features of one sample.
-    """
+    """A layer of a network whose features are moved."""
 
     network: Network
     name: str
@@ -99,16 +89,7 @@ class Site:
 class Moved:
     """Losses of a batch of n samples, and their rises when the features move.
 
-    Parameters
-    ----------
-    losses : Tensor of shape (n,)
-        Losses before the move. All tensors are float64.
-    rises : Tensor of shape (k, n)
-        Rise of each loss, for each of k draws.
-    weights : Tensor of shape (n,)
-        Sample weights.
-    divisors : Tensor of shape (n,)
-        Each sample's part in the divisor of the criterion's mean.
+    Shapes: `losses`, `weights`, `divisors` (n,), `rises` (k, n).
     """
 
     losses: Tensor
@@ -118,24 +99,7 @@ class Moved:
 
 
 def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) -> Site:
-    """Find the network in a model and the layer whose features are moved, by running one batch.
-
-    Parameters
-    ----------
-    model : nn.Module or fitted estimator
-        See `relflat_sk.relative_flatness`.
-    X, y : array-like of n samples
-        Inputs and labels, as the model takes them.
-    layer : int, str or nn.Module
-        See `relflat_sk.relative_flatness`.
-    options : DataOptions
-        Criterion, batch size and device.
-
-    Returns
-    -------
-    Site
-        The layer in the network.
-    """
+    """Find the network in a model and the layer whose features are moved, by running one batch."""
     network = to_network(model, X, y, options)
     batch = next(network.batches())
     _labels(batch)
@@ -152,18 +116,7 @@ def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) ->
 
 
 def check_delta(delta: Any) -> float:
-    """Refuse a delta that is not a finite positive number.
-
-    Parameters
-    ----------
-    delta : float
-        How far features move, as the user gave it.
-
-    Returns
-    -------
-    float
-        The same number.
-    """
+    """Refuse a delta that is not a finite positive number."""
     check_number("delta", delta, reason="it is how far features move, as a share of their norm")
     return float(delta)
 
@@ -182,32 +135,7 @@ def move_features(
     each: bool = False,
     relabel: Relabel | None = None,
 ) -> Iterator[Moved]:
-    """Move the features of all samples, batch by batch; to be used within `borrowed`.
-
-    Parameters
-    ----------
-    site : Site
-        The layer whose features are moved.
-    scheme : Scheme
-        Draws of directions.
-    delta : float
-        Factor of the directions.
-    each : bool, default=False
-        Require each sample's own loss. Otherwise all samples of a batch may have its mean
-        loss, if the criterion computes nothing else.
-    relabel : callable, optional
-        Labels of the moved features; those of the samples if None.
-
-    Yields
-    ------
-    Moved
-        One for each batch.
-
-    Raises
-    ------
-    ValueError
-        If new labels have another shape, or other parts in the divisor of the mean.
-    """
+    """Move the features of all samples, batch by batch; to be used within `borrowed`."""
     for batch in site.network.batches():
         with torch.no_grad():
             features, run = split_at(site, batch)
@@ -253,20 +181,7 @@ def _check_divisors(after: Tensor, before: Tensor) -> None:
 def split_at(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Split the network at a layer, for one batch; to be used within `borrowed`.
 
-    Parameters
-    ----------
-    site : Site
-        The layer.
-    batch : Batch
-        n samples.
-
-    Returns
-    -------
-    features : Tensor of shape (n, m)
-        The layer's flattened input, in float64.
-    run : callable
-        From a move of the features, of the same shape, to the network's output. It carries a
-        gradient if the move does and gradients are enabled.
+    Shapes: returns features (n, m).
     """
     with torch.no_grad(), record_tail(site.network.module, site.name) as recorder:
         output = site.network(batch.x)
@@ -303,21 +218,7 @@ def losses_of(
 ) -> tuple[Tensor, Tensor]:
     """Compute losses and divisors of a batch's samples, see `relflat_sk._losses.Loss.terms`.
 
-    Parameters
-    ----------
-    network : Network
-        Has the loss.
-    batch : Batch
-        Has the labels.
-    output : Tensor of shape (n, ...)
-        The network's output for the batch.
-    each : bool, default=False
-        Require each sample's own loss.
-
-    Returns
-    -------
-    losses, divisors : Tensor of shape (n,)
-        In float64.
+    Shapes: returns (n,).
     """
     outcome = outcome_of(network, batch, output)
     losses, divisors = outcome.loss.terms(

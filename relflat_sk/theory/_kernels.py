@@ -33,34 +33,13 @@ Directions = Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Scheme:
-    """Draws of directions in which features are moved.
-
-    Parameters
-    ----------
-    directions : callable
-        From features to the draws. Each draw is a tuple of directions, over which the loss is
-        averaged.
-    share_left_out : float
-        Share of all possible draws that is not made: 1 for independent random draws, 0 if all
-        possible draws are made. The variance of the mean of the draws is in proportion to it.
-    """
+    """Draws of directions in which features are moved."""
 
     directions: Directions
     share_left_out: float
 
     def stderr(self, draws: Tensor) -> float:
-        """Compute the standard error of the mean of k draws.
-
-        Parameters
-        ----------
-        draws : Tensor of shape (k,)
-            One value for each draw.
-
-        Returns
-        -------
-        float
-            0 if all possible draws are made.
-        """
+        """Compute the standard error of the mean of k draws. Shapes: `draws` (k,)."""
         if self.share_left_out == 0:
             return 0.0
         return float((self.share_left_out * draws.var() / len(draws)).sqrt())
@@ -69,17 +48,7 @@ class Scheme:
 def on_spheres(features: Tensor, generator: torch.Generator) -> Tensor:
     """Draw vectors of the features' lengths with uniform direction.
 
-    Parameters
-    ----------
-    features : Tensor of shape (n, m)
-        Features.
-    generator : torch.Generator
-        Decides the draws.
-
-    Returns
-    -------
-    Tensor of shape (n, m)
-        In float64.
+    Shapes: `features` (n, m); returns (n, m).
     """
     shape, device = features.shape, features.device
     normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
@@ -140,15 +109,7 @@ def _sphere_radii(n: int, m: int, sigma: float, generator: torch.Generator) -> T
 
 @dataclass(frozen=True)
 class Kernel:
-    """A distribution around 0 that is the same in all directions, in units of its radius.
-
-    Parameters
-    ----------
-    radii : callable
-        From n, m, sigma and a generator to lengths of n draws.
-    second_moment : callable
-        From m and sigma to an upper bound of the mean squared length.
-    """
+    """A distribution around 0 that is the same in all directions, in units of its radius."""
 
     radii: Callable[[int, int, float, torch.Generator], Tensor]
     second_moment: Callable[[int, float], float]
@@ -163,20 +124,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_kernel(kernel: str, sigma: float) -> None:
-    """Refuse a kernel that there is not, or a width that is no positive number.
-
-    Parameters
-    ----------
-    kernel : str
-        As the user gave it.
-    sigma : float
-        Its width.
-
-    Raises
-    ------
-    ValueError
-        If there is no such kernel, or sigma is out of its range.
-    """
+    """Refuse a kernel that there is not, or a width that is no positive number."""
     if not isinstance(kernel, str) or kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {sorted(KERNELS)}, got {kernel!r}.")
     check_number("sigma", sigma)
@@ -185,31 +133,7 @@ def check_kernel(kernel: str, sigma: float) -> None:
 def make_kernel(
     kernel: str, m: int, sigma: float, n_draws: int, generator: torch.Generator
 ) -> Scheme:
-    """Make the scheme of a kernel, which moves each sample by draws of its own.
-
-    Parameters
-    ----------
-    kernel : str
-        A key of `KERNELS`.
-    m : int
-        Number of features of a sample.
-    sigma : float
-        Width of the kernel, as a share of the length of the features.
-    n_draws : int
-        Number of draws, at least 2.
-    generator : torch.Generator
-        Decides the draws.
-
-    Returns
-    -------
-    Scheme
-        Draws of directions, each a pair of opposite ones.
-
-    Raises
-    ------
-    ValueError
-        If there is no such kernel, or a number is out of its range.
-    """
+    """Make the scheme of a kernel, which moves each sample by draws of its own."""
     check_kernel(kernel, sigma)
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     draw_radii = KERNELS[kernel].radii
@@ -225,20 +149,7 @@ def make_kernel(
 
 
 def gaussian(n_draws: int, generator: torch.Generator) -> Scheme:
-    """Make the scheme of a normal distribution that is the same for all samples.
-
-    Parameters
-    ----------
-    n_draws : int
-        Number of draws.
-    generator : torch.Generator
-        Decides the draws.
-
-    Returns
-    -------
-    Scheme
-        Draws of standard normal vectors, each a pair of opposite ones.
-    """
+    """Make the scheme of a normal distribution that is the same for all samples."""
 
     def directions(features: Tensor) -> Iterator[tuple[Tensor, ...]]:
         shape, device = features.shape, features.device
@@ -250,20 +161,5 @@ def gaussian(n_draws: int, generator: torch.Generator) -> Scheme:
 
 
 def second_moment(kernel: str, m: int, sigma: float) -> float:
-    """Return an upper bound of the mean squared length of a kernel's draws.
-
-    Parameters
-    ----------
-    kernel : str
-        A key of `KERNELS`.
-    m : int
-        Number of features of a sample.
-    sigma : float
-        Width of the kernel.
-
-    Returns
-    -------
-    float
-        In units of the squared length of the features.
-    """
+    """Return an upper bound of the mean squared length of a kernel's draws."""
     return KERNELS[kernel].second_moment(m, sigma)

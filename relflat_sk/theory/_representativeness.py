@@ -39,18 +39,7 @@ __all__ = ["default_delta", "representativeness"]
 
 
 def default_delta(site: Site) -> float:
-    """Compute the radius of the smoothing that Theorem 6 uses.
-
-    Parameters
-    ----------
-    site : Site
-        A layer that receives m features for each of n samples.
-
-    Returns
-    -------
-    float
-        ``n^(-1 / (4 + m))``, as a share of the features' norm.
-    """
+    """Compute the radius of the smoothing that Theorem 6 uses."""
     return float(site.n_samples ** (-1 / (4 + site.size)))
 
 

@@ -194,18 +194,7 @@ def _as_relabel(labelling: Callable[[Any], Any]) -> Relabel:
 
 
 def warn_of_non_finite_rise(module: nn.Module) -> None:
-    """Say why the robustness is not finite.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Warns
-    -----
-    FlatnessWarning
-        Always.
-    """
+    """Say why the robustness is not finite."""
     parameter = find_non_finite(module)
     cause = "a loss is too large"
     if parameter is not None:

@@ -52,22 +52,7 @@ SCHEMES: dict[str, Callable[[int, int, torch.Generator], Scheme]] = {
 
 
 def haar_matrices(m: int, k: int, generator: torch.Generator) -> Tensor:
-    """Draw orthogonal matrices of Haar's distribution.
-
-    Parameters
-    ----------
-    m : int
-        Number of rows.
-    k : int
-        Number of matrices.
-    generator : torch.Generator
-        Decides the draws.
-
-    Returns
-    -------
-    Tensor of shape (k, m, m)
-        In float64.
-    """
+    """Draw orthogonal matrices of Haar's distribution. Shapes: returns (k, m, m)."""
     shape = (k, m, m)
     normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
     q, r = torch.linalg.qr(normal)
@@ -76,29 +61,7 @@ def haar_matrices(m: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator) -> Scheme:
-    """Make a scheme from its name, or from matrices.
-
-    Parameters
-    ----------
-    matrices : str, or array of shape (m, m) or (k, m, m)
-        A key of `SCHEMES`, or the matrices ``A`` to move the features by.
-    m : int
-        Number of features of a sample.
-    n_draws : int
-        Number of draws, at least 2; not used with matrices.
-    generator : torch.Generator
-        Decides the draws.
-
-    Returns
-    -------
-    Scheme
-        Draws of directions.
-
-    Raises
-    ------
-    ValueError
-        If there is no such scheme.
-    """
+    """Make a scheme from its name, or from matrices. Shapes: `matrices` (m, m)."""
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     if isinstance(matrices, str):
         if matrices not in SCHEMES:
@@ -112,29 +75,7 @@ def make_scheme(matrices: Any, m: int, n_draws: int, generator: torch.Generator)
 def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
     """Check matrices of the user's own by which features are moved.
 
-    Parameters
-    ----------
-    matrices : array of shape (m, m) or (k, m, m)
-        The matrices ``A``.
-    m : int
-        Number of features of a sample.
-    device : torch.device
-        Device of the result.
-
-    Returns
-    -------
-    Tensor of shape (k, m, m)
-        In float64.
-
-    Raises
-    ------
-    ValueError
-        If they do not fit the features.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the operator norm of a matrix is above 1.
+    Shapes: `matrices` (m, m); returns (k, m, m).
     """
     stacked = torch.as_tensor(matrices, dtype=torch.float64, device=device)
     if stacked.ndim == 2:
@@ -157,15 +98,7 @@ def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
 def of_matrices(matrices: Tensor) -> Scheme:
     """Return the scheme that moves all samples by the same matrices, one after the other.
 
-    Parameters
-    ----------
-    matrices : Tensor of shape (k, m, m)
-        The matrices.
-
-    Returns
-    -------
-    Scheme
-        All draws that are possible.
+    Shapes: `matrices` (k, m, m).
     """
     return Scheme(
         lambda features: ((features @ matrix.T.to(features),) for matrix in matrices), 0.0

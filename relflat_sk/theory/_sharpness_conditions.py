@@ -132,18 +132,7 @@ def sharpness_conditions(
 
 
 def sample_constants(network: Network) -> dict[tuple[str, str, int], Tensor]:
-    """Compute the constants of all samples.
-
-    Parameters
-    ----------
-    network : Network
-        A fully connected network with ReLU or leaky ReLU between its layers.
-
-    Returns
-    -------
-    dict of (str, str, int) to Tensor of shape (n',)
-        By condition, layer and its position, of the n' samples that are not zero.
-    """
+    """Compute the constants of all samples. Shapes: returns (n',)."""
     parts = map_chains(network, lambda chain: (len(chain.x), _constants(chain.without_zeros())))
     found = {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
     check_zeros(len(next(iter(found.values()))), sum(size for size, _ in parts))

@@ -34,18 +34,7 @@ DEFAULT_SIGMA = 1.0
 class Smoothed:
     """Weighted losses of n samples before and after the smoothing.
 
-    Parameters
-    ----------
-    loss : ndarray of shape (n,)
-        Losses before the smoothing, times the sample weights.
-    smooth_loss : ndarray of shape (n,)
-        Mean losses over the draws, times the sample weights.
-    divisor : ndarray of shape (n,)
-        Each sample's part in the divisor of the criterion's mean, times its weight.
-    shares : ndarray of shape (n,)
-        Shares of the samples in the smoothed distribution.
-    stderr : float
-        Standard error of the mean rise, from the draws.
+    Shapes: `loss`, `smooth_loss`, `divisor`, `shares` (n,).
     """
 
     loss: Floats
@@ -55,33 +44,11 @@ class Smoothed:
     stderr: float
 
     def mean_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples before the smoothing.
-
-        Parameters
-        ----------
-        rows : slice or array of int
-            The samples.
-
-        Returns
-        -------
-        float
-            In the unit of the loss.
-        """
+        """Compute the mean loss of some samples before the smoothing."""
         return _ratio(self.loss[rows].sum(), self.divisor[rows].sum())
 
     def mean_smooth_loss(self, rows: Any) -> float:
-        """Compute the mean loss of some samples after the smoothing, with their shares.
-
-        Parameters
-        ----------
-        rows : slice or array of int
-            The samples.
-
-        Returns
-        -------
-        float
-            In the unit of the loss.
-        """
+        """Compute the mean loss of some samples after the smoothing, with their shares."""
         shares = self.shares[rows]
         return _ratio(shares @ self.smooth_loss[rows], shares @ self.divisor[rows])
 
@@ -98,24 +65,7 @@ def _ratio(loss: float, divisor: float) -> float:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Smooths samples in a layer's feature space.
-
-    Parameters
-    ----------
-    kernel : str
-        A key of `relflat_sk.theory._kernels.KERNELS`.
-    sigma : float
-        Its width.
-    n_draws : int
-        Draws for each sample.
-    label_noise : callable or None
-        Moves labels, see `representativeness`.
-    rng : RandomState
-        Decides the draws.
-    bandwidth : float, "scott" or "silverman", optional
-        Deviation of a normal distribution that is the same for all samples, in place of the
-        kernel; or the rule by which it follows from the features.
-    """
+    """Smooths samples in a layer's feature space."""
 
     kernel: str
     sigma: float
@@ -127,19 +77,7 @@ class Smoothing:
     def __call__(self, site: Site, delta: float, shares: Floats) -> Smoothed:
         """Compute the losses of all samples before and after the smoothing.
 
-        Parameters
-        ----------
-        site : Site
-            The layer.
-        delta : float
-            Radius of the smoothing, as a share of the features' norm.
-        shares : ndarray of shape (n,)
-            Shares of the samples in the smoothed distribution, not negative.
-
-        Returns
-        -------
-        Smoothed
-            The losses.
+        Shapes: `shares` (n,).
         """
         generator = make_generator(self.rng, site.network.device)
         scheme = make_kernel(self.kernel, site.size, self.sigma, self.n_draws, generator)
@@ -171,24 +109,7 @@ class Smoothing:
 def check_bandwidth(
     bandwidth: float | str | None, delta: float | None, kernel: str, sigma: float
 ) -> None:
-    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside a kernel.
-
-    Parameters
-    ----------
-    bandwidth : float, "scott", "silverman" or None
-        As the user gave it.
-    delta : float or None
-        As the user gave it.
-    kernel : str
-        As the user gave it.
-    sigma : float
-        As the user gave it.
-
-    Raises
-    ------
-    ValueError
-        If the bandwidth is none of these, or another argument of the smoothing is given as well.
-    """
+    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside a kernel."""
     if isinstance(bandwidth, str):
         if bandwidth not in ("scott", "silverman"):
             raise ValueError(
@@ -210,20 +131,7 @@ def check_bandwidth(
 
 
 def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
-    """Find the bandwidth of a Gaussian kernel density estimate, by a rule in one pass.
-
-    Parameters
-    ----------
-    site : Site
-        The layer that receives the features.
-    bandwidth : float, "scott", "silverman" or None
-        As the user gave it, after `check_bandwidth`.
-
-    Returns
-    -------
-    float or None
-        In the unit of the features; None for none.
-    """
+    """Find the bandwidth of a Gaussian kernel density estimate, by a rule in one pass."""
     if not isinstance(bandwidth, str):
         return bandwidth
     with borrowed(site.network.module):
@@ -236,22 +144,7 @@ def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
 def check_alphas(alphas: Any, n: int) -> Floats:
     """Check the shares of samples in the smoothed distribution.
 
-    Parameters
-    ----------
-    alphas : array of shape (n,) or None
-        As the user gave them; None for equal ones.
-    n : int
-        Number of samples.
-
-    Returns
-    -------
-    ndarray of shape (n,)
-        The shares, whose mean is 1.
-
-    Raises
-    ------
-    ValueError
-        If there are more or fewer, or one is negative or not finite, or all are zero.
+    Shapes: `alphas` (n,); returns (n,).
     """
     if alphas is None:
         return np.ones(n)

@@ -28,16 +28,7 @@ class _NotArrays(TypeError):
 class ArrayLoader(DataLoader[Any]):
     """Give the batches of torch's `DataLoader`, with the same random order, in less time.
 
-    Parameters
-    ----------
-    dataset : torch Dataset
-        The data set; `inputs`, `targets` and `rows` are its data.
-    inputs, targets : Tensor, sparse or stored rows, or dict or list of these
-        The data that batches are cut from, along the first axis. Batches are dense.
-    rows : Tensor of shape (n,)
-        The row of each sample of `dataset`.
-    **arguments
-        `batch_size`, `shuffle` and `drop_last` of torch's loader.
+    Shapes: `rows` (n,).
     """
 
     def __init__(
@@ -65,20 +56,7 @@ class ArrayLoader(DataLoader[Any]):
         return len(self._rows)
 
     def enlarged(self, n_samples: int, n_numbers: int) -> "ArrayLoader":
-        """Return a loader of the same samples in larger batches.
-
-        Parameters
-        ----------
-        n_samples : int
-            Largest number of samples in a batch.
-        n_numbers : int
-            Largest number of input values in a batch.
-
-        Returns
-        -------
-        ArrayLoader
-            Its batches are not smaller than those of this loader.
-        """
+        """Return a loader of the same samples in larger batches."""
         each = sum(leaf.shape[1:].numel() for leaf in _leaves(self._parts[0]))
         size = max(int(self.batch_size or 1), min(n_samples, n_numbers // max(1, each)))
         return ArrayLoader(self.dataset, *self._parts, self._rows, batch_size=size)
@@ -88,13 +66,7 @@ class ArrayLoader(DataLoader[Any]):
         return self._batches()
 
     def draw_order(self) -> Tensor:
-        """Draw the rows of an epoch in their order, as iteration does.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            Row numbers in `parts`.
-        """
+        """Draw the rows of an epoch in their order, as iteration does. Shapes: returns (n,)."""
         _draw_seed()
         return self._order()
 
@@ -126,20 +98,7 @@ def _draw_seed() -> int:
 
 
 def make_loader(dataset: Any, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Make a loader that cuts batches out of arrays if it can, and torch's loader otherwise.
-
-    Parameters
-    ----------
-    dataset : torch Dataset
-        The data.
-    arguments : dict
-        Arguments of torch's loader.
-
-    Returns
-    -------
-    DataLoader
-        Batches have the same values, types and order with either loader.
-    """
+    """Make a loader that cuts batches out of arrays if it can, and torch's loader otherwise."""
     size = arguments.get("batch_size")
     if arguments.keys() <= _ARGUMENTS and isinstance(size, int) and size > 0:
         try:

@@ -16,27 +16,7 @@ _NAMES = ("weight", "pos_weight")
 def with_class_weights(
     criterion: type, given: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Convert the weights of classes among the arguments of one of torch's criteria to tensors.
-
-    Parameters
-    ----------
-    criterion : type
-        The criterion's class. The arguments of others than torch's stay as they are.
-    given : mapping
-        Arguments that the user passed.
-    dtype : torch.dtype
-        The network's; weights for one in half precision are in float32, as its losses are.
-
-    Returns
-    -------
-    dict
-        `given`, with tensors in place of arrays and sequences.
-
-    Raises
-    ------
-    TypeError
-        If weights are no numbers.
-    """
+    """Convert the weights of classes among the arguments of one of torch's criteria to tensors."""
     found = dict(given)
     for name in _NAMES if issubclass(criterion, _Loss) else ():
         value = found.get(name)

@@ -73,21 +73,7 @@ class _StopWhenReached(Callback):
 
 
 def missed_goal(net: NeuralNet, n_epochs: int) -> str:
-    """Describe the goal that a net has not reached in all its epochs.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A trained net.
-    n_epochs : int
-        The number of epochs of its last training.
-
-    Returns
-    -------
-    str
-        Such as "a training loss of 0.01"; "" if the net has no goal, has reached it, or ended its
-        training before, by another callback or by Ctrl-C.
-    """
+    """Describe the goal that a net has not reached in all its epochs."""
     if getattr(net, "converged_", True) or not 0 < net.max_epochs <= n_epochs:
         return ""
     callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
@@ -290,21 +276,7 @@ class StopAtGradientNorm(_StopWhenReached):
 
 
 def gradient_norm(net: NeuralNet, dataset: Any) -> float:
-    """Compute the norm of the gradient of a net's objective on a whole data set.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        An initialised net. Its gradients, train/eval mode and random state stay as they are.
-    dataset : torch Dataset
-        The training data, as skorch hands them to callbacks.
-
-    Returns
-    -------
-    float
-        Euclidean norm over all learnable parameters, of the mean over samples also if the
-        criterion sums.
-    """
+    """Compute the norm of the gradient of a net's objective on a whole data set."""
     parameters = [p for _, p in net.get_all_learnable_params() if p.requires_grad]
     sums = [torch.zeros_like(p) for p in parameters]
     loss = training_network(net, dataset).loss

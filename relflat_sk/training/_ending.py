@@ -29,20 +29,7 @@ _ROUNDING = 0.02  # of a sum of probabilities in bfloat16
 
 
 def check_ending(loss: Loss, output: Tensor) -> None:
-    """Refuse probabilities where the criterion takes logits, and the other way round.
-
-    Parameters
-    ----------
-    loss : Loss
-        The criterion.
-    output : Tensor of shape (n, ...)
-        The module's output for a batch, with its graph.
-
-    Raises
-    ------
-    ValueError
-        If the module's output cannot be meant for the criterion.
-    """
+    """Refuse probabilities where the criterion takes logits, and the other way round."""
     kind = type(loss.criterion)
     ending = find_ending(output)
     problem = explain_ending(loss.criterion, ending)

@@ -10,28 +10,10 @@ __all__ = ["EpochMean"]
 
 
 class EpochMean(PassthroughScoring):
-    """Record what skorch's `PassthroughScoring` records, in less time.
-
-    Parameters
-    ----------
-    name : str
-        Name of the quantity in the history.
-    lower_is_better : bool or None, default=True
-        Which values are the best; None for no record of them.
-    on_train : bool, default=False
-        Whether the batches are those of training, rather than of validation.
-    """
+    """Record what skorch's `PassthroughScoring` records, in less time."""
 
     def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
-        """Record the mean over the batches, weighted by their sizes.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net in training.
-        **kwargs
-            Not used.
-        """
+        """Record the mean over the batches, weighted by their sizes."""
         history = net.history
         if type(history) is not History:
             super().on_epoch_end(net, **kwargs)

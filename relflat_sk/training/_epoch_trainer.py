@@ -13,68 +13,19 @@ class EpochTrainer(ABC):
 
     @abstractmethod
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        """Train a net for an epoch, and record its batches.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        iterator : iterable
-            Its batches.
-        fit_params : dict
-            Further arguments of its network.
-
-        Returns
-        -------
-        bool
-            False if the net has to train the epoch itself.
-        """
+        """Train a net for an epoch, and record its batches."""
 
     @abstractmethod
     def training_loss(self, net: Any, goal: float) -> float | None:
-        """Compute the loss of a net on its training data, in evaluation mode.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A mean loss; above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The mean loss; infinite if it is certainly above the goal. None if the net has to
-            compute it itself.
-        """
+        """Compute the loss of a net on its training data, in evaluation mode."""
 
     @abstractmethod
     def gradient_norm(self, net: Any, goal: float) -> float | None:
-        """Compute the norm of the gradient on a net's training data, in evaluation mode.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, at the end of an epoch.
-        goal : float
-            A norm; far above it, the value need not be known.
-
-        Returns
-        -------
-        float or None
-            The norm; infinite if the gradients of the epoch's steps are far above the goal. None
-            if the net has to compute it itself.
-        """
+        """Compute the norm of the gradient on a net's training data, in evaluation mode."""
 
     @abstractmethod
     def release(self, net: Any) -> None:
-        """Forget a net, whose training has ended.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net.
-        """
+        """Forget a net, whose training has ended."""
 
 
 class OwnLoop(EpochTrainer):
@@ -103,22 +54,11 @@ def set_single_trainer(make: Callable[[], EpochTrainer]) -> None:
     """Determine what trains a net that is fitted by itself.
 
     A package above this one calls it, which imports the nets.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the trainer of a net.
     """
     global _single  # noqa: PLW0603
     _single = make
 
 
 def single_trainer() -> EpochTrainer:
-    """Make the trainer of a net that is fitted by itself.
-
-    Returns
-    -------
-    EpochTrainer
-        A new one.
-    """
+    """Make the trainer of a net that is fitted by itself."""
     return _single()

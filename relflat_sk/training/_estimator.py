@@ -58,13 +58,7 @@ def _has_probabilities(net: Any) -> bool:
 
 
 class EstimatorNet(TaskNet):
-    """Implementation of `RelativeFlatnessRegularizedNet`; see there for the parameters.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `RelativeFlatnessRegularizedNet`.
-    """
+    """Implementation of `RelativeFlatnessRegularizedNet`; see there for the parameters."""
 
     # -- fitting -------------------------------------------------------------------------
 

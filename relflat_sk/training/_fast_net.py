@@ -32,13 +32,7 @@ _SAMPLES, _NUMBERS = 1024, 2**20
 
 
 class FastNet(SklearnNet):
-    """Cut batches out of arrays, use torch's fused optimizers, and call no empty functions.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `skorch.NeuralNet`.
-    """
+    """Cut batches out of arrays, use torch's fused optimizers, and call no empty functions."""
 
     def get_iterator(self, dataset: Any, training: bool = False) -> Any:
         """Make the iterator over the batches of a data set, as skorch does.
@@ -266,15 +260,7 @@ def _listens(callback: Any, method_name: str) -> bool:
 
 
 def record_batch(history: Any, values: Mapping[str, float]) -> None:
-    """Record several values of a batch; in skorch's own history, find the batch only once.
-
-    Parameters
-    ----------
-    history : History or DistributedHistory
-        The history of a training, in which the batch has begun.
-    values : mapping of str to float
-        Values by their names.
-    """
+    """Record several values of a batch; in skorch's own history, find the batch only once."""
     if type(history) is History:
         list.__getitem__(history, -1)["batches"][-1].update(values)
         return
@@ -295,18 +281,7 @@ def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> b
 
 
 def knows_its_batch(part: nn.Module) -> bool:
-    """Return whether a module's output for a sample depends on the others in evaluation, too.
-
-    Parameters
-    ----------
-    part : nn.Module
-        A module, without those inside of it.
-
-    Returns
-    -------
-    bool
-        True for batch norm without running statistics.
-    """
+    """Return whether a module's output for a sample depends on the others in evaluation, too."""
     return isinstance(part, _BatchNorm) and part.running_mean is None
 
 

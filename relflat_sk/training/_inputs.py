@@ -26,30 +26,7 @@ __all__ = ["check_inputs", "check_stream", "with_sizes"]
 
 
 def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
-    """Check X, and learn its size or compare it with the size learned before.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        Gets the attributes `n_features_in_`, `n_inputs_` and `is_double_`.
-    X : array-like, sparse matrix, tensor, dict or tuple of these, Dataset or DataLoader
-        Inputs as a user passes them.
-    reset : bool
-        Whether to learn the size, rather than compare it.
-
-    Returns
-    -------
-    ndarray, csr_matrix, RowSource, LoadedBatches, or the type of X
-        Array-likes as arrays, those on disk as a RowSource, sparse ones as a csr_matrix, a data
-        loader as its batches; tensors, mappings, tuples and data sets as they are.
-
-    Raises
-    ------
-    ValueError
-        If X is not finite, has no samples, or has other features than those learned.
-    TypeError
-        If X holds no numbers.
-    """
+    """Check X, and learn its size or compare it with the size learned before."""
     if isinstance(X, DataLoader):
         return LoadedBatches(X)
     if isinstance(X, Dataset):
@@ -111,23 +88,7 @@ def _check_loader(net: Any, loader: DataLoader[Any]) -> None:
 
 
 def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
-    """Refuse to train on a stream where that needs a number of samples.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        Its `train_split` must work without a length.
-    X : object
-        Training data; anything but a data loader and an `IterableDataset` without a length passes.
-    sample_weight : array-like or None
-        Must be None with a stream.
-
-    Raises
-    ------
-    ValueError
-        If there are sample weights, samples are to be held out, or the net's parameters contradict
-        a data loader.
-    """
+    """Refuse to train on a stream where that needs a number of samples."""
     if isinstance(X, DataLoader):
         _check_loader(net, X)
         stream = f"the {type(X).__name__} is read as a stream"
@@ -195,27 +156,7 @@ def _check_shape(net: Any, X: Tensor | RowSource, reset: bool) -> None:
 def with_sizes(
     factory: Callable[..., Any], given: dict[str, Any], sizes: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """Add the sizes that a network's constructor asks for, unless the user passed them.
-
-    Parameters
-    ----------
-    factory : callable
-        The network's class.
-    given : dict
-        Arguments that the user passed.
-    sizes : mapping
-        Sizes by the name of the argument; None if the data do not determine a size.
-
-    Returns
-    -------
-    dict
-        `given` with the sizes.
-
-    Raises
-    ------
-    ValueError
-        If the constructor requires a size that is unknown.
-    """
+    """Add the sizes that a network's constructor asks for, unless the user passed them."""
     accepted = inspect.signature(factory).parameters
     found = dict(given)
     missing = []

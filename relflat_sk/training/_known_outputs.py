@@ -12,20 +12,7 @@ __all__ = ["known_outputs"]
 
 @contextmanager
 def known_outputs(net: Any, outputs: Tensor) -> Iterator[None]:
-    """Let a net predict from outputs that its module has computed already.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        The net, with a `forward_iter` of this library.
-    outputs : Tensor of shape (n, ...)
-        The outputs of its module, in evaluation mode, for the inputs of all predictions inside
-        the context.
-
-    Yields
-    ------
-    None
-    """
+    """Let a net predict from outputs that its module has computed already."""
 
     def forward_iter(X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
         yield to_device(outputs, device=device)

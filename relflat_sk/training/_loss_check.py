@@ -63,20 +63,7 @@ _NOT_NEGATIVE = (
 
 
 def is_far(net: Any, goal: float) -> bool:
-    """Return whether the running loss of a net's last epoch is far from a goal.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A net in training, at the end of an epoch.
-    goal : float
-        A mean loss on the training data.
-
-    Returns
-    -------
-    bool
-        False also if the running loss says nothing.
-    """
+    """Return whether the running loss of a net's last epoch is far from a goal."""
     batches = net.history[-1]["batches"]
     losses = [batch["train_loss"] for batch in batches if "train_loss" in batch]
     return _are_above(losses, FAR * goal) and _records_mean(net) and acts_alike(net.module_)
@@ -109,18 +96,7 @@ def _are_above(losses: Sequence[float], limit: float) -> bool:
 
 
 def acts_alike(module: nn.Module) -> bool:
-    """Return whether a network is known to act in training as it does in evaluation.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-
-    Returns
-    -------
-    bool
-        False if it has dropout or batch norm, or code of others that may ask for the mode.
-    """
+    """Return whether a network is known to act in training as it does in evaluation."""
     return not any(map(_asks_for_mode, module.modules()))
 
 
@@ -149,37 +125,14 @@ def _names_in(code: CodeType) -> set[str]:
 
 @dataclass(frozen=True)
 class Proof:
-    """The samples that had the largest losses, and the divisor of the mean over all samples.
-
-    Parameters
-    ----------
-    batches : tuple of Batch
-        Some samples of each batch.
-    divisor : float
-        Divisor of the mean over all samples.
-    """
+    """The samples that had the largest losses, and the divisor of the mean over all samples."""
 
     batches: tuple[Batch, ...]
     divisor: float
 
 
 def is_above(network: Network, goal: float, proof: Proof | None) -> bool:
-    """Return whether the loss on all data is certainly above a goal.
-
-    Parameters
-    ----------
-    network : Network
-        The network.
-    goal : float
-        A mean loss.
-    proof : Proof or None
-        Samples whose losses may be enough, from an earlier pass.
-
-    Returns
-    -------
-    bool
-        False if that is not certain.
-    """
+    """Return whether the loss on all data is certainly above a goal."""
     if proof is None:
         return False
     with borrowed(network.module), torch.no_grad():
@@ -191,22 +144,7 @@ def is_above(network: Network, goal: float, proof: Proof | None) -> bool:
 
 
 def mean_loss_with_proof(network: Network, goal: float) -> tuple[float, Proof | None]:
-    """Compute the mean loss over the data, and what can tell that it stays above a goal.
-
-    Parameters
-    ----------
-    network : Network
-        With labels; given back as it was.
-    goal : float
-        A mean loss.
-
-    Returns
-    -------
-    loss : float
-        In evaluation mode.
-    proof : Proof or None
-        None if too few samples have too small losses.
-    """
+    """Compute the mean loss over the data, and what can tell that it stays above a goal."""
     total, divisor, hardest, above = 0.0, 0.0, [], 0.0
     provable = _is_provable(network)
     with borrowed(network.module), torch.no_grad():

@@ -34,14 +34,7 @@ _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", defau
 
 @contextmanager
 def measured_later() -> Iterator[list[Callable[[], None]]]:
-    """Let nets that are fitted inside the context be measured by the caller.
-
-    Yields
-    ------
-    list of callable
-        One function for each net, which checks how its training ended. It measures the net, unless
-        `adopt_flatness` was called before.
-    """
+    """Let nets that are fitted inside the context be measured by the caller."""
     later: list[Callable[[], None]] = []
     token = _LATER.set(later)
     try:
@@ -63,13 +56,7 @@ _MEASURED_WITH = {"criterion", "flatness_layer", "flatness_normalize", "module"}
 
 
 class MeasuredNet(FastNet):
-    """Record the relative flatness of the training data, and how the net compares to a constant.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `RelativeFlatnessRegularizedNet`.
-    """
+    """Record the relative flatness of the training data, and how the net compares to a constant."""
 
     flatness_weight: float
     flatness_layer: Any
@@ -114,15 +101,7 @@ class MeasuredNet(FastNet):
         return self.flatness_layer if several else [self.flatness_layer]
 
     def _record_outcome(self, dataset: Any, first: int) -> None:
-        """Measure a trained net, and check how its training ended, now or when the caller asks.
-
-        Parameters
-        ----------
-        dataset : torch Dataset
-            The training data.
-        first : int
-            The number of epochs in the history when the training began.
-        """
+        """Measure a trained net, and check how its training ended, now or when the caller asks."""
         later = _LATER.get()  # who measures later judges the depth as well
         self._record_flatness(dataset, now=later is None)
         if later is None:
@@ -201,11 +180,6 @@ class MeasuredNet(FastNet):
 
         It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
         learned and the penalty can be the reason, see `_has_outweighed`.
-
-        Parameters
-        ----------
-        first : int
-            The number of epochs in the history when the training began.
         """
         losses = [epoch["train_loss"] for epoch in self.history[first:] if "train_loss" in epoch]
         found = self.constant_comparison_
@@ -235,11 +209,6 @@ class MeasuredNet(FastNet):
 
         It was larger than the loss in some epoch, and its limit allowed its gradient to be at
         least as large as the loss's. With a lower limit, each step still lowers the loss.
-
-        Parameters
-        ----------
-        first : int
-            The number of epochs in the history when the training began.
         """
         limited = self.flatness_clip is not None and self.flatness_clip < 1
         return not limited and any(
@@ -248,13 +217,7 @@ class MeasuredNet(FastNet):
         )
 
     def _check_goal(self, first: int) -> None:
-        """Warn if the net has not reached its goal, as networks of scikit-learn do.
-
-        Parameters
-        ----------
-        first : int
-            The number of epochs in the history when the training began.
-        """
+        """Warn if the net has not reached its goal, as networks of scikit-learn do."""
         goal = missed_goal(self, len(self.history) - first)
         if goal:
             # of the class only: one warning for many nets at a line that differ in their seeds

@@ -28,26 +28,7 @@ _LENGTH_GROUPED = ("transformers.trainer_pt_utils", "LengthGroupedSampler")
 
 
 class FlatTraining:
-    """The penalty and the measurements of one training.
-
-    Parameters
-    ----------
-    layer : int, str, nn.Module, a sequence of these, or "all"
-        The penalised and measured layers; several values of flatness are added.
-    weight : float
-        Factor of the penalty; 0 for none.
-    clip : float or None
-        Limit of the penalty.
-    every : int or None
-        Number of epochs between measurements; None for no measurement.
-    dataset : Dataset or None
-        The samples to measure; None for the training data.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-    """
+    """The penalty and the measurements of one training."""
 
     def __init__(
         self, layer: Any, weight: float, clip: float | None, every: int | None, dataset: Any
@@ -63,39 +44,11 @@ class FlatTraining:
         return self.penalty.weight > 0
 
     def is_due(self, epoch: float, *, ends: bool = False) -> bool:
-        """Return whether the flatness is to be measured.
-
-        Parameters
-        ----------
-        epoch : float
-            Number of epochs of the training so far, whole at the end of one.
-        ends : bool, default=False
-            Whether this is the end of training.
-
-        Returns
-        -------
-        bool
-            Always False without measurements.
-        """
+        """Return whether the flatness is to be measured."""
         return self._every is not None and (ends or epoch % self._every == 0)
 
     def measure(self, network: nn.Module, rows: DataLoader[Any], criterion: Any) -> float:
-        """Measure the relative flatness, in evaluation mode, added over the layers.
-
-        Parameters
-        ----------
-        network : nn.Module
-            The network in training. Its mode and the random state of torch stay as they are.
-        rows : DataLoader
-            Gives pairs of inputs and labels.
-        criterion : nn.Module or None
-            The loss; None for a causal language model, which knows its own.
-
-        Returns
-        -------
-        float
-            In the unit of the loss.
-        """
+        """Measure the relative flatness, in evaluation mode, added over the layers."""
         layer: Any = self.penalty.layer
         device = next((parameter.device for parameter in network.parameters()), None)
         with fork_rng(device):
@@ -117,28 +70,6 @@ def rows_in_order(
     """Return a loader of the same samples that shuffles and draws nothing.
 
     A second pass through a trainer's own loader would change the order of later epochs.
-
-    Parameters
-    ----------
-    loader : object
-        The trainer's loader of the training data.
-    dataset : Dataset or None
-        The samples; those of `loader` if None.
-    split : callable
-        Returns inputs and labels of a batch.
-    batch_size : int or None
-        Samples per batch; None if the data are a stream of batches.
-
-    Returns
-    -------
-    DataLoader
-        Gives pairs of inputs and labels.
-
-    Raises
-    ------
-    ValueError
-        If the samples have no numbers, so that they come in the trainer's order only, or the
-        sampler of `loader` may leave some out and does not say which.
     """
     found = getattr(loader, "dataset", None) if dataset is None else dataset
     if found is None or isinstance(found, IterableDataset) or not hasattr(found, "__getitem__"):

@@ -20,35 +20,13 @@ __all__ = [
 
 
 def check_measurable(net: NeuralNet) -> None:
-    """Refuse to measure a net whose criterion takes the module's whole output.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A net that was trained.
-
-    Raises
-    ------
-    ValueError
-        If its training has shown that it does.
-    """
+    """Refuse to measure a net whose criterion takes the module's whole output."""
     if getattr(net, "_criterion_takes_whole", False):
         refuse_whole(net.criterion_, "measure")
 
 
 def movable(output: Any) -> Any:
-    """Leave out entries of a mapping that skorch cannot move to a device, such as caches.
-
-    Parameters
-    ----------
-    output : object
-        A module's output.
-
-    Returns
-    -------
-    object
-        `output` itself unless it is a mapping with such entries.
-    """
+    """Leave out entries of a mapping that skorch cannot move to a device, such as caches."""
     if not isinstance(output, Mapping) or all(map(_is_movable, output.values())):
         return output
     return {name: part for name, part in output.items() if _is_movable(part)}
@@ -62,45 +40,14 @@ def _is_movable(part: Any) -> bool:
 
 
 def for_prediction(output: Any, *, required: bool) -> Any:
-    """Return what the function from outputs to predictions takes.
-
-    Parameters
-    ----------
-    output : Tensor of shape (n, ...) or mapping
-        A module's output.
-    required : bool
-        Whether it takes tensors only, so that a mapping needs an entry "logits".
-
-    Returns
-    -------
-    Tensor of shape (n, ...) or mapping
-        The entry "logits" of a mapping that has it.
-
-    Raises
-    ------
-    TypeError
-        If a mapping has no such entry, and a tensor is required.
-    """
+    """Return what the function from outputs to predictions takes."""
     if isinstance(output, Mapping) and (required or "logits" in output):
         return full_precision(primary_output(output))
     return output
 
 
 def log_probabilities(nonlinearity: Any, *, binary: bool) -> Callable[[Any], Tensor] | None:
-    """Return a function from outputs to logarithms of probabilities that never takes log(0).
-
-    Parameters
-    ----------
-    nonlinearity : callable
-        The function from outputs to probabilities.
-    binary : bool
-        Whether outputs of one column stand for two classes.
-
-    Returns
-    -------
-    callable or None
-        None if there is no such function for this nonlinearity.
-    """
+    """Return a function from outputs to logarithms of probabilities that never takes log(0)."""
     if isinstance(nonlinearity, partial) and nonlinearity.func is torch.softmax:
         logarithm: Callable[..., Tensor] = partial(torch.log_softmax, **nonlinearity.keywords)
     elif nonlinearity is torch.sigmoid and binary:

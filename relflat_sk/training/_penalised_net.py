@@ -35,18 +35,7 @@ __all__ = ["PenalisedNet", "unwrap"]
 
 
 def unwrap(module: Any) -> Any:
-    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism.
-
-    Parameters
-    ----------
-    module : nn.Module or callable
-        A network or a criterion, wrapped or not.
-
-    Returns
-    -------
-    nn.Module or callable
-        The innermost module; `module` itself if it has no wrapper.
-    """
+    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
     children = getattr(module, "_modules", {})
     if "_orig_mod" in children:
         return unwrap(children["_orig_mod"])
@@ -60,11 +49,6 @@ class PenalisedNet(MeasuredNet):
     Both enter in `infer` and `get_loss` only. Code that changes other parts of skorch's
     training step (accelerate, gradient accumulation, the two passes of SAM) therefore works
     together with this class.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `RelativeFlatnessRegularizedNet`.
     """
 
     flatness_probes: int

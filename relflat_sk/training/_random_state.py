@@ -16,18 +16,7 @@ States = list[Tensor]
 
 
 def get_states(device: Any) -> States:
-    """Copy the random states that a net on a device draws from.
-
-    Parameters
-    ----------
-    device : str or torch.device
-        The net's device.
-
-    Returns
-    -------
-    list of Tensor
-        The CPU's state, and that of `device` if it is a CUDA device.
-    """
+    """Copy the random states that a net on a device draws from."""
     states = [torch.get_rng_state()]
     if str(device).startswith("cuda"):
         states.append(torch.cuda.get_rng_state(torch.device(device)))
@@ -35,15 +24,7 @@ def get_states(device: Any) -> States:
 
 
 def set_states(device: Any, states: States) -> None:
-    """Return to random states that `get_states` copied.
-
-    Parameters
-    ----------
-    device : str or torch.device
-        The net's device.
-    states : list of Tensor
-        The copied states.
-    """
+    """Return to random states that `get_states` copied."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, torch.device(device))
@@ -51,21 +32,7 @@ def set_states(device: Any, states: States) -> None:
 
 @contextmanager
 def own_random_state(net: Any, *, restart: bool) -> Iterator[None]:
-    """Use the net's own random state inside the context, and restore torch's afterwards.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        Stores its state between calls in `_rng_states`. If its `random_state` is None, torch's
-        global state is used.
-    restart : bool
-        Whether to start from `random_state`, rather than from the end of the last call.
-
-    Yields
-    ------
-    None
-        The state is in use.
-    """
+    """Use the net's own random state inside the context, and restore torch's afterwards."""
     if net.random_state is None:
         yield
         return

@@ -37,12 +37,7 @@ __all__ = [
 class Weighted(NamedTuple):
     """Labels with the weights of their samples; data loaders collate both.
 
-    Parameters
-    ----------
-    target : object
-        The label of a sample, or the labels of a batch.
-    weight : float or Tensor of shape (n,)
-        The weight of the sample, or the weights of the batch.
+    Shapes: `weight` (n,).
     """
 
     target: Any
@@ -50,15 +45,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedDataset(Dataset[Any]):
-    """A data set of pairs (x, y), with a weight for each.
-
-    Parameters
-    ----------
-    dataset : torch Dataset
-        The data set of n pairs.
-    weights : ndarray of shape (n,)
-        Weights of the samples.
-    """
+    """A data set of pairs (x, y), with a weight for each. Shapes: `weights` (n,)."""
 
     def __init__(self, dataset: Any, weights: np.ndarray) -> None:
         self.dataset = dataset
@@ -89,57 +76,20 @@ class _WeightedArrays(WeightedDataset, SkorchDataset):
 
 
 def with_weights(dataset: Any, weights: np.ndarray) -> WeightedDataset:
-    """Add a weight to each sample of a data set.
-
-    Parameters
-    ----------
-    dataset : torch Dataset
-        The data set of n pairs (x, y).
-    weights : ndarray of shape (n,)
-        Weights of the samples.
-
-    Returns
-    -------
-    WeightedDataset
-        Pairs of x and `Weighted` y.
-    """
+    """Add a weight to each sample of a data set. Shapes: `weights` (n,)."""
     kind = _WeightedArrays if is_skorch_dataset(dataset) else WeightedDataset
     return kind(dataset, weights)
 
 
 def plain_batch(batch: Any) -> Any:
-    """Remove the sample weights from a batch.
-
-    Parameters
-    ----------
-    batch : object
-        What a data loader returned.
-
-    Returns
-    -------
-    object
-        The batch as it would be without sample weights.
-    """
+    """Remove the sample weights from a batch."""
     if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Weighted):
         return [batch[0], batch[1].target]
     return batch
 
 
 def split_target(y: Any) -> tuple[Any, Any]:
-    """Separate the labels of a batch from its sample weights.
-
-    Parameters
-    ----------
-    y : Tensor or Weighted
-        Labels from a data loader.
-
-    Returns
-    -------
-    labels : Tensor of shape (n, ...)
-        Labels of the samples.
-    weights : Tensor of shape (n,) or None
-        Weights of the samples; None if `y` has none.
-    """
+    """Separate the labels of a batch from its sample weights. Shapes: returns weights (n,)."""
     return y if isinstance(y, Weighted) else (y, None)
 
 
@@ -148,23 +98,6 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
 
     Arrays are read in large batches, and sparse matrices in batches as large as in training. Other
     data sets are read through the net's data loader, because only they know how to make samples.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        An initialised net.
-    dataset : torch Dataset
-        Its training data, as skorch hands them to callbacks.
-
-    Returns
-    -------
-    Network
-        Network, loss and data, to be measured.
-
-    Raises
-    ------
-    ValueError
-        If the net's criterion takes no tensor.
     """
     check_measurable(net)
     base, rows, weights = _base_of(dataset)

@@ -35,13 +35,7 @@ _OTHER_NAMES = {
 
 
 class SklearnNet(NeuralNet):
-    """Set nothing but parameters in the constructor, and list nothing but public parameters.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `skorch.NeuralNet`.
-    """
+    """Set nothing but parameters in the constructor, and list nothing but public parameters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,18 +96,7 @@ class SklearnNet(NeuralNet):
 
 
 def check_parameters(net: NeuralNet) -> None:
-    """Check the names of a net's parameters without making it.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A net of skorch or of this library, fitted or not.
-
-    Raises
-    ------
-    ValueError
-        If its class does not have one of them.
-    """
+    """Check the names of a net's parameters without making it."""
     unfitted = clone(net)
     # skorch learns the names of these parts only where it makes them
     vars(unfitted)["prefixes_"] = [*unfitted.prefixes_, "module", "criterion", "optimizer"]

@@ -17,26 +17,7 @@ class TrainingState:
 
     A net drops it when the training ends, and leaves it out of copies and pickles.
 
-    Parameters
-    ----------
-    sample_weight : ndarray of shape (n,), optional
-        Weights of all samples; None if the user gave none.
-    labels_encoded : bool, default=False
-        Whether labels reach the net as the criterion's targets, as they do during `fit`.
-    dataset : torch Dataset, optional
-        The training data, without what is held out for validation.
-    penalty : RelativeFlatnessPenalty, optional
-        The penalty of all steps, kept because it learns the network's structure only once.
-    first_parameter : (nn.Module, Parameter or None), optional
-        The network, and its first floating-point parameter, whose dtype inputs must have.
-    output_shape : torch.Size, optional
-        Shape of the output for one sample; None if the labels determine it.
-    output_checked : bool, default=False
-        Whether a batch has shown that the network ends in what its criterion takes.
-    recorded : bool, default=False
-        Whether the penalty has recorded the forward pass of the current step.
-    terms : (Tensor, Tensor or None, Tensor or None), optional
-        Loss and penalty of the current step, and the share of the penalty that its limit left.
+    Shapes: `sample_weight` (n,).
     """
 
     sample_weight: np.ndarray | None = None

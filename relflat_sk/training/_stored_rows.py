@@ -19,11 +19,6 @@ class StoredRows:
 
     An array that is stored in chunks, as zarr's are, gives whole chunks. They are kept in memory
     for the next batches.
-
-    Parameters
-    ----------
-    source : RowSource
-        The rows.
     """
 
     device = torch.device("cpu")
@@ -50,17 +45,7 @@ class StoredRows:
         Otherwise every batch would read as many chunks as it has rows. The chunks come in random
         order, and the rows of some of them at a time, of 64 MiB, are shuffled.
 
-        Parameters
-        ----------
-        order : Tensor of shape (n,)
-            Row numbers in random order.
-        generator : torch.Generator
-            Draws the order of the chunks.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            The same numbers; `order` itself if the array has no chunks.
+        Shapes: `order` (n,); returns (n,).
         """
         if self._size is None:
             return order
@@ -70,25 +55,7 @@ class StoredRows:
         return order[torch.argsort(rank[positions] // self._n_together, stable=True)]
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
-        """Read some rows.
-
-        Parameters
-        ----------
-        dim : int
-            The axis, 0.
-        rows : Tensor of shape (n,)
-            Row numbers.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            The rows.
-
-        Raises
-        ------
-        ValueError
-            If they are not finite.
-        """
+        """Read some rows. Shapes: `rows` (n,)."""
         numbers = rows.numpy()
         found = self._source[numbers] if self._size is None else self._from_chunks(numbers)
         tensor = torch.from_numpy(native(found))

@@ -31,13 +31,7 @@ _OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best"
 
 
 class TaskNet(PenalisedNet):
-    """Find the task in the criterion, and make network, criterion and callbacks for it.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of `RelativeFlatnessRegularizedNet`.
-    """
+    """Find the task in the criterion, and make network, criterion and callbacks for it."""
 
     _fixed_task: ClassVar[str | None] = None
 

@@ -82,13 +82,7 @@ class _Classification:
     learned = "classes_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Learn the classes.
-
-        Raises
-        ------
-        ValueError
-            If the labels are no classes, or all of one class.
-        """
+        """Learn the classes."""
         y = column_or_1d(_require(y), warn=True)
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
@@ -132,13 +126,7 @@ class _Binary(_Classification):
     """One logit for two classes, or one for each label of a multi-label task."""
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Learn the two classes, or the number of labels of a multi-label task.
-
-        Raises
-        ------
-        ValueError
-            If the labels are of one class, or of more than two.
-        """
+        """Learn the two classes, or the number of labels of a multi-label task."""
         y = _require(y)
         if type_of_target(y, input_name="y") == "multilabel-indicator":
             net.classes_ = np.arange(np.asarray(y).shape[1])
@@ -260,13 +248,7 @@ class _Plain:
         return predicted
 
     def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        """Refuse to compute a score.
-
-        Raises
-        ------
-        AttributeError
-            In any case.
-        """
+        """Refuse to compute a score."""
         raise AttributeError("a net whose criterion determines no task has no score")
 
 

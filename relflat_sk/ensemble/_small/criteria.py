@@ -17,17 +17,7 @@ Array = np.ndarray[Any, Any]
 class Term(NamedTuple):
     """The penalty of a batch, with its partial derivatives.
 
-    Parameters
-    ----------
-    value : float
-        The penalty.
-    z : array of shape (n, d)
-        Derivative in the outputs.
-    of_phi : array of shape (n, 1)
-        The derivative in the features of the last layer, beside that through the outputs, is
-        ``of_phi * phi``.
-    weight : array of shape (d, m)
-        The derivative in the weight of the last layer, beside that through the outputs.
+    Shapes: `z` (n, d), `of_phi` (n, 1), `weight` (d, m).
     """
 
     value: float
@@ -43,76 +33,22 @@ class SmallCriterion(ABC):
     def slopes(self, z: Array, target: Array, shares: Array) -> tuple[float, Array]:
         """Compute the loss of a batch, and its gradient.
 
-        Parameters
-        ----------
-        z : array of shape (n, d)
-            Outputs.
-        target : array of shape (n, ...)
-            Targets.
-        shares : array of shape (n,)
-            Sample weights that make a mean.
-
-        Returns
-        -------
-        loss : float
-            The mean loss.
-        gradient : array of shape (n, d)
-            Gradient in the outputs.
+        Shapes: `z` (n, d), `shares` (n,); returns gradient (n, d).
         """
 
     @abstractmethod
     def curvature(self, z: Array, phi: Array, weight: Array, scale: Array) -> Term:
         """Compute the penalty of a batch.
 
-        Parameters
-        ----------
-        z : array of shape (n, d)
-            Outputs.
-        phi : array of shape (n, m)
-            Features of the last layer.
-        weight : array of shape (d, m)
-            Weight of the last layer.
-        scale : array of shape (n,)
-            Factors of the samples' terms.
-
-        Returns
-        -------
-        Term
-            The penalty.
+        Shapes: `z` (n, d), `phi` (n, m), `weight` (d, m), `scale` (n,).
         """
 
     @abstractmethod
     def constant_loss(self, z: Array, target: Array, shares: Array) -> float:
-        """Compute the loss of the mean output.
-
-        Parameters
-        ----------
-        z : array of shape (n, d)
-            Outputs.
-        target : array of shape (n, ...)
-            Targets.
-        shares : array of shape (n,)
-            Sample weights that make a mean.
-
-        Returns
-        -------
-        float
-            The mean loss.
-        """
+        """Compute the loss of the mean output. Shapes: `z` (n, d), `shares` (n,)."""
 
     def fits(self, d: int, m: int) -> bool:
-        """Return whether the curvature at a last layer of this size takes few numbers.
-
-        Parameters
-        ----------
-        d, m : int
-            Numbers of its outputs and inputs.
-
-        Returns
-        -------
-        bool
-            Whether it does.
-        """
+        """Return whether the curvature at a last layer of this size takes few numbers."""
         return True
 
 
@@ -181,36 +117,13 @@ class _Outputs(SmallCriterion):
 
     @abstractmethod
     def loss(self, z: Array, target: Array, shares: Array) -> float:
-        """Compute the loss of a batch.
-
-        Parameters
-        ----------
-        z : array of shape (n, d) or (d,)
-            Outputs, of all samples or of each.
-        target : array of shape (n, d)
-            Targets.
-        shares : array of shape (n,)
-            Sample weights that make a mean.
-
-        Returns
-        -------
-        float
-            The mean loss.
-        """
+        """Compute the loss of a batch. Shapes: `z`, `target` (n, d), `shares` (n,)."""
 
     @abstractmethod
     def derivatives(self, z: Array) -> tuple[Array, Array]:
         """Compute the second and third derivative of each output's loss.
 
-        Parameters
-        ----------
-        z : array of shape (n, d)
-            Outputs.
-
-        Returns
-        -------
-        second, third : array of shape (n, d)
-            Derivatives.
+        Shapes: `z` (n, d); returns (n, d).
         """
 
 

@@ -18,60 +18,22 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, x: Array) -> Array:
-        """Compute the output, and hold what `backward` needs.
-
-        Parameters
-        ----------
-        x : array of shape (n, ...)
-            The input.
-
-        Returns
-        -------
-        array of shape (n, ...)
-            The output.
-        """
+        """Compute the output, and hold what `backward` needs."""
 
     @abstractmethod
     def backward(self, outer: Array, *, needed: bool) -> Array:
-        """Compute the gradients of the weights, and that in the input.
-
-        Parameters
-        ----------
-        outer : array of shape (n, ...)
-            Gradient in the output.
-        needed : bool
-            Whether the gradient in the input is needed.
-
-        Returns
-        -------
-        array of shape (n, ...)
-            Gradient in the input, if it is needed.
-        """
+        """Compute the gradients of the weights, and that in the input."""
 
 
 class Linear(Layer):
-    """A linear layer.
-
-    Parameters
-    ----------
-    name : str
-        Its name.
-    layer : nn.Linear
-        The layer.
-    """
+    """A linear layer."""
 
     def __init__(self, name: str, layer: nn.Linear) -> None:
         names = [f"{name}.weight" if name else "weight", f"{name}.bias" if name else "bias"]
         self._names = names if layer.bias is not None else names[:1]
 
     def bind(self, weights: Mapping[str, Array], gradients: Mapping[str, Array]) -> None:
-        """Use these weights, and write gradients to these arrays.
-
-        Parameters
-        ----------
-        weights, gradients : dict of str to array
-            By the names of the parameters.
-        """
+        """Use these weights, and write gradients to these arrays."""
         name, *others = self._names
         self.weight, self.to_weight = weights[name], gradients[name]
         self._transposed = self.weight.T
@@ -90,13 +52,7 @@ class Linear(Layer):
         return outer @ self.weight if needed else outer
 
     def backward_to_bias(self, outer: Array) -> None:
-        """Compute the gradient of the bias.
-
-        Parameters
-        ----------
-        outer : array of shape (n, d)
-            Gradient in the output.
-        """
+        """Compute the gradient of the bias. Shapes: `outer` (n, d)."""
         for _, gradient in self._bias:
             np.add.reduce(outer, 0, out=gradient)
 

@@ -40,25 +40,7 @@ _MOST = 2**22
 def find_small_step(
     module: nn.Module, criterion: nn.Module, inputs: Tensor, divisor: float | None
 ) -> "SmallStep | None":
-    """Find the steps of a chain of layers whose criterion has formulas.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    criterion : nn.Module
-        The criterion.
-    inputs : Tensor of shape (n, ...)
-        A batch of the largest size.
-    divisor : float or None
-        What each sample adds to the divisor of the criterion's mean; None without penalty.
-
-    Returns
-    -------
-    SmallStep or None
-        None if the network is large, on a device, in another dtype than float32 and float64, or
-        has layers that are not known here, or if labels are smoothed.
-    """
+    """Find the steps of a chain of layers whose criterion has formulas."""
     if inputs.device.type != "cpu" or inputs.dtype not in (torch.float32, torch.float64):
         return None
     if getattr(criterion, "label_smoothing", 0):
@@ -80,17 +62,7 @@ def find_small_step(
 
 
 class SmallStep:
-    """Training steps of one network.
-
-    Parameters
-    ----------
-    layers : sequence of Layer
-        The layers of the network; the last one is linear.
-    criterion : SmallCriterion
-        The criterion.
-    divisor : float or None
-        What each sample adds to the divisor of the criterion's mean; None without penalty.
-    """
+    """Training steps of one network."""
 
     def __init__(
         self, layers: Sequence[Layer], criterion: SmallCriterion, divisor: float | None
@@ -103,10 +75,7 @@ class SmallStep:
     def bind(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Use these weights, and write gradients to these tensors.
 
-        Parameters
-        ----------
-        weights, gradients : dict of str to Tensor of shape (1, ...)
-            By the names of the parameters.
+        Shapes: `weights, gradients` (1, ...).
         """
         arrays = [
             {name: tensor[0].numpy() for name, tensor in tensors.items()}
@@ -116,23 +85,7 @@ class SmallStep:
             layer.bind(*arrays)
 
     def __call__(self, batch: ArrayBatch, factor: float, limit: float | None) -> tuple[float, ...]:
-        """Compute the gradients of a batch.
-
-        Parameters
-        ----------
-        batch : ArrayBatch
-            The batch.
-        factor : float
-            Weight of the penalty.
-        limit : float or None
-            Its limit.
-
-        Returns
-        -------
-        loss, penalty, share : float
-            The loss, the penalty before the limit, and the share that the limit leaves of it.
-            Without penalty, the loss alone.
-        """
+        """Compute the gradients of a batch."""
         z, target, _, shares = batch
         for layer in (*self._before, *self._layers):
             z = layer.forward(z)
@@ -206,12 +159,6 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Let NumPy multiply on one thread, which small matrices do not share among several.
-
-    Yields
-    ------
-    None
-        Nothing; warnings of NaN and infinity are off as well.
-    """
+    """Let NumPy multiply on one thread, which small matrices do not share among several."""
     with _controller().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
         yield

@@ -37,15 +37,6 @@ class EigenvalueMeasures:
 
     A product with the Hessian takes a pass over the data, unless the layer has a closed form that
     is small enough to be stored for all samples.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    rtol : float
-        Relative tolerance of the stopping rule.
-    random_state : int, RandomState or None
-        Seeds the vector that the iteration starts from.
     """
 
     def __init__(self, network: Network, *, rtol: float, random_state: RandomState) -> None:
@@ -56,13 +47,7 @@ class EigenvalueMeasures:
         self._n_stored = 0.0
 
     def add(self, forward: ForwardPass) -> None:
-        """Store the closed forms of a batch, while there is room.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Store the closed forms of a batch, while there is room."""
         for name, layer in forward.layers.items():
             stored = self._stored.setdefault(name, [])
             if stored is None:
@@ -77,24 +62,6 @@ class EigenvalueMeasures:
         """Compute the measures at all layers whose batches were added.
 
         To be used within `borrowed`.
-
-        Parameters
-        ----------
-        summary : Summary
-            Totals of the pass whose batches were added.
-        weight_decay : float, default=0
-            Coefficient of the optimiser's weight decay, to be counted into the loss.
-
-        Returns
-        -------
-        dict of (layer name, measure name) to Flatness
-            One for each layer and measure. The standard error is the norm of the
-            eigenvector's residual, which bounds the distance to an eigenvalue.
-
-        Warns
-        -----
-        FlatnessWarning
-            If an iteration does not converge.
         """
         found = {}
         for layer, weight in summary.layer_weights.items():

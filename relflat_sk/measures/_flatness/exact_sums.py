@@ -17,30 +17,7 @@ Quantities = Callable[[LayerPass], Mapping[Hashable, Quantity]]  # by name, at o
 
 
 class ExactSums:
-    """Exact sums of the quantities that take few enough backward passes or products per batch.
-
-    Parameters
-    ----------
-    quantities : callable
-        From a layer to its quantities by name.
-    most : float
-        Most passes for one batch. With 0 nothing is summed exactly, not even closed forms.
-    per_sample : bool, default=False
-        Whether to keep the terms of the sums.
-
-    Attributes
-    ----------
-    totals : dict of (layer name, quantity name) to Tensor
-        The sums so far.
-    terms : dict of (layer name, quantity name) to list of Tensor of shape (n, k)
-        Each sample's weighted terms, batch by batch; empty if they are not kept.
-    methods : dict of (layer name, quantity name) to str
-        How they were computed.
-    to_draw : dict of (layer name, quantity name) to float
-        Quantities to estimate by random probes, with the passes that an exact sum would take.
-    too_late : set of (layer name, quantity name)
-        Quantities of which some batches were summed before one turned out to be too dear.
-    """
+    """Exact sums of the quantities that take few enough backward passes or products per batch."""
 
     def __init__(self, quantities: Quantities, most: float, *, per_sample: bool = False) -> None:
         self.most = most
@@ -55,13 +32,7 @@ class ExactSums:
         self._known: dict[str, Mapping[Hashable, Quantity]] = {}
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add a batch."""
         for curvature in forward.curvatures:
             affordable = self._affordable(curvature)
             for key, found in curvature.sum_exactly(affordable):
@@ -75,14 +46,7 @@ class ExactSums:
                     self.terms.setdefault(key, []).append(weighted)
 
     def combine(self, processes: Processes) -> None:
-        """Add up the sums of all processes, after their passes over the data.
-
-        Parameters
-        ----------
-        processes : Processes
-            Those that hold the data. A quantity that only some of them have summed exactly is one
-            of which it turned out too late that it is too dear.
-        """
+        """Add up the sums of all processes, after their passes over the data."""
         if not processes.are_several:
             return
         every = processes.gather((set(self.totals), self.to_draw, self.too_late))
@@ -94,18 +58,7 @@ class ExactSums:
         self.too_late = mixed
 
     def can_afford(self, n_passes: float) -> bool:
-        """Return whether a quantity is summed exactly.
-
-        Parameters
-        ----------
-        n_passes : float
-            Backward passes or products for one batch.
-
-        Returns
-        -------
-        bool
-            False if it is to be drawn.
-        """
+        """Return whether a quantity is summed exactly."""
         return n_passes <= self.most and self.most > 0 and math.isfinite(n_passes)
 
     def _affordable(self, curvature: LayerCurvature) -> dict[Key, Quantity]:
@@ -136,16 +89,6 @@ class ExactSums:
 def sum_rows(terms: Tensor, n: int) -> Tensor:
     """Sum terms over the rows of each sample: its tokens, where those are a layer's rows.
 
-    Parameters
-    ----------
-    terms : Tensor of shape (n * t, k)
-        Terms of t rows for each sample, sample by sample.
-    n : int
-        Number of samples.
-
-    Returns
-    -------
-    Tensor of shape (n, k)
-        One row for each sample.
+    Shapes: `terms` (n * t, k); returns (n, k).
     """
     return terms.reshape(n, -1, terms.shape[1]).sum(dim=1)

@@ -31,20 +31,6 @@ def measure_feature_curvature(
 
     It is ``mean_i Tr(W^T B_i W)``: relative flatness without the factors ``|phi_i|^2``. Noise of
     deviation h in each feature raises the loss by ``h^2 / 2`` times that, to second order.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layer : int, str or nn.Module
-        A linear layer that receives one vector for each sample.
-    random_state : int, RandomState or None, default=None
-        Seeds random probes, where there is no exact formula.
-
-    Returns
-    -------
-    Flatness
-        The value, with its standard error and the mean loss.
     """
     with borrowed(network.module):
         sums = Summation(

@@ -50,40 +50,7 @@ def measure_layers(  # noqa: PLR0913
     weight_decay: float = 0.0,
     per_sample: bool = False,
 ) -> Found:
-    """Measure several layers in several ways, with as few passes over the data as possible.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    names : sequence of str
-        Some of `LAYER_MEASURES`.
-    layers : sequence of int, str or nn.Module, or "all"
-        The layers to measure at.
-    method : {"auto", "exact", "hutchinson"}, default="auto"
-        See `relflat_sk.relative_flatness`.
-    n_probes : int, optional
-        Most random probes for each sample; as many as `rtol` needs if None.
-    rtol : float, default=0.01
-        Relative tolerance of eigenvalues, and of the standard errors of probes.
-    random_state : int, RandomState or None, default=None
-        Seeds the probes, and the start of the iteration for eigenvalues.
-    weight_decay : float, default=0
-        Coefficient ``wd`` of the optimiser, whose ``wd/2 |W|^2`` counts into the loss.
-    per_sample : bool, default=False
-        Whether to return the samples' terms, too, for measures of `TRACE_LIKE`.
-
-    Returns
-    -------
-    dict of (layer name, measure name) to Flatness
-        Layers in forward order.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, data or layers do not fit the network, or no
-        sample counts.
-    """
+    """Measure several layers in several ways, with as few passes over the data as possible."""
     with borrowed(network.module):
         groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
         if traces := [name for name in names if name in TRACE_LIKE]:
@@ -118,24 +85,7 @@ def finish_measures(
     names: Sequence[str],
     weight_decay: float = 0.0,
 ) -> Found:
-    """Compute measures from the sums of a pass over the data, and with further passes if needed.
-
-    Parameters
-    ----------
-    groups : sequence of TraceMeasures, GradientNorms or EigenvalueMeasures
-        What has summed up the batches.
-    summary : Summary
-        Totals of the pass.
-    names : sequence of str
-        The measures of all groups, in the order of the result.
-    weight_decay : float, default=0
-        As in `measure_layers`.
-
-    Returns
-    -------
-    dict of (layer name, measure name) to Flatness
-        Layers in forward order.
-    """
+    """Compute measures from the sums of a pass over the data, and with further passes if needed."""
     found: Found = {}
     for group in groups:
         found |= group.finish(summary, weight_decay)
@@ -148,23 +98,6 @@ def finish_measures(
 def measure_flatness(
     network: Network, layer: Layer = -1, *, normalize: bool = False, **params: Any
 ) -> Flatness:
-    """Measure the relative flatness of one layer.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layer : int, str or nn.Module, default=-1
-        Where to measure.
-    normalize : bool, default=False
-        Whether to measure features in units of their standard deviation.
-    **params
-        See `measure_layers`.
-
-    Returns
-    -------
-    Flatness
-        The value, with its standard error and the mean loss.
-    """
+    """Measure the relative flatness of one layer."""
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     return next(iter(measure_layers(network, [name], [layer], **params).values()))

@@ -36,27 +36,7 @@ __all__ = ["ForwardPass", "make_forward_pass"]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass on one batch of n samples.
-
-    Parameters
-    ----------
-    layers : dict of str to LayerPass
-        The recorded layers by name, in forward order.
-    curvatures : list of LayerCurvature
-        The curvature at the same layers, each of them in one item.
-    sample_weight : Tensor of shape (n,)
-        Weight of each sample, in float64.
-    divisor : float or Tensor of shape ()
-        What divides this batch's summed loss in the criterion's mean; in float64.
-    loss : Tensor of shape ()
-        The summed loss, nan without labels; in float64.
-    output_shape : torch.Size
-        Shape of the output for one sample.
-    link : str or None
-        Function from the last recorded layer to the output, see `find_link`.
-    has_labels : bool
-        Whether the batch has labels.
-    """
+    """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
 
     layers: dict[str, LayerPass]
     curvatures: list[LayerCurvature]
@@ -73,15 +53,7 @@ class ForwardPass:
     def row_weights(self, layer: LayerPass) -> Tensor:
         """Return the weights of the samples, or of the tokens if those are a layer's rows.
 
-        Parameters
-        ----------
-        layer : LayerPass
-            One of the recorded layers.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            One weight for each row of the layer's features, in float64.
+        Shapes: returns (n,).
         """
         repeats = len(layer.features) // len(self)
         # each small operation is a launch on a GPU
@@ -91,31 +63,7 @@ class ForwardPass:
 def make_forward_pass(
     network: Network, batch: Batch, output: Tensor, records: Sequence[LayerRecord]
 ) -> ForwardPass:
-    """Compute the losses of a batch, and choose how curvatures are computed.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss.
-    batch : Batch
-        The batch, with labels if there are any.
-    output : Tensor of shape (n, ...)
-        The network's output for this batch, with the graph from the recorded layers. Losses
-        of half precision are computed in float32.
-    records : sequence of LayerRecord
-        The recorded layers in forward order.
-
-    Returns
-    -------
-    ForwardPass
-        With a curvature at each recorded layer.
-
-    Raises
-    ------
-    ValueError
-        If labels are missing or do not fit the output, the layers' rows are no samples, or the
-        criterion takes more than one tensor.
-    """
+    """Compute the losses of a batch, and choose how curvatures are computed."""
     for record in records:
         _check_samples(record, output)
     with torch.enable_grad():

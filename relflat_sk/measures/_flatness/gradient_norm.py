@@ -12,46 +12,21 @@ GRADIENT_NORM = "gradient_norm"
 
 
 class GradientNorms:
-    """The gradient norm at layers, from sums that are filled batch by batch.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    """
+    """The gradient norm at layers, from sums that are filled batch by batch."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self._totals: dict[str, Tensor] = {}
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add a batch."""
         totals = self._totals
         for name, layer in forward.layers.items():
             found = layer.total(layer.loss_gradient(), forward.row_weights(layer))
             totals[name] = totals[name] + found if name in totals else found
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
-        """Compute the norm of the gradient of the mean loss at each layer.
-
-        Parameters
-        ----------
-        summary : Summary
-            Totals of the pass whose batches were added.
-        weight_decay : float, default=0
-            Coefficient of the optimiser's weight decay, to be counted into the loss.
-
-        Returns
-        -------
-        dict of (layer name, measure name) to Flatness
-            One for each layer.
-        """
+        """Compute the norm of the gradient of the mean loss at each layer."""
         found = {}
         for name, own in self._totals.items():
             total = self.network.processes.sum(own)

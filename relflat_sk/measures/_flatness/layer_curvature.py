@@ -34,13 +34,7 @@ _TOGETHER = {False: 2**17, True: 2**25}
 
 
 class LayerCurvature:
-    """The curvature at some layers, in one batch of n samples.
-
-    Attributes
-    ----------
-    method : str
-        Name of an exact sum's method in results.
-    """
+    """The curvature at some layers, in one batch of n samples."""
 
     method = "exact"
 
@@ -50,56 +44,17 @@ class LayerCurvature:
         raise NotImplementedError
 
     def n_passes(self, layer: LayerPass, quantity: Quantity) -> float:
-        """Return how many backward passes or products an exact sum takes.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            One of the layers.
-        quantity : Quantity
-            A quantity at this layer.
-
-        Returns
-        -------
-        float
-            Infinity if there is no exact sum.
-        """
+        """Return how many backward passes or products an exact sum takes."""
         raise NotImplementedError
 
     def sum_exactly(self, quantities: Mapping[Key, Quantity]) -> Iterator[tuple[Key, Tensor]]:
-        """Compute the terms of several quantities.
-
-        Parameters
-        ----------
-        quantities : dict of (layer name, quantity name) to Quantity
-            Quantities at these layers.
-
-        Yields
-        ------
-        key : (str, hashable)
-            Names of layer and quantity.
-        terms : Tensor of shape (n, k)
-            The quantity's terms.
-        """
+        """Compute the terms of several quantities. Shapes: returns terms (n, k)."""
         raise NotImplementedError
 
     def draw(
         self, quantities: Mapping[Key, Quantity], generator: torch.Generator
     ) -> dict[Key, Tensor]:
-        """Estimate the terms of several quantities, without bias.
-
-        Parameters
-        ----------
-        quantities : dict of (layer name, quantity name) to Quantity
-            Quantities at these layers.
-        generator : torch.Generator
-            Draws random vectors.
-
-        Returns
-        -------
-        dict of (layer name, quantity name) to Tensor of shape (n, k)
-            Estimates from one random product or backward pass.
-        """
+        """Estimate the terms of several quantities, without bias. Shapes: returns (n, k)."""
         return {
             key: quantity.draw(self.layers[key[0]], generator)
             for key, quantity in quantities.items()
@@ -108,13 +63,7 @@ class LayerCurvature:
 
 @dataclass(frozen=True)
 class ByClosedForm(LayerCurvature):
-    """The curvature at a layer for which the table of losses has a closed form.
-
-    Parameters
-    ----------
-    layer : ClosedFormLayerPass
-        The layer.
-    """
+    """The curvature at a layer for which the table of losses has a closed form."""
 
     layer: ClosedFormLayerPass
     method = "closed form"
@@ -138,14 +87,7 @@ class ByClosedForm(LayerCurvature):
 class ByGradients(LayerCurvature):
     """The curvature at all layers behind which the network is piecewise linear.
 
-    Parameters
-    ----------
-    passes : dict of str to LayerPass
-        The layers by name.
-    base : Tensor of shape (n, o)
-        Where the curvature of the loss is known, with the graph from the layers.
-    curvature : ClosedForm
-        Curvature of the loss in `base`.
+    Shapes: `base` (n, o).
     """
 
     passes: Mapping[str, LayerPass]
@@ -220,13 +162,7 @@ class ByGradients(LayerCurvature):
 
 @dataclass(frozen=True)
 class ByProducts(LayerCurvature):
-    """The curvature at layers for which only Hessian-vector products are known.
-
-    Parameters
-    ----------
-    passes : dict of str to LayerPass
-        The layers by name.
-    """
+    """The curvature at layers for which only Hessian-vector products are known."""
 
     passes: Mapping[str, LayerPass]
 

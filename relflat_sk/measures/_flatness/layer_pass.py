@@ -20,21 +20,7 @@ __all__ = ["ClosedFormLayerPass", "LayerPass", "ManyClassesLayerPass"]
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer in the forward pass on a batch of n samples.
-
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    map : LayerMap
-        The layer as a linear map of its weight.
-    features : Tensor of shape (n, ...)
-        The layer's input.
-    offset : Tensor of shape (n, ...)
-        Zeros added to the layer's output, by which the loss is differentiated.
-    losses : Tensor of shape (n,)
-        The losses of the samples.
-    """
+    """One layer in the forward pass on a batch of n samples. Shapes: `losses` (n,)."""
 
     name: str
     map: LayerMap
@@ -50,15 +36,7 @@ class LayerPass:
     def left_factor(self, spread: Tensor | None = None) -> Factor | Rows:
         """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
 
-        Parameters
-        ----------
-        spread : Tensor of shape (m,) or (d, m), optional
-            Multiplies the weight; ones if None.
-
-        Returns
-        -------
-        Factor of shape (d, min(d, m)), or Rows
-            In float64; as its rows with very many classes.
+        Shapes: `spread` (m,); returns (d, min(d, m).
         """
         weight = self.weight if spread is None else self.weight * spread
         d, m = weight.shape
@@ -84,10 +62,7 @@ class LayerPass:
     def loss_gradient(self) -> Tensor:
         """Compute the gradient of each sample's loss in the layer's output.
 
-        Returns
-        -------
-        Tensor of shape (n, d, P)
-            Rows.
+        Shapes: returns (n, d, P).
         """
         found = None
         if self.summed_loss.requires_grad:
@@ -102,30 +77,14 @@ class LayerPass:
     def product(self, rows: Tensor) -> Tensor:
         """Compute products with the Hessians of the samples' losses in the layer's output.
 
-        Parameters
-        ----------
-        rows : Tensor of shape (n, d, P)
-            One vector for each sample.
-
-        Returns
-        -------
-        Tensor of shape (n, d, P)
-            Rows.
+        Shapes: `rows` (n, d, P); returns (n, d, P).
         """
         return self.map.to_rows(self._products.product(self._like_output(rows)))
 
     def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Compute quadratic forms of those Hessians, of several vectors in one go if possible.
 
-        Parameters
-        ----------
-        directions : sequence of Tensor of shape (n, d, P)
-            Each has one vector for each sample.
-
-        Returns
-        -------
-        list of Tensor of shape (n,)
-            One for each of the directions, in float64.
+        Shapes: `directions` (n, d, P); returns (n,).
         """
         if len(directions) == 1:
             return self._forms_one_by_one(directions)
@@ -143,34 +102,14 @@ class LayerPass:
     def weight_product(self, matrix: Tensor, weights: Tensor) -> Tensor:
         """Multiply the Hessian of the batch's loss in the layer's weight with a matrix.
 
-        Parameters
-        ----------
-        matrix : Tensor of shape (d, m)
-            A change of the weight.
-        weights : Tensor of shape (n,)
-            Weight of each sample in the sum over the batch.
-
-        Returns
-        -------
-        Tensor of shape (d, m)
-            In float64.
+        Shapes: `matrix` (d, m), `weights` (n,); returns (d, m).
         """
         return self.total(self.product(self.map.apply(self.features, self._like(matrix))), weights)
 
     def total(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum outer products of rows with the features, over samples and positions.
 
-        Parameters
-        ----------
-        rows : Tensor of shape (n, d, P)
-            One vector for each position.
-        weights : Tensor of shape (n,)
-            Weight of each sample.
-
-        Returns
-        -------
-        Tensor of shape (d, m)
-            In float64.
+        Shapes: `rows` (n, d, P), `weights` (n,); returns (d, m).
         """
         rows = rows * weights[:, None, None]
         return self.map.total(self.features, self._like(rows)).double()
@@ -196,20 +135,7 @@ class LayerPass:
 class ClosedFormLayerPass(LayerPass):
     """One layer in the forward pass on a batch, with its curvature in closed form.
 
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    map : LayerMap
-        The layer as a linear map of its weight.
-    features : Tensor of shape (n, m)
-        The layer's input, one row for each sample or token.
-    offset : Tensor of shape (n, ...)
-        Zeros added to the layer's output.
-    losses : Tensor of shape (n,)
-        The losses of the samples.
-    curvature : ClosedForm
-        Curvature of the summed loss in the layer's output, rows in the same order.
+    Shapes: `features` (n, m), `losses` (n,).
     """
 
     curvature: ClosedForm
@@ -222,30 +148,14 @@ class ClosedFormLayerPass(LayerPass):
     def product(self, rows: Tensor) -> Tensor:
         """Compute products with the Hessians of the samples' losses in the layer's output.
 
-        Parameters
-        ----------
-        rows : Tensor of shape (n, d, 1)
-            One vector for each sample.
-
-        Returns
-        -------
-        Tensor of shape (n, d, 1)
-            Rows.
+        Shapes: `rows` (n, d, 1); returns (n, d, 1).
         """
         return self.curvature.product(rows[:, :, 0])[:, :, None]
 
     def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Compute quadratic forms of those Hessians.
 
-        Parameters
-        ----------
-        directions : sequence of Tensor of shape (n, d, 1)
-            Each has one vector for each sample.
-
-        Returns
-        -------
-        list of Tensor of shape (n,)
-            One for each of the directions, in float64.
+        Shapes: `directions` (n, d, 1); returns (n,).
         """
         return self._forms_one_by_one(directions)
 
@@ -254,20 +164,7 @@ class ClosedFormLayerPass(LayerPass):
 class ManyClassesLayerPass(ClosedFormLayerPass):
     """One layer with very many outputs, whose weight is read in chunks and never copied.
 
-    Parameters
-    ----------
-    name : str
-        Dotted name of the layer.
-    map : LayerMap
-        The layer as a linear map of its weight.
-    features : Tensor of shape (n, m)
-        The layer's input, one row for each sample or token.
-    offset : Tensor of shape (n, ...)
-        Zeros added to the layer's output.
-    losses : Tensor of shape (n,)
-        The losses of the samples.
-    curvature : ManyClasses
-        Curvature of the summed loss in the layer's output, rows in the same order.
+    Shapes: `features` (n, m), `losses` (n,).
     """
 
     @cached_property

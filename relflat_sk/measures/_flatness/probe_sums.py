@@ -64,17 +64,7 @@ class _Probes:
 
 
 class ProbeSums:
-    """Estimated sums of quantities, with as many probes as their standard errors need.
-
-    Parameters
-    ----------
-    quantities : callable
-        From a layer to its quantities by name.
-    generator : torch.Generator
-        Draws the probes.
-    per_sample : bool, default=False
-        Whether to keep the estimates of the terms of the sums.
-    """
+    """Estimated sums of quantities, with as many probes as their standard errors need."""
 
     def __init__(
         self, quantities: Quantities, generator: torch.Generator, *, per_sample: bool = False
@@ -89,17 +79,7 @@ class ProbeSums:
         self._round_terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, forward: ForwardPass, keys: Sequence[Key], n_probes: int = PILOT) -> None:
-        """Draw probes for the samples of a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        keys : sequence of (layer name, quantity name)
-            The quantities to estimate.
-        n_probes : int, default=PILOT
-            Probes for each sample.
-        """
+        """Draw probes for the samples of a batch."""
         running: dict[Key, tuple[Tensor, Tensor]] = {}
         for j in range(1, n_probes + 1):
             for key, draw in self._draw(forward, keys):
@@ -138,17 +118,7 @@ class ProbeSums:
         return self._known[layer][name]
 
     def close_round(self, processes: Processes, keys: Iterable[Key], n_probes: int = PILOT) -> None:
-        """Count a round of probes, when it was drawn for all samples.
-
-        Parameters
-        ----------
-        processes : Processes
-            Those that hold the data.
-        keys : iterable of (layer name, quantity name)
-            The quantities that count, in the same order in all processes.
-        n_probes : int, default=PILOT
-            Probes of each sample in the round.
-        """
+        """Count a round of probes, when it was drawn for all samples."""
         for key in keys:
             total, variance = map(processes.sum, self._round[key])
             self._probes.setdefault(key, _Probes()).add(total, variance, n_probes)
@@ -166,26 +136,7 @@ class ProbeSums:
         rtol: float,
         or_exact: bool,
     ) -> set[Key]:
-        """Add rounds of probes, each a pass over the data, until standard errors are small.
-
-        Parameters
-        ----------
-        network : Network
-            The network, with its loss and data.
-        passes : dict of (layer name, quantity name) to float
-            Quantities to refine, with the passes that an exact sum would take.
-        most : int
-            Most probes for each sample.
-        rtol : float
-            Largest standard error, as a share of the value.
-        or_exact : bool
-            Whether to leave out quantities whose exact sum costs less than the probes.
-
-        Returns
-        -------
-        set of (layer name, quantity name)
-            The quantities left out.
-        """
+        """Add rounds of probes, each a pass over the data, until standard errors are small."""
         left_out: set[Key] = set()
         keys, done = list(passes), PILOT
         while True:
@@ -203,21 +154,9 @@ class ProbeSums:
             done += n_probes
 
     def sums(self) -> dict[Key, tuple[Tensor, Tensor]]:
-        """Return the sums over samples and their standard errors.
-
-        Returns
-        -------
-        dict of (layer name, quantity name) to (Tensor, Tensor)
-            Both of shape (k,).
-        """
+        """Return the sums over samples and their standard errors. Shapes: returns (k,)."""
         return {key: (probes.value(), probes.stderr()) for key, probes in self._probes.items()}
 
     def terms(self) -> dict[Key, tuple[Tensor, Tensor]]:
-        """Return the terms of the sums and their standard errors.
-
-        Returns
-        -------
-        dict of (layer name, quantity name) to (Tensor, Tensor)
-            Both of shape (n, k); empty if the terms are not kept.
-        """
+        """Return the terms of the sums and their standard errors. Shapes: returns (n, k)."""
         return {key: (probes.value(), probes.stderr()) for key, probes in self._terms.items()}

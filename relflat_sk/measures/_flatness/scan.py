@@ -49,28 +49,6 @@ def scan(
     """Run the network on all the data once, and call functions on the pass of each batch.
 
     To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layers : sequence of int, str or nn.Module, or "all"
-        The layers to record; integers are positions in forward order.
-    *visits : callable
-        Called with the `ForwardPass` of each batch, in this order. Nothing of a batch is alive
-        when the network runs on the next one, unless one of them keeps it.
-    checked : bool, default=True
-        Whether to refuse layers at which no curvature can be measured.
-
-    Returns
-    -------
-    list of str
-        Names of all layers with a weight matrix, recorded or not, in forward order.
-
-    Raises
-    ------
-    LayerNotFoundError, TypeError, ValueError
-        If the layers, the data or the criterion do not fit the network.
     """
     runner = _Runner(network, layers, checked=checked)
     with gather_checks():
@@ -92,27 +70,6 @@ def run_first_batch(network: Network, layer: Layer) -> tuple[Batch, ForwardPass,
     """Run the first batch, and check that the network can be measured at a layer.
 
     To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layer : int, str or nn.Module
-        Position in forward order, dotted name, or the module itself.
-
-    Returns
-    -------
-    batch : Batch
-        The batch.
-    forward : ForwardPass
-        Its forward pass.
-    order : list of str
-        Names of all layers with a weight matrix, in forward order.
-
-    Raises
-    ------
-    LayerNotFoundError, TypeError, ValueError
-        If the layer, the data or the criterion do not fit the network.
     """
     runner, batch = _Runner(network, [layer]), next(iter(network.batches()))
     forward = runner.run(batch)
@@ -123,23 +80,6 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
     """Find a layer at which the network can be measured, by running the first batch.
 
     To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layer : int, str or nn.Module
-        Position in forward order, dotted name, or the module itself.
-
-    Returns
-    -------
-    str
-        Dotted name of the layer.
-
-    Raises
-    ------
-    LayerNotFoundError, TypeError, ValueError
-        If the layer, the data or the criterion do not fit the network.
     """
     (name,) = run_first_batch(network, layer)[1].layers
     return name

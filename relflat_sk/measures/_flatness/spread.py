@@ -27,40 +27,17 @@ class FeatureSpreads:
         self._running: dict[str, _Spread] = {}
 
     def add(self, forward: ForwardPass) -> None:
-        """Add the features of a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add the features of a batch."""
         for name, layer in forward.layers.items():
             self._running.setdefault(name, _Spread()).add(layer, forward.row_weights(layer))
 
     def combine(self, processes: Processes) -> None:
-        """Combine the features of all processes, after their passes over the data.
-
-        Parameters
-        ----------
-        processes : Processes
-            Those that hold the data.
-        """
+        """Combine the features of all processes, after their passes over the data."""
         for running in self._running.values():
             running.combine(processes)
 
     def of(self, layer: str) -> Tensor:
-        """Return the standard deviations of the features of a layer.
-
-        Parameters
-        ----------
-        layer : str
-            The layer's name.
-
-        Returns
-        -------
-        Tensor of shape (m,), or (d, m) for grouped convolutions
-            In float64, one for each entry that a row of the weight multiplies.
-        """
+        """Return the standard deviations of the features of a layer. Shapes: returns (m,)."""
         return self._running[layer].spread()
 
 

@@ -33,19 +33,7 @@ Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StackedPass:
-    """A pass over the data, in which `torch.func.vmap` can run many networks.
-
-    Parameters
-    ----------
-    network : Network
-        One of the networks; all others have its architecture, criterion and data.
-    names : sequence of str
-        Some of `TRACE_LIKE`.
-    layer : str
-        Name of the last layer.
-    order : list of str
-        Names of all layers with a weight matrix, in forward order.
-    """
+    """A pass over the data, in which `torch.func.vmap` can run many networks."""
 
     network: Network
     names: Sequence[str]
@@ -55,19 +43,7 @@ class StackedPass:
     def sums(self, weight: Tensor, run: Run) -> tuple[dict[Key, Tensor], Tensor]:
         """Run a network on all the data, and sum up what its measures are made of.
 
-        Parameters
-        ----------
-        weight : Tensor of shape (d, m)
-            The weight of its last layer.
-        run : callable
-            Runs it in evaluation mode.
-
-        Returns
-        -------
-        totals : dict of (layer name, quantity name) to Tensor of shape (q,)
-            The sums.
-        outputs : Tensor of shape (n, d)
-            The network's outputs.
+        Shapes: `weight` (d, m); returns totals (q,), outputs (n, d).
         """
         measures, outputs = self._measures(self.network), []
         for batch in self._batches():
@@ -82,17 +58,7 @@ class StackedPass:
         This takes no `torch.func.vmap`, which imports half of torch for a cross-entropy: samples
         of different networks are samples of one batch.
 
-        Parameters
-        ----------
-        weights : Tensor of shape (k, d, m)
-            The weights of their last layers.
-        outputs : Tensor of shape (k, n, d)
-            Their outputs.
-
-        Returns
-        -------
-        list of Summary
-            One for each of them.
+        Shapes: `weights` (k, d, m), `outputs` (k, n, d).
         """
         (k, n, d), first = outputs.shape, 0
         losses, divisor = (outputs.new_zeros(shape, dtype=torch.float64) for shape in (k, ()))
@@ -114,22 +80,7 @@ class StackedPass:
         ]  # fmt: skip
 
     def results(self, network: Network, totals: dict[Key, Tensor], summary: Summary) -> Found:
-        """Compute the measures of a network from its sums.
-
-        Parameters
-        ----------
-        network : Network
-            The network.
-        totals : dict of (layer name, quantity name) to Tensor of shape (q,)
-            Its sums.
-        summary : Summary
-            Its totals.
-
-        Returns
-        -------
-        dict of (layer name, measure name) to Flatness
-            As `measure_layers` returns them.
-        """
+        """Compute the measures of a network from its sums. Shapes: `totals` (q,)."""
         measures = self._measures(network)
         measures.adopt(totals, ByClosedForm.method)
         return finish_measures([measures], summary, self.names)
@@ -176,23 +127,7 @@ class StackedPass:
 
 
 def plan_stacked_pass(network: Network, names: Sequence[str], layer: Layer) -> StackedPass | None:
-    """Plan a stacked pass, by running and checking one of the networks on the first batch.
-
-    Parameters
-    ----------
-    network : Network
-        The network.
-    names : sequence of str
-        Names of measures.
-    layer : int, str or nn.Module
-        Where to measure.
-
-    Returns
-    -------
-    StackedPass or None
-        None unless the measures are sums of closed forms at the last layer, whose output is that
-        of the network, and samples are rows of one tensor, of which none depends on others.
-    """
+    """Plan a stacked pass, by running and checking one of the networks on the first batch."""
     if any(name not in TRACE_LIKE or TRACE_LIKE[name].normalized for name in names):
         return None
     with borrowed(network.module), gather_checks():

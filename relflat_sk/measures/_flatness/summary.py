@@ -19,27 +19,7 @@ __all__ = ["Flatness", "Found", "Summary", "summarize"]
 
 @dataclass
 class Summary:
-    """Totals of one pass over the data, beside the measures.
-
-    Parameters
-    ----------
-    divisors : float or Tensor of shape (), default=0
-        Sum of the batches' divisors, on the device if they are.
-    losses : float or Tensor of shape (), default=0
-        Sum of the batches' losses, on the device.
-    n_samples : int, default=0
-        Number of samples.
-    output_shape : torch.Size
-        Shape of the output for one sample.
-    link : str or None, default=None
-        Function from the last measured layer to the output, see `find_link`.
-    has_labels : bool, default=False
-        Whether the data have labels.
-    layer_weights : dict of str to Tensor of shape (d, m)
-        Weights of the measured layers: in float64, or as they are with very many classes.
-    order : list of str
-        Names of all layers with a weight matrix, in forward order.
-    """
+    """Totals of one pass over the data, beside the measures. Shapes: `layer_weights` (d, m)."""
 
     divisors: float | Tensor = 0.0
     losses: float | Tensor = 0.0
@@ -67,13 +47,7 @@ class Summary:
         return [self.divisors, float(self.losses)]
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add a batch."""
         self.divisors = forward.divisor + self.divisors
         self.losses = forward.loss + self.losses
         self.n_samples += len(forward)
@@ -91,20 +65,6 @@ def summarize(
     """Run the network on all the data once, and compute the totals of the pass.
 
     To be used within `borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    layers : sequence of int, str or nn.Module, or "all"
-        The layers to record; integers are positions in forward order.
-    *visits : callable
-        Called with the `ForwardPass` of each batch. Without any, the layers do not matter.
-
-    Returns
-    -------
-    Summary
-        The totals of all processes that hold the data.
     """
     summary = Summary()
     summary.order = scan(network, layers, summary.add, *visits, checked=bool(visits))

@@ -34,18 +34,7 @@ _MAX_PROBES = 10_000
 class Mean:
     """The mean of a quantity, as the criterion averages.
 
-    Parameters
-    ----------
-    value : Tensor of shape (k,)
-        In float64.
-    stderr : Tensor of shape (k,)
-        Standard error, zero for exact sums.
-    method : {"closed form", "exact", "hutchinson"}
-        How it was computed.
-    terms : Tensor of shape (n, k), optional
-        The numbers, one row for each sample, whose mean is the value; None if not asked for.
-    term_stderrs : Tensor of shape (n, k), optional
-        Standard errors of the terms.
+    Shapes: `value`, `stderr` (k,), `terms`, `term_stderrs` (n, k).
     """
 
     value: Tensor
@@ -56,31 +45,7 @@ class Mean:
 
 
 class Summation:
-    """Means of quantities over the data, from sums that are filled batch by batch.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    quantities : callable
-        From a layer to its quantities by name.
-    method : {"auto", "exact", "hutchinson"}
-        See `relflat_sk.relative_flatness`.
-    n_probes : int or None
-        Most probes for each sample.
-    rtol : float
-        Largest standard error of probes, as a share of the value.
-    generator : torch.Generator
-        Draws the random probes.
-    per_sample : bool, default=False
-        Whether to keep the terms of the means. `rtol` is then of the terms: the root mean square
-        of their standard errors, as a share of the mean.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range.
-    """
+    """Means of quantities over the data, from sums that are filled batch by batch."""
 
     def __init__(
         self,
@@ -108,28 +73,11 @@ class Summation:
         self._probes = ProbeSums(quantities, generator, per_sample=per_sample)
 
     def can_afford(self, n_passes: float) -> bool:
-        """Return whether a quantity is summed exactly, in the pass over the data itself.
-
-        Parameters
-        ----------
-        n_passes : float
-            Backward passes or products that an exact sum takes for one batch.
-
-        Returns
-        -------
-        bool
-            False if it is estimated by random probes.
-        """
+        """Return whether a quantity is summed exactly, in the pass over the data itself."""
         return self._exact.can_afford(n_passes)
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add a batch."""
         self._exact.add(forward)
         self._probes.add(forward, list(self._exact.to_draw))
 
@@ -139,31 +87,12 @@ class Summation:
         return self._exact.totals
 
     def adopt(self, totals: Mapping[Key, Tensor], method: str) -> None:
-        """Take exact sums over all the data that were made elsewhere.
-
-        Parameters
-        ----------
-        totals : dict of (layer name, quantity name) to Tensor
-            The sums.
-        method : str
-            How they were computed.
-        """
+        """Take exact sums over all the data that were made elsewhere."""
         self._exact.totals = dict(totals)
         self._exact.methods = dict.fromkeys(totals, method)
 
     def finish(self, summary: Summary) -> dict[Key, Mean]:
-        """Compute means over the data, with as many further passes as the probes need.
-
-        Parameters
-        ----------
-        summary : Summary
-            Totals of the pass whose batches were added.
-
-        Returns
-        -------
-        dict of (layer name, quantity name) to Mean
-            Without quantities that have no products where an exact sum takes them.
-        """
+        """Compute means over the data, with as many further passes as the probes need."""
         exact, divisor, n = self._exact, summary.divisor, summary.n_samples
         exact.combine(self.network.processes)
         means = {

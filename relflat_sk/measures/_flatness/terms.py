@@ -161,12 +161,7 @@ class Quantity:
 class Trace(Quantity):
     """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian.
 
-    Parameters
-    ----------
-    factor : Factor or Rows of shape (d, k), optional
-        ``F``, the identity if None.
-    inverse : Tensor of shape (m,) or (d, m), optional
-        The diagonal of ``D``, ones if None; with grouped convolutions one for each row.
+    Shapes: `factor` (d, k), `inverse` (m,).
     """
 
     factor: Factor | Rows | None = None
@@ -240,13 +235,7 @@ class Trace(Quantity):
 
 @dataclass(frozen=True)
 class Neurons(Quantity):
-    """``rho(j) = (W e_j e_j^T)^T H (W e_j e_j^T)`` of each input neuron j, or their sum.
-
-    Parameters
-    ----------
-    total : bool
-        Whether to sum over j.
-    """
+    """``rho(j) = (W e_j e_j^T)^T H (W e_j e_j^T)`` of each input neuron j, or their sum."""
 
     total: bool
 
@@ -312,17 +301,7 @@ class FeaturePairs(Quantity):
     def normalize(pairs: Tensor, spread: Tensor) -> Tensor:
         """Compute the normalised flatness.
 
-        Parameters
-        ----------
-        pairs : Tensor of shape (m * m,)
-            ``M``.
-        spread : Tensor of shape (m,)
-            Standard deviations of the features, 0 for features that never vary.
-
-        Returns
-        -------
-        Tensor of shape (1,)
-            The flatness.
+        Shapes: `pairs` (m * m,), `spread` (m,); returns (1,).
         """
         ratios = inverse_spread(spread).square()[:, None] * spread.square()
         return (ratios.flatten() * pairs).sum()[None]

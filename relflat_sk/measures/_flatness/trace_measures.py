@@ -33,19 +33,7 @@ __all__ = ["LARGEST_NEURON", "TRACE_LIKE", "TraceMeasures"]
 
 @dataclass(frozen=True)
 class TraceLike:
-    """A measure that is a sum over samples of traces and quadratic forms of the Hessian.
-
-    Parameters
-    ----------
-    quantity : callable
-        From the layer and the features' spread to the quantity to sum.
-    finish : callable
-        From the mean of the quantity and the weight to the measure.
-    decay : callable
-        What an identity added to the Hessian adds to the measure, from the weight.
-    normalized : bool, default=False
-        Whether the quantity needs the features' spread, which is None otherwise.
-    """
+    """A measure that is a sum over samples of traces and quadratic forms of the Hessian."""
 
     quantity: Callable[[LayerPass, Tensor | None], Quantity]
     finish: Callable[[Tensor, Tensor], Tensor]
@@ -116,23 +104,6 @@ class TraceMeasures:
     The normalised flatness takes one pass over the data if that costs less than a second one
     at all layers. Otherwise the first pass is for the features' spread and the second pass
     for all sums, which share backward passes.
-
-    Parameters
-    ----------
-    network : Network
-        The network, with its loss and data.
-    names : sequence of str
-        Some keys of `TRACE_LIKE`.
-    method : {"auto", "exact", "hutchinson"}
-        See `relflat_sk.relative_flatness`.
-    n_probes : int or None
-        Most random probes for each sample.
-    rtol : float
-        Largest standard error of probes, as a share of the value.
-    random_state : int, RandomState or None
-        Seeds the probes.
-    per_sample : bool, default=False
-        Whether to keep the terms of the means over samples.
     """
 
     def __init__(
@@ -165,13 +136,7 @@ class TraceMeasures:
         self._n_parameters = sum(p.numel() for p in network.module.parameters())
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        forward : ForwardPass
-            The forward pass on the batch.
-        """
+        """Add a batch."""
         if self._in_one_pass is None:
             # pairs are sums over samples, without terms
             self._in_one_pass = self._spreads is None or (
@@ -193,32 +158,11 @@ class TraceMeasures:
         return self._sums.totals
 
     def adopt(self, totals: Mapping[Key, Tensor], method: str) -> None:
-        """Take exact sums over all the data that were made elsewhere.
-
-        Parameters
-        ----------
-        totals : dict of (layer name, quantity name) to Tensor
-            The sums.
-        method : str
-            How they were computed.
-        """
+        """Take exact sums over all the data that were made elsewhere."""
         self._sums.adopt(totals, method)
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
-        """Compute the measures, with further passes where one is not enough.
-
-        Parameters
-        ----------
-        summary : Summary
-            Totals of the pass whose batches were added.
-        weight_decay : float, default=0
-            Coefficient of the optimiser's weight decay, to be counted into the loss.
-
-        Returns
-        -------
-        dict of (layer name, measure name) to Flatness
-            One for each layer and measure.
-        """
+        """Compute the measures, with further passes where one is not enough."""
         if self._spreads is not None:
             self._spreads.combine(self.network.processes)
         means = self._sums.finish(summary)

@@ -36,31 +36,7 @@ _BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
 
 
 def margin(network: Network, percentile: float) -> float:
-    r"""Compute the margin of a classifier: a percentile of its samples' margins.
-
-    Parameters
-    ----------
-    network : Network
-        A classifier with labelled data.
-    percentile : float
-        Which one, from 0, the smallest margin, to 100, the largest. [1]_ considers 0.1 to 10.
-
-    Returns
-    -------
-    float
-        In units of logits, interpolated linearly between two samples' margins. It is negative
-        if more than that share of the samples are classified wrongly.
-
-    Raises
-    ------
-    ValueError
-        If `percentile` is not between 0 and 100.
-
-    References
-    ----------
-    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
-       Section 2.2.
-    """
+    r"""Compute the margin of a classifier: a percentile of its samples' margins."""
     check_number("percentile", percentile, positive=False)
     if percentile > 100:
         raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
@@ -73,30 +49,7 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
     ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
     1; the score of class 0 is then 0, and the margin z or -z.
 
-    Parameters
-    ----------
-    network : Network
-        A classifier with labelled data.
-
-    Returns
-    -------
-    ndarray of shape (n,)
-        One margin for each sample, or for each labelled token, in units of logits.
-
-    Raises
-    ------
-    ValueError
-        If there are no labels, the criterion is not one of classification with one label for
-        each sample, or samples have weights.
-
-    Examples
-    --------
-    >>> from relflat_sk._network import make_batches
-    >>> batches = make_batches(np.array([[3.0, 1.0], [0.0, 2.0]]), np.array([0, 0]))
-    >>> net = nn.Linear(2, 2, bias=False)
-    >>> _ = nn.init.eye_(net.weight)
-    >>> sample_margins(Network(net, Loss(nn.CrossEntropyLoss()), batches)).tolist()
-    [2.0, -2.0]
+    Shapes: returns (n,).
     """
     criterion = network.loss.criterion
     if type(criterion) not in _SCORES:

@@ -61,35 +61,7 @@ __all__ = ["NORM_MEASURES"]
 
 
 def parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
-    """Count the numbers in all parameters of the network.
-
-    Parameters
-    ----------
-    network : Network
-        Any network.
-    times_depth : bool, default=False
-        Multiply by the number of layers with a weight matrix. The VC dimension of ReLU networks
-        is of the order of this product, up to logarithms [1]_.
-
-    Returns
-    -------
-    Estimate
-        Exact. Biases, batch norm's parameters and frozen parameters count; a parameter that is
-        shared counts once.
-
-    References
-    ----------
-    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
-       Section 2.1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from relflat_sk import measure
-    >>> net = torch.nn.Linear(3, 2)
-    >>> measure("parameter_count", net, torch.eye(3), criterion=torch.nn.MSELoss())
-    8.0
-    """
+    """Count the numbers in all parameters of the network."""
     count = sum(parameter.numel() for parameter in network.module.parameters())
     return Estimate(float(count * (len(layer_names(network)) if times_depth else 1)))
 
@@ -97,22 +69,7 @@ def parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
 def l2_norm(
     network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
 ) -> Estimate:
-    """Compute the Euclidean norm of all weights.
-
-    Parameters
-    ----------
-    network : Network
-        A network whose batch norms, if any, directly follow a layer with a weight matrix.
-    over_margin : bool, default=False
-        Divide by the margin, which needs a classifier and labelled data.
-    percentile : float, default=5
-        Percentile of the samples' margins that is the margin.
-
-    Returns
-    -------
-    Estimate
-        Exact. Parameters with fewer than two axes, such as biases, do not count.
-    """
+    """Compute the Euclidean norm of all weights."""
     with borrowed(network.module):
         layers = fold_layers(network)
         weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
@@ -125,81 +82,19 @@ def l2_norm(
 def l1_path_norm(
     network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
 ) -> Estimate:
-    """Square the sum over all paths of products of the weights' magnitudes.
-
-    Parameters
-    ----------
-    network : Network
-        A network that `path_norms.sum_over_paths` can follow.
-    over_margin : bool, default=False
-        Divide by the square of the margin, which needs a classifier and labelled data.
-    percentile : float, default=5
-        Percentile of the samples' margins that is the margin.
-
-    Returns
-    -------
-    Estimate
-        Exact.
-    """
+    """Square the sum over all paths of products of the weights' magnitudes."""
     return estimate_from_log(2 * log(_path_sum(network, power=1)), network, over_margin, percentile)
 
 
 def l2_path_norm(
     network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
 ) -> Estimate:
-    """Sum over all paths the products of the squared weights.
-
-    Parameters
-    ----------
-    network : Network
-        A network that `path_norms.sum_over_paths` can follow.
-    over_margin : bool, default=False
-        Divide by the square of the margin, which needs a classifier and labelled data.
-    percentile : float, default=5
-        Percentile of the samples' margins that is the margin.
-
-    Returns
-    -------
-    Estimate
-        Exact.
-    """
+    """Sum over all paths the products of the squared weights."""
     return estimate_from_log(log(_path_sum(network, power=2)), network, over_margin, percentile)
 
 
 def inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
-    """Compute one over the square of the margin.
-
-    Parameters
-    ----------
-    network : Network
-        A classifier with labelled data.
-    percentile : float, default=5
-        Percentile of the samples' margins that is the margin; 0 is the smallest of them, the hard
-        margin.
-
-    Returns
-    -------
-    Estimate
-        In 1 over squared logits; nan, with a `FlatnessWarning`, if the margin is not positive.
-
-    References
-    ----------
-    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
-       Section 2.2.
-
-    Examples
-    --------
-    The score of class 1 is the input, that of class 0 is zero: the margins are 2 and 4.
-
-    >>> import torch
-    >>> from relflat_sk import measure
-    >>> net = torch.nn.Linear(1, 2, bias=False)
-    >>> _ = net.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
-    >>> X, y = torch.tensor([[2.0], [4.0]]), torch.tensor([1, 1])
-    >>> arguments = {"criterion": torch.nn.CrossEntropyLoss(), "percentile": 0}
-    >>> measure("inverse_margin", net, X, y, **arguments)
-    0.25
-    """
+    """Compute one over the square of the margin."""
     return estimate_from_log(0.0, network, over_margin=True, percentile=percentile)
 
 

@@ -15,18 +15,7 @@ _DENSE = 2**18
 
 
 def is_iterated(layer: AffineLayer) -> bool:
-    """Tell whether `operator_norm` iterates, and so is exact to a tolerance only.
-
-    Parameters
-    ----------
-    layer : AffineLayer
-        A linear or convolutional layer.
-
-    Returns
-    -------
-    bool
-        True for a convolution that is too large to be written as a matrix.
-    """
+    """Tell whether `operator_norm` iterates, and so is exact to a tolerance only."""
     return not layer.map.channels_last and _size(layer) > _DENSE
 
 
@@ -37,23 +26,6 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
     of tokens. For a convolution, it is the norm of the convolution as this network uses it,
     with its stride, its padding and the size of the image [1]_. The spectral norm of the kernel
     as a matrix does not depend on these.
-
-    Parameters
-    ----------
-    layer : AffineLayer
-        A linear or convolutional layer.
-    rtol : float
-        Relative tolerance of the squared norm, where it is computed by iteration.
-
-    Returns
-    -------
-    float
-        Computed in float64: from the singular values of the map's matrix where that is small,
-        and otherwise by Lanczos' iteration on products with the map and its transpose.
-
-    References
-    ----------
-    .. [1] Sedghi et al., "The Singular Values of Convolutional Layers", ICLR 2019.
     """
     if layer.map.channels_last:
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))

@@ -15,36 +15,12 @@ _LARGEST = math.log(sys.float_info.max)
 
 
 def log(value: float) -> float:
-    """Return the natural logarithm of a number that is not negative; minus infinity for 0.
-
-    Parameters
-    ----------
-    value : float
-        At least 0.
-
-    Returns
-    -------
-    float
-        Its logarithm.
-    """
+    """Return the natural logarithm of a number that is not negative; minus infinity for 0."""
     return math.log(value) if value > 0 else -math.inf
 
 
 def positive_margin(network: Network, percentile: float) -> float:
-    """Return the margin of a classifier; nan, with a warning, if it is not positive.
-
-    Parameters
-    ----------
-    network : Network
-        A classifier with labelled data.
-    percentile : float
-        Percentile of the samples' margins, in percent; 0 is the smallest, the hard margin.
-
-    Returns
-    -------
-    float
-        In units of logits.
-    """
+    """Return the margin of a classifier; nan, with a warning, if it is not positive."""
     gamma = margin(network, percentile)
     if gamma > 0:
         return gamma
@@ -64,27 +40,7 @@ def estimate_from_log(
     percentile: float = PERCENTILE,
     power: int = 2,
 ) -> Estimate:
-    """Return a norm from its logarithm, divided by a power of the margin if asked for.
-
-    Parameters
-    ----------
-    log_norm : float
-        Natural logarithm of the norm.
-    network : Network
-        The network, for its margin.
-    over_margin : bool
-        Whether to divide.
-    percentile : float, default=5
-        Which margin, see `positive_margin`.
-    power : int, default=2
-        Of the margin.
-
-    Returns
-    -------
-    Estimate
-        Infinite, with a warning, if the norm is too large for a float; nan if the margin is not
-        positive.
-    """
+    """Return a norm from its logarithm, divided by a power of the margin if asked for."""
     if over_margin:
         log_norm -= power * math.log(positive_margin(network, percentile))
     if log_norm > _LARGEST:

@@ -43,27 +43,6 @@ def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) 
     """Sum the products of powers of weights along all paths through a network.
 
     To be used within `relflat_sk._network.borrowed`.
-
-    Parameters
-    ----------
-    network : Network
-        Its first batch is run, for the shape of its inputs.
-    layers : sequence of AffineLayer
-        All of the network's, from `relflat_sk._rescaling.fold_layers`.
-    power : int
-        1 or 2.
-
-    Returns
-    -------
-    float
-        Summed in float64; infinite if the sum is too large for that.
-
-    Raises
-    ------
-    ValueError
-        If torch.fx cannot follow the forward pass, or paths cannot lead through one of its
-        steps: an activation that is not positively homogeneous, a product of two values, a
-        weight that belongs to no layer.
     """
     try:
         graph = trace(network.module)
@@ -115,25 +94,7 @@ class _PathSums(fx.Interpreter):
         self.power = power
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return one sample of ones in place of an input.
-
-        Parameters
-        ----------
-        target : str
-            The input's name in the graph.
-        args, kwargs : tuple and dict
-            Its default value, if any.
-
-        Returns
-        -------
-        Tensor or object
-            Ones for a tensor; any other input as it is.
-
-        Raises
-        ------
-        ValueError
-            If the input is a tensor of integers.
-        """
+        """Return one sample of ones in place of an input."""
         name = self.names.get(target)
         if name not in self.inputs:
             return super().placeholder(target, args, kwargs)  # an argument left at its default
@@ -148,18 +109,7 @@ class _PathSums(fx.Interpreter):
         return torch.ones_like(value[:1], dtype=torch.float64)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one step of the forward pass, if paths can lead through it.
-
-        Parameters
-        ----------
-        n : fx.Node
-            The step.
-
-        Returns
-        -------
-        object
-            What the step returns: sums over paths, or sizes.
-        """
+        """Run one step of the forward pass, if paths can lead through it."""
         if n.op in {"placeholder", "output"}:
             return super().run_node(n)
         if n.op == "get_attr":

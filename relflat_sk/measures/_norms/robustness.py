@@ -40,54 +40,6 @@ def log_robustness(
     """Compute the logarithm of the number K of cells in which a classifier is robust.
 
     The cells are the cubes of a grid over the smallest box that contains the data.
-
-    Parameters
-    ----------
-    network : Network
-        A classifier with labelled data: a chain of linear and convolutional layers, with
-        activations of slope at most 1.
-    percentile : float, default=5
-        Percentile of the samples' margins that is the margin. The samples below it need not be
-        robust; with 0, the hard margin, all of them are.
-    norm : {"linf", "l2"}, default="linf"
-        Norm of the inputs in which the Lipschitz constant is taken: the product of
-        `linf_lipschitz_product` or of `l2_lipschitz_product`.
-    rtol : float, default=1e-4
-        As in `spectral_product`.
-
-    Returns
-    -------
-    Estimate
-        ``log K``, without unit, exact for this grid; other divisions may need fewer cells. nan,
-        with a `FlatnessWarning`, if the margin is not positive.
-
-    Raises
-    ------
-    ValueError
-        If there is no such norm, the inputs are not tensors of floating-point numbers, or the
-        product of the layers' norms does not limit the changes of the outputs: the network has
-        branches, attention, an activation that may be steeper than 1, such as GELU, an average
-        pooling with a divisor of its own, or, with ``norm="l2"``, a maximum over windows that
-        overlap or an average that leaves padding out.
-
-    References
-    ----------
-    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
-       Section 2.3.
-
-    Examples
-    --------
-    The margins are 2 and 3, and the score of class 1 is the input, so C is 1. The inputs lie
-    between -2 and 3: five cells of width 1.
-
-    >>> from relflat_sk import measure
-    >>> net = torch.nn.Linear(1, 2, bias=False)
-    >>> net.weight.data = torch.tensor([[0.0], [1.0]])
-    >>> X, y = torch.tensor([[-2.0], [3.0]]), torch.tensor([0, 1])
-    >>> measure(
-    ...     "log_robustness", net, X, y, criterion=torch.nn.CrossEntropyLoss(), percentile=0
-    ... ) == math.log(5)
-    True
     """
     if norm not in _NORMS:
         raise ValueError(f"norm must be one of {sorted(_NORMS)}, got {norm!r}.")

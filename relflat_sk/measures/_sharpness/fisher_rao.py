@@ -35,19 +35,7 @@ __all__ = ["fisher_rao_norm"]
 
 
 def fisher_rao_norm(network: Network) -> Estimate:
-    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-
-    Returns
-    -------
-    Estimate
-        Exact, in the unit of the loss. The criterion's mean is that of the samples' losses
-        ``l_i``: class weights count, divided by their mean.
-    """
+    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included."""
     weights = weights_of(network)
     with borrowed(network.module), torch_recurrence(network.module), MathAttention():
         try:

@@ -32,42 +32,7 @@ __all__ = ["joint_eigenvalue_flatness"]
 def joint_eigenvalue_flatness(
     network: Network, *, rtol: float = 0.01, random_state: RandomState = None
 ) -> Estimate:
-    """Measure ``|w|^2 lambda_max(H)`` with the Hessian in all weights together (Table 1 of [1]_).
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    rtol : float, default=0.01
-        Relative tolerance of the eigenvalue.
-    random_state : int, RandomState or None, default=None
-        Seeds the start of Lanczos' iteration.
-
-    Returns
-    -------
-    Estimate
-        The value, and the norm of the eigenvector's residual times ``|w|^2``. Parameters with
-        fewer than two axes, such as biases, are no weights.
-
-    References
-    ----------
-    .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
-       Neural Networks", 2020, Table 1, first row.
-
-    Examples
-    --------
-    The product ``f(x) = v w x`` at ``w = v = 1`` with ``x = y = 1``: the squared error has the
-    Hessian ``[[2, 2], [2, 2]]`` in (w, v), whose largest eigenvalue is 4.
-
-    >>> from torch import nn
-    >>> from relflat_sk import measure
-    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
-    >>> for weight in net.parameters():
-    ...     _ = nn.init.ones_(weight)
-    >>> x = torch.ones(1, 1)
-    >>> round(measure("joint_eigenvalue_flatness", net, x, x, criterion=nn.MSELoss()), 6)
-    8.0
-    """
+    """Measure ``|w|^2 lambda_max(H)`` with the Hessian in all weights together."""
     weights = {name: value for name, value in weights_of(network).items() if value.ndim >= 2}
     like = list(weights.values())
 

@@ -56,29 +56,7 @@ def pac_bayes_flatness(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    target : float, default=0.1
-        By how much the expected risk may rise.
-    risk : {"auto", "error", "loss"}, default="auto"
-        Share of errors or mean loss; "auto" is the share of errors for classifiers, and the
-        mean loss otherwise.
-    n_draws : int, default=10
-        Draws of noise, each taken with both signs, the same for every sigma.
-    random_state : int, RandomState or None, default=None
-        Decides the noise.
-
-    Returns
-    -------
-    Estimate
-        ``1 / sigma^2``, in units of 1 over squared weights; 0 if no noise raises the risk by
-        the target. The standard error is that of the expected risk at sigma, divided by the
-        slope of the risk there.
-    """
+    """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates."""
     weights = weights_of(network)
     # at a tenth of the weights' size, noise starts to change the predictions of networks
     start = 0.1 * _root_mean_square(weights) or 1.0
@@ -98,28 +76,7 @@ def pac_bayes_magnitude_flatness(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure ``1/sigma^2`` with noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` on each weight.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    target : float, default=0.1
-        By how much the expected risk may rise.
-    risk : {"auto", "error", "loss"}, default="auto"
-        Share of errors or mean loss, see `pac_bayes_flatness`.
-    eps : float, default=1e-3
-        Standard deviation of the noise on weights that are zero.
-    n_draws : int, default=10
-        Draws of noise, each taken with both signs, the same for every sigma.
-    random_state : int, RandomState or None, default=None
-        Decides the noise.
-
-    Returns
-    -------
-    Estimate
-        See `pac_bayes_flatness`; it has no unit.
-    """
+    """Measure ``1/sigma^2`` for noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` per weight."""
     check_number("eps", eps)
     weights = weights_of(network)
 
@@ -201,40 +158,13 @@ def _find_risk(network: Network, risk: str) -> Callable[[Network], float]:
 
 
 def error_rate(network: Network) -> float:
-    """Compute the share of labels that a classifier gets wrong, in evaluation mode.
-
-    Parameters
-    ----------
-    network : Network
-        With a loss of the table's tasks "classification" or "binary".
-
-    Returns
-    -------
-    float
-        Between 0 and 1. A sample may have several labels; ignored labels do not count.
-    """
+    """Compute the share of labels that a classifier gets wrong, in evaluation mode."""
     wrong, counted = count_errors(network)
     return wrong / counted
 
 
 def count_errors(network: Network) -> tuple[float, float]:
-    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode.
-
-    Parameters
-    ----------
-    network : Network
-        With a loss of the table's tasks "classification" or "binary".
-
-    Returns
-    -------
-    tuple of (float, float)
-        Each sample counts with its weight, if samples have weights.
-
-    Raises
-    ------
-    ValueError
-        If the loss is none of these.
-    """
+    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
     row = network.loss.row
     if row is None or row.task not in _WRONG:
         raise ValueError(

@@ -43,23 +43,7 @@ Weights = dict[str, Tensor]
 
 
 def weights_of(network: Network) -> Weights:
-    """Collect the floating-point parameters of a network, each shared one once.
-
-    Parameters
-    ----------
-    network : Network
-        The network whose parameters are collected.
-
-    Returns
-    -------
-    dict of str to Tensor
-        By name, detached. They are not copies: do not write to them.
-
-    Raises
-    ------
-    ValueError
-        If the network has no such parameters.
-    """
+    """Collect the floating-point parameters of a network, each shared one once."""
     weights = {
         name: parameter.detach()
         for name, parameter in network.module.named_parameters()
@@ -74,54 +58,17 @@ def weights_of(network: Network) -> Weights:
 
 
 def map_weights(function: Callable[..., Tensor], *weights: Weights) -> Weights:
-    """Apply a function to the tensors of one or several weights, name by name.
-
-    Parameters
-    ----------
-    function : callable
-        From one tensor of each of `weights` to a tensor.
-    *weights : dict of str to Tensor
-        Weights with the same names.
-
-    Returns
-    -------
-    dict of str to Tensor
-        What the function returned, by name.
-    """
+    """Apply a function to the tensors of one or several weights, name by name."""
     return {name: function(*(each[name] for each in weights)) for name in weights[0]}
 
 
 def add_weights(weights: Weights, direction: Weights, length: float = 1.0) -> Weights:
-    """Add a multiple of a direction to weights.
-
-    Parameters
-    ----------
-    weights, direction : dict of str to Tensor
-        Weights with the same names.
-    length : float, default=1.0
-        Factor of the direction.
-
-    Returns
-    -------
-    dict of str to Tensor
-        New tensors; the arguments stay as they are.
-    """
+    """Add a multiple of a direction to weights."""
     return {name: value + length * direction[name] for name, value in weights.items()}
 
 
 def square_norm(weights: Weights) -> float:
-    """Sum the squares of all weights.
-
-    Parameters
-    ----------
-    weights : dict of str to Tensor
-        The weights.
-
-    Returns
-    -------
-    float
-        Summed in float64.
-    """
+    """Sum the squares of all weights."""
     return sum(float(value.double().square().sum()) for value in weights.values())
 
 
@@ -141,20 +88,7 @@ class _Runner(nn.Module):
 
 
 def with_weights(network: Network, weights: Weights) -> Network:
-    """Make a network that runs with other weights.
-
-    Parameters
-    ----------
-    network : Network
-        The network; it keeps its own weights.
-    weights : dict of str to Tensor
-        By the names of `weights_of`. They may carry a gradient, forward or backward.
-
-    Returns
-    -------
-    Network
-        The same module, loss and data, with another forward pass.
-    """
+    """Make a network that runs with other weights."""
     runner = _Runner(network)
     named = {f"module.{name}": value for name, value in weights.items()}
     return replace(network, forward=lambda x: functional_call(runner, named, (x,)))
@@ -165,15 +99,6 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
     """Run recurrent layers by torch's own implementation, which has all derivatives.
 
     Those of cuDNN have no derivative in evaluation mode, and those of oneDNN no second one.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The network. Nothing is switched off if it has no recurrent layers.
-
-    Yields
-    ------
-    None
     """
     if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
         yield
@@ -189,22 +114,7 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 def loss_gradient(network: Network, weights: Weights) -> tuple[float, Weights]:
-    """Compute the mean loss over the data with some weights, and its gradient in them.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and the data.
-    weights : dict of str to Tensor
-        The weights to run the network with.
-
-    Returns
-    -------
-    loss : float
-        Mean loss.
-    gradient : dict of str to Tensor
-        Gradient of the mean loss; zero for weights on which the loss does not depend.
-    """
+    """Compute the mean loss over the data with some weights, and its gradient in them."""
     total, divisor = 0.0, 0.0
     gradient = map_weights(torch.zeros_like, weights)
     with borrowed(network.module), torch_recurrence(network.module), torch.enable_grad():
@@ -228,31 +138,12 @@ def loss_gradient(network: Network, weights: Weights) -> tuple[float, Weights]:
 
 
 def check_draws(n_draws: int) -> None:
-    """Refuse a number of draws that leaves no standard error.
-
-    Parameters
-    ----------
-    n_draws : int
-        The argument, as the user gave it; at least 2.
-    """
+    """Refuse a number of draws that leaves no standard error."""
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
 
 
 def draw_noise(weights: Weights, seed: int) -> Weights:
-    """Draw independent standard normal numbers in the shapes of weights.
-
-    Parameters
-    ----------
-    weights : dict of str to Tensor
-        Names, shapes, types and devices of the result.
-    seed : int
-        Decides the numbers.
-
-    Returns
-    -------
-    dict of str to Tensor
-        The same numbers on every device and, up to rounding, in every floating type.
-    """
+    """Draw independent standard normal numbers in the shapes of weights."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
@@ -271,21 +162,7 @@ def noisy_risks(
     Each draw is taken with both signs. The part of the risk that is linear in the noise has
     expectation zero, and cancels.
 
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and the data.
-    deviation : dict of str to Tensor
-        Standard deviation of the noise on each weight.
-    seeds : sequence of int
-        One for each draw.
-    risk : callable, default=mean_loss
-        From a network to its risk.
-
-    Returns
-    -------
-    array of shape (n_draws,)
-        For each draw, the mean of the risks at its two signs.
+    Shapes: returns (n_draws,).
     """
     weights = weights_of(network)
     risks = []
@@ -297,18 +174,7 @@ def noisy_risks(
 
 
 def estimate_mean(draws: np.ndarray) -> Estimate:
-    """Estimate an expectation from independent draws.
-
-    Parameters
-    ----------
-    draws : array of shape (n_draws,)
-        One value for each draw.
-
-    Returns
-    -------
-    Estimate
-        The mean, with its standard error.
-    """
+    """Estimate an expectation from independent draws. Shapes: `draws` (n_draws,)."""
     with np.errstate(invalid="ignore"):  # losses may be infinite
         stderr = draws.std(ddof=1) / np.sqrt(len(draws))
     return Estimate(float(draws.mean()), float(stderr), "monte carlo")

@@ -67,49 +67,7 @@ def sharpness_curve(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> pd.DataFrame:
-    r"""Measure expected sharpness, and the norm of the weights in units of the noise, by its scale.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    alphas : sequence of float
-        Scales of the noise.
-    n_draws : int, default=10
-        Draws of noise at each scale, each taken with both signs. All scales share the draws,
-        which makes the curve smooth.
-    random_state : int, RandomState or None, default=None
-        Decides the noise.
-
-    Returns
-    -------
-    DataFrame
-        One row for each alpha, in the order given, with columns `alpha`, `kl`,
-        `expected_sharpness`, in the unit of the loss, and its standard error `stderr`.
-
-    Notes
-    -----
-    These are the bi-criteria plots of [1]_, with noise of standard deviation :math:`s_i = \alpha
-    (10 |w_i| + 1)` on every weight. `kl` is the divergence between normal distributions of these
-    deviations around the weights and around zero, :math:`\sum_i w_i^2 / (2 s_i^2)`, in nats.
-
-    References
-    ----------
-    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from relflat_sk._losses import Loss
-    >>> from relflat_sk._network import make_batches
-    >>> batches = make_batches(torch.eye(2), torch.tensor([0, 1]))
-    >>> net = Network(torch.nn.Linear(2, 2), Loss(torch.nn.CrossEntropyLoss()), batches)
-    >>> curve = sharpness_curve(net, [0.01, 0.1], random_state=0)
-    >>> list(curve.columns)
-    ['alpha', 'kl', 'expected_sharpness', 'stderr']
-    >>> curve["kl"].is_monotonic_decreasing, curve["expected_sharpness"].is_monotonic_increasing
-    (True, True)
-    """
+    r"""Measure expected sharpness, and the norm of the weights in units of the noise."""
     check_draws(n_draws)
     seeds = draw_seeds(random_state, n_draws)
     weights, loss = weights_of(network), mean_loss(network)
@@ -128,24 +86,7 @@ def expected_sharpness(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    alpha : float, default=5e-4
-        Scale of the noise.
-    n_draws : int, default=10
-        Draws of noise, each taken with both signs.
-    random_state : int, RandomState or None, default=None
-        Decides the noise.
-
-    Returns
-    -------
-    Estimate
-        In the unit of the loss.
-    """
+    """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``."""
     check_draws(n_draws)
     return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
 
@@ -176,31 +117,7 @@ def keskar_sharpness(
     n_restarts: int = 0,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    alpha : float, default=5e-4
-        Scale of the box.
-    n_steps : int, default=20
-        Steps of an ascent to the largest rise.
-    n_restarts : int, default=0
-        Further ascents from random points; the first ascent starts at the weights.
-    random_state : int, RandomState or None, default=None
-        Decides the random points.
-
-    Returns
-    -------
-    Estimate
-        Equation 4 of Neyshabur et al. (2017): a share, where Keskar et al. give per cent.
-
-    Raises
-    ------
-    ValueError
-        If the mean loss is -1 or less.
-    """
+    """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss."""
     check_number("alpha", alpha)
     radius = map_weights(lambda value: alpha * (value.abs() + 1), weights_of(network))
     loss, rise = largest_rise(
@@ -226,40 +143,7 @@ def adaptive_sharpness(  # noqa: PLR0913
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
-    """Measure how much the loss rises when each weight moves by a share of itself.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    kind : {"worst", "average"}, default="worst"
-        Largest rise, or mean rise under normal noise of deviation ``rho |w|``.
-    rho : float, default=1e-3
-        Largest share by which a weight moves, or the noise's deviation as a share.
-    norm : {"linf", "l2"}, default="linf"
-        Norm of the shares that is at most `rho`, for the largest rise.
-    normalize_logits : bool, default=False
-        Centre each sample's logits and divide them by their norm, so that the confidence of
-        classifiers does not matter.
-    n_steps : int, default=20
-        Steps of an ascent to the largest rise.
-    n_restarts : int, default=0
-        Further ascents from random points; the first ascent starts at the weights.
-    n_draws : int, default=10
-        Draws of noise for the mean rise, each taken with both signs.
-    random_state : int, RandomState or None, default=None
-        Decides the random points and the noise.
-
-    Returns
-    -------
-    Estimate
-        In the unit of the loss.
-
-    Raises
-    ------
-    ValueError
-        If there is no such kind.
-    """
+    """Measure how much the loss rises when each weight moves by a share of itself."""
     check_number("rho", rho)
     check_draws(n_draws)
     if kind not in {"worst", "average"}:
@@ -291,23 +175,7 @@ _LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 
 
 def with_unit_logits(network: Network) -> Network:
-    """Make a network whose logits are centred and of norm one, for each sample.
-
-    Parameters
-    ----------
-    network : Network
-        A classifier.
-
-    Returns
-    -------
-    Network
-        The same network with another forward pass.
-
-    Raises
-    ------
-    ValueError
-        If the criterion is not one of classification.
-    """
+    """Make a network whose logits are centred and of norm one, for each sample."""
     criterion = type(network.loss.criterion)
     if criterion not in _LOGITS:
         raise ValueError(

@@ -41,15 +41,7 @@ _SHARE_OF_RISES = 0.75
 
 @dataclass(frozen=True)
 class Ball:
-    """The unit ball of a norm.
-
-    Parameters
-    ----------
-    project : callable
-        From a point to the nearest point of the ball.
-    direction : callable
-        From a gradient to the vector of norm one in whose direction the loss rises fastest.
-    """
+    """The unit ball of a norm."""
 
     project: Callable[[Weights], Weights]
     direction: Callable[[Weights], Weights]
@@ -85,36 +77,7 @@ def largest_rise(
     n_restarts: int = 0,
     random_state: RandomState = None,
 ) -> tuple[float, float]:
-    """Find how much the mean loss rises at most when the weights move.
-
-    Parameters
-    ----------
-    network : Network
-        The network, its loss and labelled data.
-    radius : dict of str to Tensor
-        How far each weight may move.
-    norm : {"linf", "l2"}, default="linf"
-        Norm of the moves as shares of the radius, at most 1: "linf" lets every weight move by
-        its radius, "l2" bounds the sum of the squared shares.
-    n_steps : int, default=20
-        Steps of an ascent. Each is a forward and a backward pass over the data.
-    n_restarts : int, default=0
-        Further ascents from random points; the first ascent starts at the weights.
-    random_state : int, RandomState or None, default=None
-        Decides the random points.
-
-    Returns
-    -------
-    loss : float
-        Mean loss at the weights.
-    rise : float
-        The largest rise found, 0 if the loss rose nowhere. In the unit of the loss.
-
-    Raises
-    ------
-    ValueError
-        If there is no such norm.
-    """
+    """Find how much the mean loss rises at most when the weights move."""
     if norm not in BALLS:
         raise ValueError(f"norm must be one of {sorted(BALLS)}, got {norm!r}.")
     check_integer("n_steps", n_steps, minimum=1)
@@ -137,17 +100,7 @@ def largest_rise(
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the unit ball, with the loss there.
-
-    Parameters
-    ----------
-    u : dict of str to Tensor
-        Moves of the weights, as shares of their radius.
-    loss : float
-        Mean loss with the weights moved so.
-    gradient : dict of str to Tensor
-        Gradient of the loss in u.
-    """
+    """A point of the unit ball, with the loss there."""
 
     u: Weights
     loss: float

@@ -19,22 +19,7 @@ def give_up(
     which: Callable[[FrozenTrial], bool],
     attributes: Callable[[FrozenTrial], dict[str, Any]] = lambda trial: {},
 ) -> list[FrozenTrial]:
-    """Mark running trials as failed, so that their candidates are free again.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    which : callable
-        From a running trial to whether it is given up.
-    attributes : callable, optional
-        From a trial that is given up to the user attributes that it gets.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        All trials of the study, as they are afterwards.
-    """
+    """Mark running trials as failed, so that their candidates are free again."""
     trials = read_trials(study)
     given_up = [one for one in trials if one.state == TrialState.RUNNING and which(one)]
     for trial in given_up:
@@ -43,22 +28,7 @@ def give_up(
 
 
 def give_up_abandoned(study: optuna.Study, except_of: str = "") -> list[FrozenTrial]:
-    """Give up the running trials of processes that are gone.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    except_of : str, optional
-        Name of a sweep whose trials are left as they are. Worker processes pass their own: when
-        one of them dies, joblib ends the others, too, and the sweep gives up all their trials. A
-        trial that a worker claimed meanwhile would be blamed for the crash.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        All trials of the study, as they are afterwards.
-    """
+    """Give up the running trials of processes that are gone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)  # in storages with a heartbeat

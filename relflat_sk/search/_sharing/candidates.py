@@ -22,15 +22,7 @@ _SPACE_LOCK = threading.Lock()  # of no sampler, as samplers are pickled
 
 
 class Grid(Plan):
-    """The plan to train all combinations of choices.
-
-    Parameters
-    ----------
-    points : list of dict
-        The combinations, by parameter name, as Optuna stores the values.
-    choices : dict of str to optuna.distributions.BaseDistribution, optional
-        What the values are chosen from.
-    """
+    """The plan to train all combinations of choices."""
 
     def __init__(
         self, points: list[dict[str, Any]], choices: Mapping[str, BaseDistribution] | None = None
@@ -55,15 +47,7 @@ class Grid(Plan):
 
 
 class Draws(Plan):
-    """The plan to train a number of draws, which are numbered from 0.
-
-    Parameters
-    ----------
-    n_trials : int
-        Number of draws, those of earlier sessions included.
-    choices : dict of str to optuna.distributions.BaseDistribution, optional
-        What the values are chosen from.
-    """
+    """The plan to train a number of draws, which are numbered from 0."""
 
     def __init__(
         self, n_trials: int, choices: Mapping[str, BaseDistribution] | None = None
@@ -149,13 +133,6 @@ class CandidateSampler(TPESampler):
     interrupted therefore goes on as it would have, and if the process of a draw dies, the same
     values are drawn again. If the space has choices only, the first draws follow a random order
     of all combinations, whichever process asks for them.
-
-    Parameters
-    ----------
-    seed : int or None
-        Seed of all draws; None for a fresh one.
-    space : Space
-        The space of the search.
     """
 
     n_random = 10
@@ -175,15 +152,7 @@ class CandidateSampler(TPESampler):
         """Do nothing: every draw has a seed of its own, in every process."""
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Start from the seed and the number of the draw.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-        trial : optuna.trial.FrozenTrial
-            The trial that begins.
-        """
+        """Start from the seed and the number of the draw."""
         if self.seed is not None:
             number = trial.system_attrs.get(NUMBER, trial.number)
             TPESampler.__init__(self, seed=self._seed_of(number), n_startup_trials=self.n_random)
@@ -199,22 +168,7 @@ class CandidateSampler(TPESampler):
     def point(
         self, study: optuna.Study, number: int, taken: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Draw a combination of choices that no trial holds, from a space of choices only.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study, whose finished trials guide the draw.
-        number : int
-            Number of the draw.
-        taken : list of dict
-            The combinations that trials hold.
-
-        Returns
-        -------
-        dict
-            The combination as a system attribute of its trial.
-        """
+        """Draw a combination of choices that no trial holds, from a space of choices only."""
         start, keys = min(number, self.n_random), _keys(taken)
         points = self.points or []
         in_order = [points[i] for i in (*self.order[start:], *self.order[:start])]
@@ -226,21 +180,7 @@ class CandidateSampler(TPESampler):
         return {FIXED_VALUES: next(point for point in in_order if _key(point) not in keys)}
 
     def draw(self, study: optuna.Study, number: int) -> dict[str, Any]:
-        """Draw the values of a trial as it would draw them itself, but without its storage.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study, whose trials guide the draw.
-        number : int
-            Number of the draw.
-
-        Returns
-        -------
-        dict
-            Values by parameter name, without those that have one value only; empty if functions
-            of the trial draw, too.
-        """
+        """Draw the values of a trial as it would draw them itself, but without its storage."""
         if not self.draws_all:
             return {}
         tpe, trial = self._tpe(number), create_trial(state=TrialState.WAITING)

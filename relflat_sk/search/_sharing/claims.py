@@ -59,90 +59,29 @@ _RANDOM = random.SystemRandom()  # workers that are forked must not draw the sam
 
 
 class Plan(ABC):
-    """The candidates that a search is to train.
-
-    Attributes
-    ----------
-    choices : dict of str to optuna.distributions.BaseDistribution
-        What the values of the candidates are chosen from. A trial whose values are in here has
-        them from the beginning, see `_optuna_internals.widen_choices`.
-    released : frozenset of int
-        Numbers of failed trials whose candidates are to be trained again.
-    """
+    """The candidates that a search is to train."""
 
     choices: Mapping[str, BaseDistribution]
     released: frozenset[int] = frozenset()
 
     def counted(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-        """List the trials that hold a candidate of this plan.
-
-        Parameters
-        ----------
-        trials : iterable of optuna.trial.FrozenTrial
-            Trials of a study.
-
-        Returns
-        -------
-        list of optuna.trial.FrozenTrial
-            The finished, failed and running ones, without those that are released.
-        """
+        """List the trials that hold a candidate of this plan."""
         return [trial for trial in counted(trials) if trial.number not in self.released]
 
     @abstractmethod
     def n_left(self, trials: Iterable[FrozenTrial]) -> int:
-        """Count the candidates that no trial holds.
-
-        Parameters
-        ----------
-        trials : iterable of optuna.trial.FrozenTrial
-            The trials of the study.
-
-        Returns
-        -------
-        int
-            Number of candidates that are neither finished nor being trained.
-        """
+        """Count the candidates that no trial holds."""
 
     @abstractmethod
     def next_candidate(
         self, study: optuna.Study, trials: Sequence[FrozenTrial], skip: int = 0
     ) -> dict[str, Any] | None:
-        """Choose a candidate that no trial holds.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study, whose sampler may draw the candidate.
-        trials : sequence of optuna.trial.FrozenTrial
-            The trials of the study.
-        skip : int, default=0
-            Number of candidates to leave to other processes, as far as there are others.
-
-        Returns
-        -------
-        dict or None
-            System attributes of the candidate's trial; None if there is no candidate left.
-        """
+        """Choose a candidate that no trial holds."""
 
     def values(
         self, study: optuna.Study, trials: Sequence[FrozenTrial], candidate: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values that the trial of a candidate has from the beginning.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study, whose sampler may draw them.
-        trials : sequence of optuna.trial.FrozenTrial
-            The trials of the study.
-        candidate : mapping
-            System attributes of the candidate's trial.
-
-        Returns
-        -------
-        dict
-            By parameter name; without those that the trial is going to draw.
-        """
+        """Return the values that the trial of a candidate has from the beginning."""
         return dict(candidate.get(FIXED_VALUES, {}))
 
 
@@ -151,20 +90,6 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
 
     A candidate that a process died of is claimed only while its sweep trains nothing else, so
     that another death can only be its own.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study, which other processes may use at the same time.
-    plan : Plan
-        The candidates to train.
-    sweep : str
-        Name of the sweep that the calling process belongs to.
-
-    Returns
-    -------
-    OneTrialStudy or None
-        Its ``optimize(..., n_trials=1)`` trains the candidate. None if nothing can be claimed.
     """
     for lost in itertools.count():
         trials = give_up_abandoned(study, except_of=sweep)
@@ -193,34 +118,12 @@ def claim(study: optuna.Study, plan: Plan, sweep: str) -> OneTrialStudy | None:
 
 
 def counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """List the trials that hold a candidate: finished, failed or running ones.
-
-    Parameters
-    ----------
-    trials : iterable of optuna.trial.FrozenTrial
-        Trials of a study.
-
-    Returns
-    -------
-    list of optuna.trial.FrozenTrial
-        All but those that wait or were cut short.
-    """
+    """List the trials that hold a candidate: finished, failed or running ones."""
     return [one for one in trials if one.state != TrialState.WAITING and not is_cut_short(one)]
 
 
 def is_cut_short(trial: FrozenTrial) -> bool:
-    """Return whether a trial was interrupted, killed or withdrawn, so that its candidate is free.
-
-    Parameters
-    ----------
-    trial : optuna.trial.FrozenTrial
-        A trial of a search.
-
-    Returns
-    -------
-    bool
-        False for trials whose training or measuring failed: they have the attribute ``failed``.
-    """
+    """Whether a trial was interrupted, killed or withdrawn, so that its candidate is free."""
     return trial.state == TrialState.FAIL and not _has_failed(trial)
 
 
@@ -229,38 +132,14 @@ def _has_failed(trial: FrozenTrial) -> bool:
 
 
 def failed_trials(trials: Iterable[FrozenTrial]) -> frozenset[int]:
-    """Return the numbers of the trials whose training or measuring failed.
-
-    Parameters
-    ----------
-    trials : iterable of optuna.trial.FrozenTrial
-        The trials of a study.
-
-    Returns
-    -------
-    frozenset of int
-        The numbers.
-    """
+    """Return the numbers of the trials whose training or measuring failed."""
     return frozenset(
         trial.number for trial in trials if trial.state == TrialState.FAIL and _has_failed(trial)
     )
 
 
 def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether a failed trial has a successor, which was told to train it again.
-
-    Parameters
-    ----------
-    trial : optuna.trial.FrozenTrial
-        A trial.
-    trials : sequence of optuna.trial.FrozenTrial
-        All trials of the study, by number.
-
-    Returns
-    -------
-    bool
-        Whether a later trial of the same candidate has ended, too.
-    """
+    """Return whether a failed trial has a successor, which was told to train it again."""
     if trial.state != TrialState.FAIL:
         return False
     later = (other for other in counted(trials[trial.number + 1 :]) if other.state.is_finished())
@@ -268,20 +147,7 @@ def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
 
 
 def is_suspect(template: FrozenTrial, trials: Iterable[FrozenTrial]) -> bool:
-    """Return whether a process died while it trained the candidate of a trial.
-
-    Parameters
-    ----------
-    template : optuna.trial.FrozenTrial
-        A trial that holds the candidate.
-    trials : iterable of optuna.trial.FrozenTrial
-        The trials of the study.
-
-    Returns
-    -------
-    bool
-        Whether an earlier trial of the same candidate has the attribute ``killed``.
-    """
+    """Return whether a process died while it trained the candidate of a trial."""
     return any(
         "killed" in trial.user_attrs and _same_candidate(template, trial) for trial in trials
     )

@@ -21,13 +21,7 @@ class WorkersDiedError(RuntimeError):
 
 
 class Cluster(ABC):
-    """The workers of a cluster.
-
-    Parameters
-    ----------
-    backend : joblib.parallel.ParallelBackendBase
-        The backend of joblib's context, with the user's settings.
-    """
+    """The workers of a cluster."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -38,40 +32,15 @@ class Cluster(ABC):
 
     @abstractmethod
     def send(self, function: Callable[[Any, int], list[Any]], data: Any) -> None:
-        """Send to the workers what all tasks share, before the first task.
-
-        Parameters
-        ----------
-        function : callable
-            Does a task, given the data and a number.
-        data : object
-            Sent once to each worker.
-        """
+        """Send to the workers what all tasks share, before the first task."""
 
     @abstractmethod
     def submit(self, n: int) -> None:
-        """Begin a task as soon as a worker is free.
-
-        Parameters
-        ----------
-        n : int
-            The task's number.
-        """
+        """Begin a task as soon as a worker is free."""
 
     @abstractmethod
     def wait(self) -> list[Any]:
-        """Wait until a task has ended, and return its result.
-
-        Returns
-        -------
-        list
-            What the function returned.
-
-        Raises
-        ------
-        WorkersDiedError
-            If the worker died.
-        """
+        """Wait until a task has ended, and return its result."""
 
     @abstractmethod
     def release_idle(self) -> None:
@@ -83,13 +52,7 @@ class Cluster(ABC):
 
 
 class DaskCluster(Cluster):
-    """The workers of dask's scheduler.
-
-    Parameters
-    ----------
-    backend : joblib.parallel.ParallelBackendBase
-        The backend of joblib's context, with the user's settings.
-    """
+    """The workers of dask's scheduler."""
 
     def n_workers(self) -> int:
         return int(self.backend.effective_n_jobs(-1))
@@ -115,13 +78,7 @@ class DaskCluster(Cluster):
         self._completed.add(future)
 
     def wait(self) -> list[Any]:
-        """Wait until a task has ended, and return its result.
-
-        Raises
-        ------
-        WorkersDiedError
-            If several workers died of the task, or one that had the only copy of the data.
-        """
+        """Wait until a task has ended, and return its result."""
         from distributed import KilledWorker  # noqa: PLC0415
 
         future = next(self._completed)
@@ -146,13 +103,7 @@ class DaskCluster(Cluster):
 
 
 class RayCluster(Cluster):
-    """Actors of ray, each of which holds the shared data until the search ends.
-
-    Parameters
-    ----------
-    backend : joblib.parallel.ParallelBackendBase
-        The backend of joblib's context, with the user's settings.
-    """
+    """Actors of ray, each of which holds the shared data until the search ends."""
 
     def n_workers(self) -> int:
         import ray  # noqa: PLC0415
@@ -183,13 +134,7 @@ class RayCluster(Cluster):
         self._running[actor.run.remote(n)] = actor
 
     def wait(self) -> list[Any]:
-        """Wait until a task has ended, and return its result.
-
-        Raises
-        ------
-        WorkersDiedError
-            If the actor died, or its machine is out of reach.
-        """
+        """Wait until a task has ended, and return its result."""
         import ray  # noqa: PLC0415
 
         (ready,), _ = ray.wait(list(self._running))
@@ -218,15 +163,7 @@ class RayCluster(Cluster):
 
 
 class _Actor:
-    """A worker process of ray.
-
-    Parameters
-    ----------
-    function : callable
-        Does a task, given the data and a number.
-    data : object
-        The shared data.
-    """
+    """A worker process of ray."""
 
     def __init__(self, function: Callable[[Any, int], list[Any]], data: Any) -> None:
         self.function, self.data = function, data
@@ -241,42 +178,14 @@ _CLUSTERS = {"DaskDistributedBackend": DaskCluster, "RayBackend": RayCluster}
 
 
 def find_cluster() -> Cluster | None:
-    """Return the cluster of joblib's context.
-
-    Returns
-    -------
-    Cluster or None
-        None outside of ``joblib.parallel_config(backend="dask")`` and ``"ray"``.
-    """
+    """Return the cluster of joblib's context."""
     backend, _ = get_active_backend()
     cluster = _CLUSTERS.get(type(backend).__name__)
     return None if cluster is None else cluster(backend)
 
 
 def results_of(cluster: Cluster, n_tasks: int, n: int, n_jobs: int) -> Iterator[list[Any]]:
-    """Do tasks on a cluster to which data have been sent, and yield each result when it is there.
-
-    Parameters
-    ----------
-    cluster : Cluster
-        The cluster; closed afterwards.
-    n_tasks : int
-        Number of tasks.
-    n : int
-        The number that each of them gets.
-    n_jobs : int
-        Number of tasks at a time.
-
-    Yields
-    ------
-    list
-        The results, in the order in which they arrive; empty if a worker died.
-
-    Raises
-    ------
-    WorkersDiedError
-        At the end, if workers died; at once, if more died one after the other than there are.
-    """
+    """Do tasks on a cluster that has the data, and yield each result once it is there."""
     left = iter(range(n_tasks))
 
     def begin(at_most: int) -> int:

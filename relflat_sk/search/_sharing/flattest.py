@@ -9,18 +9,7 @@ __all__ = ["FlattestSoFar", "is_minimum"]
 
 
 def is_minimum(trial: FrozenTrial) -> bool:
-    """Return whether a trial has found a minimum.
-
-    Parameters
-    ----------
-    trial : optuna.trial.FrozenTrial
-        A finished trial.
-
-    Returns
-    -------
-    bool
-        False for a candidate that failed, or whose training did not end in a minimum.
-    """
+    """Return whether a trial has found a minimum."""
     return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
 
 
@@ -40,13 +29,6 @@ class FlattestSoFar:
     candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
     least as shallow lie within one band: every band that contains it contains one of them. As
     long as there is no minimum, the first of the other candidates is held.
-
-    Parameters
-    ----------
-    enabled : bool
-        Whether to hold estimators at all.
-    depth_band : float or None
-        The largest depth over the smallest of minima that are compared; None compares all.
     """
 
     def __init__(self, enabled: bool, depth_band: float | None) -> None:
@@ -56,15 +38,7 @@ class FlattestSoFar:
         self.other: _Held | None = None
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial if it may rank first.
-
-        Parameters
-        ----------
-        trial : optuna.trial.FrozenTrial
-            A finished trial.
-        estimator : estimator or None
-            The estimator that it trained.
-        """
+        """Hold the estimator of a trial if it may rank first."""
         if not self.enabled or trial.state != TrialState.COMPLETE:
             return
         depth = trial.user_attrs.get("depth", np.nan)
@@ -77,18 +51,7 @@ class FlattestSoFar:
             self.other = offered
 
     def estimator(self, number: int) -> Any:
-        """Return the estimator of a trial.
-
-        Parameters
-        ----------
-        number : int
-            Number of the trial.
-
-        Returns
-        -------
-        estimator or None
-            None if it is not held.
-        """
+        """Return the estimator of a trial."""
         held = self.held if self.other is None else [self.other]
         return next((one.estimator for one in held if one.number == number), None)
 

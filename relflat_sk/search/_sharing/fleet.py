@@ -23,21 +23,7 @@ def train_together(
     fleet: int | str | None,
     n_threads: int | None,
 ) -> None:
-    """Train candidates until there is none left, several at a time.
-
-    Parameters
-    ----------
-    train : callable
-        Trains one candidate; False if there is none left.
-    study : optuna.Study
-        The study that gets the trials.
-    estimator : estimator
-        The estimator that the candidates are clones of.
-    fleet : int, "auto" or None
-        Number of candidates at a time; None to train one after the other.
-    n_threads : int or None
-        Number of threads that compute.
-    """
+    """Train candidates until there is none left, several at a time."""
     size = fleet_size(fleet)
     reason = None if size is None else _why_not(study, estimator)
     if size is None or reason is not None:

@@ -26,23 +26,7 @@ Found = list[tuple[FrozenTrial, bytes | None]]
 
 
 def n_processes(n_jobs: int | None) -> int:
-    """Return the number of worker processes that train.
-
-    Parameters
-    ----------
-    n_jobs : int or None
-        As in joblib: -1 means all cores, of the machine or of the cluster.
-
-    Returns
-    -------
-    int
-        0 if the calling process trains: if `n_jobs` is None or 1, or the machine has one core.
-
-    Raises
-    ------
-    ValueError
-        If `n_jobs` is 0.
-    """
+    """Return the number of worker processes that train."""
     if n_jobs == 0:
         raise ValueError("n_jobs == 0 has no meaning: give a number of processes, or -1.")
     if n_jobs is None or n_jobs == 1:
@@ -55,26 +39,7 @@ def n_processes(n_jobs: int | None) -> int:
 
 
 def train_in_processes(study: optuna.Study, sweep: Any, n_jobs: int, on_finished: Any) -> None:
-    """Train all candidates left in worker processes, because threads share torch's random state.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study, in a storage that processes can share.
-    sweep : Sweep
-        Trains one candidate at a time in each worker process, or as many as its fleet has.
-    n_jobs : int
-        Number of worker processes.
-    on_finished : callable
-        Called here, with each finished trial and its estimator or None.
-
-    Raises
-    ------
-    joblib.externals.loky.process_executor.TerminatedWorkerError
-        If worker processes of this machine die while they train no candidate.
-    WorkersDiedError
-        If those of a cluster do.
-    """
+    """Train all candidates left in worker processes, because threads share torch's random state."""
     sweep.objective_to_send()  # refuses data that no other process can read
     while not sweep.is_due(study) and (n_left := sweep.n_left(study)):
         n_killed, death = sweep.n_killed(study), None

@@ -16,30 +16,12 @@ __all__ = ["end_with_parent", "is_gone", "this_process"]
 
 
 def this_process() -> list[Any]:
-    """Describe the calling thread, so that other processes can tell whether it still exists.
-
-    Returns
-    -------
-    list of (str, int, str or None, int)
-        Host name, process id, start time of the process and thread id. JSON can store it.
-    """
+    """Describe the calling thread, so that other processes can tell whether it still exists."""
     return [socket.gethostname(), os.getpid(), _start_time(os.getpid()), threading.get_ident()]
 
 
 def is_gone(process: Sequence[Any]) -> bool:
-    """Return whether a thread no longer exists, or is the calling thread itself.
-
-    Parameters
-    ----------
-    process : list
-        A description that `this_process` returned, here or on another machine.
-
-    Returns
-    -------
-    bool
-        False for threads of other machines, which cannot be seen from here. True for the
-        calling thread: it looks for work, so it no longer trains.
-    """
+    """Return whether a thread no longer exists, or is the calling thread itself."""
     host, process_id, started, thread = process
     if host != socket.gethostname():
         return False
@@ -55,12 +37,6 @@ def end_with_parent(process_id: int) -> None:
 
     A process that is killed cannot end its workers. Without their parent, they would train their
     candidates to the end, for nobody. (On Windows, they still do.)
-
-    Parameters
-    ----------
-    process_id : int
-        The parent, which may have ended already. Nothing happens if it is the calling process,
-        in which joblib runs nested jobs.
     """
     is_worker = isinstance(multiprocessing.current_process(), LokyProcess)
     if is_worker and process_id != os.getpid():

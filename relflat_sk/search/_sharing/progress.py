@@ -11,18 +11,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Counts of the candidates that are finished.
-
-    Parameters
-    ----------
-    trials : iterable of optuna.trial.FrozenTrial
-        The trials of the study, which earlier sessions finished.
-
-    Examples
-    --------
-    >>> print(Progress([]))
-    no minimum yet, goal reached 0, plateau 0, not converged 0, failed 0
-    """
+    """Counts of the candidates that are finished."""
 
     def __init__(self, trials: Iterable[FrozenTrial]) -> None:
         self.counts: Counter[str] = Counter()
@@ -32,13 +21,7 @@ class Progress:
                 self.add(trial)
 
     def add(self, trial: FrozenTrial) -> None:
-        """Count a trial.
-
-        Parameters
-        ----------
-        trial : optuna.trial.FrozenTrial
-            A finished trial.
-        """
+        """Count a trial."""
         if is_minimum(trial):
             self.counts["plateau" if trial.user_attrs.get("ended_by") == "plateau" else "goal"] += 1
             found = (trial.values[0], trial.number)

@@ -11,20 +11,7 @@ __all__ = ["Run"]
 
 
 class Run:
-    """The objective of `Study.optimize` for one trial, which holds the trained estimator.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trains and measures the candidate.
-
-    Attributes
-    ----------
-    estimator : estimator or None
-        The trained candidate; None if training failed.
-    call_error : CallError or None
-        The failure, if it is not the candidate's.
-    """
+    """The objective of `Study.optimize` for one trial, which holds the trained estimator."""
 
     def __init__(self, objective: MinimaObjective) -> None:
         self.objective = objective

@@ -17,22 +17,7 @@ STOPPED = "stopped_sweeps"
 
 
 class Stopping:
-    """When a sweep is to end, although there are candidates left.
-
-    Parameters
-    ----------
-    timeout : float or None
-        Seconds after which no candidate begins.
-    callbacks : sequence of callable or None
-        Called with the study and each finished trial; ``study.stop()`` ends the sweep.
-
-    Raises
-    ------
-    TypeError
-        If `callbacks` is no sequence of functions.
-    ValueError
-        If `timeout` is not positive.
-    """
+    """When a sweep is to end, although there are candidates left."""
 
     def __init__(
         self,
@@ -54,36 +39,13 @@ class Stopping:
         return self.__dict__ | {"callbacks": [None] * bool(self.callbacks)}
 
     def is_due(self, study: optuna.Study, sweep: str) -> bool:
-        """Return whether no candidate is to begin.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-        sweep : str
-            Name of the sweep.
-
-        Returns
-        -------
-        bool
-            Whether the time is over, or a callback has ended the sweep.
-        """
+        """Return whether no candidate is to begin."""
         if self.deadline is not None and time.time() >= self.deadline:
             return True
         return bool(self.callbacks) and sweep in study.user_attrs.get(STOPPED, [])
 
     def call(self, study: optuna.Study, trial: FrozenTrial, sweep: str) -> None:
-        """Call the callbacks.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-        trial : optuna.trial.FrozenTrial
-            A trial that has finished.
-        sweep : str
-            Name of the sweep.
-        """
+        """Call the callbacks."""
         view = StoppableStudy(study)
         for callback in self.callbacks:
             callback(view, trial)

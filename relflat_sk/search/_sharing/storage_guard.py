@@ -13,19 +13,7 @@ __all__ = ["StorageGuard", "without_password"]
 
 
 class StorageGuard:
-    """A context in which a search uses its storage.
-
-    Parameters
-    ----------
-    search : FlatMinimaSearch
-        The search. If the storage fails, its `study_` becomes a copy in memory of the study, with
-        the candidates that this process knows.
-
-    Attributes
-    ----------
-    study : optuna.Study or None
-        The study, once it is open.
-    """
+    """A context in which a search uses its storage."""
 
     def __init__(self, search: Any) -> None:
         self.search = search
@@ -70,20 +58,7 @@ class StorageGuard:
 
 
 def without_password(storage: Any, *, unread: str) -> str:
-    """Return the URL of a storage with its password hidden, or the storage's class.
-
-    Parameters
-    ----------
-    storage : str, Path or optuna.storages.BaseStorage
-        As a user gave it.
-    unread : str
-        What to return for text that is no URL.
-
-    Returns
-    -------
-    str
-        A text that can be shown.
-    """
+    """Return the URL of a storage with its password hidden, or the storage's class."""
     if is_file(storage):
         return str(storage)
     if not isinstance(storage, str):

@@ -55,29 +55,6 @@ def open_storage(storage: Any) -> BaseStorage:
 
     If two processes find a database empty, both create its tables, and one of them fails at the
     first table that the other has made. It tries again, and goes on from there.
-
-    Parameters
-    ----------
-    storage : str, path, optuna storage or None
-        The URL of a database; a file, which is a journal if its name ends in .log or .journal,
-        and otherwise an SQLite database; or a storage, which is returned. In memory if None.
-
-    Returns
-    -------
-    optuna.storages.BaseStorage
-        The open storage.
-
-    Raises
-    ------
-    TypeError
-        If `storage` is none of these.
-    ValueError
-        If there is no folder for the file.
-
-    Examples
-    --------
-    >>> open_storage("sqlite:///:memory:").get_all_studies()
-    []
     """
     # imported here: a tenth of the time that `import relflat_sk` would take
     from sqlalchemy.exc import DBAPIError  # noqa: PLC0415
@@ -123,23 +100,7 @@ def _open(storage: Any) -> BaseStorage:
 
 
 def is_file(storage: Any) -> bool:
-    """Return whether a storage is given as a file.
-
-    Parameters
-    ----------
-    storage : object
-        As a user gave it.
-
-    Returns
-    -------
-    bool
-        True for paths, and for texts that end like the name of a database or of a journal.
-
-    Examples
-    --------
-    >>> is_file("minima.db"), is_file("sqlite:///minima.db"), is_file("minima")
-    (True, False, False)
-    """
+    """Return whether a storage is given as a file."""
     if isinstance(storage, str):
         return "://" not in storage and Path(storage).suffix in _OF_DATABASES | _OF_JOURNALS
     return isinstance(storage, Path)
@@ -163,31 +124,7 @@ def check_resumable(
     *,
     own_sampler: bool = False,
 ) -> None:
-    """Refuse to resume a study whose minima cannot be compared with those of this search.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study, new or with the trials of earlier sessions.
-    objective : MinimaObjective
-        Space, measures and data of this search.
-    n_objectives : int, default=1
-        Number of objectives of this search.
-    own_sampler : bool, default=False
-        Whether a sampler of the user draws, and not a `CandidateSampler`.
-
-    Raises
-    ------
-    ValueError
-        If the study has other directions, another space, or a trial without the first measure,
-        if its minima were made by another estimator, on other data or with other settings, or if
-        their weights are in another artifact store.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the study is new and was given no name, but the storage holds one of the same search.
-    """
+    """Refuse to resume a study whose minima cannot be compared with those of this search."""
     name = study.study_name
     if study.directions != [StudyDirection.MINIMIZE] * n_objectives:
         raise ValueError(
@@ -240,18 +177,7 @@ def _warn_of_same(study: optuna.Study) -> None:
 
 
 def in_memory(study: optuna.Study) -> optuna.Study:
-    """Copy a study from its storage into memory.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study to copy.
-
-    Returns
-    -------
-    optuna.Study
-        A study with the same trials, attributes, sampler and pruner.
-    """
+    """Copy a study from its storage into memory."""
     copied = optuna.create_study(
         directions=study.directions,
         study_name=study.study_name,
@@ -266,19 +192,7 @@ def in_memory(study: optuna.Study) -> optuna.Study:
 
 @contextmanager
 def log_level(quiet: bool) -> Iterator[None]:
-    """Silence Optuna's log for a while.
-
-    Parameters
-    ----------
-    quiet : bool
-        Whether to show errors only. If False, the log level stays as it is.
-
-    Yields
-    ------
-    None
-        On exit, the log level is what it was on entry. Threads share it, such as those of one of
-        dask's workers: the last of them to leave gives it back.
-    """
+    """Silence Optuna's log for a while."""
     if not quiet:
         yield
         return

@@ -30,11 +30,6 @@ class ByValue:
     """A value whose classes and functions are pickled by their code.
 
     Unpickled, it is the value itself.
-
-    Parameters
-    ----------
-    value : object
-        The value.
     """
 
     def __init__(self, value: Any) -> None:
@@ -48,13 +43,6 @@ class ByPath:
     """An array in a file, which other processes open by its path.
 
     Unpickled, it is the array, read-only.
-
-    Parameters
-    ----------
-    open_file : callable
-        Returns the array.
-    *arguments : object
-        Its arguments.
     """
 
     def __init__(self, open_file: Callable[..., Any], *arguments: Any) -> None:
@@ -65,24 +53,7 @@ class ByPath:
 
     @classmethod
     def wrap(cls, value: Any) -> Any:
-        """Return a value to pickle in place of another.
-
-        Parameters
-        ----------
-        value : object
-            Anything.
-
-        Returns
-        -------
-        object
-            The value itself, unless it is a data set of h5py or a part of a memory-mapped file
-            without gaps between its elements. Changes in memory (mode "c") are not in the file.
-
-        Raises
-        ------
-        ValueError
-            If a file of h5py is open for writing, or in memory.
-        """
+        """Return a value to pickle in place of another."""
         h5py = sys.modules.get("h5py")
         if h5py is not None and isinstance(value, h5py.Dataset):
             return cls(_open_hdf5, *_place_in_hdf5(value))
@@ -113,18 +84,7 @@ def _open_hdf5(file: Path, name: str) -> Any:
 
 
 def packed(value: Any) -> bytes | None:
-    """Pickle a value now, so that nothing can fail on its way to another process.
-
-    Parameters
-    ----------
-    value : object
-        The value.
-
-    Returns
-    -------
-    bytes or None
-        The value for `unpacked`; None if it cannot be pickled: it holds an open file, say.
-    """
+    """Pickle a value now, so that nothing can fail on its way to another process."""
     try:
         return _dumps(value)
     except Exception:  # pickling runs code of any class
@@ -132,18 +92,7 @@ def packed(value: Any) -> bytes | None:
 
 
 def unpacked(content: bytes | None) -> Any:
-    """Return the value that `packed` has pickled.
-
-    Parameters
-    ----------
-    content : bytes or None
-        What `packed` returned, in this process or in another.
-
-    Returns
-    -------
-    object
-        The value; None if there is none.
-    """
+    """Return the value that `packed` has pickled."""
     return None if content is None else cloudpickle.loads(content)
 
 

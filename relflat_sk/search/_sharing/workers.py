@@ -39,19 +39,6 @@ class Sweep:
     """One call of `FlatMinimaSearch.fit`: claims candidates and trains them.
 
     Worker processes hold copies of it, which share its name.
-
-    Parameters
-    ----------
-    objective : MinimaObjective
-        Trains and measures one candidate.
-    plan : Plan
-        The candidates to train.
-    quiet : bool
-        Whether to silence Optuna's log, in worker processes too.
-    fleet : int, "auto" or None, default=None
-        Number of candidates that a process trains at a time.
-    stopping : Stopping, optional
-        Ends the sweep early.
     """
 
     def __init__(
@@ -74,13 +61,7 @@ class Sweep:
         return self.__dict__ | {"objective": self.objective_to_send()}
 
     def objective_to_send(self) -> MinimaObjective:
-        """Return the objective in the form in which other processes get it.
-
-        Returns
-        -------
-        MinimaObjective
-            A copy with the same data, as far as possible by the paths of their files.
-        """
+        """Return the objective in the form in which other processes get it."""
         objective = copy.copy(self.objective)
         for name in ("estimator", "space"):
             setattr(objective, name, ByValue(getattr(objective, name)))
@@ -90,103 +71,30 @@ class Sweep:
         return objective
 
     def n_left(self, study: optuna.Study) -> int:
-        """Count the candidates left, while no process of this sweep trains.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study; trials of processes that are gone are given up first.
-
-        Returns
-        -------
-        int
-            Number of candidates that nobody has trained or is training.
-        """
+        """Count the candidates left, while no process of this sweep trains."""
         return self.plan.n_left(give_up_abandoned(study))
 
     def n_killed(self, study: optuna.Study) -> int:
-        """Count the trials of this sweep whose process died.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-
-        Returns
-        -------
-        int
-            Number of trials.
-        """
+        """Count the trials of this sweep whose process died."""
         trials = study.get_trials(deepcopy=False)
         return sum("killed" in trial.user_attrs and self.owns(trial) for trial in trials)
 
     def n_open(self, study: optuna.Study) -> int:
-        """Count the candidates left and those that this sweep is training.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-
-        Returns
-        -------
-        int
-            Number of candidates.
-        """
+        """Count the candidates left and those that this sweep is training."""
         trials = study.get_trials(deepcopy=False)
         running = sum(trial.state == TrialState.RUNNING and self.owns(trial) for trial in trials)
         return self.plan.n_left(trials) + running
 
     def owns(self, trial: FrozenTrial) -> bool:
-        """Return whether a trial belongs to this sweep.
-
-        Parameters
-        ----------
-        trial : optuna.trial.FrozenTrial
-            A trial of the study.
-
-        Returns
-        -------
-        bool
-            Whether this sweep claimed it, in any of its processes.
-        """
+        """Return whether a trial belongs to this sweep."""
         return bool(trial.user_attrs.get("sweep") == self.name)
 
     def is_due(self, study: optuna.Study) -> bool:
-        """Return whether the sweep is to end, although there are candidates left.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-
-        Returns
-        -------
-        bool
-            Whether no candidate is to begin.
-        """
+        """Return whether the sweep is to end, although there are candidates left."""
         return self.stopping.is_due(study, self.name)
 
     def train_one(self, study: optuna.Study, on_finished: OnFinished) -> bool:
-        """Claim a candidate and train it in this process.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-        on_finished : callable
-            Takes the finished trial and the estimator, None if training failed.
-
-        Returns
-        -------
-        bool
-            Whether there may be another candidate.
-
-        Raises
-        ------
-        CallError
-            If training or measuring failed for a reason that is not the candidate's.
-        """
+        """Claim a candidate and train it in this process."""
         claimed = None if self.is_due(study) else claim(study, self.plan, self.name)
         if claimed is None:
             return False
@@ -212,17 +120,7 @@ class Sweep:
     def train_left(
         self, study: optuna.Study, on_finished: OnFinished, at_most: int | None = None
     ) -> None:
-        """Train the candidates left in this process.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The study.
-        on_finished : callable
-            As in `train_one`.
-        at_most : int, optional
-            Number of candidates; all if None.
-        """
+        """Train the candidates left in this process."""
         numbers = count() if at_most is None else iter(range(at_most))
 
         def train() -> bool:
@@ -234,21 +132,7 @@ class Sweep:
     def train_some_in_worker(
         self, study: optuna.Study, n: int
     ) -> list[tuple[FrozenTrial, bytes | None]]:
-        """Claim candidates and train them in a worker process.
-
-        Parameters
-        ----------
-        study : optuna.Study
-            The worker's copy of the study.
-        n : int
-            Number of candidates.
-
-        Returns
-        -------
-        list of (optuna.trial.FrozenTrial, bytes or None)
-            The finished trials, if there were candidates left, and their estimators, `packed`:
-            only those that were trained and can be pickled.
-        """
+        """Claim candidates and train them in a worker process."""
         end_with_parent(self.process_id)
         found: list[tuple[FrozenTrial, Any]] = []
         study.sampler.reseed_rng()  # otherwise every worker would draw the same values
@@ -260,26 +144,7 @@ class Sweep:
 def train_all(
     study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool
 ) -> bool:
-    """Train all candidates left.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study.
-    sweep : Sweep
-        Claims and trains one candidate at a time.
-    n_jobs : int
-        Number of worker processes; 0 for the calling process.
-    on_finished : callable
-        Takes each finished trial and its estimator, None if training failed.
-    progress : bool
-        Whether to show a progress bar.
-
-    Returns
-    -------
-    bool
-        Whether Ctrl-C ended the training.
-    """
+    """Train all candidates left."""
     so_far = Progress(study.get_trials(deepcopy=False) if progress else ())
     with tqdm(total=sweep.n_open(study), desc="minima", unit="net", disable=not progress) as bar:
 

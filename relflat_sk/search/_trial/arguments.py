@@ -20,22 +20,7 @@ __all__ = ["check_data", "check_fit_params", "check_kind", "check_order"]
 
 
 def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
-    """Refuse the arguments of an objective in another order.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The first argument.
-    X, y : array-like
-        The second and the third.
-    space : mapping
-        The fourth.
-
-    Raises
-    ------
-    TypeError
-        If another one is an estimator, or X is a mapping and the space is an array.
-    """
+    """Refuse the arguments of an objective in another order."""
     given = (estimator, X, y, space)
     has_estimator_behind = any(hasattr(one, "get_params") for one in given[1:])
     has_space_before = isinstance(X, Mapping) and hasattr(space, "shape")
@@ -51,20 +36,6 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
     """Refuse an estimator of which no candidate can be trained and measured.
 
     Classes of the user's own are not refused: only their training shows what they are.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The estimator that a search clones.
-    varied : collection of str
-        Names of the parameters that the search varies.
-
-    Raises
-    ------
-    TypeError
-        If its last step is an estimator of scikit-learn that is no network.
-    ValueError
-        If its last step is a net with a parameter that its class does not have.
     """
     if isinstance(estimator, Pipeline):
         name, last = estimator.steps[-1]
@@ -83,23 +54,7 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
     """Refuse data that do not fit together: samples and labels, training and held-out data.
 
-    Parameters
-    ----------
-    X : array-like of shape (n, ...)
-        Training data.
-    y : array-like of shape (n, ...)
-        Their labels or values.
-    X_test : array-like of shape (n_test, ...) or None
-        Held-out data.
-    y_test : array-like of shape (n_test, ...) or None
-        Their labels or values.
-    classifier : bool
-        Whether y holds classes.
-
-    Raises
-    ------
-    ValueError
-        If lengths, shapes or classes differ where they must not, or there is one sample.
+    Shapes: `X_test`, `y_test` (n_test, ...).
     """
     if (X_test is None) != (y_test is None):
         raise ValueError("X_test and y_test go together: give both or neither.")
@@ -126,32 +81,7 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
 def check_fit_params(
     X: Any, y: Any, fit_params: Mapping[str, Any] | None, estimator: Any
 ) -> dict[str, Any]:
-    """Check the arguments of `fit`, and find the weights of samples among them.
-
-    Parameters
-    ----------
-    X : array-like of shape (n, ...)
-        Training data.
-    y : array-like of shape (n, ...)
-        Their labels or values.
-    fit_params : mapping or None
-        Arguments by name.
-    estimator : estimator
-        Whose `fit` takes them. The weights of a pipeline are those of its last step.
-
-    Returns
-    -------
-    dict
-        `fit_params`, without arguments that are None, and `sample_weight`, the weights that the
-        network is trained with, or None.
-
-    Raises
-    ------
-    TypeError
-        If `fit_params` is no mapping.
-    ValueError
-        If there is not one weight, not negative, for each sample, or the weights leave one class.
-    """
+    """Check the arguments of `fit`, and find the weights of samples among them."""
     if fit_params is not None and not isinstance(fit_params, Mapping):
         raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
     given = {name: value for name, value in (fit_params or {}).items() if value is not None}

@@ -21,19 +21,6 @@ def check_space(space: Space, study: optuna.Study) -> None:
     """Refuse to continue a study of another space, and take over the order of its choices.
 
     Optuna knows choices by their position, so that further ones go to the end.
-
-    Parameters
-    ----------
-    space : Space
-        The space.
-    study : optuna.Study
-        The study to continue.
-
-    Raises
-    ------
-    ValueError
-        If the study's trials have other parameters, or got them in another way. Ranges may be
-        wider, and lists of choices longer.
     """
     _follow(space, study)
     drawn = space.distributions()
@@ -51,20 +38,7 @@ def check_space(space: Space, study: optuna.Study) -> None:
 
 
 def new_choices(space: Space, study: optuna.Study) -> dict[str, CategoricalDistribution]:
-    """Return the lists of choices that are longer than those of a study.
-
-    Parameters
-    ----------
-    space : Space
-        The space.
-    study : optuna.Study
-        A study that `check_space` has accepted.
-
-    Returns
-    -------
-    dict of str to optuna.distributions.CategoricalDistribution
-        By parameter name.
-    """
+    """Return the lists of choices that are longer than those of a study."""
     drawn = [trial.distributions for trial in study.get_trials(deepcopy=False)]
     return {
         name: entry.distribution

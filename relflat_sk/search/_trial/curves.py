@@ -17,15 +17,7 @@ LOSSES = ("train_loss", "valid_loss")
 
 
 def record_curves(record: dict[str, Any], estimator: Any) -> None:
-    """Record the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it.
-
-    Parameters
-    ----------
-    record : dict
-        Gets a dict of lists, unless the estimator has no history of its epochs.
-    estimator : estimator
-        The trained candidate.
-    """
+    """Record the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it."""
     final = final_estimator(estimator)
     if isinstance(final, NeuralNet):
         curves = _curves_of_net(final)

@@ -48,27 +48,7 @@ _LAYOUT = {tokenize.NEWLINE: "\n", tokenize.INDENT: ">", tokenize.DEDENT: "<"}
 
 
 def describe(value: Any, depth: int = 0) -> str:
-    """Describe a value, such as a parameter of an estimator.
-
-    Parameters
-    ----------
-    value : object
-        Any value.
-    depth : int, default=0
-        How many objects the value is nested in.
-
-    Returns
-    -------
-    str
-        The description.
-
-    Examples
-    --------
-    >>> from skorch.callbacks import EarlyStopping
-    >>> from relflat_sk import MLP
-    >>> describe({"hidden": (4,), "module": MLP, "callbacks": [EarlyStopping(patience=3)]})
-    "{'callbacks': [skorch.EarlyStopping(patience=3)], 'hidden': [4], 'module': relflat_sk.MLP}"
-    """
+    """Describe a value, such as a parameter of an estimator."""
     text = _describe(value, depth)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}... ({_crc(text)})"
@@ -138,20 +118,7 @@ def _describe_object(value: Any, depth: int) -> str:
 
 
 def changed_params(estimator: Any, depth: int = 0) -> dict[str, str]:
-    """Describe the parameters of an estimator or callback that differ from their defaults.
-
-    Parameters
-    ----------
-    estimator : object
-        Has scikit-learn's `get_params`.
-    depth : int, default=0
-        How many objects the estimator is nested in.
-
-    Returns
-    -------
-    dict of str to str
-        Descriptions by name, without nested parameters and those without effect on the result.
-    """
+    """Describe the parameters of an estimator or callback that differ from their defaults."""
     found = {}
     for name, value in sorted(estimator.get_params(deep=False).items()):
         if not _WITHOUT_EFFECT.search(name):
@@ -198,20 +165,7 @@ def _crc(text: str) -> str:
 
 
 def with_contents(text: str, parts: Sequence[str]) -> str:
-    """Append a checksum of what a value holds to its description.
-
-    Parameters
-    ----------
-    text : str
-        The description.
-    parts : sequence of str
-        Descriptions of what the value holds.
-
-    Returns
-    -------
-    str
-        The description as it is if there are no parts.
-    """
+    """Append a checksum of what a value holds to its description."""
     return f"{text} (contents {_crc(repr(parts))})" if parts else text
 
 
@@ -296,25 +250,7 @@ def _normalised_source(function: FunctionType) -> str:
 
 
 def same(then: str | None, now: str | None) -> bool:
-    """Return whether two descriptions are of the same value, as far as one can tell.
-
-    Parameters
-    ----------
-    then : str or None
-        One description; None for a value that is not given.
-    now : str or None
-        The other one.
-
-    Returns
-    -------
-    bool
-        True also if they differ in a checksum that only one of them has.
-
-    Examples
-    --------
-    >>> same("Net (source 01234567)", "Net"), same("Net (source 01234567)", "Other")
-    (True, False)
-    """
+    """Return whether two descriptions are of the same value, as far as one can tell."""
     if then is None or now is None:
         return then == now
     for checksum in _CHECKSUMS:

@@ -17,25 +17,7 @@ _BLOCK = 2**24  # bytes of an array that are read at a time
 
 
 def digest(data: Any) -> str | None:
-    """Return shape and checksum of data.
-
-    Parameters
-    ----------
-    data : object
-        An array, a data frame, a list of samples, a sparse matrix, or a dict of these.
-
-    Returns
-    -------
-    str or None
-        A text that changes with the data; None if they are none of these.
-
-    Examples
-    --------
-    >>> digest([[1, 2], [3, 4]]) == digest(np.array([[1, 2], [3, 4]]))
-    True
-    >>> print(digest(object()))
-    None
-    """
+    """Return shape and checksum of data."""
     if sparse.issparse(data):
         matrix = data.tocsr()
         parts = [_checksum(one) for one in (matrix.data, matrix.indices, matrix.indptr)]

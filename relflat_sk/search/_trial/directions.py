@@ -8,39 +8,13 @@ SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 def check_direction(direction: Any) -> None:
-    """Refuse a direction that there is not.
-
-    Parameters
-    ----------
-    direction : str
-        As a user gave it.
-
-    Raises
-    ------
-    ValueError
-        If it is neither "minimize" nor "maximize".
-    """
+    """Refuse a direction that there is not."""
     if direction not in SIGNS:
         raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
 
 
 def check_directions(trial: Any, direction: str, n_measures: int) -> None:
-    """Refuse a study that optimises in other directions than an objective.
-
-    Parameters
-    ----------
-    trial : optuna.Trial or optuna.trial.FixedTrial
-        A trial of the study; a fixed trial has no study.
-    direction : {"minimize", "maximize"}
-        The direction of the objective.
-    n_measures : int
-        Number of measures of the objective.
-
-    Raises
-    ------
-    ValueError
-        If the study has other directions, or another number of them.
-    """
+    """Refuse a study that optimises in other directions than an objective."""
     study = getattr(trial, "study", None)
     if study is None:
         return

@@ -34,13 +34,6 @@ class Choices:
     """A list of values, with the labels by which Optuna knows those that it cannot store.
 
     The labels are made once: a class of a script has another `repr` in a worker process.
-
-    Parameters
-    ----------
-    values : sequence
-        The values, as the estimator takes them.
-    labels : list
-        Their labels.
     """
 
     values: Sequence[Any]
@@ -52,67 +45,24 @@ class Choices:
         return CategoricalDistribution(self.labels)
 
     def in_order_of(self, labels: Sequence[Any]) -> "Choices":
-        """Return the same choices in another order.
-
-        Parameters
-        ----------
-        labels : sequence
-            The labels of the choices that come first; labels of other choices are ignored.
-
-        Returns
-        -------
-        Choices
-            The choices.
-        """
+        """Return the same choices in another order."""
         known = [self.labels.index(label) for label in labels if label in self.labels]
         order = [*known, *(index for index in range(len(self.labels)) if index not in known)]
         return Choices([self.values[i] for i in order], [self.labels[i] for i in order])
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Draw a value.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial that draws.
-        name : str
-            The parameter.
-
-        Returns
-        -------
-        object
-            The value, as the estimator takes it.
-        """
+        """Draw a value."""
         return self.values[self.labels.index(trial.suggest_categorical(name, self.labels))]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A range of numbers, from which the sampler draws.
-
-    Parameters
-    ----------
-    distribution : FloatDistribution or IntDistribution
-        The range.
-    """
+    """A range of numbers, from which the sampler draws."""
 
     distribution: FloatDistribution | IntDistribution
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Draw a value.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial that draws.
-        name : str
-            The parameter.
-
-        Returns
-        -------
-        object
-            The value, as the estimator takes it.
-        """
+        """Draw a value."""
         own = self.distribution
         if isinstance(own, IntDistribution):
             return trial.suggest_int(name, own.low, own.high, step=own.step, log=own.log)
@@ -121,31 +71,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Computed:
-    """A function of the trial; its result is recorded unless the trial has drawn it itself.
-
-    Parameters
-    ----------
-    function : callable
-        From a trial to the value.
-    """
+    """A function of the trial; its result is recorded unless the trial has drawn it itself."""
 
     function: Callable[[optuna.Trial], Any]
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Draw a value.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial that draws.
-        name : str
-            The parameter.
-
-        Returns
-        -------
-        object
-            The value, as the estimator takes it.
-        """
+        """Draw a value."""
         value = self.function(trial)
         if name not in trial.params:
             trial.set_user_attr(f"param_{name}", as_stored(value))
@@ -153,60 +84,18 @@ class Computed:
 
 
 def is_choice(entry: Any) -> TypeGuard[Choices]:
-    """Return whether an entry of a space is a list of choices.
-
-    Parameters
-    ----------
-    entry : Choices, Drawn or Computed
-        The entry.
-
-    Returns
-    -------
-    bool
-        False for ranges and functions.
-    """
+    """Return whether an entry of a space is a list of choices."""
     return isinstance(entry, Choices)
 
 
 def is_range(entry: Any) -> bool:
-    """Return whether an entry of a space draws from more values than a grid can have.
-
-    Parameters
-    ----------
-    entry : Choices, Drawn or Computed
-        The entry.
-
-    Returns
-    -------
-    bool
-        Whether it is a range of numbers, or a distribution that is drawn by its quantiles.
-    """
+    """Return whether an entry of a space draws from more values than a grid can have."""
     by_quantile = isinstance(entry, Computed) and isinstance(entry.function, Quantiles)
     return by_quantile or isinstance(entry, Drawn)
 
 
 def read_entry(name: str, values: Any) -> Choices | Drawn | Computed:
-    """Read one entry of a space.
-
-    Parameters
-    ----------
-    name : str
-        The parameter.
-    values : list, distribution of Optuna or scipy, or callable
-        The entry as the user gave it.
-
-    Returns
-    -------
-    Choices, Drawn or Computed
-        The entry.
-
-    Raises
-    ------
-    TypeError
-        If it is none of these.
-    ValueError
-        If there are no choices.
-    """
+    """Read one entry of a space."""
     if isinstance(values, CategoricalDistribution):
         values = list(values.choices)
     if isinstance(values, FloatDistribution | IntDistribution):
@@ -248,18 +137,7 @@ def _labels(values: Sequence[Any]) -> list[Any]:
 
 
 def as_stored(value: Any) -> Any:
-    """Return the result of a function as a study stores it.
-
-    Parameters
-    ----------
-    value : object
-        The result.
-
-    Returns
-    -------
-    None, bool, int, float or str
-        The value, or its name if it is none of these.
-    """
+    """Return the result of a function as a study stores it."""
     return _label(value.item() if isinstance(value, np.generic) else value)
 
 

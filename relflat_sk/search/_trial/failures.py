@@ -43,23 +43,7 @@ class CallError(RuntimeError):
 
 
 def failure_record(error: Exception) -> dict[str, Any]:
-    """Return what is recorded of a candidate that failed.
-
-    Parameters
-    ----------
-    error : Exception
-        The reason.
-
-    Returns
-    -------
-    dict
-        User attributes of its trial.
-
-    Raises
-    ------
-    CallError
-        If the candidate is not to blame. Nothing is recorded, so that it is trained again.
-    """
+    """Return what is recorded of a candidate that failed."""
     if isinstance(error, CallError):
         raise error
     if is_of_storage(error):
@@ -69,25 +53,7 @@ def failure_record(error: Exception) -> dict[str, Any]:
 
 @contextmanager
 def blame_call(what: str, advice: str) -> Iterator[None]:
-    """Turn failures into errors of the call.
-
-    Parameters
-    ----------
-    what : str
-        What failed.
-    advice : str
-        What to do about it.
-
-    Yields
-    ------
-    None
-        Errors inside of the context, except a lack of memory, become a `CallError`.
-
-    Raises
-    ------
-    CallError
-        If anything fails.
-    """
+    """Turn failures into errors of the call."""
     try:
         yield
     except (CallError, MemoryError, torch.OutOfMemoryError):
@@ -103,19 +69,7 @@ def blame_call(what: str, advice: str) -> Iterator[None]:
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Return whether the storage of a study raised an error, or an earlier one that led to it.
-
-    Parameters
-    ----------
-    error : BaseException
-        Any error that was raised. If a storage fails while Optuna finishes a trial, Optuna fails
-        over it with an error of its own.
-
-    Returns
-    -------
-    bool
-        False also if another process has finished the trial meanwhile, which is no failure.
-    """
+    """Return whether the storage of a study raised an error, or an earlier one that led to it."""
     return any(_is_raised_by_storage(one) for one in _chain(error))
 
 
@@ -135,18 +89,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def explain(error: BaseException) -> str:
-    """Return the root of an error and what to do about it.
-
-    Parameters
-    ----------
-    error : BaseException
-        The error of a storage or of a file.
-
-    Returns
-    -------
-    str
-        Two sentences; one if no advice is known.
-    """
+    """Return the root of an error and what to do about it."""
     *_, root = _chain(error)
     lines = str(root).splitlines() or [repr(root)]
     text = f"{type(root).__name__}: {lines[0]}"

@@ -30,31 +30,7 @@ __all__ = ["fit", "prepare"]
 def prepare(
     estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any, device: Any = None
 ) -> Any:
-    """Clone an estimator and set it up for one candidate.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The user's estimator, which stays as it is.
-    params : dict
-        Values by parameter name; they are copied.
-    seed : int or None
-        The value of every `random_state` of the estimator that is None.
-    goal : "auto", float or None
-        What nets train to that have no goal of their own.
-    device : str or torch.device, optional
-        Where nets are trained, unless `params` say it; on their own device if None.
-
-    Returns
-    -------
-    estimator
-        An unfitted estimator. Its nets hold no data out that nobody asked for.
-
-    Raises
-    ------
-    ValueError
-        If an estimator of scikit-learn holds data out.
-    """
+    """Clone an estimator and set it up for one candidate."""
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
     drop_default_splits(_nets(estimator))
@@ -81,34 +57,7 @@ def fit(
     layer: Any = -1,
     trial: Any = None,
 ) -> Any:
-    """Fit an estimator and record how long it took.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The estimator, which is fitted in place.
-    data : TrainingData
-        What to train on.
-    seed : int or None
-        Seed of torch's random state.
-    record : dict
-        Gets the seconds that training took, and the curves of loss and flatness. If several
-        estimators train together, each has its share of their seconds.
-    layer : int or str, default=-1
-        The layer that is going to be measured; nets without it are not trained.
-    trial : optuna.Trial, optional
-        Gets the training loss of each epoch for the study's pruner.
-
-    Returns
-    -------
-    estimator
-        The same estimator.
-
-    Raises
-    ------
-    CallError
-        If a net has no such layer.
-    """
+    """Fit an estimator and record how long it took."""
     if _nets(estimator):
         _import_compiler()
     started = seconds_used()

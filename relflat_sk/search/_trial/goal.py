@@ -35,35 +35,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ending:
-    """How the training of a candidate ended.
-
-    Parameters
-    ----------
-    by : str
-        "goal", "solver" or "plateau"; "" if the candidate is no minimum.
-    reason : str
-        Why it is no minimum; "" for a minimum.
-    """
+    """How the training of a candidate ended."""
 
     by: str
     reason: str = ""
 
 
 def check_goal(goal: Any, estimator: Any) -> None:
-    """Refuse a goal that is not valid, or that the estimator has already.
-
-    Parameters
-    ----------
-    goal : "auto", float or None
-        The goal of a search.
-    estimator : estimator
-        The estimator of the search.
-
-    Raises
-    ------
-    ValueError
-        If the goal is neither, or a net has a goal of its own and the search has a loss.
-    """
+    """Refuse a goal that is not valid, or that the estimator has already."""
     if goal is None or goal == AUTO:
         return
     if not is_number(goal) or not 0 < goal < np.inf:
@@ -79,18 +58,7 @@ def check_goal(goal: Any, estimator: Any) -> None:
 
 
 def own_goals(net: NeuralNet) -> list[Any]:
-    """List the callbacks of a net that stop its training at a goal.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        A net.
-
-    Returns
-    -------
-    list
-        Its `StopAtLoss` and `StopAtGradientNorm` callbacks, without those of `add_goal`.
-    """
+    """List the callbacks of a net that stop its training at a goal."""
     callbacks = [] if net.callbacks in (None, "disable") else net.callbacks
     parts = [part[1] if isinstance(part, tuple) else part for part in callbacks]
     kinds = (StopAtLoss, StopAtGradientNorm)
@@ -102,20 +70,7 @@ def own_goals(net: NeuralNet) -> list[Any]:
 
 
 def add_goal(estimator: Any, goal: Any) -> None:
-    """Let the net of an estimator stop at the goal of the search, unless it has its own.
-
-    Parameters
-    ----------
-    estimator : estimator
-        Unfitted, set up for a candidate; its net is changed in place.
-    goal : "auto", float or None
-        The goal of the search.
-
-    Raises
-    ------
-    ValueError
-        If the candidate has a goal of its own, and the search has a loss.
-    """
+    """Let the net of an estimator stop at the goal of the search, unless it has its own."""
     check_goal(goal, estimator)
     net = last_step(estimator)
     if goal is None or not isinstance(net, NeuralNet) or net.callbacks == "disable":
@@ -132,24 +87,7 @@ def _name(net: NeuralNet) -> str:
 
 
 def find_ending(estimator: Any, goal: Any, train_loss: float, constant_loss: float) -> Ending:
-    """Find out how the training of a candidate ended.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The trained candidate.
-    goal : "auto", float or None
-        The goal of the search.
-    train_loss : float
-        Mean loss on the training data.
-    constant_loss : float
-        Mean loss of the best constant prediction.
-
-    Returns
-    -------
-    Ending
-        Whether it ended at a minimum, and if not, why.
-    """
+    """Find out how the training of a candidate ended."""
     final = final_estimator(estimator)
     if isinstance(final, NeuralNet):
         return _ending_of_net(final, constant_loss)
@@ -197,15 +135,7 @@ def _is_at_plateau(losses: Floats, constant_loss: float) -> bool:
 def epoch_losses(net: NeuralNet) -> Floats:
     """Return the training loss of each epoch, as a net has recorded it.
 
-    Parameters
-    ----------
-    net : NeuralNet
-        A trained net.
-
-    Returns
-    -------
-    ndarray of shape (n_epochs,)
-        Losses; epochs without a record are left out.
+    Shapes: returns (n_epochs,).
     """
     found = [
         epoch["train_loss"] if "train_loss" in epoch else _mean_of_batches(epoch)

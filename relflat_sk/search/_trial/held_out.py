@@ -32,31 +32,14 @@ __all__ = [
 
 
 def drop_default_splits(nets: Iterable[NeuralNet]) -> None:
-    """Let nets train on all data, unless their user or one of their callbacks needs a split.
-
-    Parameters
-    ----------
-    nets : iterable of NeuralNet
-        Unfitted nets, which are changed in place.
-    """
+    """Let nets train on all data, unless their user or one of their callbacks needs a split."""
     for net in nets:
         if _is_default(net) and not any(map(_monitors_validation, _callbacks(net))):
             net.set_params(train_split=None)
 
 
 def check_early_stopping(params: Iterable[tuple[str, Any]]) -> None:
-    """Refuse parameters by which an estimator of scikit-learn holds data out.
-
-    Parameters
-    ----------
-    params : iterable of (str, object)
-        Parameters, each with a value.
-
-    Raises
-    ------
-    ValueError
-        If an `early_stopping` is True.
-    """
+    """Refuse parameters by which an estimator of scikit-learn holds data out."""
     for name, value in params:
         if name.split("__")[-1] == "early_stopping" and isinstance(value, bool) and value:
             raise ValueError(
@@ -117,21 +100,7 @@ class _RecordedSplit:
 
 @contextmanager
 def split_recorded(estimator: Any, X: Any) -> Iterator[None]:
-    """Note in the net of an estimator which rows it is trained on, if it holds out others.
-
-    Parameters
-    ----------
-    estimator : estimator
-        Is fitted inside the context. Its net gets the attribute `trained_rows_`, unless its
-        split makes data sets of its own, or a step before it makes other samples.
-    X : array-like of shape (n, ...)
-        The data that it is fitted to.
-
-    Yields
-    ------
-    None
-        The split is recorded.
-    """
+    """Note in the net of an estimator which rows it is trained on, if it holds out others."""
     net = last_step(estimator)
     split = getattr(net, "train_split", None)
     if not isinstance(net, NeuralNet) or split is None or isinstance(X, IterableDataset):
@@ -151,33 +120,14 @@ def split_recorded(estimator: Any, X: Any) -> Iterator[None]:
 def trained_rows(estimator: Any) -> NDArray[np.intp] | None:
     """Return which rows of the data the network of an estimator was trained on.
 
-    Parameters
-    ----------
-    estimator : estimator
-        Fitted by a search.
-
-    Returns
-    -------
-    ndarray of shape (n_trained,) or None
-        Sorted; None for all rows.
+    Shapes: returns (n_trained,).
     """
     rows: NDArray[np.intp] | None = getattr(final_estimator(estimator), "trained_rows_", None)
     return rows
 
 
 def explain_missing_validation(error: KeyError) -> Exception:
-    """Explain the error of a callback that reads a validation loss that nobody computes.
-
-    Parameters
-    ----------
-    error : KeyError
-        Raised in training.
-
-    Returns
-    -------
-    Exception
-        A ValueError if a name that begins with "valid" is missing; otherwise the error itself.
-    """
+    """Explain the error of a callback that reads a validation loss that nobody computes."""
     missing = re.search(r"\bvalid\w*", str(error))
     if missing is None:
         return error

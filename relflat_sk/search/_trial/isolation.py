@@ -27,13 +27,7 @@ _N_THREADS: ContextVar[int | None] = ContextVar("n_threads", default=_NOT_ISOLAT
 
 
 def in_fleet() -> bool:
-    """Return whether the nets of this thread are trained together with others.
-
-    Returns
-    -------
-    bool
-        Whether the thread is one of a `Fleet`.
-    """
+    """Return whether the nets of this thread are trained together with others."""
     return EPOCH_TRAINER.get() is not None
 
 
@@ -43,16 +37,6 @@ def isolated(n_threads: int | None) -> Iterator[None]:
 
     A fleet computes alone as a whole: the trainings in it take turns. A context within one of the
     same number of threads changes nothing: threadpoolctl takes 5 ms to find the libraries loaded.
-
-    Parameters
-    ----------
-    n_threads : int or None
-        Number of threads of torch, BLAS and OpenMP; None for as many as they use already.
-
-    Yields
-    ------
-    None
-        Other threads of the process that enter such a context wait for the end of this one.
     """
     if in_fleet() or n_threads == _N_THREADS.get():
         yield
@@ -81,18 +65,7 @@ def _limited(n_threads: int | None) -> Iterator[None]:
 
 
 def in_isolation(method: Method) -> Method:
-    """Decorate a method to run in isolation, with the number of threads of its object.
-
-    Parameters
-    ----------
-    method : callable
-        A method of an object with the attribute `n_threads`.
-
-    Returns
-    -------
-    callable
-        The method, which computes inside of `isolated`.
-    """
+    """Decorate a method to run in isolation, with the number of threads of its object."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,23 +10,7 @@ __all__ = ["source_of_lambda"]
 
 
 def source_of_lambda(function: FunctionType) -> str:
-    """Return the source of a lambda, which is a part of its lines.
-
-    Parameters
-    ----------
-    function : function
-        The lambda.
-
-    Returns
-    -------
-    str
-        Its source without spaces and quotes; empty if it is not known.
-
-    Examples
-    --------
-    >>> source_of_lambda(eval("lambda x: x + 1"))
-    ''
-    """
+    """Return the source of a lambda, which is a part of its lines."""
     try:
         tree = ast.parse("".join(inspect.findsource(function)[0]))
     except (OSError, TypeError, SyntaxError):

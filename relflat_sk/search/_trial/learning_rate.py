@@ -13,59 +13,13 @@ RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
 def check_lr_scaling(lr_scaling: Any) -> None:
-    """Refuse a rule of scaling that there is not.
-
-    Parameters
-    ----------
-    lr_scaling : {"linear", "sqrt"} or None
-        The rule.
-
-    Raises
-    ------
-    ValueError
-        If it is another one.
-    """
+    """Refuse a rule of scaling that there is not."""
     if lr_scaling is not None and lr_scaling not in RULES:
         raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
 
 
 def scale_lr(estimator: Any, params: Mapping[str, Any], lr_scaling: str | None) -> dict[str, float]:
-    """Scale learning rates with the batch size, relative to the estimator's own batch size.
-
-    Parameters
-    ----------
-    estimator : estimator
-        The learning rates are given for its `batch_size`.
-    params : dict
-        The parameters of a candidate.
-    lr_scaling : {"linear", "sqrt"} or None
-        Whether rates are proportional to the batch size, to its square root, or stay as they are.
-
-    Returns
-    -------
-    dict of str to float
-        The learning rates to set, by parameter name; empty if no batch size varies.
-
-    Raises
-    ------
-    ValueError
-        If a batch size is not a positive number, or the estimator has no learning rate next to it.
-
-    References
-    ----------
-    Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1, for the linear rule.
-    Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
-    section 5, for the square root.
-
-    Examples
-    --------
-    >>> from sklearn.neural_network import MLPClassifier
-    >>> net = MLPClassifier(batch_size=32, learning_rate_init=0.1)
-    >>> scale_lr(net, {"batch_size": 128}, "linear")
-    {'learning_rate_init': 0.4}
-    >>> scale_lr(net, {"batch_size": 128}, "sqrt")
-    {'learning_rate_init': 0.2}
-    """
+    """Scale learning rates with the batch size, relative to the estimator's own batch size."""
     if lr_scaling is None:
         return {}
     own = estimator.get_params()

@@ -24,27 +24,7 @@ _OWN = {
 
 
 class Measuring:
-    """Measures all candidates of a search in the same way.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of measures.
-    layer : int or str, default=-1
-        The layer at which measures of layers are taken: its position or dotted name.
-    params : dict, optional
-        Arguments of the measures.
-    device : str or torch.device, optional
-        Where to compute; where the network is if None.
-
-    Raises
-    ------
-    TypeError
-        If no measure takes an argument, or `layer` is neither a position nor a name.
-    ValueError
-        If an argument is one of the search's own, no measure takes a layer, or torch cannot use
-        the device.
-    """
+    """Measures all candidates of a search in the same way."""
 
     def __init__(
         self,
@@ -74,20 +54,7 @@ class Measuring:
         check_arguments(names, {key: self.params[key] for key in self.params.keys() - weight_decay})
 
     def network(self, estimator: Any, data: TrainingData) -> Network:
-        """Turn a trained candidate into a network with its training data.
-
-        Parameters
-        ----------
-        estimator : estimator
-            The trained candidate.
-        data : TrainingData
-            Its data, without those that it held out.
-
-        Returns
-        -------
-        Network
-            To be measured.
-        """
+        """Turn a trained candidate into a network with its training data."""
         options = DataOptions(
             batch_size=self.batch_size, device=self.device, sample_weight=data.sample_weight
         )
@@ -96,22 +63,7 @@ class Measuring:
     def __call__(
         self, network: Network, names: Sequence[str], seed: int | None
     ) -> dict[str, Flatness]:
-        """Measure a network, all measures together.
-
-        Parameters
-        ----------
-        network : Network
-            The network, with its loss and the training data.
-        names : sequence of str
-            Names of measures, see `get_measure_names`.
-        seed : int or None
-            Seed of random probes.
-
-        Returns
-        -------
-        dict of str to Flatness
-            The results, in the order of the names.
-        """
+        """Measure a network, all measures together."""
         params = {**self.params, "random_state": seed}
         found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
         return _by_name(found, names)
@@ -121,19 +73,7 @@ class Measuring:
     ) -> tuple[dict[str, Flatness], Tensor | None]:
         """Measure a network in one pass with others of a fleet that have ended with it.
 
-        Parameters
-        ----------
-        network : Network
-            The network, with its loss and the training data.
-        names : sequence of str
-            Names of measures.
-
-        Returns
-        -------
-        found : dict of str to Flatness
-            The results, in the order of the names; empty if it has to be measured by itself.
-        outputs : Tensor of shape (n, d) or None
-            Its outputs for all samples.
+        Shapes: returns outputs (n, d).
         """
         different = list(dict.fromkeys(names))
         stacked = None if self.params else measure_with_others(network, different, self.layer)

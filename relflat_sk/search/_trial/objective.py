@@ -181,25 +181,7 @@ class MinimaObjective:
         self.checked: set[str] = set()  # names of studies
 
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
-        """Train and measure one candidate.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            Draws the parameters and gets the user attributes.
-
-        Returns
-        -------
-        float or tuple of float
-            The value of the measure, in its unit; several values if there are several measures.
-            nan for a network that diverged or is no better than a constant prediction: Optuna
-            marks the trial as failed and goes on.
-
-        Raises
-        ------
-        ValueError
-            If the study has other directions, or its minima were made with something else.
-        """
+        """Train and measure one candidate."""
         check_directions(trial, self.direction, len(self.names))
         check_study_of(trial, self)
         return self.run(trial)[0]

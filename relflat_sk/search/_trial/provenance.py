@@ -73,29 +73,7 @@ _OPEN = ("held-out data", "choices", "own measures")
 def check_made_with(
     study: optuna.Study, objective: Any, own: int = -1, names: Sequence[str] = ()
 ) -> None:
-    """Refuse a study whose minima were made otherwise; record in a new study how they are made.
-
-    Parameters
-    ----------
-    study : optuna.Study
-        The study, new or with trials.
-    objective : MinimaObjective
-        Trains and measures the minima that are added.
-    own : int, default=-1
-        Number of the trial that is about to begin, if there is one.
-    names : sequence of str, optional
-        Measures that the study gets beside those of the objective.
-
-    Raises
-    ------
-    ValueError
-        If anything that changes results differs; names the differences.
-
-    Warns
-    -----
-    FlatnessWarning
-        If the study has trials but no record, because an earlier version made it.
-    """
+    """Refuse a study whose minima were made otherwise; record in a new study how they are made."""
     attributes = study.user_attrs
     now = _record(objective, len(study.directions), names)
     then: Record = attributes.get(MADE_WITH, {})
@@ -122,15 +100,7 @@ def check_made_with(
 
 
 def check_study_of(trial: Any, objective: Any) -> None:
-    """Check the study of a trial as `check_made_with` does, and the store, once for each study.
-
-    Parameters
-    ----------
-    trial : optuna.Trial or optuna.trial.FixedTrial
-        The trial that is about to begin; a fixed trial has no study.
-    objective : MinimaObjective
-        Trains and measures it.
-    """
+    """Check the study of a trial as `check_made_with` does, and the store, once for each study."""
     study = getattr(trial, "study", None)
     if study is not None and study.study_name not in objective.checked:
         check_made_with(study, objective, own=trial.number)

@@ -32,25 +32,7 @@ TRAIN_LOSS = "train_loss"
 
 
 def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Check the measures of a search, and separate them from other objectives.
-
-    Parameters
-    ----------
-    given : sequence of str or callable
-        Measures, see `relflat_sk.measures.find_measure`, and perhaps ``"train_loss"``.
-
-    Returns
-    -------
-    names : tuple of str
-        The names of all.
-    measures : tuple of str
-        Those of measures.
-
-    Raises
-    ------
-    ValueError
-        If they are no sequence, or one of them is no measure, or none is.
-    """
+    """Check the measures of a search, and separate them from other objectives."""
     if isinstance(given, str) or callable(given) or not given:
         raise ValueError(f"measures must be a sequence of names, got {given!r}.")
     others = [one for one in given if one != TRAIN_LOSS]
@@ -73,31 +55,6 @@ def record_measures(
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
     has a loss, which then takes a pass of its own.
-
-    Parameters
-    ----------
-    record : dict
-        Gets the measures and the loss.
-    network : Network
-        The network, with its loss and the training data.
-    names : sequence of str
-        Names of measures.
-    seed : int or None
-        Seed of random probes.
-    measuring : Measuring
-        Measures the network.
-    found : dict of str to Flatness, optional
-        The measures, if they are known already.
-
-    Returns
-    -------
-    Measured
-        The training loss and, if it is finite, the measures.
-
-    Raises
-    ------
-    CallError
-        If the network has no such layer.
     """
     error, train_loss = None, np.nan
     if _has_finite_weights(network.module):
@@ -131,28 +88,7 @@ def record_trial(
     objective: Any,
     seed: int,
 ) -> list[float]:
-    """Measure a trained candidate, record it, and save its weights.
-
-    Parameters
-    ----------
-    record : dict
-        Gets the user attributes of the trial.
-    trial : optuna.Trial
-        The trial.
-    estimator : estimator
-        The trained candidate.
-    data : TrainingData
-        Its training data.
-    objective : MinimaObjective
-        Says what to measure and to save.
-    seed : int
-        The seed of the trial.
-
-    Returns
-    -------
-    list of float
-        The values of the study's objectives; nan for a candidate that failed.
-    """
+    """Measure a trained candidate, record it, and save its weights."""
     is_training_data = data.X is data.X_fit and data.y is data.y_fit
     data = data.only(trained_rows(estimator))
     with seeded(seed):  # data loaders draw from torch's random state
@@ -198,22 +134,7 @@ def record_held_out(
 ) -> None:
     """Record the loss on held-out data, and the estimator's own scores.
 
-    Parameters
-    ----------
-    record : dict
-        Gets the loss and the scores.
-    estimator : estimator
-        The trained candidate.
-    train_loss : float
-        Mean loss on the training data, from which the generalization gap follows.
-    data : TrainingData
-        The training data.
-    X_test : array-like of shape (n_test, ...) or None
-        Held-out data.
-    y_test : array-like of shape (n_test, ...) or None
-        Their labels or values.
-    outputs : Tensor of shape (n, d), optional
-        The outputs of a net of this library for the training data, if they are known already.
+    Shapes: `X_test`, `y_test` (n_test, ...), `outputs` (n, d).
     """
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
@@ -238,23 +159,7 @@ def measure_held_out(
 ) -> dict[str, float]:
     """Measure what `record_held_out` records, for a minimum of an earlier session.
 
-    Parameters
-    ----------
-    estimator : estimator
-        The trained candidate.
-    train_loss : float
-        Mean loss on the training data.
-    data : TrainingData
-        The training data.
-    X_test : array-like of shape (n_test, ...)
-        Held-out data.
-    y_test : array-like of shape (n_test, ...)
-        Their labels or values.
-
-    Returns
-    -------
-    dict of str to float
-        The columns of the table of minima.
+    Shapes: `X_test`, `y_test` (n_test, ...).
     """
     found: dict[str, float] = {}
     data = data.only(trained_rows(estimator))
@@ -263,15 +168,7 @@ def measure_held_out(
 
 
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
-    """Write what was recorded of a trial, in one transaction of a database.
-
-    Parameters
-    ----------
-    trial : optuna.Trial
-        Gets the user attributes.
-    record : dict
-        Their values by name.
-    """
+    """Write what was recorded of a trial, in one transaction of a database."""
     with one_transaction(trial):
         write_attributes(trial, record)
         # Optuna 5: samplers and best_trial respect it

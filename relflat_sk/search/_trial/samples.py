@@ -19,19 +19,7 @@ _READS = 8
 
 
 def describe_samples(data: Any) -> list[str]:
-    """Describe the first, the middle and the last sample of a data set, if they are not random.
-
-    Parameters
-    ----------
-    data : object
-        Data of any kind.
-
-    Returns
-    -------
-    list of str
-        Descriptions; empty if the data are no data set with a length, if it cannot be read, or if
-        samples differ from one time to the next.
-    """
+    """Describe the first, the middle and the last sample of a data set, if they are not random."""
     if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
         return []
     found = set()

@@ -14,42 +14,12 @@ _EDGE = 1e-12  # no quantile is closer to 0 and 1: it may be infinite there
 
 
 def is_scipy_distribution(value: Any) -> bool:
-    """Return whether an object is a distribution of scipy with its parameters.
-
-    Parameters
-    ----------
-    value : object
-        An entry of a space.
-
-    Returns
-    -------
-    bool
-        Whether its quantiles can be computed.
-    """
+    """Return whether an object is a distribution of scipy with its parameters."""
     return hasattr(value, "support") and (hasattr(value, "ppf") or hasattr(value, "icdf"))
 
 
 def range_of(distribution: Any) -> FloatDistribution | IntDistribution | None:
-    """Return the range of numbers of Optuna that is the same distribution.
-
-    Parameters
-    ----------
-    distribution : scipy distribution
-        Such as ``scipy.stats.loguniform(1e-4, 1e-1)``.
-
-    Returns
-    -------
-    FloatDistribution, IntDistribution or None
-        None if it is no uniform distribution of numbers, their logarithms, or integers.
-
-    Examples
-    --------
-    >>> from scipy.stats import loguniform, randint
-    >>> range_of(loguniform(0.01, 1.0))
-    FloatDistribution(high=1.0, log=True, low=0.01, step=None)
-    >>> range_of(randint(2, 5))
-    IntDistribution(high=4, log=False, low=2, step=1)
-    """
+    """Return the range of numbers of Optuna that is the same distribution."""
     low, high = distribution.support()
     kind = getattr(getattr(distribution, "dist", None), "name", type(distribution).__name__)
     if kind == "randint":
@@ -69,32 +39,13 @@ def _quantile(distribution: Any, share: float) -> float:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """A function of a trial that draws from any distribution, by its quantile.
-
-    Parameters
-    ----------
-    name : str
-        The parameter; the quantile is the trial's parameter ``..._quantile``.
-    distribution : scipy distribution
-        Of numbers or integers.
-    """
+    """A function of a trial that draws from any distribution, by its quantile."""
 
     name: str
     distribution: Any
 
     def __call__(self, trial: optuna.Trial) -> float | int:
-        """Draw a value.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial that draws.
-
-        Returns
-        -------
-        float or int
-            An integer if the distribution has integers only.
-        """
+        """Draw a value."""
         share = trial.suggest_float(f"{self.name}_quantile", 0.0, 1.0)
         value = _quantile(self.distribution, min(max(share, _EDGE), 1 - _EDGE))
         return int(value) if self._is_discrete else value

@@ -19,16 +19,6 @@ class Seeds:
     that a candidate has the same seed in each search. Without one, it derives from a draw from
     torch's global random state and from the number of the trial, so that other searches have
     other networks. Each trial records its seed.
-
-    Parameters
-    ----------
-    random_state : int, RandomState, Generator or None
-        As a user gave it.
-
-    Attributes
-    ----------
-    base : int or None
-        Drawn from `random_state`; None without one.
     """
 
     def __init__(self, random_state: Any) -> None:
@@ -36,20 +26,7 @@ class Seeds:
         self._drawn = int(torch.randint(2**31 - 1, ())) if random_state is None else 0
 
     def begin(self, trial: Any, record: dict[str, Any]) -> int:
-        """Choose the seed of a trial that begins, and record it.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            Has drawn its parameters.
-        record : dict
-            Gets the seed.
-
-        Returns
-        -------
-        int
-            The seed.
-        """
+        """Choose the seed of a trial that begins, and record it."""
         if self.base is None:
             seed = zlib.crc32(b"%d" % trial.number, self._drawn) >> 1
         else:
@@ -58,18 +35,7 @@ class Seeds:
         return seed
 
     def of(self, trial: Any) -> int | None:
-        """Return the seed of a trial.
-
-        Parameters
-        ----------
-        trial : optuna.Trial or optuna.trial.FrozenTrial
-            A trial that has begun.
-
-        Returns
-        -------
-        int or None
-            None for a trial of an earlier version, which had no seed.
-        """
+        """Return the seed of a trial."""
         recorded = trial.user_attrs.get(SEED)
         if recorded is not None:
             return int(recorded)

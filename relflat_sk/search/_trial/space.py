@@ -38,29 +38,6 @@ class Space:
     the study has a label in its place: the object's name or `repr`. A choice that is listed
     twice counts once. A function of the trial is called again to find out which value a finished
     trial had, so its result must depend only on the trial's `suggest_...` methods and `number`.
-
-    Parameters
-    ----------
-    space : dict of str to sequence, distribution of Optuna or scipy, or callable
-        The values to try, by parameter name, nested with double underscores.
-
-    Attributes
-    ----------
-    entries : dict
-        How each parameter is drawn, by name.
-
-    Raises
-    ------
-    TypeError
-        If `space` is not a dict, or an entry is none of these.
-    ValueError
-        If `space` or a list of choices is empty.
-
-    Examples
-    --------
-    >>> space = Space({"batch_size": [16, 64], "optimizer": [sum, max]})
-    >>> len(space.grid()), space.grid()[0]
-    (4, {'batch_size': 16, 'optimizer': 'sum'})
     """
 
     def __init__(self, space: Mapping[str, Any]) -> None:
@@ -76,20 +53,7 @@ class Space:
         self.entries = {str(name): read_entry(name, values) for name, values in space.items()}
 
     def check(self, estimator: Any) -> None:
-        """Refuse names that are not parameters of an estimator, before anything is trained.
-
-        Parameters
-        ----------
-        estimator : estimator
-            The estimator that a search clones.
-
-        Raises
-        ------
-        TypeError
-            If `estimator` is not an estimator.
-        ValueError
-            If the estimator has no parameter of a name.
-        """
+        """Refuse names that are not parameters of an estimator, before anything is trained."""
         if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
                 "estimator must be an instance of a scikit-learn estimator or skorch net, got "
@@ -105,20 +69,7 @@ class Space:
                 raise ValueError(f"space names {name!r}, but {problem}")
 
     def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
-        """List the values that parameters may have in a search, as far as they can be listed.
-
-        Parameters
-        ----------
-        estimator : estimator
-            The estimator that a search clones.
-
-        Yields
-        ------
-        name : str
-            A parameter.
-        value : object
-            One of its choices, or its value in the estimator if the space does not vary it.
-        """
+        """List the values that parameters may have in a search, as far as they can be listed."""
         replaced = tuple(f"{name}__" for name in self.entries)  # parameters of a step that varies
         own = estimator.get_params().items()
         found = [(name, value) for name, value in own if not name.startswith(replaced)]
@@ -130,13 +81,7 @@ class Space:
         yield from ((name, value) for name, value in found if name not in self.entries)
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Return the distributions that Optuna draws from.
-
-        Returns
-        -------
-        dict of str to optuna.distributions.BaseDistribution
-            By parameter name; without the parameters that functions compute.
-        """
+        """Return the distributions that Optuna draws from."""
         return {
             name: entry.distribution
             for name, entry in self.entries.items()
@@ -144,13 +89,7 @@ class Space:
         }
 
     def describe_choices(self) -> dict[str, str]:
-        """Describe the values that Optuna cannot store, and the functions.
-
-        Returns
-        -------
-        dict of str to str
-            Descriptions of choices by parameter and label, and of functions by parameter.
-        """
+        """Describe the values that Optuna cannot store, and the functions."""
         found = {}
         for name, entry in self.entries.items():
             if isinstance(entry, Choices):
@@ -162,51 +101,15 @@ class Space:
         return found
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
-        """Draw one value for each parameter.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial that draws.
-
-        Returns
-        -------
-        dict
-            Values by parameter name, as the estimator takes them.
-        """
+        """Draw one value for each parameter."""
         return {name: entry.suggest(trial, name) for name, entry in self.entries.items()}
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a finished trial had.
-
-        Parameters
-        ----------
-        trial : optuna.trial.FrozenTrial
-            The finished trial.
-
-        Returns
-        -------
-        dict
-            Values by parameter name, as the estimator takes them. If the trial failed while it
-            drew, only those that it had drawn.
-        """
+        """Return the values that a finished trial had."""
         return self.draw_again(trial)[0]
 
     def draw_again(self, trial: FrozenTrial) -> tuple[dict[str, Any], set[str]]:
-        """Return the values that a finished trial had, and which names the space draws for them.
-
-        Parameters
-        ----------
-        trial : FrozenTrial
-            The finished trial.
-
-        Returns
-        -------
-        values : dict
-            As from `values`.
-        drawn : set of str
-            Functions may draw other names than those of the space.
-        """
+        """Return the values that a finished trial had, and which names the space draws for them."""
         fixed: Any = FixedTrial(trial.params, trial.number)
         found = {}
         for name, entry in self.entries.items():
@@ -215,15 +118,7 @@ class Space:
         return found, set(fixed.params)
 
     def grid(self) -> list[dict[str, Any]] | None:
-        """List all combinations of the choices.
-
-        Returns
-        -------
-        list of dict or None
-            Labels by parameter name, as Optuna stores them, without the parameters that
-            functions compute from them. None if there are no choices, also distributions, or
-            functions that draw anything else from the trial.
-        """
+        """List all combinations of the choices."""
         columns = {n: entry.labels for n, entry in self.entries.items() if is_choice(entry)}
         if not columns or any(map(is_range, self.entries.values())):
             return None

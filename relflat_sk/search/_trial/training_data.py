@@ -49,23 +49,7 @@ DATA_NAMES = tuple(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data of a candidate.
-
-    Parameters
-    ----------
-    X_fit : array-like of shape (n_fit, ...)
-        The samples that it is trained on.
-    y_fit : array-like of shape (n_fit, ...)
-        Their labels or values.
-    X : array-like of shape (n, ...)
-        The samples that it is measured on.
-    y : array-like of shape (n, ...)
-        Their labels or values.
-    fit_params : mapping, default={}
-        Further arguments of `fit`.
-    sample_weight : array-like of shape (n,), optional
-        Weights of the samples that it is measured on.
-    """
+    """The data of a candidate. Shapes: `X_fit`, `y_fit` (n_fit, ...), `sample_weight` (n,)."""
 
     X_fit: Any
     y_fit: Any
@@ -75,18 +59,7 @@ class TrainingData:
     sample_weight: Any = None
 
     def only(self, rows: NDArray[np.intp] | None) -> "TrainingData":
-        """Leave out samples that a net has held out.
-
-        Parameters
-        ----------
-        rows : ndarray of shape (n_trained,) or None
-            The rows of `X_fit` that the net was trained on; None for all.
-
-        Returns
-        -------
-        TrainingData
-            The same data to train on, and fewer to measure on.
-        """
+        """Leave out samples that a net has held out. Shapes: `rows` (n_trained,)."""
         if rows is None:
             return self
         measured = rows[rows < get_len(self.X)]  # the confusion set is behind them
@@ -96,41 +69,12 @@ class TrainingData:
 
 
 def is_data_name(name: str) -> bool:
-    """Return whether a name in a space is a parameter of the data.
-
-    Parameters
-    ----------
-    name : str
-        The name.
-
-    Returns
-    -------
-    bool
-        Whether it begins with ``data__``.
-    """
+    """Return whether a name in a space is a parameter of the data."""
     return name.startswith(PREFIX)
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate parameters of the estimator from parameters of the data.
-
-    Parameters
-    ----------
-    params : dict
-        Values by the names in the space.
-
-    Returns
-    -------
-    own : dict
-        Parameters of the estimator.
-    data : dict
-        Parameters of the data, without the prefix ``data__``.
-
-    Examples
-    --------
-    >>> split_params({"lr": 0.1, "data__train_size": 100})
-    ({'lr': 0.1}, {'train_size': 100})
-    """
+    """Separate parameters of the estimator from parameters of the data."""
     own = {name: value for name, value in params.items() if not is_data_name(name)}
     data = {
         name.removeprefix(PREFIX): value for name, value in params.items() if is_data_name(name)

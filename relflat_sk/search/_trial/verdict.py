@@ -23,15 +23,7 @@ SATURATED = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of the pass over the training data.
-
-    Parameters
-    ----------
-    train_loss : float
-        Mean loss.
-    found : dict of str to Flatness
-        The results by name of the measure; empty if the loss is not finite.
-    """
+    """The results of the pass over the training data."""
 
     train_loss: float
     found: dict[str, Flatness]
@@ -40,27 +32,7 @@ class Measured:
 def record_verdict(
     record: dict[str, Any], estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
 ) -> list[float]:
-    """Record how deep a candidate is, whether it is a minimum, and why not.
-
-    Parameters
-    ----------
-    record : dict
-        Gets the loss and the scores.
-    estimator : estimator
-        The trained candidate.
-    goal : "auto", float or None
-        The goal of the search.
-    measured : Measured
-        Its measures.
-    values : sequence of float
-        The values of the study's objectives.
-
-    Returns
-    -------
-    list of float
-        The values; nan for a network that is no better than a constant prediction, or whose
-        curvature has vanished: it is perfectly flat, and useless.
-    """
+    """Record how deep a candidate is, whether it is a minimum, and why not."""
     checked = list(values)
     constant_loss = next(iter(measured.found.values())).constant_risk()
     depth = depth_of(measured.train_loss, constant_loss)

@@ -51,20 +51,7 @@ class _FindLayer(_Watcher):
         self.layer = layer
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Look for the layer, which is there as soon as the net is initialised.
-
-        Parameters
-        ----------
-        net : NeuralNet
-            The net, before its first epoch.
-        **kwargs
-            Not used.
-
-        Raises
-        ------
-        CallError
-            If there is no such layer.
-        """
+        """Look for the layer, which is there as soon as the net is initialised."""
         module = getattr(net.module_, "_orig_mod", net.module_)
         if any(map(is_lazy, module.parameters())):
             return  # its layers get their types from the first batch
@@ -75,20 +62,7 @@ class _FindLayer(_Watcher):
 
 
 def missing_layer(layer: Any, error: Exception) -> CallError:
-    """Return the error for a layer that a candidate does not have.
-
-    Parameters
-    ----------
-    layer : int or str
-        As the user named it.
-    error : Exception
-        Says which layers there are.
-
-    Returns
-    -------
-    CallError
-        Blames the call: candidates are compared at the same layer, so that each must have it.
-    """
+    """Return the error for a layer that a candidate does not have."""
     return CallError(
         f"layer={layer!r} cannot be measured: {error} Give the search a layer that each candidate "
         "has. The candidate is not recorded, and those that were finished before are kept."
@@ -97,30 +71,7 @@ def missing_layer(layer: Any, error: Exception) -> CallError:
 
 @contextmanager
 def watched(nets: Sequence[NeuralNet], estimator: Any, layer: Any, trial: Any) -> Iterator[None]:
-    """Let nets be checked before their first epoch, and let the study's pruner stop them.
-
-    Parameters
-    ----------
-    nets : sequence of NeuralNet
-        The unfitted nets of `estimator`, which get callbacks inside the context.
-    estimator : estimator
-        Is fitted inside the context.
-    layer : int or str
-        The layer that is going to be measured.
-    trial : optuna.Trial or None
-        Gets the training loss of each epoch, if its study has a pruner.
-
-    Yields
-    ------
-    None
-        The callbacks are in place. They are removed at the end, because they would keep the whole
-        study in memory and in pickles.
-
-    Raises
-    ------
-    CallError
-        If a net has no such layer.
-    """
+    """Let nets be checked before their first epoch, and let the study's pruner stop them."""
     watchers: list[_Watcher] = []
     if layer != LAST:
         watchers.append(_FindLayer(layer))

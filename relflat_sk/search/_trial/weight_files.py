@@ -47,23 +47,7 @@ class DamagedWeightsError(ValueError):
 
 
 def as_store(store: Any) -> Any:
-    """Make an artifact store of a folder; return a store as it is.
-
-    Parameters
-    ----------
-    store : str, path, optuna artifact store or None
-        As a user gave it. A folder is created if there is none.
-
-    Returns
-    -------
-    optuna artifact store or None
-        None if `store` is None.
-
-    Raises
-    ------
-    TypeError
-        If `store` is none of these.
-    """
+    """Make an artifact store of a folder; return a store as it is."""
     if isinstance(store, str | Path):
         with suppress(OSError):  # `check_store` tells what is wrong
             Path(store).mkdir(parents=True, exist_ok=True)
@@ -77,18 +61,7 @@ def as_store(store: Any) -> Any:
 
 
 def check_store(store: Any) -> None:
-    """Refuse a store that cannot be written to, by writing a file and removing it.
-
-    Parameters
-    ----------
-    store : optuna artifact store or None
-        The store.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be written to.
-    """
+    """Refuse a store that cannot be written to, by writing a file and removing it."""
     if store is None:
         return
     name = f"probe-{uuid.uuid4().hex}"
@@ -108,20 +81,7 @@ def _place(store: Any) -> str:
 
 
 def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
-    """Refuse another store than that of a study, by opening its first file and its last.
-
-    Parameters
-    ----------
-    store : optuna artifact store or None
-        The store.
-    trials : sequence of optuna.trial.FrozenTrial
-        The finished trials of the study.
-
-    Raises
-    ------
-    ValueError
-        If one of the files is not in the store.
-    """
+    """Refuse another store than that of a study, by opening its first file and its last."""
     saved = [trial for trial in trials if ARTIFACT in trial.user_attrs]
     if store is not None and saved:
         for trial in (saved[0], saved[-1]):
@@ -144,24 +104,7 @@ def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
 def save_weights(
     store: Any, trial: optuna.Trial, module: nn.Module, record: dict[str, Any]
 ) -> None:
-    """Save the weights of a network to a store, and record the name of their file.
-
-    Parameters
-    ----------
-    store : optuna artifact store or None
-        Gets the file; None saves nothing.
-    trial : optuna.Trial
-        The trial that trained it.
-    module : nn.Module
-        The network.
-    record : dict
-        Gets the name and the checksum.
-
-    Raises
-    ------
-    CallError
-        If the file cannot be written.
-    """
+    """Save the weights of a network to a store, and record the name of their file."""
     if store is None:
         return
     weights = module.state_dict()
@@ -176,22 +119,7 @@ def save_weights(
 
 
 def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
-    """Write the weights of a finished trial again, after its network was trained again.
-
-    Parameters
-    ----------
-    store : optuna artifact store
-        Gets the file, under its old name.
-    trial : optuna.trial.FrozenTrial
-        The trial; without a file of its own nothing is written.
-    module : nn.Module
-        The network.
-
-    Raises
-    ------
-    DamagedWeightsError
-        If these are not the weights that were saved.
-    """
+    """Write the weights of a finished trial again, after its network was trained again."""
     weights = module.state_dict()
     if trial.user_attrs.get(CHECKSUM, _checksum(weights)) != _checksum(weights):
         raise DamagedWeightsError(
@@ -212,27 +140,7 @@ def _checksum(weights: Weights) -> str:
 
 
 def load_weights(store: Any, trial: FrozenTrial) -> Weights:
-    """Load the weights of a finished trial.
-
-    Parameters
-    ----------
-    store : optuna artifact store or None
-        Where the weights were saved.
-    trial : optuna.trial.FrozenTrial
-        The trial.
-
-    Returns
-    -------
-    dict of str to Tensor
-        The network's `state_dict`, on the CPU.
-
-    Raises
-    ------
-    DamagedWeightsError
-        If the file was truncated or overwritten.
-    ValueError
-        If no weights were saved, or they are not in this store.
-    """
+    """Load the weights of a finished trial."""
     if store is None or ARTIFACT not in trial.user_attrs:
         raise ValueError(
             f"no weights of trial {trial.number} were saved. Give the search an artifact_store, "

@@ -27,23 +27,6 @@ def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | No
 
     The other steps of a pipeline are fitted, classes are learned and the network gets its size
     from the data, as they were when the network was trained.
-
-    Parameters
-    ----------
-    estimator : estimator
-        Unfitted, set up for the candidate.
-    weights : dict of str to Tensor
-        The network's `state_dict`.
-    data : TrainingData
-        The data that the network was trained on.
-    seed : int or None
-        The seed that the network was trained with.
-
-    Returns
-    -------
-    estimator
-        The same estimator, fitted. A net's history and scikit-learn's `n_iter_` are those of
-        no training.
     """
     inner = last_step(estimator)
     without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
@@ -61,18 +44,7 @@ def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | No
 
 
 def last_step(estimator: Any) -> Any:
-    """Find the unfitted estimator that is going to hold the network.
-
-    Parameters
-    ----------
-    estimator : estimator
-        A pipeline, an estimator around another one, or the estimator itself.
-
-    Returns
-    -------
-    estimator
-        The innermost one.
-    """
+    """Find the unfitted estimator that is going to hold the network."""
     if hasattr(estimator, "steps"):
         return last_step(estimator.steps[-1][1])
     for name in _AROUND:
@@ -83,18 +55,7 @@ def last_step(estimator: Any) -> Any:
 
 
 def last_prefix(estimator: Any) -> str:
-    """Return what stands before the parameters of the estimator that holds the network.
-
-    Parameters
-    ----------
-    estimator : estimator
-        A pipeline, an estimator around another one, or the estimator itself.
-
-    Returns
-    -------
-    str
-        Such as ``"net__"`` for a pipeline whose last step has the name net; "" for none.
-    """
+    """Return what stands before the parameters of the estimator that holds the network."""
     if hasattr(estimator, "steps"):
         name, inner = estimator.steps[-1]
     else:
