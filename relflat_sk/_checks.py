@@ -11,18 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "check_device",
-    "check_integer",
-    "check_number",
-    "did_you_mean",
-    "gather_checks",
-    "gathers",
-    "is_integer",
-    "is_number",
-    "judge",
-]
-
 
 def is_integer(value: Any) -> bool:
     """Return whether a value is an integer, NumPy's included; booleans are not."""

@@ -9,20 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = [
-    "column_squares",
-    "constant",
-    "full_precision",
-    "inverse_spread",
-    "native",
-    "native_type",
-    "or_one",
-    "read_numbers",
-    "safe_root",
-    "varies",
-    "without_autocast",
-]
-
 # numbers of a matrix that are converted to float64 at a time
 _TOGETHER = 2**20
 

@@ -14,22 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "RandomState",
-    "as_random_state",
-    "draw_seed",
-    "draw_seeds",
-    "draw_words",
-    "fork_rng",
-    "make_generator",
-    "n_words",
-    "rademacher",
-    "seed_from",
-    "seed_torch",
-    "seeded",
-    "signs_of",
-]
-
 RandomState = int | np.random.RandomState | None
 
 _LARGEST = 2**31 - 1  # seeds are smaller: NumPy's RandomState takes 32 bits

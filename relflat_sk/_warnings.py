@@ -13,8 +13,6 @@ from typing import Any
 
 from relflat_sk.exceptions import FlatnessWarning
 
-__all__ = ["warn"]
-
 _PACKAGE = str(Path(__file__).parent) + os.sep
 # code of Python and of installed packages, such as scikit-learn's loop over folds
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]

@@ -6,42 +6,186 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 
 import copy
 import hashlib
+import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import _check_feature_names, check_is_fitted
-from skorch import NeuralNet
+from skorch import NeuralNet, NeuralNetClassifier
+from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from relflat_sk._checks import is_integer
-from relflat_sk._models.language_models import is_causal_language_model, next_tokens
-from relflat_sk._models.options import DataOptions
+from relflat_sk._checks import check_device, is_integer
+from relflat_sk._losses import Loss, ProbabilityNLLLoss, as_criterion
 from relflat_sk._models.sklearn_estimators import to_torch
-from relflat_sk._models.skorch_nets import skorch_batches, skorch_network
 from relflat_sk._models.transformed_rows import transform
-from relflat_sk._network import Layer, Network, Source, check_stored, find_layer, join
+from relflat_sk._network import (
+    Batch,
+    Batches,
+    Layer,
+    LoadedBatches,
+    Network,
+    RowSource,
+    Source,
+    check_stored,
+    find_layer,
+    join,
+    make_batches,
+)
 
-__all__ = [
-    "final_estimator",
-    "joined",
-    "name_layer",
-    "name_layers",
-    "to_network",
-    "to_network_with_source",
-]
+# -- options -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How to run a model of any kind over data. Shapes: `sample_weight` (n,)."""
+
+    criterion: Any = None
+    batch_size: int = 1024
+    device: Any = None
+    sample_weight: Any = None
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a device that torch cannot use, before anything is computed."""
+        check_device(self.device)
+
+    def batches(self, X: Any, y: Any) -> Batches:
+        """Cut data into batches."""
+        return make_batches(
+            X,
+            y,
+            batch_size=self.batch_size,
+            sample_weight=self.sample_weight,
+            in_order=self.in_order,
+        )
+
+    def loss(self, own: Any) -> Loss:
+        """Choose between the criterion in these options and the model's own."""
+        return Loss(as_criterion(own if self.criterion is None else self.criterion))
+
+
+# -- causal language models of transformers, which bring their own loss --------------------
+
+IGNORED = -100  # the label of tokens that do not count, in torch and in transformers
+
+
+def is_causal_language_model(module: nn.Module) -> bool:
+    """Recognise a causal language model of transformers and its loss without importing it."""
+    name = type(module).__name__
+    if not (name.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(module, "config")):
+        return False
+    loss = getattr(module, "loss_function", None)
+    return getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+
+def next_tokens(batches: Batches) -> Batches:
+    """Replace the labels of each token by those of the next one, as transformers does."""
+
+    def shifted() -> Iterator[Batch]:
+        for batch in batches():
+            yield replace(batch, y=next_labels(batch.y))
+
+    return shifted
+
+
+def next_labels(labels: Tensor | None) -> Tensor:
+    """Shift labels so that each token has the next one's.
+
+    Shapes: `labels` (samples, tokens); returns (samples, tokens).
+    """
+    if labels is None or labels.ndim != 2:
+        raise ValueError(
+            "a causal language model is measured with labels of shape (samples, tokens) as y, got "
+            f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, with "
+            f"{IGNORED} for padding: as in transformers, each token is compared with the next."
+        )
+    last = torch.full_like(labels[:, :1], IGNORED)
+    return torch.cat([labels[:, 1:], last], dim=1)
+
+
+# -- skorch nets ---------------------------------------------------------------------------
+
+# implementations of get_loss that, outside training, return the criterion and nothing else
+CRITERION_ALONE: set[Any] = {NeuralNetClassifier.get_loss, NeuralNet.get_loss}
+
+
+def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Network:
+    """Make a network of a fitted skorch net and batches of data."""
+    if options.device is not None and torch.device(options.device) != torch.device(net.device):
+        net = copy.deepcopy(net)
+        net.module_.to(options.device)
+        net.criterion_.to(options.device)
+        net.device = options.device
+    module = getattr(net.module_, "_orig_mod", net.module_)  # a compiled module runs no hooks
+
+    def infer_uncompiled(x: Any) -> Any:
+        compiled, net.module_ = net.module_, module
+        try:
+            return net.infer(x)
+        finally:
+            net.module_ = compiled
+
+    forward = net.infer if module is net.module_ else infer_uncompiled
+    return Network(module, options.loss(_criterion_of(net)), batches, forward)
+
+
+def _criterion_of(net: NeuralNet) -> Any:
+    """Find what a net minimises: its criterion, or its own `get_loss` where that differs."""
+    criterion = getattr(net.criterion_, "_orig_mod", net.criterion_)  # of a compiled one
+    get_loss = type(net).get_loss
+    if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
+        # skorch's classifiers take the logarithm of the module's probabilities
+        return ProbabilityNLLLoss(
+            weight=criterion.weight,
+            ignore_index=criterion.ignore_index,
+            reduction=criterion.reduction,
+        )
+    if get_loss in CRITERION_ALONE:
+        return criterion
+
+    def loss_of_net(output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = net.get_loss(output, target, training=False)
+        return loss
+
+    loss_of_net.reduction = getattr(criterion, "reduction", "mean")  # type: ignore[attr-defined]
+    return loss_of_net
+
+
+def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batches:
+    """Cut data into batches as a net would, without its data loader where that changes nothing."""
+    arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple | RowSource) or issparse(X)
+    params = net.get_params_for("iterator_valid")
+    usual_loader = net.iterator_valid is DataLoader and not (params.keys() - {"batch_size"})
+    if arrays and net.dataset is SkorchDataset and usual_loader:
+        return options.batches(X, y)
+    if isinstance(X, DataLoader | LoadedBatches):
+        return options.batches(X, y)
+    if options.sample_weight is not None:
+        raise ValueError("sample_weight needs X and y as arrays, not a dataset.")
+    dataset = net.get_dataset(X, y)
+    if hasattr(dataset, "__len__") and len(dataset) == 0:  # a stream has no length
+        raise ValueError("X has no samples, and flatness is a mean over samples.")
+    params["batch_size"] = options.batch_size
+    if "drop_last" in params:  # every sample counts, and the batches here are others than the net's
+        params["drop_last"] = False
+    loader = net.iterator_valid(dataset, **params)
+    return make_batches(loader, in_order=options.in_order)
 
 
 @singledispatch
@@ -115,7 +259,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 @to_network.register
-def _(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
+def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
     module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
     if isinstance(module, DistributedDataParallel):
         module = module.module  # each forward pass through the wrapper waits for the others'
@@ -136,13 +280,13 @@ def _(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
 
 
 @to_network.register
-def _(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
+def _of_net(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
     check_is_fitted(model, "module_")
     return skorch_network(model, skorch_batches(model, X, y, options), options)
 
 
 @to_network.register
-def _(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
+def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
     for _name, step in model.steps[:-1]:
         if step not in {None, "passthrough"} and hasattr(step, "transform"):
             # a sampler has no transform: it works in fit only
@@ -151,7 +295,9 @@ def _(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
 
 
 @to_network.register
-def _(model: TransformedTargetRegressor, X: Any, y: Any, options: DataOptions) -> Network:
+def _of_transformed_target(
+    model: TransformedTargetRegressor, X: Any, y: Any, options: DataOptions
+) -> Network:
     if isinstance(X, Dataset | DataLoader):
         raise ValueError(
             "a TransformedTargetRegressor transforms y, which it cannot do inside a "
@@ -168,7 +314,7 @@ def _(model: TransformedTargetRegressor, X: Any, y: Any, options: DataOptions) -
 @to_network.register(BaseSearchCV)
 @to_network.register(FixedThresholdClassifier)
 @to_network.register(TunedThresholdClassifierCV)
-def _(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
+def _of_wrapper(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     return to_network(_wrapped(model), X, y, options)
 
 
@@ -228,3 +374,42 @@ def name_layers(model: Any, layers: Any) -> list[Layer] | str:
             f'layers must name at least one layer, got {layers!r}. Pass layers="all" for all.'
         )
     return names
+
+
+# -- descriptions of models in warnings ----------------------------------------------------
+
+_LONGEST = 60  # characters of a parameter's value
+_UNTOLD = {"verbose", "_params_to_validate"}  # the second is a note of skorch to itself
+
+
+def describe(model: Any) -> str:
+    """Return a model's class, with the parameters that differ from their defaults."""
+    kind = type(model)
+    given = model.get_params(deep=False) if hasattr(model, "get_params") else {}
+    defaults = _defaults(kind)
+    changed = [
+        f"{name}={_shorten(value)}"
+        for name, value in given.items()
+        if name not in _UNTOLD and repr(value) != repr(defaults.get(name))
+    ]
+    return f"{kind.__name__}({', '.join(changed)})"
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Collect the defaults of a constructor, and of those that it passes arguments on to."""
+    defaults: dict[str, Any] = {}
+    for parent in reversed(kind.__mro__):
+        if "__init__" in vars(parent) and parent is not object:
+            arguments = inspect.signature(vars(parent)["__init__"]).parameters.values()
+            defaults |= {argument.name: argument.default for argument in arguments}
+    return defaults
+
+
+def _shorten(value: Any) -> str:
+    """Write a parameter on one line."""
+    text = (
+        value.__name__
+        if isinstance(value, type)
+        else " ".join(re.sub(r" at 0x\w+", "", repr(value)).split())
+    )
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -32,12 +32,13 @@ nor sample weights.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy.sparse import issparse
 from sklearn.linear_model import (
@@ -49,27 +50,261 @@ from sklearn.linear_model import (
     SGDRegressor,
 )
 from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.utils import check_array, column_or_1d
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import check_is_fitted
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from relflat_sk._models.sklearn_losses import (
-    MLP_REGRESSION_LOSSES,
-    SGD_CLASSIFICATION_LOSSES,
-    SGD_REGRESSION_LOSSES,
-    fitted_loss,
-)
-from relflat_sk._models.sklearn_targets import (
-    Array,
-    binary_targets,
-    class_indices,
-    class_weights,
-    label_indicators,
-    one_hot,
-    regression_targets,
-    two_class_criterion,
-)
+# -- losses --------------------------------------------------------------------------------
+# Criteria of classifiers take scores before any link function and targets of 0 and 1, and
+# weigh classes as ``BCEWithLogitsLoss`` does.
 
-__all__ = ["TorchModel", "to_torch"]
+_Loss = TypeVar("_Loss")
+
+
+def _unreduced(losses: Tensor) -> Tensor:
+    return losses
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "none": _unreduced,
+    "sum": torch.sum,
+}
+
+
+def _check_reduction(reduction: str) -> str:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}, expected one of {sorted(REDUCTIONS)}.")
+    return reduction
+
+
+class SquaredEpsilonInsensitiveLoss(nn.Module):
+    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``."""
+
+    def __init__(self, epsilon: float, reduction: str = "mean") -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.reduction = _check_reduction(reduction)
+
+    def extra_repr(self) -> str:
+        """Show the width of the tube."""
+        return f"epsilon={self.epsilon}"
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of predictions."""
+        losses = _squared_epsilon_insensitive(input - target, self.epsilon)
+        return REDUCTIONS[self.reduction](losses)
+
+
+class MarginLoss(nn.Module):
+    """Loss as a function of the margin ``s z``, with ``s`` 1 for positives and -1 otherwise.
+
+    Shapes: `weight, pos_weight` (k,).
+    """
+
+    weight: Tensor | None
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        of_margin: Callable[[Tensor], Tensor],
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.of_margin = of_margin
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+        self.reduction = _check_reduction(reduction)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of scores. Shapes: `input`, `target` (n, k)."""
+        losses = self.of_margin((2 * target - 1) * input)
+        if self.pos_weight is not None:
+            losses = losses * (1 + (self.pos_weight - 1) * target)
+        if self.weight is not None:
+            losses = losses * self.weight
+        return REDUCTIONS[self.reduction](losses)
+
+
+def _modified_huber(margin: Tensor) -> Tensor:
+    return torch.where(margin < -1, -4 * margin, _squared_hinge(margin))
+
+
+def _squared_hinge(margin: Tensor) -> Tensor:
+    return torch.relu(1 - margin).square()
+
+
+def _squared_error(margin: Tensor) -> Tensor:
+    return (1 - margin).square()
+
+
+def _huber(margin: Tensor, delta: float) -> Tensor:
+    return F.huber_loss(margin, torch.ones_like(margin), reduction="none", delta=delta)
+
+
+def _squared_epsilon_insensitive(residual: Tensor, epsilon: float) -> Tensor:
+    return torch.relu(residual.abs() - epsilon).square()
+
+
+def _squared_epsilon_insensitive_margin(margin: Tensor, epsilon: float) -> Tensor:
+    return _squared_epsilon_insensitive(1 - margin, epsilon)
+
+
+# From the name of a loss to a function of the estimator, whose parameters some losses need. For
+# classifiers the function returns a class, which is called with the class weights.
+# scikit-learn codes classes as -1 and 1: the residual of a classifier is 1 - margin, up to sign.
+SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
+    "huber": lambda sgd: partial(MarginLoss, partial(_huber, delta=sgd.epsilon)),
+    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
+    "modified_huber": lambda sgd: partial(MarginLoss, _modified_huber),
+    "squared_epsilon_insensitive": lambda sgd: partial(
+        MarginLoss, partial(_squared_epsilon_insensitive_margin, epsilon=sgd.epsilon)
+    ),
+    "squared_error": lambda sgd: partial(MarginLoss, _squared_error),
+    "squared_hinge": lambda sgd: partial(MarginLoss, _squared_hinge),
+}
+SGD_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "huber": lambda sgd: nn.HuberLoss(delta=sgd.epsilon),
+    "squared_epsilon_insensitive": lambda sgd: SquaredEpsilonInsensitiveLoss(sgd.epsilon),
+    "squared_error": lambda sgd: nn.MSELoss(),
+}
+MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "poisson": lambda mlp: nn.PoissonNLLLoss(log_input=True),
+    "squared_error": lambda mlp: nn.MSELoss(),
+}
+
+
+def fitted_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
+    """Look up the loss that an estimator was fitted with."""
+    try:
+        return losses[estimator.loss]
+    except KeyError:
+        raise ValueError(
+            f"{type(estimator).__name__}(loss={estimator.loss!r}) has no flatness: the loss "
+            "is piecewise linear, so that its second derivative is zero or does not exist. "
+            f"Losses that work: {', '.join(losses)}."
+        ) from None
+
+
+Array = npt.NDArray[Any]
+
+
+# -- class weights --------------------------------------------------------------------------
+
+
+def class_weights(estimator: Any, y: Any) -> Array | None:
+    """Compute the weight of each class of a fitted classifier.
+
+    Shapes: `y` (n,); returns (n_classes,).
+    """
+    if estimator.class_weight is None:
+        return None
+    classes = estimator.classes_
+    if isinstance(estimator.class_weight, Mapping):
+        weights = compute_class_weight(estimator.class_weight, classes=classes, y=classes)
+        return np.asarray(weights, dtype=np.float64)
+    if y is None:
+        raise ValueError(
+            f'{type(estimator).__name__}(class_weight="balanced") weighs classes by their '
+            "frequencies, which takes labels: pass y."
+        )
+    return _balanced_weights(np.bincount(class_indices(y, classes), minlength=len(classes)))
+
+
+def _balanced_weights(counts: Array) -> Array:
+    """Weigh classes inversely to their counts, so that the samples' mean weight is 1."""
+    present = counts > 0
+    weights = np.ones(len(counts))  # a class without samples may have any weight
+    weights[present] = counts.sum() / (present.sum() * counts[present])
+    return weights
+
+
+def two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | None) -> nn.Module:
+    """Make a criterion of one output with the weights of the negative and positive class.
+
+    Shapes: `weights` (2,).
+    """
+    if weights is None:
+        return criterion()
+    if weights[0] == 0:
+        raise ValueError(
+            "the first of two classes has class weight 0: a loss of positive samples alone "
+            "has no minimum to be flat or sharp at. Give both classes a positive weight."
+        )
+    return criterion(
+        weight=torch.as_tensor(weights[:1]),
+        pos_weight=torch.as_tensor(weights[1:] / weights[0]),
+    )
+
+
+# -- targets --------------------------------------------------------------------------------
+
+
+def class_indices(y: Any, classes: Array) -> Array:
+    """Replace labels of any type by their positions among the classes.
+
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n,).
+    """
+    index = {label: i for i, label in enumerate(classes.tolist())}
+    labels = column_or_1d(y).tolist()
+    try:
+        return np.array([index[label] for label in labels], dtype=np.int64)
+    except KeyError:
+        unknown = sorted({label for label in labels if label not in index}, key=str)
+        raise ValueError(
+            f"y has labels the estimator was not fitted on, such as {unknown[:5]}; it knows "
+            f"{list(index)}."
+        ) from None
+
+
+def binary_targets(y: Any, classes: Array) -> Array:
+    """Turn labels of two classes into one column of 0 and 1.
+
+    Shapes: `y` (n,), `classes` (2,); returns (n, 1).
+    """
+    return class_indices(y, classes).astype(np.float64)[:, None]
+
+
+def one_hot(y: Any, classes: Array) -> Array:
+    """Turn labels into one column of 0 and 1 for each class.
+
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n, n_classes).
+    """
+    return np.eye(len(classes))[class_indices(y, classes)]
+
+
+def label_indicators(y: Any, n_labels: int) -> Array:
+    """Check a label indicator matrix, sparse or dense.
+
+    Shapes: `y` (n, n_labels); returns (n, n_labels).
+    """
+    dense = y.toarray() if issparse(y) else y
+    indicators: Array = check_array(dense, dtype=np.float64, input_name="y")
+    if indicators.shape[1] != n_labels or not np.isin(indicators, [0, 1]).all():
+        raise ValueError(
+            f"y has shape {indicators.shape} and values {np.unique(indicators)[:5]}, expected "
+            f"a label indicator matrix of shape (n, {n_labels}) with values 0 and 1."
+        )
+    return indicators
+
+
+def regression_targets(y: Any, n_outputs: int) -> Array:
+    """Check regression targets, and bring them into columns.
+
+    Shapes: `y` (n,); returns (n, n_outputs).
+    """
+    targets: Array = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+    columns = targets[:, None] if targets.ndim == 1 else targets
+    if columns.shape[1] != n_outputs:
+        raise ValueError(
+            f"y has shape {targets.shape}, but the estimator was fitted on {n_outputs} "
+            f"target{'s' if n_outputs > 1 else ''}: expected (n, {n_outputs})."
+        )
+    return columns
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from relflat_sk._network import RowSource, as_row_source, autocast_off, is_on_disk
 
-__all__ = ["transform"]
-
 
 def transform(step: Any, X: Any, batch_size: int) -> Any:
     """Transform the inputs of a network by a step of its pipeline."""

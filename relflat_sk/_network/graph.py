@@ -5,23 +5,12 @@ functions did it. A layer is given by the node at which its output entered the g
 `LayerRecord.node`. Unknown nodes count as computing anything.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "check_thrice",
-    "depends_on",
-    "find_ending",
-    "find_link",
-    "has_fused_attention",
-    "is_piecewise_linear",
-    "kind_of",
-    "moves_axes",
-    "only_moves_axes",
-    "tail",
-]
+from torch.autograd.graph import get_gradient_edge
 
 # nodes whose output holds the same numbers as their input, in the same order
 _SAME_NUMBERS = {
@@ -114,7 +103,7 @@ _LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
     """Return whether a value is a piecewise linear function of the layers' outputs.
 
-    Batch norm that `relflat_sk._network.norm_layers` takes apart counts as linear, with the
+    Batch norm that `relflat_sk._network.explicit_layers` takes apart counts as linear, with the
     statistics that it divides by as constants.
     """
     return all(_keeps_linear(step, reached) for step, reached in tail(base, *nodes))
@@ -194,3 +183,80 @@ def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
         if any(reached):
             found.append((step, reached))
     return found
+
+
+# -- how fast the outputs change between the layers ----------------------------------------
+
+_AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution", "_Convolution"}
+_BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
+
+
+def _does_not_overlap(step: Any) -> bool:
+    """Return whether each input of a maximum pooling belongs to one window at most."""
+    windows = zip(step._saved_kernel_size, step._saved_stride, step._saved_dilation, strict=True)
+    return all(stride >= size and dilation == 1 for size, stride, dilation in windows)
+
+
+def _averages(step: Any) -> bool:
+    """Return whether the weights of an average pooling's windows add up to 1 or less."""
+    return step._saved_divisor_override is None
+
+
+def _averages_equally(step: Any) -> bool:
+    """Return whether, besides, windows at the border weigh an input no more than others do."""
+    return _averages(step) and (step._saved_count_include_pad or not any(step._saved_padding))
+
+
+def _any(step: Any) -> bool:
+    return True
+
+
+# steps whose outputs change at most as fast as their inputs, in the maximum norm
+_SLOW: dict[str, Callable[[Any], bool]] = {
+    "AvgPool2D": _averages,
+    "AvgPool3D": _averages,
+    "ConstantPadNd": _any,
+    "Hardtanh": _any,
+    "LeakyRelu": lambda step: abs(step._saved_negative_slope) <= 1,
+    "MaxPool2DWithIndices": _any,
+    "MaxPool3DWithIndices": _any,
+    "Mean": _any,
+    "Relu": _any,
+    "Select": _any,
+    "Sigmoid": _any,
+    "Slice": _any,
+    "Softplus": _any,
+    "Tanh": _any,
+}
+# and in the Euclidean norm, in which an input counts in each window that it belongs to
+_SLOW_EUCLIDEAN = _SLOW | {
+    "AvgPool2D": _averages_equally,
+    "AvgPool3D": _averages_equally,
+    "MaxPool2DWithIndices": _does_not_overlap,
+    "MaxPool3DWithIndices": _does_not_overlap,
+}
+
+
+def find_faster_step(
+    output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0, *, euclidean: bool
+) -> str | None:
+    """Return a step by which the outputs may change faster than the layers' norms allow.
+
+    The product of the layers' norms limits the changes of the outputs if the network is a chain
+    of the layers, and all steps between them change at most as fast as their inputs.
+    """
+    slow = _SLOW_EUCLIDEAN if euclidean else _SLOW
+    n_affine = n_norms = 0
+    for step, reached in tail(output, get_gradient_edge(x).node):
+        kind = kind_of(step)
+        if sum(reached) > 1:
+            return f"{step.name()} joins {sum(reached)} branches"
+        if kind in _AFFINE:
+            n_affine += 1
+        elif kind in _BATCH_NORMS:
+            n_norms += 1
+        elif not (moves_axes(step) or (kind in slow and slow[kind](step))):
+            return f"{step.name()} may change faster than its input"
+    if (n_affine, n_norms) != (n_layers, n_folded):
+        return "matrices or batch norms are applied by functions, outside of layers"
+    return None

@@ -17,12 +17,14 @@ A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p
 curvature in a weight needs. With groups, a row of ``W`` sees the patches of its own group.
 """
 
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-
-__all__ = ["LayerMap", "LinearMap", "TransposedLinearMap", "select_channels"]
+from torch.nn import functional as F
 
 
 class LayerMap:
@@ -328,3 +330,203 @@ class TransposedLinearMap(LinearMap):
     def inputs_first(self) -> bool:
         """Whether the first axis of the weight is that of the inputs."""
         return True
+
+
+# -- convolutions --------------------------------------------------------------------------
+
+# numbers of the patches that are copied at a time
+_PATCHES = 2**22
+
+
+class ConvolutionMap(LayerMap):
+    """The map of convolutions, transposed ones too, with any stride, padding, dilation, groups.
+
+    Shapes: `weight` (...).
+    """
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a matrix: one row for each output channel, one column for each input."""
+        weight = self.kernel
+        if not self.inputs_first:
+            return weight.flatten(1)
+        groups, d = self.layer.groups, self.layer.out_channels
+        columns = weight.reshape(groups, -1, d // groups, prod(weight.shape[2:]))
+        return columns.transpose(1, 2).reshape(d, -1)
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of input channels."""
+        return int(self.layer.in_channels)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output channels."""
+        return int(self.layer.out_channels)
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the layer is a transposed convolution."""
+        return bool(self.layer.transposed)
+
+    @property
+    def groups(self) -> int:
+        """Number of the convolution's groups."""
+        return int(self.layer.groups)
+
+    @property
+    def n_offsets(self) -> int:
+        """Number of entries of the kernel."""
+        return prod(self.layer.kernel_size)
+
+    def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
+        """Select one entry of all patches, in channels of each group."""
+        n, groups, space = len(features), self.groups, features.shape[2:]
+        grouped = features.reshape(n, groups, -1, *space).transpose(1, 2)
+        some = select_channels(grouped, channels)
+        images = some.reshape(-1, 1, *space)
+        if self.inputs_first:
+            # a convolution with a kernel that is one at the offset
+            kernel = features.new_zeros(self.n_offsets)
+            kernel[offset] = 1
+            kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
+            planes = self._convolve(self._padded(images), kernel, 1)
+        else:
+            planes = self._at(self._fully_padded(images), offset)
+        return planes.reshape(n, some.shape[1], groups, -1).transpose(1, 2)
+
+    def to_rows(self, z: Tensor) -> Tensor:
+        """Flatten the positions."""
+        return z.flatten(2)
+
+    def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
+        """Undo `to_rows`."""
+        return rows.reshape(z.shape)
+
+    def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
+        """Convolve each sample with its own kernels, all in one grouped convolution."""
+        layer, n = self.layer, len(features)
+        x = self._padded(features)
+        if matrices.ndim == 2:
+            return self._convolve(x, self._kernels(matrices[None]), layer.groups).flatten(2)
+        x = x.reshape(1, -1, *x.shape[2:])
+        out = self._convolve(x, self._kernels(matrices), n * layer.groups)
+        return out.reshape(n, layer.out_channels, -1)
+
+    def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Sum outer products of output channels and patches over positions."""
+        if not self.inputs_first:
+            return self._transpose_by_patches(features, rows)
+        n, d, m = len(features), *self.weight.shape
+        many = rows.reshape(n, -1, *rows.shape[-2:])
+        matrices = features.new_zeros(n, d, m).requires_grad_()
+        with torch.enable_grad():
+            out = self.apply(features, matrices)
+        found = [
+            torch.autograd.grad(out, matrices, part, retain_graph=True)[0]
+            for part in many.unbind(dim=1)
+        ]
+        return torch.stack(found, dim=1).reshape(*rows.shape[:-2], d, m)
+
+    def channels(self, features: Tensor) -> Tensor:
+        """Arrange all positions of all samples below each other."""
+        return features.transpose(0, 1).flatten(1).T
+
+    def column_channels(self) -> Tensor:
+        """Return the input channel of each column; with groups, those of each row's group."""
+        layer = self.layer
+        size = self.n_offsets
+        within = torch.arange(layer.in_channels // layer.groups).repeat_interleave(size)
+        group = torch.arange(layer.out_channels) // (layer.out_channels // layer.groups)
+        at = within + group[:, None] * (layer.in_channels // layer.groups)
+        return (at if layer.groups > 1 else within).to(self.kernel.device)
+
+    def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Multiply rows with copies of the patches, for some samples at a time."""
+        groups, n_axes = self.layer.groups, len(self.layer.kernel_size)
+        patches = self._patches(features)
+        within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
+        patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
+        found = []
+        # copies of patches are large, and products with them are fastest in the cache
+        size = max(1, _PATCHES // max(1, patches[:1].numel()))
+        for some, many in zip(torch.split(patches, size), torch.split(rows, size), strict=True):
+            n = len(some)
+            columns = some.reshape(n, groups, -1, rows.shape[-1]).transpose(2, 3)
+            grouped = many.reshape(n, -1, groups, rows.shape[-2] // groups, rows.shape[-1])
+            sums = grouped @ columns[:, None]
+            found.append(sums.reshape(*many.shape[:-1], sums.shape[-1]))
+        return torch.cat(found)
+
+    def _patches(self, features: Tensor) -> Tensor:
+        """Return a view of all patches: (n, c, positions ..., kernel ...)."""
+        x = self._fully_padded(features)
+        for axis, (size, stride, dilation) in enumerate(self._axes()):
+            x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        return x
+
+    def _at(self, x: Tensor, offset: int) -> Tensor:
+        """Return a view of the entry of all patches at one offset: (n, c, positions ...)."""
+        steps: list[slice] = []
+        where = np.unravel_index(offset, self.layer.kernel_size)
+        for i, length, (size, stride, dilation) in zip(
+            where, x.shape[2:], self._axes(), strict=True
+        ):
+            count = (length - dilation * (size - 1) - 1) // stride + 1
+            first = int(i) * dilation
+            steps.append(slice(first, first + (count - 1) * stride + 1, stride))
+        return x[:, :, *steps]
+
+    def _axes(self) -> Iterator[tuple[int, int, int]]:
+        """Iterate over kernel size, stride and dilation of the axes."""
+        layer = self.layer
+        return zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+
+    def _fully_padded(self, features: Tensor) -> Tensor:
+        """Pad features as the layer does, with zeros too."""
+        layer = self.layer
+        x = self._padded(features)
+        if layer.padding_mode != "zeros" or layer.padding == "valid":
+            return x
+        if layer.padding == "same":
+            return self._pad_same(x)
+        if not any(layer.padding):  # `F.pad` would make a copy
+            return x
+        return F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
+
+    def _pad_same(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.layer._reversed_padding_repeated_twice)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Pad features unless torch's convolution does so itself, which it does with zeros."""
+        if self.layer.padding_mode == "zeros":
+            return x
+        return F.pad(x, self.layer._reversed_padding_repeated_twice, mode=self.layer.padding_mode)
+
+    def _kernels(self, matrices: Tensor) -> Tensor:
+        """Rearrange matrices (n, d, m) into the kernels of n convolutions side by side."""
+        groups, d, size = self.layer.groups, self.layer.out_channels, self.layer.kernel_size
+        if not self.inputs_first:
+            return matrices.reshape(-1, self.layer.in_channels // groups, *size)
+        parts = matrices.reshape(len(matrices), groups, d // groups, -1, self.n_offsets)
+        return parts.transpose(2, 3).reshape(-1, d // groups, *size)
+
+    def _convolve(self, x: Tensor, kernels: Tensor, groups: int) -> Tensor:
+        """Run the layer's convolution with other kernels and groups, without bias."""
+        layer = self.layer
+        n_axes = len(layer.kernel_size)
+        padding = layer.padding if layer.padding_mode == "zeros" else 0
+        if self.inputs_first:
+            transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_axes - 1]
+            return transposed(
+                x,
+                kernels,
+                None,
+                layer.stride,
+                padding,
+                layer.output_padding,
+                groups,
+                layer.dilation,
+            )
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[n_axes - 1]
+        return convolve(x, kernels, None, layer.stride, padding, layer.dilation, groups)

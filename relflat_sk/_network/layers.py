@@ -5,22 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from relflat_sk._network.convolution_maps import ConvolutionMap
-from relflat_sk._network.layer_maps import LayerMap, LinearMap, TransposedLinearMap
+from relflat_sk._network.layer_maps import ConvolutionMap, LayerMap, LinearMap, TransposedLinearMap
 from relflat_sk.exceptions import LayerNotFoundError
-
-__all__ = [
-    "Layer",
-    "check_layer",
-    "check_unshared",
-    "find_layer",
-    "is_tied",
-    "is_weight_layer",
-    "layer_map",
-    "users_of_weight",
-    "weight_kind",
-    "weight_layers",
-]
 
 Layer = int | str | nn.Module
 
@@ -182,3 +168,22 @@ def users_of_weight(name: str, named: Mapping[str, nn.Module]) -> list[str]:
         and other != name
         and not isinstance(candidate, nn.MultiheadAttention)
     ]
+
+
+# -- values of parameters ------------------------------------------------------------------
+
+
+def check_stored(module: nn.Module) -> None:
+    """Refuse a network on the meta device."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            "the network, or a part of it, is on the meta device, where tensors have shapes but "
+            "no values. Give it memory and its weights first, for example by "
+            "module.to_empty(device='cpu') and module.load_state_dict(...)."
+        )
+
+
+def find_non_finite(module: nn.Module) -> str | None:
+    """Return the name of the first parameter or buffer that contains nan or an infinite number."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return next((name for name, tensor in tensors if not bool(tensor.isfinite().all())), None)

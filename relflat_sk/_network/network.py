@@ -1,27 +1,156 @@
-"""A trained network with its loss and its data."""
+"""A trained network with its loss and its data, and the losses of its batches."""
 
-from collections.abc import Callable, Mapping
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Loss
-from relflat_sk._network.batches import Batches
+from relflat_sk._losses import Loss, constant_risk, name_criterion
+from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.criterion_check import warn_unless_mean
-from relflat_sk._network.inputs import cast_inputs, check_finite, count_samples
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.outputs import check_part, primary_output
 from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
-from relflat_sk._network.source import Source
+from relflat_sk._numerics import full_precision
+from relflat_sk._random import fork_rng
+from relflat_sk._warnings import warn
 
-__all__ = [
-    "Network",
-    "layer_names",
-]
+
+@dataclass(frozen=True)
+class Source:
+    """The model and the data that a network was made of, for measures of your own.
+
+    Shapes: `sample_weight` (n,).
+    """
+
+    model: Any
+    X: Any
+    y: Any
+    sample_weight: Any = None
+
+
+# -- what a criterion takes of a network's output ------------------------------------------
+
+# what a criterion raises for an argument that it does not expect
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+# what needs a criterion of one tensor, and what to do if the criterion is to stay
+_NEEDS = {
+    "measure": ("measures need", "pass one with the argument criterion of the measure"),
+    "penalty": ("the flatness penalty needs", "train with flatness_weight=0"),
+    "sample_weight": ("sample_weight needs", "leave the weights out"),
+}
+
+
+def primary_output(output: Any) -> Tensor:
+    """Return the part of a network's output that measures and the penalty pass to the criterion."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            "the network must return a tensor, a tuple that starts with one, or a mapping "
+            f"with 'logits', got {type(output).__name__}."
+        )
+    return output
+
+
+def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
+    """Find out whether a criterion takes a network's whole output, rather than one tensor of it."""
+    refusals: list[str] = []
+    found: dict[bool, Any] = {}
+    with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
+        for whole in (False, True):
+            try:
+                found[whole] = criterion(output if whole else primary_output(output), target)
+            except _REFUSALS as error:
+                refusals.append(f"{type(error).__name__}: {error}")
+    if not found:
+        raise ValueError(
+            f"the module returned {_describe(output)}, and {name_criterion(criterion)} can take "
+            f"neither {_describe_part(output)} ({refusals[0]}) nor the whole output "
+            f"({refusals[1]})."
+        )
+    return True in found and not (False in found and _equal(found[False], found[True]))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two losses are equal."""
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return both and one.shape == other.shape and torch.equal(one, other)
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a mapping with the names {list(output)}"
+    return f"a {type(output).__name__} of {len(output)}"
+
+
+def _describe_part(output: Any) -> str:
+    return "the entry 'logits'" if isinstance(output, Mapping) else "its first entry"
+
+
+def refuse_whole(criterion: Any, by: str) -> NoReturn:
+    """Refuse a criterion that takes the whole output, where one of a tensor is needed."""
+    need, remedy = _NEEDS[by]
+    raise ValueError(
+        f"{name_criterion(criterion)} takes the module's whole output, but {need} a criterion of "
+        "one tensor. Use a criterion that takes the entry 'logits' of a mapping, or the first "
+        f"entry of a tuple, which is passed to it as a tensor, or {remedy}."
+    )
+
+
+def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
+    """Refuse a criterion that takes more than `primary_output`."""
+    if loss.row is not None or isinstance(output, Tensor):
+        return
+    if takes_whole(loss.criterion, output, target):
+        refuse_whole(loss.criterion, by)
+
+
+# -- criteria that the table of losses does not know ---------------------------------------
+
+# by how much a mean of samples may differ from that of its parts, as a share of them
+_ROUNDING = 1e-3
+_N_CHECKED = 8
+
+
+def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> None:
+    """Warn if a criterion of a user is no mean of losses of single samples."""
+    if loss.row is not None or len(output) < 4:
+        return
+    n = min(_N_CHECKED, len(output))
+    rows = torch.linspace(0, len(output) - 1, n, device=output.device).long()
+    with torch.no_grad(), fork_rng(output.device):
+        try:
+            output, target = output[rows], target[rows]
+            # two samples show batch statistics better than many; not all losses take one alone
+            apart = Loss(copy.deepcopy(loss.criterion))  # it may count its calls
+            parts: Any = torch.arange(n, device=output.device).tensor_split(n // 2)
+            together, *pairs = (
+                float(full_precision(apart.losses(output[part], target[part])).sum())
+                for part in (slice(None), *parts)
+            )
+        except Exception:  # of a user's code; where it matters, it raises again
+            return
+    size = max(abs(one) for one in (together, *pairs))
+    if abs(together - sum(pairs)) > _ROUNDING * size:  # false where one of them is nan
+        warn(
+            f"{name_criterion(loss.criterion)} is no mean of losses of single samples: for {n} "
+            f"samples it is {together / n:.6g}, and {sum(pairs) / n:.6g} as the mean of two at a "
+            "time. Flatness counts the curvature of each sample's loss in its own output alone, so "
+            "that the value is not that of this criterion, and depends on batch_size. Use a "
+            "criterion that averages over samples."
+        )
 
 
 @dataclass(frozen=True)
@@ -99,3 +228,108 @@ def layer_names(network: Network) -> list[str]:
     if not recorder.order:
         find_layer(network.module, -1)  # raises and says that there is no layer
     return recorder.order
+
+
+# -- losses of batches ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outputs and targets of one batch of n samples, for which losses can be computed.
+
+    Shapes: `weight` (n,).
+    """
+
+    output: Tensor
+    target: Tensor
+    loss: Loss
+    weight: Tensor
+    weighted: bool
+
+    def each(self) -> tuple[Tensor, Tensor]:
+        """Compute each sample's own loss. Shapes: returns losses (n,), divisors (n,)."""
+        if self.loss.row is not None:
+            return self.loss.terms(self.output, self.target, each=True)
+        # an unknown criterion may return nothing but means: give it one sample at a time
+        rows = [slice(i, i + 1) for i in range(len(self.output))]
+        terms = [self.loss.terms(self.output[row], self.target[row]) for row in rows]
+        losses, divisors = zip(*terms, strict=True)
+        return torch.cat(losses), torch.cat(divisors)
+
+    def total(self) -> tuple[Tensor, float]:
+        """Sum losses and divisors with the sample weights; their ratio is the mean loss."""
+        losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
+        return self.weight @ losses.double(), float(self.weight @ divisors.detach().double())
+
+
+def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
+    """Bring the network's output for a batch together with the batch's labels."""
+    output = full_precision(network.loss.classes_second(output, batch.y))
+    loss = network.loss.to(output.device, output.dtype)
+    if batch.y is None:
+        raise ValueError("y is needed to compute a loss. Pass y.")
+    target = loss.check_target(output, batch.y.to(output.device))
+    network.check_criterion(output, target)
+    weight = sample_weight(batch, len(output), output.device)
+    return Outcome(output, target, loss, weight, batch.weight is not None)
+
+
+def outcomes(network: Network) -> Iterator[Outcome]:
+    """Run the network on all batches. To be used within `borrowed`."""
+    for batch in network.batches():
+        yield outcome_of(network, batch, network(batch.x))
+
+
+def mean_loss(network: Network) -> float:
+    """Compute the mean loss over the data, in evaluation mode."""
+    total, divisor = 0.0, 0.0
+    with borrowed(network.module), torch.no_grad():
+        for outcome in outcomes(network):
+            loss, share = outcome.total()
+            total += float(loss)
+            divisor += share
+    total, divisor = network.processes.sum_numbers(total, divisor)
+    return total / divisor
+
+
+def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
+    """Return the weights of a batch's samples, ones where there are none. Shapes: returns (n,)."""
+    if batch.weight is None:
+        return torch.ones(n, dtype=torch.float64, device=device)
+    return batch.weight.to(device)
+
+
+# -- the best constant prediction ----------------------------------------------------------
+
+
+def output_shape(network: Network) -> torch.Size:
+    """Return the shape of a network's output for one sample, by running one batch."""
+    batch = next(iter(network.batches()))
+    with borrowed(network.module), torch.no_grad():
+        return outcome_of(network, batch, network(batch.x)).output.shape[1:]
+
+
+def best_constant_loss(network: Network, shape: torch.Size, link: str | None) -> float:
+    """Compute the mean loss of the best constant prediction on a network's data.
+
+    The labels are read, the network is not run.
+    """
+    targets, weights = [], []
+    for batch in network.batches():
+        if batch.y is None:
+            return math.nan
+        n, device = len(batch.y), batch.y.device
+        output = torch.empty((n, *shape), dtype=torch.float64, device=device)
+        target, weight = network.loss.check_target(output, batch.y), sample_weight(batch, n, device)
+        if network.loss.row is not None and target.ndim == 1 and not target.is_floating_point():
+            target, weight = _merge_equal(target, weight)
+        targets.append(target)
+        weights.append(weight)
+    labels, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
+    return constant_risk(network.loss, labels, counts, shape, link)
+
+
+def _merge_equal(labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the weights of samples of one class: losses are computed for all classes of a label."""
+    classes, positions = torch.unique(labels, return_inverse=True)
+    return classes, weight.new_zeros(len(classes)).index_add_(0, positions, weight)

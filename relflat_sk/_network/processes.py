@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["ALONE", "Processes", "join"]
-
 _WORLD = "world"
 
 

@@ -12,27 +12,56 @@ None                 nothing but the order of the calls
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 
-from relflat_sk._network.attention_kernel import MathAttention
-from relflat_sk._network.forwards import ReplacedForwards
-from relflat_sk._network.layer_record import LayerRecord
-from relflat_sk._network.layers import is_weight_layer, weight_layers
+from relflat_sk._losses import Head
+from relflat_sk._network.borrowing import MathAttention, ReplacedForwards
+from relflat_sk._network.layer_maps import LayerMap
+from relflat_sk._network.layers import is_weight_layer, layer_map, weight_layers
 from relflat_sk._numerics import constant
 
-__all__ = [
-    "Recorder",
-    "keep_copies",
-    "keep_graph",
-    "layer_input",
-    "record_order",
-    "record_tail",
-    "start_graph",
-]
+
+@dataclass(slots=True)
+class LayerRecord:
+    """Input and output of a layer in one forward pass. Shapes: `weight` (...)."""
+
+    name: str
+    layer: nn.Module
+    calls: int = 0
+    features: Tensor | None = None
+    version: int = 0
+    output: Tensor | None = None
+    node: Any = None
+    output_nr: int = 0
+    offset: Tensor | None = None
+    tail_input: Tensor | None = None
+    weight: Tensor | None = None
+    head: Head | None = None
+
+    @property
+    def map(self) -> LayerMap:
+        """The layer as a linear map of the weight that it had in its call."""
+        return layer_map(self.layer, self.weight)
+
+    def check(self) -> tuple[Tensor, Tensor]:
+        """Return features and output of a layer that was called exactly once."""
+        if self.calls != 1 or self.features is None or self.output is None:
+            raise ValueError(
+                f"layer {self.name!r} was called {self.calls} times in one forward pass; only a "
+                "layer that is called exactly once can be measured. Measure another layer."
+            )
+        if self.features._version != self.version:
+            raise ValueError(
+                f"the input that layer {self.name!r} received was overwritten in place later in "
+                "the forward pass. Replace the in-place operation, or measure another layer."
+            )
+        return self.features, self.output
 
 
 # from a record, the call's arguments and its output to what the rest of the network receives
@@ -165,3 +194,61 @@ def record_tail(module: nn.Module, *names: str, twice: bool = False) -> Recorder
     """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`."""
     layers = {name: module.get_submodule(name) for name in names}
     return Recorder(layers, start_graph, names if twice else ())
+
+
+# -- networks that torch.compile has compiled ----------------------------------------------
+# Compiled code does not notice that a layer's forward method is replaced, and its graph shows
+# nothing of what is inside. But it notices that a layer is another one. Here, a twin takes the
+# place of the last layer that returns what it receives, so that the network returns the features.
+# The last layer itself then runs without compilation.
+
+
+class CompiledBody:
+    """A network in front of its last layer, in compiled code."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        owner, _, self._child = name.rpartition(".")
+        self._siblings = module.get_submodule(owner)._modules
+        self._layer: Any = module.get_submodule(name)
+        self._twin = _make_twin(self._layer)
+
+    def run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the network."""
+        received: list[Tensor] = []
+        vars(self._twin)["received"] = received
+        self._siblings[self._child] = self._twin
+        try:
+            features = compiled(*args, **kwargs)
+        finally:
+            self._siblings[self._child] = self._layer
+        if len(received) != 1 or features is not received[0]:
+            raise RuntimeError(
+                f"the compiled network returned the output of its last layer ({self._child!r}) at "
+                "first, and something else now. Call the network without torch.compile in steps "
+                "with a penalty."
+            )
+        output: Tensor = self._layer(features)
+        return output
+
+
+def _make_twin(layer: nn.Module) -> nn.Module:
+    """Make a layer with everything of another one but what it computes."""
+    kind = _twin_of_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+    twin: nn.Module = kind.__new__(kind)
+    # `copy.copy` refuses layers with a parametrization, such as weight norm
+    vars(twin).update(vars(layer))
+    # the layer's hooks run when the layer itself does
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        vars(twin)[hooks] = type(vars(layer)[hooks])()
+    return twin
+
+
+@cache
+def _twin_of_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make a class, once, because code is compiled again for another one."""
+    return type(kind.__name__, (kind,), {"forward": _return_input})
+
+
+def _return_input(self: Any, features: Tensor) -> Tensor:
+    self.received.append(features)
+    return features

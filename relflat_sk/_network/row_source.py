@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch import Tensor
 
-__all__ = ["RowSource", "as_row_source", "copy_rows", "is_on_disk", "is_row_source", "mapped_file"]
-
 Array = NDArray[Any]
 
 

@@ -29,11 +29,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
-from relflat_sk._network.forwards import has_own_forward
+from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.graph import find_link, is_piecewise_linear, only_moves_axes
-from relflat_sk._network.layer_record import LayerRecord
-
-__all__ = ["Tail", "choose_curvatures", "is_large_head"]
+from relflat_sk._network.recording import LayerRecord
 
 CurvatureT = TypeVar("CurvatureT")
 CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)

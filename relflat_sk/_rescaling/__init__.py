@@ -3,5 +3,3 @@
 from relflat_sk._rescaling.folding import AffineLayer, fold_layers
 from relflat_sk._rescaling.reparameterization import reparameterize
 from relflat_sk._rescaling.tracing import describe_step, trace
-
-__all__ = ["AffineLayer", "describe_step", "fold_layers", "reparameterize", "trace"]

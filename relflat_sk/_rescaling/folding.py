@@ -29,8 +29,6 @@ from relflat_sk._network import (
 )
 from relflat_sk._rescaling.tracing import BATCH_NORMS, is_plain_layer, trace
 
-__all__ = ["AffineLayer", "fold_layers"]
-
 
 @dataclass(frozen=True)
 class AffineLayer:

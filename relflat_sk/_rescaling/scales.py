@@ -1,15 +1,21 @@
-"""Scales of values in a forward pass, and the changes of layers that they ask for.
+"""Follow the scales of values through a forward pass, and plan the changes of layers.
 
 See `relflat_sk._rescaling.reparameterization` for the notation.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor, fx, nn
 
-__all__ = ["KINDS", "ONE", "Change", "Kind", "Scale"]
+from relflat_sk._network import has_own_forward, layer_map
+from relflat_sk._rescaling.tracing import BATCH_NORMS, describe_step, is_plain, is_plain_layer
 
 Floats = NDArray[np.float64]
 
@@ -111,3 +117,431 @@ KINDS = {
         "be undone; give factors for layers before it.",
     ),
 }
+
+
+# -- the walk through the graph that torch.fx records --------------------------------------
+
+Rule = Callable[["Walk", fx.Node], Scale]
+
+
+@dataclass
+class Walk:
+    """A walk through the steps of a forward pass, which collects the changes of layers."""
+
+    module: nn.Module
+    graph: fx.Graph
+    kind: Kind
+    factors: dict[str, Floats]
+    scales: dict[fx.Node, Scale] = field(default_factory=dict)
+    layers: dict[str, Change] = field(default_factory=dict)
+    norms: dict[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules: dict[str, Any] = dict(self.module.named_modules())
+        self._leads_to_layer: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            if any(user in self._leads_to_layer or self._is_layer(user) for user in node.users):
+                self._leads_to_layer.add(node)
+
+    def run(self) -> None:
+        """Find the scale of each step's result."""
+        for node in self.graph.nodes:
+            self.scales[node] = self._step(node)
+
+    def refusal(self, node: fx.Node, reason: str) -> ValueError:
+        """Make the error that says why a step does not pass scales on."""
+        return ValueError(
+            f"{describe_step(node, self.modules)} {reason}; the copy would not compute the same "
+            "function."
+        )
+
+    def only_input(self, node: fx.Node) -> Scale:
+        """Return the scale of a step's first input, the only one that may be rescaled."""
+        first = node.args[0] if node.args else node.all_input_nodes[0]
+        if any(source is not first for source in self._rescaled_inputs(node)):
+            raise self.refusal(node, "takes a rescaled value in a place where it cannot be undone")
+        return self.scales[first] if isinstance(first, fx.Node) else ONE
+
+    def check_changeable(self, node: fx.Node) -> None:
+        """Refuse to change tensors that are computed, or used in more than one place."""
+        name = str(node.target)
+        module = self.modules[name]
+        if not {"weight", "bias"} <= module._parameters.keys():
+            raise self.refusal(
+                node,
+                "has a weight or bias that is computed from other tensors (weight norm, pruning or "
+                "another parametrization), which cannot be rescaled; make it permanent first",
+            )
+        self._check_hooks(node)
+        calls = sum(
+            other.op == "call_module" and other.target == name for other in self.graph.nodes
+        )
+        if calls > 1:
+            raise self.refusal(node, f"is called {calls} times, with one weight for all calls")
+        users = self._users_of(module)
+        if users:
+            raise self.refusal(node, f"shares its weights with {sorted(users)}")
+
+    def _users_of(self, module: nn.Module) -> set[str]:
+        """Return names of other modules and of steps that use a module's tensors."""
+        own = {_identity(tensor) for tensor in _tensors(module)}
+        users = {
+            other
+            for other, candidate in self.modules.items()
+            if candidate is not module
+            and any(_identity(tensor) in own for tensor in _tensors(candidate))
+        }
+        named: dict[Any, Tensor] = {
+            **dict(self.module.named_parameters(remove_duplicate=False)),
+            **dict(self.module.named_buffers(remove_duplicate=False)),
+        }
+        return users | {
+            str(other.target)
+            for other in self.graph.nodes
+            if other.op == "get_attr"
+            and other.target in named
+            and _identity(named[other.target]) in own
+        }
+
+    def _is_layer(self, node: fx.Node) -> bool:
+        """Return whether a step is a layer with a weight matrix."""
+        return node.op == "call_module" and is_plain_layer(self.modules[str(node.target)])
+
+    def _rescaled_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """List the inputs of a step that are rescaled."""
+        return [source for source in node.all_input_nodes if not self.scales[source].is_one]
+
+    def _check_hooks(self, node: fx.Node) -> None:
+        """Refuse modules with forward hooks."""
+        module = self.modules[str(node.target)] if node.op == "call_module" else None
+        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+            raise self.refusal(
+                node, "has forward hooks, which may do anything to rescaled values; remove them"
+            )
+
+    def _step(self, node: fx.Node) -> Scale:
+        """Return the scale of a step's result."""
+        if self._is_layer(node):
+            return self._pass_layer(node)
+        if not self._rescaled_inputs(node):
+            return ONE
+        self._check_hooks(node)
+        rule = _find_rule(node, self.modules)
+        if rule is None or node.kwargs.get("out") is not None:
+            raise self.refusal(
+                node,
+                "follows rescaled layers, but does not pass positive factors on: f(c x) = c f(x) "
+                "does not hold for it, or is not known to hold",
+            )
+        return rule(self, node)
+
+    def _pass_layer(self, node: fx.Node) -> Scale:
+        """Plan the change of a layer, and return the scale of its output."""
+        name = str(node.target)
+        layer = self.modules[name]
+        before = self.only_input(node)
+        as_map = layer_map(layer)
+        fits = before.is_uniform or (before.layout == "channels") != as_map.channels_last
+        factor = self.factors.get(name)
+        change = self.kind.plan(before, as_map.n_inputs, factor) if fits else None
+        if change is None:
+            raise self.refusal(
+                node,
+                f"takes {as_map.n_inputs} features, which cannot be matched with "
+                f"the {len(before.values)} neurons that are rescaled before it",
+            )
+        if change.is_none:
+            return ONE
+        self.check_changeable(node)
+        layout = "last" if as_map.channels_last else "channels"
+        after = Scale(change.after, layout, layer.weight.ndim)
+        if not after.is_one and node not in self._leads_to_layer:
+            raise ValueError(self.kind.unfinished.format(name=name, after=after.values[0]))
+        self.layers[name] = change
+        return after
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """List the parameters and buffers of a module itself."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _identity(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share."""
+    return tensor.data_ptr() or id(tensor)  # an empty tensor has no address
+
+
+# -- rules by which steps turn the scale of their input into another -----------------------
+
+_MIXES = (
+    "moves or mixes neurons that are rescaled by different factors, and where each of them ends "
+    "up depends on the input"
+)
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a call, whether it was given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def _keep(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale: the step acts on each number alone, with f(c x) = c f(x)."""
+    return walk.only_input(node)
+
+
+def _cast(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale if device or precision change, but not to integers."""
+    arguments = (*node.args, *node.kwargs.values())
+    dtypes = [argument for argument in arguments if isinstance(argument, torch.dtype)]
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        raise walk.refusal(node, "rounds a rescaled value")
+    return walk.only_input(node)
+
+
+def _keep_uniform(walk: Walk, node: fx.Node) -> Scale:
+    """Keep a single factor: the step moves numbers or adds them up."""
+    scale = walk.only_input(node)
+    if not scale.is_uniform:
+        raise walk.refusal(node, _MIXES)
+    return scale
+
+
+def _pool(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale: the step acts within channels."""
+    scale = walk.only_input(node)
+    if not scale.is_uniform and scale.layout != "channels":
+        raise walk.refusal(node, _MIXES)
+    return scale
+
+
+def _pad_module(walk: Walk, node: fx.Node) -> Scale:
+    return _if_zero(walk, node, walk.modules[str(node.target)].value, _pool)
+
+
+def _pad_function(walk: Walk, node: fx.Node) -> Scale:
+    return _if_zero(walk, node, _argument(node, 3, "value"), _keep_uniform)
+
+
+def _if_zero(walk: Walk, node: fx.Node, value: Any, rule: Rule) -> Scale:
+    """Apply a rule to padding if it pads with zeros."""
+    if isinstance(value, fx.Node) or value:
+        raise walk.refusal(node, f"pads a rescaled value with {value!r}")
+    return rule(walk, node)
+
+
+def _flatten_module(walk: Walk, node: fx.Node) -> Scale:
+    module = walk.modules[str(node.target)]
+    return _flatten(walk, node, module.start_dim, module.end_dim)
+
+
+def _flatten_function(walk: Walk, node: fx.Node) -> Scale:
+    return _flatten(
+        walk, node, _argument(node, 1, "start_dim", 0), _argument(node, 2, "end_dim", -1)
+    )
+
+
+def _flatten(walk: Walk, node: fx.Node, start: Any, end: Any) -> Scale:
+    """Return where neurons lie after the axes behind that of the samples are flattened."""
+    scale = walk.only_input(node)
+    if scale.is_uniform:
+        return scale
+    last = (-1, scale.ndim - 1) if scale.layout == "channels" else (-1,)
+    if start != 1 or end not in last:
+        raise walk.refusal(node, _MIXES)
+    flat = {"channels": "blocks", "last": "tiles"}
+    return Scale(scale.values, flat.get(scale.layout, scale.layout))
+
+
+def _view(walk: Walk, node: fx.Node) -> Scale:
+    """Allow shapes that keep the samples and flatten the rest: (len(x), -1) or (-1, number)."""
+    shape = node.args[1:]
+    if len(shape) == 1 and isinstance(shape[0], tuple | list):
+        shape = tuple(shape[0])
+    keeps_samples = len(shape) == 2 and (
+        _is_sample_count(shape[0]) or (shape[0] == -1 and isinstance(shape[1], int))
+    )
+    return _flatten(walk, node, 1 if keeps_samples else None, -1)
+
+
+def _is_sample_count(node: Any) -> bool:
+    """Return whether a value is x.size(0), x.shape[0] or x.size()[0]."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target == "size":
+        return node.args[1:] == (0,)
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    shape = node.args[0]
+    return isinstance(shape, fx.Node) and (
+        (shape.target == "size" and len(shape.args) == 1)
+        or (shape.target is getattr and shape.args[1] == "shape")
+    )
+
+
+def _reduce(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale if the axes that are reduced are not those of samples and neurons."""
+    scale = walk.only_input(node)
+    if scale.is_uniform:
+        return scale
+    dims = _argument(node, 1, "dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
+        raise walk.refusal(node, _MIXES)
+    if scale.layout == "channels":
+        dims = {dim % scale.ndim for dim in dims}
+        if not dims & {0, 1}:
+            ndim = scale.ndim if _argument(node, 2, "keepdim", False) else scale.ndim - len(dims)
+            return Scale(scale.values, "last" if ndim == 2 else "channels", ndim)
+    elif scale.layout == "last" and max(dims) < -1:
+        return scale
+    raise walk.refusal(node, _MIXES)
+
+
+def _norm(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale, and note the change of a batch norm, an affine map in evaluation mode."""
+    name = str(node.target)
+    module = walk.modules[name]
+    scale = walk.only_input(node)
+    if module.running_mean is None:
+        raise walk.refusal(node, "normalizes by the batch, since it keeps no running statistics")
+    values = scale.spread(module.num_features)
+    along_features = scale.is_uniform or (
+        scale.layout == "channels" or isinstance(module, nn.BatchNorm1d)
+    )
+    if values is None or not along_features:
+        raise walk.refusal(node, _MIXES)
+    walk.check_changeable(node)
+    walk.norms[name] = values
+    return scale
+
+
+def _sum(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale that two values share; a number has scale 1, unless it is zero."""
+    operands = (_argument(node, 0, "input"), _argument(node, 1, "other"))
+    return _same(walk, node, [part for part in operands if isinstance(part, fx.Node) or part])
+
+
+def _join(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the single factor that several values share."""
+    scale = _same(walk, node, node.all_input_nodes)
+    if not scale.is_uniform:
+        raise walk.refusal(node, _MIXES)
+    return scale
+
+
+def _same(walk: Walk, node: fx.Node, operands: Sequence[Any]) -> Scale:
+    """Return the scale that all operands have; numbers have scale 1."""
+    scales = [walk.scales[part] if isinstance(part, fx.Node) else ONE for part in operands]
+    if not all(scale.equals(scales[0]) for scale in scales):
+        raise walk.refusal(
+            node,
+            "puts values together that are rescaled by different factors ("
+            + ", ".join(_short(scale) for scale in scales)
+            + ")",
+        )
+    return scales[0]
+
+
+def _short(scale: Scale) -> str:
+    """Describe a scale for error messages."""
+    return f"{scale.values[0]:.10g}" if scale.is_uniform else f"{len(scale.values)} neurons"
+
+
+def _multiply(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale of a value that is multiplied by a number, or by a value with scale 1."""
+    if isinstance(_argument(node, 0, "input"), int | float):
+        return walk.scales[node.all_input_nodes[0]]
+    return _multiply_first(walk, node)
+
+
+def _multiply_first(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale of the first operand; a second one may mix neurons by broadcasting."""
+    scale = walk.only_input(node)
+    if not scale.is_uniform and len(node.all_input_nodes) > 1:
+        raise walk.refusal(node, _MIXES)
+    return scale
+
+
+def _divide(walk: Walk, node: fx.Node) -> Scale:
+    if node.kwargs.get("rounding_mode") is not None:
+        raise walk.refusal(node, "rounds a rescaled value")
+    return _multiply_first(walk, node)
+
+
+def _one(walk: Walk, node: fx.Node) -> Scale:
+    """Return scale 1: the result, such as a shape, does not depend on the scale."""
+    return ONE
+
+
+def _attribute(walk: Walk, node: fx.Node) -> Scale:
+    if node.args[1] in {"shape", "dtype", "device", "ndim"}:
+        return ONE
+    raise walk.refusal(node, f"takes the attribute {node.args[1]!r} of a rescaled value")
+
+
+_RULES: dict[Rule, tuple[Any, ...]] = {  # modules, functions and names of tensor methods
+    _keep: (
+        *(nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU),
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+        *(F.relu, F.relu_, torch.relu, torch.relu_, F.leaky_relu, F.leaky_relu_),
+        *(F.prelu, torch.prelu, F.rrelu, torch.rrelu, torch.abs, torch.neg, operator.neg),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+        *("relu", "relu_", "abs", "neg", "contiguous", "clone", "detach"),
+        *("float", "double", "half", "bfloat16", "cpu", "cuda"),
+    ),
+    _cast: ("to",),
+    _pool: (
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d),
+        *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+        *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+        *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+        *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d),
+        *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, F.interpolate),
+        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+        *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+        *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+        *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    ),
+    _keep_uniform: (
+        *(nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Fold, nn.Unfold),
+        *(torch.permute, torch.transpose, torch.movedim, torch.unsqueeze, torch.chunk),
+        *(torch.split, torch.unbind, torch.narrow, torch.select, operator.getitem),
+        *("permute", "transpose", "movedim", "unsqueeze", "chunk", "split", "unbind", "narrow"),
+        *("select", "expand", "expand_as", "repeat", "unflatten", "t"),
+    ),
+    _pad_module: (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    _pad_function: (F.pad,),
+    _flatten_module: (nn.Flatten,),
+    _flatten_function: (torch.flatten, "flatten"),
+    _view: (torch.reshape, "reshape", "view"),
+    _reduce: (
+        *(torch.mean, torch.sum, torch.amax, torch.amin, torch.squeeze),
+        *("mean", "sum", "amax", "amin", "squeeze"),
+    ),
+    _sum: (operator.add, operator.sub, torch.add, torch.sub, "add", "add_", "sub", "sub_"),
+    _join: (torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum),
+    _multiply: (operator.mul, torch.mul, "mul"),
+    _multiply_first: ("mul_",),
+    _divide: (operator.truediv, torch.div, "div", "div_"),
+    _one: ("size", "dim", "numel"),
+    _attribute: (getattr,),
+}
+_RULE_OF = {step: rule for rule, steps in _RULES.items() for step in steps}
+
+
+def _find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
+    """Return the rule by which a step passes the scale of its input on."""
+    if node.op in {"call_function", "call_method"}:
+        return _RULE_OF.get(node.target)
+    if node.op != "call_module":
+        return None
+    module = modules[str(node.target)]
+    if is_plain(module, BATCH_NORMS):
+        return _norm
+    return None if has_own_forward(module) else _RULE_OF.get(type(module))

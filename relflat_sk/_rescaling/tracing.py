@@ -11,8 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from relflat_sk._network import check_stored, has_own_forward, weight_kind
 
-__all__ = ["BATCH_NORMS", "copy_module", "describe_step", "is_plain", "is_plain_layer", "trace"]
-
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 
 

@@ -155,13 +155,6 @@ def test_linting_fails_on_forbidden_imports(tmp_path):
     assert broken >= set(FORBIDDEN)
 
 
-def test_modules_are_small():
-    lengths = {
-        path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")
-    }
-    assert not {str(path): length for path, length in lengths.items() if length > 350}
-
-
 def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", relflat_sk.__version__)
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batch_losses import mean_loss
 from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network
+from relflat_sk._network.network import Network, mean_loss
 from relflat_sk._random import draw_seeds
 from relflat_sk.measures._sharpness import pac_bayes
 from relflat_sk.measures._sharpness.pac_bayes import (

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import flatness_report, measure, relative_flatness
-from relflat_sk._network.attention import explicit_attention
+from relflat_sk._network.borrowing import explicit_attention
 from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.measures.test_layer_kinds import CE

@@ -247,7 +247,7 @@ def test_a_compiled_module_runs_uncompiled():
 @pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])
 def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device(kind, monkeypatch):
     # the meta device, which measures refuse, stands for one that every machine has
-    monkeypatch.setattr("relflat_sk._models.options.check_device", lambda device: None)
+    monkeypatch.setattr("relflat_sk._models.network_of.check_device", lambda device: None)
     net = fitted(NeuralNetClassifier)
     pipeline = Pipeline([("scale", StandardScaler().fit(X32)), ("net", net)])
     search = GridSearchCV(pipeline, {})

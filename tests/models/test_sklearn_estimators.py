@@ -28,12 +28,13 @@ from sklearn.utils import compute_class_weight
 from torch import nn
 
 from relflat_sk import relative_flatness
-from relflat_sk._models.sklearn_estimators import _convert, to_torch
-from relflat_sk._models.sklearn_losses import (
+from relflat_sk._models.sklearn_estimators import (
     SGD_CLASSIFICATION_LOSSES,
     SGD_REGRESSION_LOSSES,
     MarginLoss,
     SquaredEpsilonInsensitiveLoss,
+    _convert,
+    to_torch,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from relflat_sk import FlatnessWarning, relative_flatness
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.inputs import cast_inputs
+from relflat_sk._network.batches import cast_inputs, make_batches
 
 CE = nn.CrossEntropyLoss()
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from torch import nn
 from relflat_sk import LayerNotFoundError, relative_flatness
 from relflat_sk._network.graph import find_link
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.outputs import primary_output
+from relflat_sk._network.network import primary_output
 from relflat_sk._network.recording import record_tail
 from tests import oracles
 

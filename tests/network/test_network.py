@@ -18,9 +18,8 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batch_losses import mean_loss
 from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network
+from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.measures import evaluate
 
 CE = nn.CrossEntropyLoss()

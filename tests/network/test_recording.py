@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk._network.forwards import ReplacedForwards, has_own_forward
+from relflat_sk._network.borrowing import ReplacedForwards, has_own_forward
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import Recorder, keep_copies, record_order, record_tail
 

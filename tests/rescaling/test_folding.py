@@ -7,8 +7,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
-from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.forwards import has_own_forward
+from relflat_sk._network.borrowing import borrowed, has_own_forward
 from relflat_sk._network.network import Network
 from relflat_sk._rescaling.folding import fold_layers
 
