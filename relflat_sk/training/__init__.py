@@ -12,18 +12,17 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 
 # for the packages above, not public
 from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
+from relflat_sk.training._convergence import FEWEST_FOR_A_PROOF as FEWEST_FOR_A_PROOF
+from relflat_sk.training._convergence import ROUNDING_OF_A_PROOF as ROUNDING_OF_A_PROOF
+from relflat_sk.training._convergence import SHARE_OF_A_PROOF as SHARE_OF_A_PROOF
+from relflat_sk.training._convergence import StopAtDepth as StopAtDepth
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
-from relflat_sk.training._depth import StopAtDepth as StopAtDepth
+from relflat_sk.training._convergence import acts_alike as acts_alike
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
 from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._epoch_trainer import OwnLoop as OwnLoop
 from relflat_sk.training._epoch_trainer import set_single_trainer as set_single_trainer
 from relflat_sk.training._fast_net import knows_its_batch as knows_its_batch
-from relflat_sk.training._known_outputs import known_outputs as known_outputs
-from relflat_sk.training._loss_check import FEWEST_FOR_A_PROOF as FEWEST_FOR_A_PROOF
-from relflat_sk.training._loss_check import ROUNDING_OF_A_PROOF as ROUNDING_OF_A_PROOF
-from relflat_sk.training._loss_check import SHARE_OF_A_PROOF as SHARE_OF_A_PROOF
-from relflat_sk.training._loss_check import acts_alike as acts_alike
 from relflat_sk.training._measured_net import measured_later as measured_later
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
@@ -32,6 +31,7 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
 )
+from relflat_sk.training._outputs import known_outputs as known_outputs
 from relflat_sk.training._sam import SharpnessAwareMixin
 from relflat_sk.training._sample_weights import split_target as split_target
 from relflat_sk.training._sklearn_net import check_parameters as check_parameters

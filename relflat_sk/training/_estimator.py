@@ -21,11 +21,9 @@ from relflat_sk._models import (
 from relflat_sk._network import Network, check_weights, count_samples
 from relflat_sk.training._inputs import check_inputs, check_stream
 from relflat_sk.training._outputs import check_measurable, log_probabilities
-from relflat_sk.training._random_state import own_random_state
-from relflat_sk.training._state import TrainingState
-from relflat_sk.training._task import Task
+from relflat_sk.training._state import TrainingState, own_random_state
 from relflat_sk.training._task_net import TaskNet
-from relflat_sk.training._tasks import TASKS
+from relflat_sk.training._tasks import TASKS, Task
 
 __all__ = ["EstimatorNet"]
 

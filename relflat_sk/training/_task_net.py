@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss
 from relflat_sk._models import IGNORED
 from relflat_sk._network import floating_parameter
-from relflat_sk.training._class_weights import with_class_weights
-from relflat_sk.training._ending import check_ending
 from relflat_sk.training._epoch_mean import EpochMean
 from relflat_sk.training._inputs import with_sizes
 from relflat_sk.training._mlp import MLP
-from relflat_sk.training._outputs import for_prediction
+from relflat_sk.training._outputs import check_ending, for_prediction
 from relflat_sk.training._penalised_net import PenalisedNet, unwrap
-from relflat_sk.training._task import Task
-from relflat_sk.training._tasks import TASKS
+from relflat_sk.training._tasks import TASKS, Task, with_class_weights
 
 __all__ = ["TaskNet"]
 

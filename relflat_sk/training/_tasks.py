@@ -1,94 +1,96 @@
-"""The tasks that nets solve: classification, binary and multi-label classification, regression."""
+"""What a net does with labels and outputs: the tasks that it may solve.
 
+A task turns a user's labels into the targets that a criterion takes, determines the number of
+outputs, and turns outputs into predictions. It stores what it learns from the labels on the net,
+in fitted attributes such as `classes_`.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from torch import Tensor, nn
 
 from relflat_sk._warnings import warn
-from relflat_sk.training._task import Array, Task
 
-__all__ = ["TASKS"]
+Array = npt.NDArray[Any]
 
 # Numbers of more different values may be those of a regression. scikit-learn takes whole numbers
 # for classes, floats too, and the default criterion is one of classes.
 _MANY = 20
 _FEW_PER_CLASS = 5  # samples
+# torch's criteria with weights of classes
+_WEIGHTED = (
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.CrossEntropyLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.MultiMarginLoss,
+    nn.NLLLoss,
+)
 
 
-def _numpy(y: Any) -> Any:
-    """Convert tensors to arrays, and leave other labels as they are."""
-    return y.detach().cpu().numpy() if hasattr(y, "detach") else y
+class Task:
+    """The task of a criterion that is not in the table of losses: labels are passed on as is."""
+
+    # the name of the task in scikit-learn's tags; None if scikit-learn has no such task
+    estimator_type: str | None = None
+    # the name of an attribute that the net has after `learn`
+    learned = ""
+
+    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+        """Store on the net what encoding and decoding need. Shapes: `classes` (n_classes,)."""
+
+    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
+        """Store on the net what is known without labels, which are targets in a Dataset."""
+
+    def encode(self, net: Any, y: Any) -> Any:
+        """Turn labels into targets."""
+        return y
+
+    def n_outputs(self, net: Any) -> int | None:
+        """Count the outputs that the targets need."""
+        return None
+
+    def describe(self, net: Any) -> str:
+        """Describe the labels for error messages."""
+        return "of any kind"
+
+    def probabilities(self, outputs: Array) -> Array:
+        """Arrange the probabilities in one column per class. Shapes: returns (n, n_classes)."""
+        return outputs
+
+    def predict(self, outputs: Array) -> Array:
+        """Turn outputs into predicted targets."""
+        return outputs
+
+    def decode(self, net: Any, predicted: Array) -> Array:
+        """Turn predicted targets into labels as the user knows them."""
+        return predicted
+
+    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
+        """Compute scikit-learn's default score of predictions. Shapes: `sample_weight` (n,)."""
+        raise AttributeError("a net whose criterion determines no task has no score")
 
 
-def _require(y: Any) -> Any:
-    """Return labels as an array; refuse missing ones."""
-    if y is None:
-        raise ValueError(
-            "this estimator requires y to be passed, but the target y is None. Pass y, or a "
-            "torch Dataset that holds the labels."
-        )
-    return _numpy(y)
-
-
-def _listed(labels: Array) -> str:
-    more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
-    return f"{labels[:20].tolist()}{more}"
-
-
-def _class_indices(y: Any, classes: Array) -> Array:
-    """Find the position of each label among the classes."""
-    y = column_or_1d(_numpy(y), warn=True)
-    unseen = np.setdiff1d(y, classes)
-    if len(unseen):
-        raise ValueError(
-            "y contains labels that were not seen when the net was fitted: "
-            f"{_listed(unseen)}; known are {_listed(classes)}."
-        )
-    indices: Array = np.searchsorted(classes, y).astype(np.int64)
-    return indices
-
-
-def _check_are_labels(y: Array, n_classes: int, instead: str) -> None:
-    """Refuse floats that look like the values of a regression; warn of integers that do."""
-    n = len(y)
-    if y.dtype.kind == "f" and (n_classes > _MANY or n_classes > max(2, n / 2)):
-        raise ValueError(
-            f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
-            f"values of a regression, but the criterion is one of classes. If they are, {instead}. "
-            "If they are class labels, pass them as integers: y.astype(int)."
-        )
-    if y.dtype.kind in "iu" and n_classes > _MANY and n < _FEW_PER_CLASS * n_classes:
-        warn(
-            f"y has integers of more than {_MANY} different values, with fewer than "
-            f"{_FEW_PER_CLASS} samples of each on average. They are taken for classes. If they are "
-            f"the values of a regression, {instead}."
-        )
-
-
-def _for_regression(net: Any) -> str:
-    """Say how to train on the values of a regression in place of a net of classes."""
-    if net._fixed_task:
-        return "use RelativeFlatnessRegularizedRegressor"
-    return "pass a regression loss, such as criterion=torch.nn.MSELoss"
-
-
-class _Classification:
+class _Classification(Task):
     """Labels of any type, with one output per class."""
 
     estimator_type = "classifier"
     learned = "classes_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Learn the classes."""
         y = column_or_1d(_require(y), warn=True)
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
         net.classes_ = np.unique(y if classes is None else classes)
         if classes is None:
-            _check_are_labels(y, len(net.classes_), _for_regression(net))
+            _check_are_labels(net, y)
         if len(net.classes_) < 2:
             raise ValueError(
                 "a classifier needs at least two classes in y, got one class: "
@@ -98,17 +100,21 @@ class _Classification:
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         net.classes_ = np.arange(n_outputs)
 
-    def encode(self, net: Any, y: Any) -> Array:
-        return _class_indices(y, net.classes_)
+    def encode(self, net: Any, y: Any) -> Any:
+        y = column_or_1d(_numpy(y), warn=True)
+        unseen = np.setdiff1d(y, net.classes_)
+        if len(unseen):
+            raise ValueError(
+                "y contains labels that were not seen when the net was fitted: "
+                f"{_listed(unseen)}; known are {_listed(net.classes_)}."
+            )
+        return np.searchsorted(net.classes_, y).astype(np.int64)
 
     def n_outputs(self, net: Any) -> int | None:
         return len(net.classes_)
 
     def describe(self, net: Any) -> str:
         return f"classes {_listed(net.classes_)}"
-
-    def probabilities(self, outputs: Array) -> Array:
-        return outputs
 
     def predict(self, outputs: Array) -> Array:
         indices: Array = outputs.argmax(axis=1)
@@ -126,14 +132,12 @@ class _Binary(_Classification):
     """One logit for two classes, or one for each label of a multi-label task."""
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Learn the two classes, or the number of labels of a multi-label task."""
         y = _require(y)
-        if type_of_target(y, input_name="y") == "multilabel-indicator":
+        net.multilabel_ = type_of_target(y, input_name="y") == "multilabel-indicator"
+        if net.multilabel_:
             net.classes_ = np.arange(np.asarray(y).shape[1])
-            net.multilabel_ = True
             return
         super().learn(net, y, classes)
-        net.multilabel_ = False
         if len(net.classes_) > 2:
             raise ValueError(
                 "Only binary classification is supported with this criterion: y has "
@@ -145,10 +149,10 @@ class _Binary(_Classification):
         net.classes_ = np.arange(max(n_outputs, 2))
         net.multilabel_ = n_outputs > 1
 
-    def encode(self, net: Any, y: Any) -> Array:
+    def encode(self, net: Any, y: Any) -> Any:
         if getattr(net, "multilabel_", False):
             return np.array(_numpy(y), dtype=np.float32)
-        return _class_indices(y, net.classes_).astype(np.float32)[:, None]
+        return super().encode(net, y).astype(np.float32)[:, None]
 
     def n_outputs(self, net: Any) -> int | None:
         return len(net.classes_) if getattr(net, "multilabel_", False) else 1
@@ -167,34 +171,19 @@ class _Binary(_Classification):
         return predicted if predicted.ndim == 2 else super().decode(net, predicted)
 
 
-class _Regression:
+class _Regression(Task):
     """Numbers, with one output per column of y."""
 
     estimator_type = "regressor"
     learned = "n_outputs_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        y = self._numbers(y)
+        y = _numbers(y)
         net.n_outputs_ = 1 if y.ndim == 1 else y.shape[1]
         net.flat_target_ = y.ndim == 1
 
-    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
-        pass  # the shape of the targets stays unknown
-
-    def _numbers(self, y: Any) -> Array:
-        """Copy the values with all their digits, checked to be finite numbers."""
-        array: Array = check_array(
-            _require(y),
-            dtype=[np.float64, np.float32],  # other types become the first
-            copy=True,
-            ensure_2d=False,
-            ensure_min_samples=0,
-            input_name="y",
-        )
-        return array
-
-    def encode(self, net: Any, y: Any) -> Array:
-        numbers = self._numbers(y)
+    def encode(self, net: Any, y: Any) -> Any:
+        numbers = _numbers(y)
         return numbers.reshape(len(numbers), -1)
 
     def n_outputs(self, net: Any) -> int | None:
@@ -202,9 +191,6 @@ class _Regression:
 
     def describe(self, net: Any) -> str:
         return f"{net.n_outputs_} column(s)"
-
-    def probabilities(self, outputs: Array) -> Array:
-        return outputs
 
     def predict(self, outputs: Array) -> Array:
         return outputs.astype(np.float64)  # as scikit-learn's regressors do
@@ -217,44 +203,94 @@ class _Regression:
         return float(r2_score(_numpy(y), predicted, sample_weight=sample_weight))
 
 
-class _Plain:
-    """A criterion that is not in the table of losses: labels are passed on as they are."""
-
-    estimator_type = None
-    learned = ""  # no attribute
-
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        pass
-
-    def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
-        pass
-
-    def encode(self, net: Any, y: Any) -> Array:
-        return y  # type: ignore[no-any-return]
-
-    def n_outputs(self, net: Any) -> int | None:
-        return None
-
-    def describe(self, net: Any) -> str:
-        return "of any kind"
-
-    def probabilities(self, outputs: Array) -> Array:
-        return outputs
-
-    def predict(self, outputs: Array) -> Array:
-        return outputs
-
-    def decode(self, net: Any, predicted: Array) -> Array:
-        return predicted
-
-    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        """Refuse to compute a score."""
-        raise AttributeError("a net whose criterion determines no task has no score")
-
-
+# by the names of tasks in the table of losses
 TASKS: dict[str | None, Task] = {
     "classification": _Classification(),
     "binary": _Binary(),
     "regression": _Regression(),
-    None: _Plain(),
+    None: Task(),
 }
+
+
+# -- labels -------------------------------------------------------------------------------
+
+
+def _numpy(y: Any) -> Any:
+    """Convert tensors to arrays, and leave other labels as they are."""
+    return y.detach().cpu().numpy() if hasattr(y, "detach") else y
+
+
+def _require(y: Any) -> Any:
+    """Return labels as an array; refuse missing ones."""
+    if y is None:
+        raise ValueError(
+            "this estimator requires y to be passed, but the target y is None. Pass y, or a "
+            "torch Dataset that holds the labels."
+        )
+    return _numpy(y)
+
+
+def _numbers(y: Any) -> Array:
+    """Copy the values of a regression with all their digits, checked to be finite numbers."""
+    array: Array = check_array(
+        _require(y),
+        dtype=[np.float64, np.float32],  # other types become the first
+        copy=True,
+        ensure_2d=False,
+        ensure_min_samples=0,
+        input_name="y",
+    )
+    return array
+
+
+def _listed(labels: Array) -> str:
+    more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
+    return f"{labels[:20].tolist()}{more}"
+
+
+def _check_are_labels(net: Any, y: Array) -> None:
+    """Refuse floats that look like the values of a regression; warn of integers that do."""
+    n, n_classes = len(y), len(net.classes_)
+    instead = (
+        "use RelativeFlatnessRegularizedRegressor"
+        if net._fixed_task
+        else "pass a regression loss, such as criterion=torch.nn.MSELoss"
+    )
+    if y.dtype.kind == "f" and (n_classes > _MANY or n_classes > max(2, n / 2)):
+        raise ValueError(
+            f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
+            f"values of a regression, but the criterion is one of classes. If they are, {instead}. "
+            "If they are class labels, pass them as integers: y.astype(int)."
+        )
+    if y.dtype.kind in "iu" and n_classes > _MANY and n < _FEW_PER_CLASS * n_classes:
+        warn(
+            f"y has integers of more than {_MANY} different values, with fewer than "
+            f"{_FEW_PER_CLASS} samples of each on average. They are taken for classes. If they are "
+            f"the values of a regression, {instead}."
+        )
+
+
+# -- the weights of classes, which users of scikit-learn pass as arrays --------------------
+
+
+def with_class_weights(
+    criterion: type, given: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Convert the weights of classes among the arguments of one of torch's criteria to tensors."""
+    found = dict(given)
+    if not issubclass(criterion, _WEIGHTED):
+        return found
+    dtype = torch.promote_types(dtype, torch.float32)
+    for name in ("weight", "pos_weight"):
+        value = found.get(name)
+        if value is None or isinstance(value, Tensor):
+            continue
+        try:
+            found[name] = torch.tensor(np.asarray(value, dtype=np.float64), dtype=dtype)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"criterion__{name} must be a tensor or an array of numbers, one for each class in "
+                f"the order of classes_, got {value!r}. scikit-learn's compute_class_weight makes "
+                'one from a dict or from "balanced".'
+            ) from None
+    return found

@@ -16,8 +16,8 @@ from relflat_sk import (
     StopAtGradientNorm,
     StopAtLoss,
 )
-from relflat_sk.training import _loss_check
-from relflat_sk.training._loss_check import FAR, acts_alike, is_far
+from relflat_sk.training import _convergence
+from relflat_sk.training._convergence import FAR, acts_alike, is_far
 
 N = 300
 
@@ -92,7 +92,7 @@ def test_goal_far_away_takes_no_pass(data, reduction):
 
     callbacks = StopAtLoss(1e-6), Observing
     net = make(*callbacks, module=MLP, max_epochs=5, criterion__reduction=reduction).fit(*data)
-    part = N // _loss_check.SHARE_OF_A_PROOF
+    part = N // _convergence.SHARE_OF_A_PROOF
     with_sums = [N + epoch * part for epoch in range(5)]  # a sum is no mean: it is not far
     assert net.counts_ == ([0] * 5 if reduction == "mean" else with_sums)
     assert not net.converged_
@@ -103,7 +103,7 @@ def test_nets_with_dropout_run_their_hardest_samples(data):
     # the goal callback is before the one that counts
     callbacks = StopAtLoss(1e-6), EvaluatedSamples
     net = make(*callbacks, module=Dropping, max_epochs=5).fit(*data)
-    part = N // _loss_check.SHARE_OF_A_PROOF
+    part = N // _convergence.SHARE_OF_A_PROOF
     assert net.counts_ == [N, *(N + epoch * part for epoch in range(1, 5))]
 
 
@@ -123,8 +123,8 @@ def test_stops_at_the_same_epoch(data, monkeypatch, goal, module, params):
     X, y = data
     found = make(StopAtLoss(goal), module=module, **params).fit(X, y)
     # every epoch measured on all data
-    monkeypatch.setattr(_loss_check, "FAR", np.inf)
-    monkeypatch.setattr(_loss_check, "FEWEST_FOR_A_PROOF", np.inf)
+    monkeypatch.setattr(_convergence, "FAR", np.inf)
+    monkeypatch.setattr(_convergence, "FEWEST_FOR_A_PROOF", np.inf)
     expected = make(StopAtLoss(goal), module=module, **params).fit(X, y)
     assert len(found.history) == len(expected.history)
     assert found.converged_ == expected.converged_
