@@ -28,7 +28,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     correlate,
-    stacked_training,
+    fleet_training,
 )
 
 BATCH_SIZES = [16, 32, 64, 128, 256]
@@ -74,7 +74,7 @@ def cross_validate(net, X, y, batch_sizes, seeds, fleet):
         for seed in seeds
     ]
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    with stacked_training(fleet):
+    with fleet_training(fleet):
         return GridSearchCV(net, candidates, cv=folds).fit(X, y)
 
 

@@ -1,7 +1,7 @@
 """Relative flatness of trained networks for scikit-learn, skorch and Optuna."""
 
-from relflat_sk.ensemble import EnsembleTrainer, stacked_training
 from relflat_sk.exceptions import FlatnessWarning, LayerNotFoundError
+from relflat_sk.fleet import FleetTrainer, fleet_training
 from relflat_sk.measures import (
     FlatnessScorer,
     flatness_report,
@@ -72,8 +72,8 @@ __all__ = [  # noqa: RUF022  (grouped by what one does with them)
     "StopAtLoss",
     "StopAtGradientNorm",
     "RelativeFlatnessPenalty",
-    "EnsembleTrainer",
-    "stacked_training",
+    "FleetTrainer",
+    "fleet_training",
     # searching and ranking
     "MinimaObjective",
     "FlatMinimaSearch",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from relflat_sk.ensemble import _group
-from tests.ensemble import compare
+from relflat_sk.fleet import _group
+from tests.fleet import compare
 
 mpl.use("Agg")
 # several test processes share few cores: threads of small kernels only wait for each other, and

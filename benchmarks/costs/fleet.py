@@ -23,7 +23,7 @@ from sklearn.base import clone
 from benchmarks._harness.memory import in_fresh_process, peak_growth
 from benchmarks._harness.minima import PROBLEMS, load
 from benchmarks._harness.timing import Budget, environment, ratio, table, verdict
-from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier, StopAtLoss
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "e84b214"  # the last commit whose search trains one by one only
@@ -143,7 +143,7 @@ def _peak(n: int) -> int:
     X, y = load("64")
     net.set_params(max_epochs=1).fit(X[:64], y[:64])  # what the first fit loads counts for none
     nets = [clone(net).set_params(random_state=seed) for seed in range(n)]
-    trainer = EnsembleTrainer(nets, fleet=n if n > 1 else None)
+    trainer = FleetTrainer(nets, fleet=n if n > 1 else None)
     return peak_growth(lambda: trainer.fit(X, y))
 
 

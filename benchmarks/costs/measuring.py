@@ -23,7 +23,7 @@ import torch
 from benchmarks._harness.minima import EPOCHS, PROBLEMS, load
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.ensemble import Fleet, _measuring
+from relflat_sk.fleet import Fleet, _measuring
 from relflat_sk.search._trial import recording
 from relflat_sk.search._trial.measuring import Measuring
 

@@ -1,6 +1,6 @@
 """Training steps of stacked networks and of single ones, by kind of network and batch size.
 
-The rule of `fleet="auto"` (`relflat_sk.ensemble._size.why_slower`) was read from this table on a
+The rule of `fleet="auto"` (`relflat_sk.fleet._size.why_slower`) was read from this table on a
 CPU. On a CUDA device, the budget is for 64 LeNet-5 in batches of 32.
 
     python -m benchmarks.costs.stacking                  # a few minutes
@@ -31,8 +31,8 @@ from benchmarks._harness.timing import (
     verdict,
     wait_for_device,
 )
-from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier
-from relflat_sk.ensemble._size import why_slower
+from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier
+from relflat_sk.fleet._size import why_slower
 
 STEPS, EPOCHS = 4, 4
 # how many times as fast stacked nets must be: where fleet="auto" stacks, and for 64 on a GPU
@@ -127,7 +127,7 @@ def _times(
             )
             for seed in range(nets)
         ]  # fmt: skip
-        trainer = EnsembleTrainer(estimators, fleet=fleet)
+        trainer = FleetTrainer(estimators, fleet=fleet)
         started = time.perf_counter()
         trainer.fit(X, y)
         wait_for_device()

@@ -2,7 +2,7 @@
 An ensemble of flat minima
 ==========================
 
-``EnsembleTrainer`` trains many nets at the same time, as one stacked model. The mean of their
+``FleetTrainer`` trains many nets at the same time, as one stacked model. The mean of their
 probabilities predicts better than the nets do on average. Here, the best ensemble consists of the
 flattest nets only: those that were trained with the penalty.
 """
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
 from sklearn.model_selection import train_test_split
 
-from relflat_sk import EnsembleTrainer, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier, StopAtLoss
 
 X, y = load_digits(return_X_y=True)
 X, X_test, y, y_test = train_test_split(X / 16, y, train_size=400, random_state=0)
@@ -29,7 +29,7 @@ nets = [
     for seed in range(10)
     for weight in (0.0, 10.0)
 ]
-nets = EnsembleTrainer(nets).fit(X, y).estimators_
+nets = FleetTrainer(nets).fit(X, y).estimators_
 
 # %%
 # Ensembles of growing size

@@ -27,7 +27,7 @@ def optimize_study(
     """Add trials to a study as `optuna.Study.optimize` does, and train their nets together.
 
     Several trials are in training at a time, in turns and in this process. Their nets take their
-    steps as one stacked model, see `EnsembleTrainer`. The study gets the trials, attributes and
+    steps as one stacked model, see `FleetTrainer`. The study gets the trials, attributes and
     weights that ``study.optimize(objective)`` gives it, up to rounding.
 
     Parameters
@@ -61,7 +61,7 @@ def optimize_study(
     See Also
     --------
     FlatMinimaSearch : Makes such a study of its own.
-    stacked_training : Trains nets together that scikit-learn or your own functions fit.
+    fleet_training : Trains nets together that scikit-learn or your own functions fit.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def optimize_study(
     if not isinstance(objective, MinimaObjective):
         raise TypeError(
             f"objective must be a MinimaObjective, got a {type(objective).__name__}. Functions of "
-            "your own that fit nets can run inside of stacked_training(), by joblib.Parallel."
+            "your own that fit nets can run inside of fleet_training(), by joblib.Parallel."
         )
     check_integer("n_trials", n_trials, minimum=1, optional=True)
     stopping = Stopping(timeout, callbacks)

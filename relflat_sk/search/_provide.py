@@ -7,7 +7,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
-from relflat_sk.ensemble import Fleet
+from relflat_sk.fleet import Fleet
 from relflat_sk.search._trial import (
     ARTIFACT,
     IN_FLEET,

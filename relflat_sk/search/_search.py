@@ -89,7 +89,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         small networks in more processes, and large ones with more threads.
     fleet : int, "auto" or None, default=None
         Number of nets that each process trains at a time, as one stacked model: small networks
-        train several times as fast, to the same results up to rounding; see `EnsembleTrainer`.
+        train several times as fast, to the same results up to rounding; see `FleetTrainer`.
         Those of other architectures, batch sizes or numbers of samples are trained beside them,
         and what cannot be stacked one by one. "auto" finds the number by itself. None trains one
         after the other. A sampler that learns from results knows fewer of them.

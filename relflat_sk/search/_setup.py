@@ -10,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from relflat_sk._checks import check_integer
 from relflat_sk._minima_table import check_depth_band
-from relflat_sk.ensemble import fleet_size
+from relflat_sk.fleet import fleet_size
 from relflat_sk.search._sharing import Draws, Grid, Plan, n_processes, open_storage
 from relflat_sk.search._trial import Space
 

@@ -401,7 +401,7 @@ class StopAtGradientNorm(_StopWhenReached):
 
     Notes
     -----
-    Nets that train together (`EnsembleTrainer`), and chains of linear layers, activations and
+    Nets that train together (`FleetTrainer`), and chains of linear layers, activations and
     dropout, take no pass over the training data while the mean gradient of the epoch's steps, and
     the gradient of the last step, are more than 100 times `tol`. This holds for the criteria and
     networks of the same rule for `StopAtLoss`, if the epoch leaves out no samples. The gradient

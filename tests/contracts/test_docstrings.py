@@ -23,7 +23,7 @@ CODES = {
     *("GL03", "GL06", "GL07", "GL08", "SS01", "SS02", "SS03", "SS04", "SS05", "SS06"),
     *("PR01", "PR02", "PR03", "PR04", "PR05", "PR06", "PR07", "RT01", "RT03", "YD01"),
 }
-DOORS = ("measures", "training", "ensemble", "theory", "minima", "plots", "search")
+DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
 PUBLIC = {
     f"{value.__module__}.{name}": value
     for door in DOORS

@@ -16,7 +16,7 @@ import relflat_sk
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(relflat_sk.__file__).parent
-DOORS = ("measures", "training", "ensemble", "theory", "minima", "plots", "search")
+DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
 
 
 # the extras in pyproject.toml, optional dependencies of skorch, Optuna and torch

@@ -18,7 +18,7 @@ from tests.contracts.pages import blocks, run_block
         "plain torch",
         "lightning",
         "trainer",
-        "ensemble",
+        "fleet",
         "grid search",
         "sam",
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks._harness.networks import LeNet5
-from relflat_sk import MLP, EnsembleTrainer, RelativeFlatnessRegularizedClassifier
+from relflat_sk import MLP, FleetTrainer, RelativeFlatnessRegularizedClassifier
 from tests.devices.simulated import DEVICE, count, simulated_device
 
 MEMBERS = 20
@@ -26,7 +26,7 @@ def count_training(module, n, fleet, epochs):
         for seed in range(n)
     ]  # fmt: skip
     with count() as counts:
-        EnsembleTrainer(nets, fleet=fleet).fit(X, np.arange(32) % 10)
+        FleetTrainer(nets, fleet=fleet).fit(X, np.arange(32) % 10)
     return counts.n_operations
 
 

@@ -8,10 +8,10 @@ import torch
 from skorch.dataset import ValidSplit
 
 from relflat_sk import (
-    EnsembleTrainer,
     FlatMinimaSearch,
     FlatnessScorer,
     FlatnessWarning,
+    FleetTrainer,
     RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedClassifier,
     SharpnessAwareMixin,
@@ -131,7 +131,7 @@ def test_fleets(network, name):
             )
             for lr in (0.01, 0.02)
         ]  # fmt: skip
-        trainer = EnsembleTrainer(nets, fleet=2).fit(X, y, **fit_params)
+        trainer = FleetTrainer(nets, fleet=2).fit(X, y, **fit_params)
         fleets.append(trainer.estimators_)
     for expected, net in zip(*fleets, strict=True):
         assert len(net.history) == len(expected.history)

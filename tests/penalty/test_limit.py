@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
 from relflat_sk._penalty import constant_loss
 from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit
-from relflat_sk.ensemble._limit import share_left
-from relflat_sk.ensemble._small.step import _share_left
+from relflat_sk.fleet._limit import share_left
+from relflat_sk.fleet._small.step import _share_left
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4

@@ -15,9 +15,9 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
+    fleet_training,
     optimize_study,
     rank_minima,
-    stacked_training,
 )
 
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -91,7 +91,7 @@ def test_without_a_fleet_it_is_the_same(alone, sizes):
 
 
 def test_ask_and_tell_in_turns(alone, sizes):
-    """Functions of one's own run inside of stacked_training."""
+    """Functions of one's own run inside of fleet_training."""
     study, objective = make_study(RandomSampler(seed=0)), make_objective()
     for point in ParameterGrid(SPACE):
         study.enqueue_trial(point)
@@ -100,7 +100,7 @@ def test_ask_and_tell_in_turns(alone, sizes):
         trial = study.ask()
         study.tell(trial, objective(trial))
 
-    with stacked_training(4):
+    with fleet_training(4):
         Parallel()(delayed(one)() for _ in range(N))
     assert max(sizes) > 1
     assert_same(study, alone)

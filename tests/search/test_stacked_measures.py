@@ -18,7 +18,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     optimize_study,
 )
-from relflat_sk.ensemble import _measuring
+from relflat_sk.fleet import _measuring
 from relflat_sk.search._trial.measuring import Measuring
 
 RNG = np.random.RandomState(0)

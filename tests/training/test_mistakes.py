@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from relflat_sk import (
-    EnsembleTrainer,
     FlatnessWarning,
+    FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
     StopAtLoss,
@@ -205,7 +205,7 @@ def test_a_fleet_refuses_the_same():
     nets = [ending(nn.Softmax(dim=-1), nn.CrossEntropyLoss, flatness_weight=0, random_state=seed)
             for seed in range(2)]  # fmt: skip
     with pytest.raises(ValueError, match="in a softmax already"):
-        EnsembleTrainer(nets, fleet=2).fit(X, Y)
+        FleetTrainer(nets, fleet=2).fit(X, Y)
 
 
 @pytest.mark.parametrize(

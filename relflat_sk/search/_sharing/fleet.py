@@ -6,7 +6,7 @@ from typing import Any
 
 import optuna
 
-from relflat_sk.ensemble import Fleet, fleet_size
+from relflat_sk.fleet import Fleet, fleet_size
 from relflat_sk.search._optuna_internals import is_shared_by_threads
 from relflat_sk.search._trial import isolated
 from relflat_sk.training import RelativeFlatnessRegularizedNet

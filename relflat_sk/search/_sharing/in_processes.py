@@ -12,7 +12,7 @@ from joblib import Parallel, delayed
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 from optuna.trial import FrozenTrial
 
-from relflat_sk.ensemble import fleet_size
+from relflat_sk.fleet import fleet_size
 from relflat_sk.search._optuna_internals import file_of
 from relflat_sk.search._sharing.abandoned import give_up
 from relflat_sk.search._sharing.claims import is_suspect

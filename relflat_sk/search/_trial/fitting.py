@@ -12,7 +12,7 @@ from sklearn.base import clone
 from skorch import NeuralNet
 
 from relflat_sk._random import seeded
-from relflat_sk.ensemble import seconds_used
+from relflat_sk.fleet import seconds_used
 from relflat_sk.search._trial.curves import record_curves
 from relflat_sk.search._trial.goal import add_goal
 from relflat_sk.search._trial.held_out import (

@@ -8,7 +8,7 @@ from torch import Tensor
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, to_network_with_source
 from relflat_sk._network import Network
-from relflat_sk.ensemble import measure_with_others
+from relflat_sk.fleet import measure_with_others
 from relflat_sk.measures import Flatness, check_arguments, check_layers, measure_network
 from relflat_sk.search._trial.training_data import TrainingData
 

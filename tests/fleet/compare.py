@@ -1,0 +1,74 @@
+"""Fit nets one by one and as one stacked model, and compare all that training leaves."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from sklearn.base import clone
+
+from relflat_sk import FleetTrainer
+from relflat_sk.training import EPOCH_TRAINER, OwnLoop
+
+QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch_size")
+
+
+def data(n=50, n_classes=3, n_features=6, seed=0):
+    """Random data in float64."""
+    rng = np.random.RandomState(seed)
+    return rng.randn(n, n_features), rng.randint(0, n_classes, n)
+
+
+def curve(net, name="train_loss"):
+    """A quantity in each step of a net's training."""
+    return [batch[name] for epoch in net.history for batch in epoch["batches"] if name in batch]
+
+
+def assert_same(one, other, atol=1e-8):
+    """Compare two trained nets: each step, weights, buffers, state of the optimizer."""
+    assert len(one.history) == len(other.history)
+    for name in QUANTITIES:
+        np.testing.assert_allclose(curve(one, name), curve(other, name), rtol=0, atol=atol)
+    for before, after in zip(one.history, other.history, strict=True):
+        assert set(before) == set(after)
+    torch.testing.assert_close(
+        one.module_.state_dict(), other.module_.state_dict(), rtol=0, atol=atol
+    )
+    states = [
+        [
+            {name: value for name, value in state.items() if value is not None}
+            for state in net.optimizer_.state_dict()["state"].values()
+        ]
+        for net in (one, other)
+    ]
+    states = [[state for state in found if state] for found in states]
+    torch.testing.assert_close(*states, rtol=0, atol=atol)
+    np.testing.assert_allclose(one.relative_flatness_, other.relative_flatness_, atol=atol)
+
+
+@contextmanager
+def own_loop():
+    """Train nets by skorch's loop and torch's autograd, and not by written out formulas."""
+    token = EPOCH_TRAINER.set(OwnLoop())
+    try:
+        yield
+    finally:
+        EPOCH_TRAINER.reset(token)
+
+
+def compare(nets, *, X=None, y=None, each=None, fleet=4, atol=1e-8):
+    """Fit nets by their own loops and stacked, and one of them by itself; return the stacked.
+
+    Data may be pairs (X, y), or triples with the sample weights.
+    """
+    if each is None:
+        each = [data() if X is None else (X, y)] * len(nets)
+    with own_loop():
+        singles = [clone(net).fit(*one) for net, one in zip(nets, each, strict=True)]
+    named = [
+        (*one[:2], {"sample_weight": weights}) for one in each for weights in one[2:] or [None]
+    ]
+    stacked = FleetTrainer(nets, fleet=fleet).fit_each(named).estimators_
+    for one, other in zip(singles, stacked, strict=True):
+        assert_same(one, other, atol)
+    assert_same(singles[0], clone(nets[0]).fit(*each[0]), atol)
+    return stacked

@@ -1,0 +1,169 @@
+"""Nets that scikit-learn fits inside of `fleet_training` are those that it fits outside."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from joblib import Parallel, delayed
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_validate
+from skorch.callbacks import Callback
+
+from relflat_sk import RelativeFlatnessRegularizedClassifier, fleet_training
+from tests.fleet.compare import assert_same, data
+
+pytestmark = pytest.mark.usefixtures("same_threads")
+
+
+def make_net(**arguments):
+    arguments = {"batch_size": 16, "max_epochs": 4, "verbose": 0, "random_state": 0} | arguments
+    return RelativeFlatnessRegularizedClassifier(**arguments)
+
+
+@pytest.mark.parametrize("fleet", [4, "auto"])
+def test_a_grid_search_finds_the_same(sizes, fleet):
+    grid = {"lr": [0.003, 0.01, 0.03], "random_state": [0, 1]}
+    searches = [GridSearchCV(make_net(), grid, cv=3) for _ in range(2)]
+    alone = searches[0].fit(*data(48))  # folds of the same size
+    with fleet_training(fleet):
+        together = searches[1].fit(*data(48))
+    assert max(sizes) == (4 if fleet == 4 else 18)
+    for key, values in alone.cv_results_.items():
+        if "time" not in key:
+            np.testing.assert_array_equal(together.cv_results_[key], values)
+    assert_same(together.best_estimator_, alone.best_estimator_)
+
+
+def test_nets_of_cross_validation_are_the_same(sizes):
+    found = [cross_validate(make_net(), *data(), return_estimator=True)["estimator"]]
+    with fleet_training(3):
+        found.append(cross_validate(make_net(), *data(), return_estimator=True)["estimator"])
+    assert max(sizes) == 3
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
+def test_a_search_inside_of_a_fit_runs_in_order(sizes):
+    search = GridSearchCV(make_net(max_epochs=1), {"lr": [0.003, 0.03]}, cv=2)
+    alone = cross_validate(search, *data(), cv=3)["test_score"]
+    with fleet_training():
+        found = cross_validate(search, *data(), cv=3)["test_score"]
+    np.testing.assert_array_equal(found, alone)
+    assert max(sizes) == 3
+
+
+def test_as_many_functions_as_one_likes_in_their_order():
+    def score(lr):
+        return make_net(lr=lr, max_epochs=1).fit(*data()).lr
+
+    rates = np.linspace(0.001, 0.01, 20).tolist()
+    with fleet_training(2):
+        assert Parallel()(delayed(score)(lr) for lr in rates) == rates
+        with Parallel() as parallel:
+            for some in (rates[:3], rates[3:5]):
+                assert parallel(delayed(score)(lr) for lr in some) == some
+    assert Parallel()(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
+
+
+def test_functions_that_are_made_by_others():
+    """joblib takes the next function from a generator while others are being trained."""
+
+    def made(n):
+        for i in range(n):
+            (j,) = Parallel()([delayed(int)(i)])
+            yield delayed(lambda i: make_net(random_state=i).fit(*data()).random_state)(j)
+
+    with fleet_training(2):
+        assert Parallel()(made(9)) == list(range(9))
+
+
+class Fails(Callback):
+    """Raises in the training of one net."""
+
+    def on_epoch_end(self, net, **kwargs):
+        if net.lr == 0.01 and len(net.history) == 2:
+            raise RuntimeError("no luck")
+
+
+@pytest.mark.filterwarnings("ignore:.* test scores are non-finite")
+def test_errors_are_those_of_scikit_learn():
+    grid = {"lr": [0.003, 0.01, 0.03]}
+    search = GridSearchCV(make_net(callbacks=[Fails()]), grid, cv=2, refit=False)
+    with fleet_training(4), pytest.warns(match="2 fits failed out of a total of 6"):
+        search.fit(*data())
+    assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == [False, True, False]
+    with fleet_training(4), pytest.raises(RuntimeError, match="no luck"):
+        search.set_params(error_score="raise").fit(*data())
+
+
+def test_a_call_that_failed_leaves_nothing_to_the_next():
+    def fit(lr):
+        return make_net(lr=lr, callbacks=[Fails()]).fit(*data()).lr
+
+    with fleet_training(2), Parallel() as parallel:
+        with pytest.raises(RuntimeError, match="no luck"):
+            parallel(delayed(fit)(lr) for lr in (0.01, 0.02, 0.03))
+        assert parallel(delayed(fit)(lr) for lr in (0.02, 0.03)) == [0.02, 0.03]
+
+
+def test_what_ends_the_program_ends_all_fits():
+    class Interrupts(Callback):
+        def on_epoch_begin(self, net, **kwargs):
+            if net.lr == 0.01 and len(net.history) == 2:
+                raise SystemExit("enough")
+
+    search = GridSearchCV(make_net(callbacks=[Interrupts()]), {"lr": [0.003, 0.01]}, cv=2)
+    with fleet_training(4), pytest.raises(SystemExit, match="enough"):
+        search.fit(*data())
+
+
+def test_filters_of_warnings_are_each_fits_own_and_given_back():
+    class Warns(Callback):
+        def on_epoch_end(self, net, **kwargs):
+            warnings.warn(f"rate {net.lr}", UserWarning, stacklevel=2)
+
+    def fit(lr):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore" if lr == 0.01 else "always", message="rate")
+            make_net(lr=lr, callbacks=[Warns()], max_epochs=int(1000 * lr)).fit(*data())
+
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught, fleet_training(4):
+        Parallel()(delayed(fit)(lr) for lr in (0.003, 0.01, 0.004))
+    assert {str(one.message) for one in caught} == {"rate 0.003", "rate 0.004"}
+    assert len(caught) == 3 + 4
+    assert warnings.filters == before
+
+
+def test_nets_without_a_seed_are_different_and_can_be_reproduced():
+    def losses():
+        torch.manual_seed(0)
+        with fleet_training(2):
+            found = cross_validate(make_net(random_state=None), *data(), return_estimator=True)
+        return [net.history[0, "train_loss"] for net in found["estimator"]], torch.rand(())
+
+    first, second = losses(), losses()
+    assert first == second
+    assert len(set(first[0])) == 5
+
+
+def test_other_estimators_are_fitted_as_ever():
+    with fleet_training():
+        found = cross_validate(LogisticRegression(), *data())["test_score"]
+    np.testing.assert_array_equal(
+        found, cross_validate(LogisticRegression(), *data())["test_score"]
+    )
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 8, 9])
+def test_the_last_functions_end_the_call_also_if_they_train_no_net(n):
+    """joblib hands out four functions at first; the next ones wait until it knows of an end."""
+    with fleet_training(2):
+        assert Parallel()(delayed(abs)(-i) for i in range(n)) == list(range(n))
+
+
+@pytest.mark.parametrize("fleet", [None, 0, "all"])
+def test_the_size_is_checked(fleet):
+    with pytest.raises(ValueError, match="fleet must be"), fleet_training(fleet):
+        pass

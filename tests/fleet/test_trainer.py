@@ -1,0 +1,887 @@
+"""Nets that are trained as one stacked model are those that are trained one by one."""
+
+import logging
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback, EarlyStopping, GradientNormClipping, LRScheduler
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    FleetTrainer,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
+    StopAtGradientNorm,
+    StopAtLoss,
+)
+from relflat_sk.fleet._masks import Masks
+from relflat_sk.fleet._member import Member
+from tests.fleet.compare import assert_same, compare, curve, data, own_loop
+
+# 13 epochs of 4 steps, whose last batch is smaller: more than 50 steps
+STEPS = {"batch_size": 16, "max_epochs": 13, "verbose": 0}
+SGD = {"optimizer": torch.optim.SGD}
+HEAVY = {"optimizer__momentum": 0.9, "optimizer__weight_decay": 0.01}
+OPTIMIZERS = {
+    "SGD": SGD,
+    "momentum": SGD | HEAVY | {"optimizer__dampening": 0.1},
+    "Nesterov": SGD | HEAVY | {"optimizer__nesterov": True},
+    "Adam": {"optimizer__weight_decay": 0.01},
+    "AdamW": {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 0.1},
+}
+
+
+def classifiers(n=5, **arguments):
+    """Nets with seeds and learning rates of their own."""
+    return [
+        RelativeFlatnessRegularizedClassifier(**{
+            "lr": 0.003 * (1 + seed),
+            "random_state": seed,
+            **STEPS,
+            **arguments,
+        })
+        for seed in range(n)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def stacked(caplog):
+    """Fail if nets are trained one by one, unless the test expects it."""
+    caplog.set_level(logging.INFO, logger="relflat_sk")
+    yield
+    found = [record.getMessage() for record in caplog.get_records("call")]
+    assert found == getattr(caplog, "expected", [])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("penalty", [{"flatness_weight": 0}, {}, {"flatness_clip": None}])
+def test_every_step_is_that_of_a_single_net(optimizer, penalty):
+    compare(classifiers(**OPTIMIZERS[optimizer], **penalty))
+
+
+def test_settings_of_an_optimizer_are_each_members_own():
+    settings = [
+        {"lr": 0.1, "optimizer__momentum": 0.5},
+        {"lr": 0.1, "optimizer__momentum": 0.9, "optimizer__weight_decay": 0.1},
+        {"lr": 0.2, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    ]
+    compare([classifiers(1, **SGD, **one)[0] for one in settings])
+    settings = [{"optimizer__betas": (0.8, 0.99)}, {"optimizer__eps": 1e-3}, {}]
+    compare([classifiers(1, **one)[0] for one in settings])
+
+
+def test_penalties_and_initialisations_are_each_members_own():
+    settings = [
+        {"flatness_weight": 100.0, "module__init": "xavier_uniform"},
+        {"flatness_weight": 0.01, "flatness_warmup": 5, "module__init": "kaiming_normal"},
+        {"flatness_weight": 1.0, "flatness_clip": 2.0},
+    ]
+    nets = compare([classifiers(1, **one)[0] for one in settings])
+    assert np.mean(curve(nets[0], "flatness_clipped")) > 0
+
+
+@pytest.mark.parametrize("layer", [0, [1, 0], [0, -1], "all"], ids=str)
+@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
+def test_penalties_at_earlier_layers(layer, optimizer):
+    hidden = {"module__hidden_layer_sizes": (70, 5)}  # from 65 inputs on, columns are drawn
+    nets = classifiers(3, flatness_layer=layer, flatness_weight=0.1, **hidden)
+    compare([net.set_params(**OPTIMIZERS[optimizer]) for net in nets])
+
+
+@pytest.mark.parametrize(
+    ("activation", "layer"), [("tanh", [0, -1]), ("logistic", [1, 0]), ("gelu", "all")], ids=str
+)
+def test_penalties_at_earlier_layers_of_curved_networks(activation, layer):
+    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
+    settings = {f"module__{name}": value for name, value in architecture.items()}
+    nets = classifiers(2, flatness_layer=layer, flatness_probes=1 + (layer == "all"), **settings)
+    trained = compare([
+        net.set_params(flatness_weight=weight)
+        for net, weight in zip(nets, [0.1, 1000.0], strict=True)
+    ])
+    assert np.mean(curve(trained[1], "flatness_clipped")) > 0
+
+
+@pytest.mark.parametrize("kind", ["numbers", "two classes"])
+def test_penalties_at_earlier_layers_of_curved_networks_of_other_tasks(kind):
+    X, y = data(n_classes=2)
+    make, target = {
+        "numbers": (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
+        "two classes": (RelativeFlatnessRegularizedBinaryClassifier, y),
+    }[kind]
+    settings = {"module": Silent, "flatness_layer": 0, "flatness_clip": None, **STEPS}
+    compare([make(random_state=seed, **settings) for seed in range(2)], X=X, y=target)
+
+
+class CurvedDropping(nn.Sequential):
+    def __init__(self, n_features, n_outputs, drops=True):
+        dropout = [nn.Dropout(0.3)] if drops else []
+        super().__init__(nn.Linear(n_features, 9), nn.Tanh(), *dropout, nn.Linear(9, n_outputs))
+        self.double()
+
+
+def test_penalties_at_earlier_layers_with_dropout(monkeypatch):
+    """Masks of ones train as no dropout; other masks do not depend on the other nets."""
+    settings = {"flatness_layer": 0, "module": CurvedDropping}
+    nets = classifiers(3, **settings)
+    trained = FleetTrainer(nets, fleet=3).fit(*data()).estimators_
+    assert_same(trained[0], clone(nets[0]).fit(*data()))
+    assert_same(trained[2], FleetTrainer(nets[2:], fleet=1).fit(*data()).estimators_[0])
+    monkeypatch.setattr(Masks, "_draw", lambda masks, name: torch.ones(1, masks._n_steps, 1, 1))
+    monkeypatch.setattr(Member, "draw", _draw_no_seed)
+    net = classifiers(1, **settings)[0]
+    plain = clone(net).set_params(module__drops=False)
+    with own_loop():
+        plain.fit(*data())
+    net.fit(*data())
+    np.testing.assert_allclose(curve(net), curve(plain), rtol=0, atol=1e-8)
+    penalties = (curve(one, "flatness_penalty") for one in (net, plain))
+    np.testing.assert_allclose(*penalties, rtol=0, atol=1e-8)
+
+
+def _draw_no_seed(member):
+    member.order, member.random_state = member.loader.draw_order(), torch.get_rng_state()
+
+
+def test_settings_of_penalties_at_earlier_layers():
+    settings = [{"flatness_weight": 1000.0}, {"flatness_warmup": 5}, {"flatness_clip": 2.0}]
+    nets = [classifiers(1, flatness_layer="all", **one)[0] for one in settings]
+    trained = compare(nets, fleet=2)  # the third net begins later
+    assert np.mean(curve(trained[0], "flatness_clipped")) > 0
+    both = {"flatness_clip": None, "flatness_probes": 3, "batch_size": 7}
+    compare(classifiers(3, flatness_layer=0, iterator_train__drop_last=True, **both))
+    compare(classifiers(3, flatness_layer=0, batch_size=1, max_epochs=1))
+
+
+class Leaky(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        inside = nn.Sequential(nn.Linear(n_features, 9), nn.LeakyReLU(0.1), nn.Identity())
+        super().__init__(inside, nn.Linear(9, 70), nn.ReLU(), nn.Linear(70, n_outputs, bias=False))
+        self.double()
+
+
+@pytest.mark.parametrize("layer", ["0.0", "all"])
+def test_penalties_at_layers_of_nested_sequences(layer):
+    compare(classifiers(3, module=Leaky, flatness_layer=layer))
+
+
+@pytest.mark.parametrize("layer", [0, "all"])
+def test_penalties_at_earlier_layers_of_other_tasks(layer):
+    settings = {"flatness_layer": layer, "flatness_weight": 0.1, **STEPS}
+    X, y = data(n_classes=2)
+    for kind, target in [
+        (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
+        (RelativeFlatnessRegularizedBinaryClassifier, y),
+    ]:
+        compare([kind(random_state=seed, **settings) for seed in range(3)], X=X, y=target)
+
+
+def test_data_are_each_members_own():
+    X, y = data()
+    each = [(X, y), (X, 2 - y), (X[::-1].copy(), y), (X[:20], y[:20]), (X[:20], y[-20:])]
+    compare(classifiers(5, max_epochs=4), each=each)
+
+
+class HooksInSecondEpoch(Callback):
+    """Lets a net train its second epoch by itself."""
+
+    def on_epoch_begin(self, net, **kwargs):
+        if len(net.history) == 2:
+            self.hook_ = net.module_.register_forward_hook(lambda *args: None)
+
+    def on_epoch_end(self, net, **kwargs):
+        if len(net.history) == 2:
+            self.hook_.remove()
+
+
+def test_nets_may_train_epochs_by_themselves_in_between(caplog):
+    caplog.expected = ["trained one by one: its network has hooks"]
+    callbacks = [("hooks", HooksInSecondEpoch()), StopAtLoss(0.5)]
+    compare(classifiers(2, max_epochs=4, callbacks=callbacks), fleet=2)
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.first, self.norm = nn.Linear(n_features, 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_batch_norm(optimizer, weight):
+    compare(classifiers(module=BatchNorm, flatness_weight=weight, **OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "logistic", "gelu", "leaky_relu", "identity"])
+def test_activations(activation):
+    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
+    compare(classifiers(3, **{f"module__{name}": value for name, value in architecture.items()}))
+
+
+class Silent(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        layers = nn.Linear(n_features, 4, bias=False), nn.SiLU(), nn.Identity()
+        super().__init__(nn.Sequential(*layers), nn.Linear(4, n_outputs))
+        self.double()
+
+
+def test_nested_sequences_and_layers_without_bias():
+    compare(classifiers(3, module=Silent))
+
+
+def test_linear_models():
+    compare(classifiers(3, module__hidden_layer_sizes=()))
+    sizes = {"module__in_features": 6, "module__out_features": 3}
+    compare(classifiers(3, module=nn.Linear, module__dtype=torch.float64, **sizes))
+
+
+class Convolution(nn.Module):
+    def __init__(self, n_outputs):
+        super().__init__()
+        self.first, self.pool = nn.Conv2d(1, 3, 3), nn.MaxPool2d(2)
+        self.last = nn.Linear(12, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.pool(torch.relu(self.first(x))).flatten(1))
+
+
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_convolutions(weight):
+    X, y = data(n_features=36)
+    nets = classifiers(3, module=Convolution, flatness_weight=weight)
+    compare(nets, X=X.reshape(-1, 1, 6, 6), y=y)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize("weight", [0, 0.1])
+def test_regression(n_outputs, weight):
+    X, _ = data()
+    y = X[:, :n_outputs] ** 2 if n_outputs > 1 else X[:, 0] ** 2
+    nets = [
+        RelativeFlatnessRegularizedRegressor(flatness_weight=weight, random_state=seed, **STEPS)
+        for seed in range(3)
+    ]
+    compare(nets, X=X, y=y)
+
+
+@pytest.mark.parametrize("weight", [0, 10.0])
+def test_binary_classification(weight):
+    X, y = data(n_classes=2)
+    nets = [
+        RelativeFlatnessRegularizedBinaryClassifier(
+            flatness_weight=weight, random_state=seed, **STEPS
+        )
+        for seed in range(3)
+    ]
+    compare(nets, X=X, y=y)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"flatness_weight": 0}, {}, {"flatness_weight": 10.0}, {"flatness_layer": 0}],
+    ids=str,
+)
+def test_labels_may_be_smoothed(penalty):
+    goal = {"callbacks": [StopAtLoss(0.9)]}
+    trained = compare(classifiers(3, criterion__label_smoothing=0.1, **goal, **penalty))
+    assert any(len(net.history) < STEPS["max_epochs"] for net in trained)
+    if penalty.get("flatness_weight"):  # the limit compares with a constant's smoothed loss
+        assert np.mean(curve(trained[0], "flatness_clipped")) > 0
+
+
+class Squared(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return super().forward(output, target).square()
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        {"criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)},
+        {"criterion__reduction": "sum", "lr": 1e-4},
+        {"criterion": Squared},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Squared is no mean of losses of single samples")
+def test_any_criterion_that_vmap_takes(criterion):
+    compare(classifiers(3, flatness_weight=0, **criterion))
+
+
+def test_labels_may_be_ignored():
+    X, y = map(torch.from_numpy, data())
+    y[::7] = -100  # 8 labels, fewer than a batch has
+    sizes = {"module__n_features": 6, "module__n_outputs": 3, "iterator_train__drop_last": True}
+    nets = classifiers(3, flatness_weight=0, module=Double, **sizes)
+    compare(nets, each=[(TensorDataset(X, y), None)] * 3)
+
+
+class Double(MLP):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs)
+        self.double()
+
+
+class Configured(MLP):
+    """Has attributes that change its function."""
+
+    def __init__(self, n_features, n_outputs, scales=(1.0,), act=torch.tanh):
+        super().__init__(n_features, n_outputs)
+        self._scales, self.act = [*scales], act
+        self.double()
+
+    def forward(self, x):
+        return super().forward(self.act(x * self._scales[0]))
+
+
+class Ordered(nn.Sequential):
+    """Uses one of two activations twice."""
+
+    def __init__(self, n_features, n_outputs, kind=nn.Tanh):
+        found = {nn.Tanh: nn.Tanh(), nn.ReLU: nn.ReLU()}
+        activations = found[nn.Tanh], found[nn.ReLU], found[kind]
+        layers = [part for one in activations for part in (nn.Linear(n_features, n_features), one)]
+        super().__init__(*layers, nn.Linear(n_features, n_outputs))
+        self.double()
+
+
+def test_networks_with_an_activation_in_other_places_are_of_other_groups():
+    nets = classifiers(4, module=Ordered, flatness_weight=0, max_epochs=3)
+    for i, net in enumerate(nets):
+        net.set_params(module__kind=[nn.Tanh, nn.ReLU][i % 2])
+    compare(nets)
+
+
+def test_networks_with_other_attributes_are_of_other_groups():
+    nets = classifiers(6, module=Configured, flatness_weight=0, max_epochs=3)
+    for i, net in enumerate(nets):
+        net.set_params(module__scales=(1.0 + i % 2,), module__act=[torch.tanh, torch.sin][i // 3])
+    compare(nets, fleet=6)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def __init__(self, gamma):
+        super().__init__()
+        self._gamma = gamma
+
+    def forward(self, output, target):
+        each = nn.functional.cross_entropy(output, target, reduction="none")
+        return (each * (1 - (-each).exp()) ** self._gamma).mean()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"criterion__weight": [1.0, heavy, 1.0]} for heavy in (1.0, 5.0)],
+        [{"criterion": Focal, "criterion__gamma": gamma} for gamma in (0.0, 2.0)],
+    ],
+    ids=["weights of classes", "attributes"],
+)
+def test_criteria_with_other_values_are_of_other_groups(settings):
+    nets = classifiers(4, flatness_weight=0, max_epochs=3)
+    compare([net.set_params(**settings[i % 2]) for i, net in enumerate(nets)])
+
+
+def test_members_leave_at_their_goals_and_others_take_their_places():
+    goals = [StopAtLoss(0.9), StopAtGradientNorm(0.5), StopAtLoss(0.5)] * 4
+    nets = classifiers(12, max_epochs=30)
+    nets = [net.set_params(callbacks=[goal]) for net, goal in zip(nets, goals, strict=True)]
+    trained = compare(nets, fleet=3)
+    lengths = {len(net.history) for net in trained}
+    assert len(lengths) > 3
+    assert any(net.converged_ for net in trained)
+
+
+def test_a_net_that_diverges_harms_no_other():
+    nets = classifiers(4, max_epochs=6, **SGD)
+    nets[1].set_params(lr=1e30)
+    with pytest.warns(match="has diverged"):
+        trained = FleetTrainer(nets, fleet=4).fit(*data()).estimators_
+    with pytest.warns(match="has diverged"):
+        singles = [net.fit(*data()) for net in nets]
+    for one, other in zip(singles, trained, strict=True):
+        np.testing.assert_allclose(curve(one), curve(other), atol=1e-8)
+
+
+def test_callbacks_of_epochs_work():
+    callbacks = [
+        EarlyStopping("train_loss", patience=1, threshold=0.05),
+        LRScheduler("StepLR", step_size=2, gamma=0.3),
+    ]
+    compare(classifiers(5, callbacks=callbacks, lr=0.05), fleet=3)
+
+
+class Change(Callback):
+    """Changes the training data of a net in place, before its third epoch."""
+
+    def __init__(self, inputs=None, label=None):
+        self.inputs, self.label = inputs, label
+
+    def on_epoch_begin(self, net, dataset_train=None, **kwargs):
+        if len(net.history) == 3:
+            if self.inputs is not None:
+                dataset_train.X[:] += self.inputs
+                dataset_train.y[:] = dataset_train.y[::-1].copy()
+            if self.label is not None:
+                dataset_train.y[7] = self.label
+
+
+def test_data_that_callbacks_change_are_each_members_own():
+    X, y = data()
+    nets = classifiers(4, train_split=None, max_epochs=5)
+    for net, inputs in zip(nets, [None, 1.0, 2.0, None], strict=True):
+        net.set_params(callbacks=[Change(inputs)])
+    compare(nets, X=X.tolist(), y=y)  # each fit makes an array of its own
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+@pytest.mark.parametrize("fleet", [1, 2])
+def test_labels_that_callbacks_change_must_be_classes(label, fleet):
+    nets = classifiers(2, train_split=None, callbacks=[Change(label=label)])
+    with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
+        FleetTrainer(nets, fleet=fleet).fit(*data())
+    with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
+        nets[0].fit(*data())  # by NumPy
+
+
+def test_samples_can_be_held_out_and_batches_dropped_or_kept_in_order():
+    compare(classifiers(3, train_split=ValidSplit(5)))
+    compare(classifiers(3, iterator_train__drop_last=True))
+    compare(classifiers(3, iterator_train__shuffle=False))
+    compare(classifiers(3, batch_size=-1))
+
+
+def test_nets_of_several_groups_train_side_by_side():
+    settings = [
+        {"module__hidden_layer_sizes": (4,) if i % 2 else (5, 4), "batch_size": 16 + 16 * (i // 4)}
+        for i in range(8)
+    ]
+    compare([classifiers(1, random_state=i, **one)[0] for i, one in enumerate(settings)], fleet=8)
+
+
+def test_nets_inside_of_pipelines():
+    pipelines = [make_pipeline(StandardScaler(), net) for net in classifiers(3)]
+    X, y = data()
+    trained = FleetTrainer(pipelines, fleet=3).fit(X, y).estimators_
+    for pipeline, other in zip(pipelines, trained, strict=True):
+        np.testing.assert_allclose(curve(pipeline.fit(X, y)[-1]), curve(other[-1]), atol=1e-8)
+
+
+class Dropping(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(
+            nn.Linear(n_features, 40), nn.ReLU(), nn.Dropout(0.5), nn.Linear(40, n_outputs)
+        )
+        self.double()
+
+
+class Wrapped(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.inside = Dropping(n_features, n_outputs)
+
+    def forward(self, x):
+        return 1.0 * self.inside(x)
+
+
+@pytest.mark.parametrize("module", [Dropping, Wrapped])
+def test_dropout_has_a_stream_that_depends_on_the_seed_alone(module):
+    nets = classifiers(4, module=module, lr=0.003, flatness_weight=0)
+    X, y = data()
+    together = FleetTrainer(nets, fleet=4).fit(X, y).estimators_
+    alone = FleetTrainer(nets[2:3], fleet=1).fit(X, y).estimators_
+    np.testing.assert_allclose(curve(together[2]), curve(alone[0]), atol=1e-8)
+    assert abs(curve(together[2])[0] - curve(together[3])[0]) > 1e-3
+
+
+def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
+    class Ones(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(1, 2000), nn.Dropout(0.3), nn.Linear(2000, 1))
+            for layer in (self[0], self[2]):
+                nn.init.ones_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    net = RelativeFlatnessRegularizedRegressor(
+        Ones,
+        criterion=nn.L1Loss,
+        flatness_weight=0,
+        lr=0.0,
+        max_epochs=1,
+        batch_size=64,
+        verbose=0,
+        random_state=0,
+    )
+    X = np.ones((64, 1), dtype=np.float32)
+    (trained,) = FleetTrainer([net], fleet=1).fit(X, np.zeros(64)).estimators_
+    # outputs have the mean 2000 and the standard error sqrt(2000 * 3 / 7 / 64) = 3.7
+    assert abs(curve(trained)[0] - 2000) < 20
+
+
+def test_each_net_that_its_penalty_kept_from_learning_is_named_once():
+    nets = classifiers(2, flatness_weight=10_000, flatness_clip=None, max_epochs=20)
+    with pytest.warns(FlatnessWarning, match="has hardly learned") as caught:
+        FleetTrainer(nets, fleet=2).fit(*data())
+    assert [f"random_state={seed}" in str(one.message) for seed, one in enumerate(caught)] == [
+        True,
+        True,
+    ]
+
+
+def test_a_trained_net_holds_its_own_tensors_only():
+    trained = FleetTrainer(classifiers(20), fleet=20).fit(*data()).estimators_
+    alone = classifiers(1)[0].fit(*data())
+    assert len(pickle.dumps(trained[0])) < 1.1 * len(pickle.dumps(alone))
+    again = trained[0].partial_fit(*data())
+    assert len(again.history) == 2 * STEPS["max_epochs"]
+
+
+def test_seeds_and_torchs_random_state_stay_apart():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=2, verbose=0)
+    curves = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        trained = FleetTrainer([net] * 3, fleet=2).fit(*data()).estimators_
+        curves.append([curve(one) for one in trained])
+    assert curves[0] == curves[1]
+    assert curves[0][0] != curves[0][1]
+    before = torch.get_rng_state()
+    FleetTrainer([net.set_params(random_state=1)], fleet=None).fit(*data())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Noisy(MLP):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Counting(MLP):
+    def forward(self, x):
+        return super().forward(x if x.mean() > 0 else -x)
+
+
+class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+class Residual(nn.Module):
+    """Two hidden layers with a connection past the second."""
+
+    def __init__(self, n_features, n_outputs, act=torch.relu):
+        super().__init__()
+        self.act = act
+        self.first, self.second = nn.Linear(n_features, 70), nn.Linear(70, 70)
+        self.last = nn.Linear(70, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        h = self.act(self.first(x))
+        return self.last(h + self.act(self.second(h)))
+
+
+@pytest.mark.parametrize("layer", [0, [1, 0], "all"], ids=str)
+@pytest.mark.parametrize("act", [torch.relu, torch.tanh], ids=["relu", "tanh"])
+def test_penalties_at_earlier_layers_of_residual_networks(layer, act):
+    probes = 1 + (layer == "all")
+    settings = {"flatness_layer": layer, "flatness_probes": probes, "module__act": act}
+    nets = classifiers(3, module=Residual, max_epochs=4, **settings)
+    X, y = data()
+    weights = np.where(y == 0, 0.0, 1.0 + X[:, 0] ** 2)
+    trained = compare(
+        [net.set_params(flatness_weight=w) for net, w in zip(nets, [0.1, 1e3, 1.0], strict=True)],
+        each=[(X, y, None), (X, y, None), (X, y, weights)],
+    )
+    assert np.mean(curve(trained[1], "flatness_clipped")) > 0
+
+
+class PartlyUsed(nn.Module):
+    """Has a layer that is not used, and one behind which no gradient goes back."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.unused, self.fixed = nn.Linear(2, 3), nn.Linear(n_features, n_features)
+        self.first, self.last = nn.Linear(n_features, 5), nn.Linear(5, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x + self.fixed(x).detach())))
+
+
+class Scaled(nn.Sequential):
+    """A chain of layers with a parameter that is none of theirs."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
+        self.scale = nn.Parameter(torch.ones(2))
+        self.double()
+
+
+UNUSED = {
+    PartlyUsed: {"unused.weight", "unused.bias", "fixed.weight", "fixed.bias"},
+    Scaled: {"scale"},
+}
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "AdamW"])
+@pytest.mark.parametrize("module", UNUSED)
+def test_parameters_without_gradient_stay_as_they_are(module, optimizer, layer):
+    settings = {"flatness_layer": layer, **OPTIMIZERS[optimizer]}
+    for net in compare(classifiers(2, module=module, max_epochs=2, **settings)):
+        named = dict(net.module_.named_parameters())
+        assert {name for name, one in named.items() if one.grad is None} == UNUSED[module]
+        kept = [named[name] for name in UNUSED[module]]
+        assert not any(net.optimizer_.state.get(one) for one in kept)
+
+
+class Rows(nn.Module):
+    """Runs its first layer on three rows of each sample."""
+
+    def __init__(self, n_outputs):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(12, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x.reshape(len(x), 3, 2))).flatten(1))
+
+
+class DropsTwice(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.dropout, self.last = nn.Dropout(0.5), nn.Linear(n_features, n_outputs)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.dropout(self.dropout(x)))
+
+
+class Shared(nn.Module):
+    """Uses weights or rows in several places, or holds results of its forward pass."""
+
+    def __init__(self, n_features, n_outputs, kind):
+        super().__init__()
+        self.first, self.last = nn.Linear(n_features, n_features), nn.Linear(n_features, n_outputs)
+        self.kind = kind
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        if self.kind == "weight":
+            h = h + nn.functional.linear(x, self.last.weight).sum(1, keepdim=True)
+        elif self.kind == "rows":
+            h = h + h.mean(0)
+        elif self.kind == "calls":
+            h = h + self.last(h).sum(1, keepdim=True)
+        elif self.kind == "results":
+            self.norm = self.last.weight.square().sum()
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "text"),
+    [
+        ("weight", -1, "the network uses the weight of layer 'last' outside of the layer's call"),
+        ("rows", 0, "rows of the network's output, of shape (16, 3), depend on other rows"),
+        ("calls", -1, "layer 'last' was called 2 times in one forward pass"),
+    ],
+)
+def test_a_penalty_that_a_net_refuses_is_refused_in_a_fleet(kind, layer, text, caplog):
+    nets = classifiers(2, module=Shared, module__kind=kind, flatness_layer=layer)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        nets[0].fit(*data())
+    with pytest.raises(ValueError, match=re.escape(text)):
+        FleetTrainer(nets, fleet=2).fit(*data())
+    (reason,) = [record.getMessage() for record in caplog.records]
+    assert reason.startswith(f"trained one by one: with a penalty, {text}")
+    caplog.expected = [reason]
+
+
+def test_a_last_layer_may_be_called_twice_beside_a_penalty_at_another_one(caplog):
+    compare(classifiers(2, module=Shared, module__kind="calls", flatness_layer=0, max_epochs=2))
+    reason = "with a penalty, its last layer must be called once"
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+def test_a_network_may_hold_results_of_its_forward_pass():
+    compare(classifiers(2, module=Shared, module__kind="results", max_epochs=2))
+
+
+REASONS = {
+    "its network does not use each layer of dropout once": {"module": DropsTwice},
+    "its callback GradientNormClipping is called in each step": {
+        "callbacks": [GradientNormClipping(1.0)]
+    },
+    "with a penalty at earlier layers, it must have no convolution, normalisation or attention": {
+        "flatness_layer": 0,
+        "module": BatchNorm,
+    },
+    "a penalised layer must be a Linear, one row per sample": {
+        "flatness_layer": 0,
+        "module": Rows,
+    },
+    "flatness_normalize=True is computed for single nets only": {"flatness_normalize": True},
+    "with a penalty, its criterion must weigh all samples equally": {
+        "criterion__weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    },
+    "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, or "
+    "CrossEntropyLoss of class indices without weights, with reduction='mean', got "
+    "CrossEntropyLoss (reduction='sum', labels of torch.int64 and shape (16,))": {
+        "criterion__reduction": "sum",
+        "lr": 1e-4,
+    },
+    "its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']": {
+        "optimizer": torch.optim.RMSprop
+    },
+    "its optimizer has amsgrad=True": {"optimizer__amsgrad": True},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(reason, caplog):
+    compare(classifiers(3, **REASONS[reason], max_epochs=2))
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_penalties_of_many_classes_are_trained_one_by_one(layer, monkeypatch, caplog):
+    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    compare(classifiers(2, max_epochs=2, flatness_layer=layer))
+    caplog.expected = ["trained one by one: with a penalty, it has too many classes"]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(Noisy, "torch.func cannot stack it: vmap: called random"), (Counting, "torch.func cannot")],
+)
+def test_networks_that_vmap_refuses_are_trained_one_by_one(module, reason, caplog):
+    compare(classifiers(3, module=module, flatness_weight=0, max_epochs=2))
+    caplog.expected = [record.getMessage() for record in caplog.records]
+    assert len(caplog.expected) == 1
+    assert reason in caplog.expected[0]
+
+
+def test_training_steps_of_ones_own_are_kept(caplog):
+    nets = [SAM(random_state=seed, max_epochs=2, verbose=0) for seed in range(2)]
+    compare(nets)
+    caplog.expected = [record.getMessage() for record in caplog.records]
+    assert len(caplog.expected) == 1
+    assert "SAM has its own" in caplog.expected[0]
+
+
+def own(name):
+    """A class of nets with a method of its own, which does what it did."""
+    inherited = getattr(RelativeFlatnessRegularizedClassifier, name)
+
+    def method(self, *args, **kwargs):
+        return inherited(self, *args, **kwargs)
+
+    return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
+
+
+@pytest.mark.parametrize("name", ["_read_step", "on_grad_computed", "_step_optimizer", "notify"])
+def test_each_method_of_a_step_may_be_a_subclasss_own(name, caplog):
+    nets = [own(name)(**STEPS | {"max_epochs": 1}, random_state=seed) for seed in range(2)]
+    compare(nets)
+    caplog.expected = [f"trained one by one: Own has its own {name}"]
+
+
+def test_what_is_read_of_a_step_may_be_a_subclasss_own(caplog):
+    class Rounded(RelativeFlatnessRegularizedClassifier):
+        def _read_step(self, step, prefix):
+            found = super()._read_step(step, prefix)
+            return found | {"train_loss": round(found["train_loss"], 1)}
+
+    (net,) = FleetTrainer([Rounded(**STEPS)]).fit(*data()).estimators_
+    assert all(loss == round(loss, 1) for loss in curve(net))
+    caplog.expected = ["trained one by one: Rounded has its own _read_step"]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_sample_weights_and_other_arguments_of_fit(each):
+    X, y = data()
+    weights = np.where(y == 0, 0.0, 1.0 + X[:, 0] ** 2)
+    nets, trainer = classifiers(3), FleetTrainer(classifiers(3), fleet=3)
+    if each:
+        trainer.fit_each([(X, y), (X, y, {"sample_weight": weights}), (X, 2 - y, {})])
+        singles = [nets[0].fit(X, y), nets[1].fit(X, y, weights), nets[2].fit(X, 2 - y)]
+    else:
+        trainer.fit(X, y, sample_weight=weights)
+        singles = [net.fit(X, y, sample_weight=weights) for net in nets]
+    for one, other in zip(singles, trainer.estimators_, strict=True):
+        assert_same(one, other)
+
+
+def test_arguments_of_the_network_are_passed_on(caplog):
+    class Scaled(Double):
+        def forward(self, X, scale=1.0):
+            return super().forward(X * scale)
+
+    sizes = {"module__n_features": 6, "module__n_outputs": 3}
+    nets = classifiers(2, module=Scaled, **sizes, flatness_weight=0)
+    trained = FleetTrainer(nets).fit(*data(), scale=2.0).estimators_
+    for one, other in zip(nets, trained, strict=True):
+        assert_same(one.fit(*data(), scale=2.0), other)
+    caplog.expected = ["trained one by one: its network takes further arguments: ['scale']"]
+
+
+def test_other_nets_are_trained_as_ever():
+    net = NeuralNetClassifier(nn.Linear(6, 3), max_epochs=1, verbose=0, train_split=None)
+    X, y = data()
+    trained = FleetTrainer([net], fleet=2).fit(X.astype(np.float32), y).estimators_
+    assert len(trained[0].history) == 1
+
+
+def test_errors_end_all_trainings(same_threads):
+    nets = classifiers(3)
+    nets[2].set_params(flatness_layer="nowhere")
+    with pytest.raises(Exception, match="nowhere"):
+        FleetTrainer(nets, fleet=3).fit(*data())
+
+
+@pytest.mark.parametrize("fleet", [0, 1.5, "all"])
+def test_sizes_are_checked(fleet):
+    with pytest.raises(ValueError, match="fleet must be"):
+        FleetTrainer(classifiers(1), fleet=fleet).fit(*data())
+
+
+def test_estimators_are_a_list_of_at_least_one():
+    with pytest.raises(ValueError, match="at least one estimator, got an empty list"):
+        FleetTrainer([]).fit(*data())
+    with pytest.raises(ValueError, match="at least one estimator"):
+        FleetTrainer([]).fit_each([])
+    net = classifiers(1)[0]
+    for wrong in (net, make_pipeline(StandardScaler(), net)):
+        expected = rf"must be a list, got a {type(wrong).__name__}\. Pass a list .*\[estimator\]"
+        with pytest.raises(TypeError, match=expected):
+            FleetTrainer(wrong).fit(*data())
+
+
+def test_data_must_be_as_many_as_estimators():
+    trainer = FleetTrainer(classifiers(2), fleet=None)
+    for n in (1, 3):
+        message = rf"one \(X, y\) for each of the 2 estimators, got {n}"
+        with pytest.raises(ValueError, match=message):
+            trainer.fit_each([data()] * n)
+    # one data set after the other
+    for n, given in ((1, "1"), (3, "more")):
+        with pytest.raises(ValueError, match=f"for each of the 2 estimators, got {given}"):
+            trainer.fit_each(data() for _ in range(n))
