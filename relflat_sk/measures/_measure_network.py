@@ -6,35 +6,69 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
+import torch
+from torch import nn
+
 from relflat_sk._checks import check_number
-from relflat_sk._losses import name_criterion
-from relflat_sk._network import Layer, Network, borrowed, find_non_finite
-from relflat_sk._random import draw_seed, seed_from
+from relflat_sk._losses import name_criterion, product_curvature, pull_back
+from relflat_sk._network import Batch, Layer, Network, borrowed, find_non_finite, outcome_of
+from relflat_sk._random import draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
-from relflat_sk.measures._criterion_curvature import criterion_has_curvature
-from relflat_sk.measures._estimate import Estimate
-from relflat_sk.measures._flatness import (
-    LAYER_MEASURES,
-    TRACE_LIKE,
-    Flatness,
-    Summary,
-    measure_layers,
-    summarize,
-)
+from relflat_sk.measures._layer_measures import LAYER_MEASURES, TRACE_LIKE, measure_layers
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
+from relflat_sk.measures._results import Estimate, Flatness, Summary
+from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
-__all__ = [
-    "CURVATURES",
-    "NETWORK_WIDE",
-    "check_arguments",
-    "check_layers",
-    "counts_decay",
-    "is_of_network",
-    "measure_network",
-    "warn_of",
-]
+# Whether a criterion has any curvature at the outputs of a network.
+
+_NOT_LOGARITHMS = 1e-2  # of the logarithm of the summed probabilities
+
+
+def criterion_has_curvature(network: Network) -> bool:
+    """Return whether the criterion is curved in the network's outputs, on some batch of the data.
+
+    Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
+    The 0-1 loss, a detached loss and the mean absolute error are such criteria.
+    """
+    with borrowed(network.module):
+        # by its formula, also where outputs are too large to show it in float32
+        curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
+        curved = curved or any(_is_curved(network, batch) for batch in network.batches())
+    return any(network.processes.gather(curved))
+
+
+def _takes_logits_as_logarithms(network: Network) -> bool:
+    """Return whether `NLLLoss`, which is linear, receives outputs that are no log-probabilities."""
+    if type(network.loss.criterion) is not nn.NLLLoss:
+        return False
+    with torch.no_grad():
+        output = network(next(iter(network.batches())).x)
+    return bool(output.logsumexp(dim=1).abs().max() > _NOT_LOGARITHMS)
+
+
+def _is_curved(network: Network, batch: Batch) -> bool:
+    """Return whether a product with the Hessian in the outputs of a batch is not zero."""
+    if batch.y is None:
+        return True
+    with torch.no_grad():
+        output = network(batch.x)
+    with torch.enable_grad():
+        output = output.detach().requires_grad_()
+        loss, _ = outcome_of(network, batch, output).total()
+        if not loss.requires_grad:
+            return False
+        (gradient,) = pull_back([loss], [output], create_graph=False)
+        if gradient is None:
+            return False
+        if not bool(gradient.any()):
+            return True
+        # random signs do not cancel, as ones would in a softmax
+        signs = rademacher(output.shape, output, make_generator(0, output.device))
+        product = product_curvature(loss, output).product(signs)
+    return bool(product.any())
+
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
@@ -245,4 +279,31 @@ def _warn_of_no_curvature(network: Network, found: Found) -> None:
             "it is piecewise linear or constant in them, or gives no gradient. So 0 does not mean "
             "that the minimum is flat. Measure with a loss that is twice differentiable, for "
             "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
+        )
+
+
+# Warn of measures that are not finite because the network is not.
+
+
+def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
+    """Say why measures are nan or infinite, unless the measures have said so themselves."""
+    # by name, not by layer: a network that diverged has diverged at all of them
+    names = dict.fromkeys(name for (_, name), one in found.items() if not math.isfinite(one.value))
+    if not names:
+        return
+    one = next(iter(found.values()))
+    parameter, cause = find_non_finite(one.network.module), None
+    if parameter is not None:
+        cause = f"{parameter!r} of the network contains nan or infinite numbers"
+    elif names.keys() & {*TRACE_LIKE, "gradient_norm"} and not math.isfinite(one.risk):
+        cause = (
+            f"the mean loss is {one.risk}: the network's outputs are too large, or not of the kind "
+            "that the criterion takes, such as logits in place of probabilities"
+        )
+    if cause is not None:
+        first, *others = names
+        and_others = f" and {len(others)} more" if others else ""
+        warn(
+            f"the value of {first}{and_others} is nan or infinite, because {cause}. If training "
+            "has diverged, train again, with a lower learning rate for example."
         )

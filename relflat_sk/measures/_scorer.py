@@ -8,22 +8,18 @@ from sklearn import get_config
 from sklearn.base import BaseEstimator
 from sklearn.utils.metadata_routing import UNCHANGED
 from sklearn.utils.validation import check_is_fitted
+from skorch import NeuralNet
+from skorch.callbacks import EpochScoring
 
 from relflat_sk._checks import is_integer
 from relflat_sk._models import DataOptions, describe, final_estimator, to_network
 from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._evaluate import evaluate
-from relflat_sk.measures._flatness import Flatness
-from relflat_sk.measures._minimum import (
-    ConstantComparison,
-    compare_with_constant,
-    find_objection,
-)
+from relflat_sk.measures._api import evaluate, relative_flatness
+from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._names import find_measure, find_single_measure, hold_functions
-
-__all__ = ["FlatnessScorer"]
+from relflat_sk.measures._results import Flatness
 
 DATA = ("given", "train")
 AT_MINIMUM = ("ignore", "reject", "warn")
@@ -320,3 +316,20 @@ def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:
 
 def _listed(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+# The columns of a net's history that record its flatness along training.
+
+PENALTY = "flatness_penalty"
+
+
+def flatness_columns(net: NeuralNet) -> dict[str, float]:
+    """Return the columns of flatness in a net's history, with the sign that makes small flat."""
+    signs = {PENALTY: 1.0}
+    for _, callback in getattr(net, "callbacks_", []):
+        if isinstance(callback, EpochScoring) and isinstance(callback.scoring, FlatnessScorer):
+            signs[callback.name_] = -1.0
+        elif isinstance(callback, EpochScoring) and callback.scoring is relative_flatness:
+            signs[callback.name_] = 1.0
+    names = dict.fromkeys(name for epoch in net.history for name in epoch)
+    return {name: signs[name] for name in names if name in signs}

@@ -22,8 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk._random import draw_seed
-from relflat_sk.minima._resampling import interval, resample
-from relflat_sk.minima._selection import FEWEST_MINIMA, Floats, select_minima
+from relflat_sk.minima._resampling import FEWEST_MINIMA, Floats, interval, resample, select_minima
 
 __all__ = ["correlate"]
 

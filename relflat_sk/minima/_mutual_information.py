@@ -28,10 +28,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import xlogy
 
-from relflat_sk._minima_table import find_axes, number_levels, plain_name
 from relflat_sk._random import draw_seed
-from relflat_sk.minima._resampling import interval, resample, signs
-from relflat_sk.minima._selection import Floats, select_minima
+from relflat_sk.minima._columns import find_axes, number_levels, plain_name
+from relflat_sk.minima._resampling import Floats, interval, resample, select_minima, signs
 
 __all__ = ["conditional_mutual_information"]
 

@@ -7,17 +7,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk._minima_table import (
-    DEPTH_BAND,
-    check_depth_band,
+from relflat_sk.minima._columns import (
     column_of,
     is_complete,
     is_converged,
     is_score,
-    mark_depth_band,
-    minima_table,
     numeric_column,
 )
+from relflat_sk.minima._depth import DEPTH_BAND, check_depth_band, mark_depth_band
+from relflat_sk.minima._trials import minima_table
 
 __all__ = ["rank_minima"]
 

@@ -10,12 +10,87 @@ name          shape         meaning
 A resample weights every minimum by its count, so no array is ever indexed by drawn minima.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima._selection import Floats
+from relflat_sk._checks import check_integer
+from relflat_sk.minima._columns import (
+    column_of,
+    is_complete,
+    is_converged,
+    measure_columns,
+    numeric_column,
+)
+from relflat_sk.minima._trials import minima_table
 
-__all__ = ["interval", "resample", "signs"]
+# The minima that a statistic uses: converged, with finite values.
+
+Floats = NDArray[np.float64]
+
+FEWEST_MINIMA = 3  # with two minima every coefficient is 1 or -1
+BASELINE = "train_loss"
+
+
+@dataclass(frozen=True)
+class SelectedMinima:
+    """A table of minima, and which of them a statistic uses. Shapes: `target`, `usable` (N,)."""
+
+    table: pd.DataFrame
+    target: Floats
+    usable: NDArray[np.bool_]
+    measures: list[str]
+
+    def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
+        """Return the usable minima with a finite measure.
+
+        The minima are sorted by target and measure, so that a seed draws the same resamples
+        whatever the order of the table.
+
+        Shapes: returns rows (n,), (n,).
+        """
+        x = numeric_column(self.table, measure, argument="measure")
+        order = np.lexsort((x, self.target))
+        rows = order[(self.usable & np.isfinite(x))[order]]
+        return rows, x[rows], self.target[rows]
+
+    def measures_except(self, columns: list[str]) -> list[str]:
+        """Return the measures without some columns."""
+        return [name for name in self.measures if name not in columns]
+
+
+def select_minima(
+    minima: Any, target: str | Callable[..., Any], n_bootstrap: int
+) -> SelectedMinima:
+    """Select the minima with which measures can be compared to a target."""
+    table, target = minima_table(minima), column_of(target)
+    reason = "it is the number of resamples behind each interval, usually 1000"
+    check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)
+    y = numeric_column(table, target, argument="target")
+    usable = is_complete(table) & is_converged(table) & np.isfinite(y)
+    if usable.sum() < FEWEST_MINIMA:
+        raise ValueError(
+            f"{usable.sum()} of the {len(table)} minima converged and have a finite "
+            f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. "
+            f"{_advice(target, known=bool(np.isfinite(y).any()))}"
+        )
+    names = [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]
+    return SelectedMinima(table, y, usable, [name for name in names if name != target])
+
+
+def _advice(target: str, *, known: bool) -> str:
+    """Return what to do about too few minima, if some have a finite target or none."""
+    if not known and target in ("generalization_gap", "test_loss", "test_score"):
+        return (
+            "Pass X_test and y_test to the search to record held-out values. The columns "
+            "'converged' and 'reason' of the table say why minima were left out."
+        )
+    return "The columns 'converged' and 'reason' of the table say why minima were left out."
+
 
 CONFIDENCE = 0.95
 

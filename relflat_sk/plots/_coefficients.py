@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import column_of, measure_columns, numeric_column
-from relflat_sk.minima import FEWEST_MINIMA, correlate
+from relflat_sk.minima import FEWEST_MINIMA, column_of, correlate, measure_columns, numeric_column
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._points import Points
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk._minima_table import numeric_column, parameter_columns
+from relflat_sk.minima import numeric_column, parameter_columns
 from relflat_sk.plots._labels import label_of, shorten
 from relflat_sk.plots._style import needs_log_scale
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import curves_of, is_converged, minima_table
+from relflat_sk.minima import curves_of, is_converged, minima_table
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk._minima_table import column_of, find_axes, find_axis, minima_table, numeric_column
+from relflat_sk.minima import column_of, find_axes, find_axis, minima_table, numeric_column
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay, with_unit
 from relflat_sk.plots._labels import label_of, shorten

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import column_of, find_axis, minima_table, numeric_column
-from relflat_sk.minima import FEWEST_MINIMA, correlate, select_minima
+from relflat_sk.minima import (
+    FEWEST_MINIMA,
+    column_of,
+    correlate,
+    find_axis,
+    minima_table,
+    numeric_column,
+    select_minima,
+)
 from relflat_sk.plots._coefficients import SYMBOLS, choose_measures
 from relflat_sk.plots._labels import label_of
 from relflat_sk.plots._panels import figure_of, label_rows, make_panels

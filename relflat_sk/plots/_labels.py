@@ -1,6 +1,6 @@
 """Names of columns and layers, as they stand on the axes of a display."""
 
-from relflat_sk._minima_table import plain_name
+from relflat_sk.minima import plain_name
 
 __all__ = ["label_of", "shorten"]
 

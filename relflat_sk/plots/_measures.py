@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import column_of, minima_table, numeric_column
+from relflat_sk.minima import column_of, minima_table, numeric_column
 from relflat_sk.plots._coefficients import choose_measures, correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay, with_unit

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk._minima_table import is_complete, is_converged
+from relflat_sk.minima import is_complete, is_converged
 from relflat_sk.plots._colors import Colors
 from relflat_sk.plots._style import Floats, draw_grid
 

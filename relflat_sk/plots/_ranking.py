@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._minima_table import column_of, measure_columns, numeric_column
-from relflat_sk.minima import rank_minima
+from relflat_sk.minima import column_of, measure_columns, numeric_column, rank_minima
 from relflat_sk.plots._coefficients import correlation_of, show_correlation
 from relflat_sk.plots._colors import Colors, color_column
 from relflat_sk.plots._display import MinimaDisplay, with_unit

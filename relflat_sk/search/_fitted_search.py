@@ -9,10 +9,9 @@ import optuna
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
-from relflat_sk._minima_table import mark_depth_band, shorten_parameters
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measures, hold_functions
-from relflat_sk.minima import rank_minima
+from relflat_sk.minima import mark_depth_band, rank_minima, shorten_parameters
 from relflat_sk.search._best_estimator import BestEstimatorMixin
 from relflat_sk.search._provide import (
     check_same,

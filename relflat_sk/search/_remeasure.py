@@ -6,10 +6,10 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk._minima_table import remeasured_key
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measures
+from relflat_sk.minima import remeasured_key
 from relflat_sk.search._provide import check_same, train_again
 from relflat_sk.search._trial import (
     ARTIFACT,

@@ -15,15 +15,16 @@ from typing import Any
 
 import pandas as pd
 
-from relflat_sk._minima_table import (
+from relflat_sk.minima import (
+    FEWEST_MINIMA,
     column_of,
+    correlate,
     curves_of,
     is_complete,
     is_converged,
     parameter_columns,
     plain_name,
 )
-from relflat_sk.minima import FEWEST_MINIMA, correlate
 from relflat_sk.plots import (
     FlatnessGapDisplay,
     HyperparameterDisplay,

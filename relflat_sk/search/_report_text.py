@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from skorch import NeuralNet
 
-from relflat_sk._minima_table import is_complete, is_converged
+from relflat_sk.minima import is_complete, is_converged
 from relflat_sk.search._trial import last_prefix, last_step, own_goals
 
 __all__ = ["describe_depth", "describe_goal", "left_out", "parameters_of", "text_of"]

@@ -9,8 +9,8 @@ import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
 
-from relflat_sk._minima_table import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk._warnings import warn
+from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk.search._sharing import is_cut_short, is_superseded
 from relflat_sk.search._trial import NO_MEASURE, SATURATED, Space, last_prefix
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
-from relflat_sk._minima_table import DEPTH_BAND
 from relflat_sk._random import as_random_state
+from relflat_sk.minima import DEPTH_BAND
 from relflat_sk.search._fitted_search import FittedSearchMixin
 from relflat_sk.search._remeasure import measure_what_is_new
 from relflat_sk.search._routing import RoutingMixin, route

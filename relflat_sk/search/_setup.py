@@ -9,8 +9,8 @@ from optuna.storages import InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from relflat_sk._checks import check_integer
-from relflat_sk._minima_table import check_depth_band
 from relflat_sk.fleet import fleet_size
+from relflat_sk.minima import check_depth_band
 from relflat_sk.search._sharing import Draws, Grid, Plan, n_processes, open_storage
 from relflat_sk.search._trial import Space
 

@@ -8,7 +8,7 @@ import pytest
 
 import relflat_sk
 from relflat_sk import get_measure_names
-from relflat_sk.measures._registry import INVARIANCES, invariance_table
+from relflat_sk.measures._names import INVARIANCES, invariance_table
 
 ROOT = Path(__file__).parents[2]
 MEASURES = ROOT / "docs" / "measures.md"

@@ -128,10 +128,6 @@ FORBIDDEN = {
     "The mathematics needs torch, numpy and scipy only": ("_penalty/penalty.py", "import skorch"),
     "Optuna is known to the search and the table of minima": ("training/_mlp.py", "import optuna"),
     "_network is entered by its door": ("search/_search.py", "import relflat_sk._network.batches"),
-    "measures._norms is entered by its door": (
-        "measures/_api.py",
-        "import relflat_sk.measures._norms.margin",
-    ),
 }
 
 

@@ -27,7 +27,7 @@ from relflat_sk import (
     sharpness_conditions,
     worst_feature_robustness,
 )
-from relflat_sk.measures._flatness import LAYER_MEASURES
+from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device

@@ -11,7 +11,7 @@ from relflat_sk import measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
+from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import CASES
 from tests.measures.test_layer_kinds import NETS
 from tests.measures.test_layer_kinds import make as make_kind

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from relflat_sk import RelativeFlatnessPenalty, flatness_report, measure, relative_flatness
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import MathAttention
-from relflat_sk.measures._sharpness.fisher_rao import fisher_rao_norm
+from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
 from tests.measures.test_layer_kinds import CE
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, hessian
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, register_measure
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._lanczos import largest_eigenvalue
+from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from tests import oracles
 from tests.measures.test_layer_kinds import CE, dense, make
 
@@ -76,7 +76,7 @@ def test_other_errors_of_the_iteration_are_raised(monkeypatch):
     def fails(*args, **kwargs):
         raise ArpackError(-9999)
 
-    monkeypatch.setattr("relflat_sk.measures._lanczos.eigsh", fails)
+    monkeypatch.setattr("relflat_sk.measures._eigenvalues.eigsh", fails)
     with pytest.raises(ArpackError):
         largest_eigenvalue(lambda v: v, 60, rtol=0.01, random_state=0, where="here")
 

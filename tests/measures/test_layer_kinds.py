@@ -12,8 +12,8 @@ from relflat_sk import measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures import evaluate
-from relflat_sk.measures._flatness import TRACE_LIKE, layer_curvature, measure_layers, terms
+from relflat_sk.measures import _quantities, evaluate
+from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
 from tests.hugging_face import Conv1D, conv1d
 
@@ -135,8 +135,7 @@ def test_probes_average_to_the_exact_value(kind, name, measure_name, monkeypatch
         drawn = torch.as_tensor(signs[: math.prod(shape[1:]), next(calls)]).to(like)
         return drawn.expand(shape[0], -1).reshape(shape)
 
-    monkeypatch.setattr(layer_curvature, "rademacher", rademacher)
-    monkeypatch.setattr(terms, "rademacher", rademacher)
+    monkeypatch.setattr(_quantities, "rademacher", rademacher)
     found = evaluate(measure_name, net, X, y, method="hutchinson", n_probes=128, rtol=1e-9,
                      **arguments)  # fmt: skip
     assert next(calls) == 128

@@ -8,8 +8,7 @@ from relflat_sk import get_measure_names
 from relflat_sk._losses import Loss
 from relflat_sk._network import Network, make_batches
 from relflat_sk.measures import measure_network
-from relflat_sk.measures._flatness import TRACE_LIKE
-from relflat_sk.measures._flatness.trace_measures import TraceMeasures
+from relflat_sk.measures._layer_measures import TRACE_LIKE, TraceMeasures
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from tests.measures.test_layer_kinds import CE, NETS, make
 

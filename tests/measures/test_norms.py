@@ -23,9 +23,8 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network
 from relflat_sk._rescaling.folding import fold_layers
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._norms.margin import margin, sample_margins
-from relflat_sk.measures._norms.norms import NORM_MEASURES
-from relflat_sk.measures._norms.operator_norm import operator_norm
+from relflat_sk.measures._margin import margin, sample_margins
+from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from tests.processes import run_module
 from tests.rescaling.test_folding import used
 
@@ -245,7 +244,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_spectral_norm_is_that_of_the_convolution(kind, iterate, monkeypatch):
     if iterate:
-        monkeypatch.setattr("relflat_sk.measures._norms.operator_norm._DENSE", 0)
+        monkeypatch.setattr("relflat_sk.measures._norms._DENSE", 0)
     build, shape = CONVOLUTIONS[kind]
     layer = build().double()
     X = torch.randn(2, *shape).double()
@@ -577,7 +576,7 @@ def test_batches_and_precision_do_not_matter():
 @pytest.mark.parametrize("iterate", [False, True])
 def test_the_device_does_not_matter(device, iterate, monkeypatch):
     if iterate:
-        monkeypatch.setattr("relflat_sk.measures._norms.operator_norm._DENSE", 0)
+        monkeypatch.setattr("relflat_sk.measures._norms._DENSE", 0)
     net = used(norm_net())
     X = torch.randn(6, 2, 5, 5).double()
     y = net(X).argmax(dim=1)

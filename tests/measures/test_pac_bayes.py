@@ -11,13 +11,13 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk._random import draw_seeds
-from relflat_sk.measures._sharpness import pac_bayes
-from relflat_sk.measures._sharpness.pac_bayes import (
+from relflat_sk.measures import _pac_bayes
+from relflat_sk.measures._pac_bayes import (
     error_rate,
     pac_bayes_flatness,
     pac_bayes_magnitude_flatness,
 )
-from relflat_sk.measures._sharpness.perturbation import (
+from relflat_sk.measures._perturbation import (
     draw_noise,
     map_weights,
     noisy_risks,
@@ -130,7 +130,7 @@ def test_error_bars_are_right(measure, monkeypatch):
     formula, deviation = risks_by_formula(at, X), map_weights(torch.abs, weights_of(at))
     expected = noisy_risks(at, deviation, range(3))
     np.testing.assert_allclose(formula(at, deviation, range(3)), expected, rtol=1e-12)
-    monkeypatch.setattr(pac_bayes, "noisy_risks", formula)
+    monkeypatch.setattr(_pac_bayes, "noisy_risks", formula)
     if measure == "plain":
         exact, function = exact_plain(X, 0.1), pac_bayes_flatness
     else:

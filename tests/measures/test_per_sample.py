@@ -20,7 +20,7 @@ from torch.utils.data import (
 from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._flatness import TRACE_LIKE
+from relflat_sk.measures._layer_measures import TRACE_LIKE
 from tests import oracles
 from tests.hugging_face import GPT2
 from tests.measures.test_layer_kinds import CASES, CE, NETS, dense, make
@@ -178,7 +178,7 @@ def test_terms_are_exact_where_as_many_probes_would_cost_more():
 
 
 def test_too_few_probes_warn(monkeypatch):
-    monkeypatch.setattr("relflat_sk.measures._flatness.summation._MAX_PROBES", 6)
+    monkeypatch.setattr("relflat_sk.measures._sums._MAX_PROBES", 6)
     net, X, y = wide_tanh()
     options = {"layer": 0, "criterion": CE, "random_state": 0, "method": "hutchinson"}
     message = "6 probes left a typical standard error of .* on the terms of relative_flatness"

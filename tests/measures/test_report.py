@@ -17,9 +17,9 @@ from relflat_sk import (
     measure,
 )
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._flatness import LAYER_MEASURES
+from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from relflat_sk.measures._registry import INVARIANCES, REPARAMETERIZATIONS, invariance_table
+from relflat_sk.measures._names import INVARIANCES, REPARAMETERIZATIONS, invariance_table
 from tests import oracles
 from tests.measures.test_layer_kinds import CE, NETS, dense, make
 
@@ -58,7 +58,7 @@ def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
         vectors = np.eye(operator.shape[0])[:, :n_found]
         raise ArpackNoConvergence("no", np.full(n_found, 2.0), vectors)
 
-    monkeypatch.setattr("relflat_sk.measures._lanczos.eigsh", gives_up)
+    monkeypatch.setattr("relflat_sk.measures._eigenvalues.eigsh", gives_up)
     with pytest.warns(FlatnessWarning, match="did not converge to a relative tolerance of 0.01"):
         found = evaluate("hessian_max_eigenvalue", net, X, y, layer=0, criterion=CE)
     assert found.value == 2.0 if n_found else np.isnan(found.value)

@@ -15,7 +15,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._flatness import LAYER_MEASURES
+from relflat_sk.measures._layer_measures import LAYER_MEASURES
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")

@@ -19,8 +19,8 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures import evaluate
-from relflat_sk.measures._sharpness.perturbation import draw_noise, weights_of
-from relflat_sk.measures._sharpness.sharpness import (
+from relflat_sk.measures._perturbation import draw_noise, weights_of
+from relflat_sk.measures._sharpness import (
     SHARPNESS_MEASURES,
     adaptive_sharpness,
     expected_sharpness,

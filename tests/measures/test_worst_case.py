@@ -11,8 +11,8 @@ from torch.func import functional_call
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures._sharpness.perturbation import map_weights, weights_of
-from relflat_sk.measures._sharpness.worst_case import largest_rise
+from relflat_sk.measures._perturbation import map_weights, weights_of
+from relflat_sk.measures._sharpness import largest_rise
 from tests.measures.test_layer_kinds import make as make_kind
 
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()

@@ -17,7 +17,7 @@ from torch import nn
 
 from relflat_sk import LayerFlatnessDisplay, SharpnessKLDisplay, flatness_report
 from relflat_sk._models import DataOptions, to_network
-from relflat_sk.measures._sharpness.sharpness import sharpness_curve
+from relflat_sk.measures._sharpness import sharpness_curve
 
 X, y = load_iris(return_X_y=True)
 

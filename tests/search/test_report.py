@@ -17,7 +17,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler, scale
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk._minima_table import find_axis
+from relflat_sk.minima import find_axis
 from relflat_sk.search._report import render
 from relflat_sk.search._report_text import describe_goal
 

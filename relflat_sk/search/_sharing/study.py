@@ -14,8 +14,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from relflat_sk._minima_table import remeasured_key
 from relflat_sk._warnings import warn
+from relflat_sk.minima import remeasured_key
 from relflat_sk.search._optuna_database import holding_own_trials
 from relflat_sk.search._optuna_internals import is_journal, other_studies, widen_choices
 from relflat_sk.search._optuna_journal import protect_journal

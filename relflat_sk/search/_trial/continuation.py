@@ -7,7 +7,7 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk._minima_table import PARAM_PREFIX
+from relflat_sk.minima import PARAM_PREFIX
 from relflat_sk.search._trial.entries import Computed, as_stored, is_choice
 from relflat_sk.search._trial.space import Space
 

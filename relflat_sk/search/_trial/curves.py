@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from skorch import NeuralNet
 
-from relflat_sk._minima_table import CURVES
 from relflat_sk._models import final_estimator
 from relflat_sk.measures import flatness_columns
+from relflat_sk.minima import CURVES
 
 __all__ = ["record_curves"]
 

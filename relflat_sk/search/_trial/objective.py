@@ -9,9 +9,9 @@ from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import is_classifier
 
 from relflat_sk._checks import check_integer
-from relflat_sk._minima_table import NO_REASON
 from relflat_sk._random import seeded
 from relflat_sk.measures import Flatness
+from relflat_sk.minima import NO_REASON
 from relflat_sk.search._trial.arguments import check_data, check_fit_params, check_kind, check_order
 from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
 from relflat_sk.search._trial.failures import failure_record

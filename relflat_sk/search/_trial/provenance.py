@@ -27,9 +27,9 @@ from sklearn.base import is_regressor
 from skorch.dataset import Dataset as SkorchDataset
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from relflat_sk._minima_table import MADE_WITH, UNITS
 from relflat_sk._warnings import warn
 from relflat_sk.measures import OwnMeasure
+from relflat_sk.minima import MADE_WITH, UNITS
 from relflat_sk.search._trial.description import changed_params, describe, same, with_contents
 from relflat_sk.search._trial.digests import digest
 from relflat_sk.search._trial.samples import describe_samples

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from relflat_sk._minima_table import depth_of
 from relflat_sk.measures import ConstantComparison, Flatness, has_vanished
+from relflat_sk.minima import depth_of
 from relflat_sk.search._trial.goal import Ending, find_ending
 
 __all__ = ["NO_MEASURE", "SATURATED", "Measured", "record_verdict"]

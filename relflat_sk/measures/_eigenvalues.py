@@ -1,0 +1,182 @@
+"""The largest eigenvalue of a symmetric matrix that is known by its products."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+from torch import Tensor
+
+from relflat_sk._network import Network
+from relflat_sk._numerics import column_squares
+from relflat_sk._random import RandomState, seed_from
+from relflat_sk._warnings import warn
+from relflat_sk.measures._layer_pass import LayerPass
+from relflat_sk.measures._results import Flatness, Found, Summary
+from relflat_sk.measures._scan import ForwardPass, scan
+
+Vector = NDArray[np.float64]
+
+# up to this number of rows, the whole matrix costs less than the iteration
+_SMALL = 24
+# largest number of products in an iteration
+_MAX_PRODUCTS = 1000
+
+
+class _NotFiniteError(ArithmeticError):
+    """A product with the matrix is not finite."""
+
+
+def largest_eigenvalue(
+    product: Callable[[Vector], Vector],
+    size: int,
+    *,
+    rtol: float,
+    random_state: RandomState,
+    where: str,
+) -> tuple[float, float]:
+    """Find the largest (algebraic) eigenvalue by Lanczos' iteration."""
+
+    def checked(vector: Vector) -> Vector:
+        found = product(np.asarray(vector, dtype=np.float64).reshape(-1))
+        if not np.isfinite(found).all():
+            raise _NotFiniteError  # LAPACK would print a message
+        return found
+
+    try:
+        if size <= _SMALL:
+            dense = np.stack([checked(row) for row in np.eye(size)])
+            return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
+        values, vectors = _iterate(checked, size, rtol, random_state, where)
+        if len(values) == 0:
+            return np.nan, np.nan
+        value, vector = float(values[-1]), vectors[:, -1]
+        return value, float(np.linalg.norm(checked(vector) - value * vector))
+    except _NotFiniteError:
+        return np.nan, np.nan
+
+
+def _iterate(
+    product: Callable[[Vector], Vector],
+    size: int,
+    rtol: float,
+    random_state: RandomState,
+    where: str,
+) -> tuple[Vector, Vector]:
+    """Find the largest eigenvalue and its vector, or none if the iteration fails."""
+    start = np.random.default_rng(seed_from(random_state)).standard_normal(size)
+    try:
+        values, vectors = eigsh(
+            LinearOperator((size, size), matvec=product, dtype=np.float64),
+            k=1,
+            which="LA",
+            v0=start,
+            tol=rtol,
+            maxiter=max(1, _MAX_PRODUCTS // 20),
+        )
+    except ArpackNoConvergence as error:
+        values, vectors = error.eigenvalues, error.eigenvectors
+        warn(
+            f"the largest eigenvalue {where} did not converge to a relative tolerance of "
+            f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
+        )
+    except ArpackError:  # the matrix of a dead layer is zero, on which the iteration fails
+        if product(start).any():
+            raise
+        values, vectors = np.zeros(1), start[:, None]
+    return values, vectors
+
+
+# The largest eigenvalue of the Hessian in a layer's weight, and the measures made of it.
+#
+# The eigenvalue is found by Lanczos' iteration. A product with the Hessian is a pass over the data:
+# with the notation of `relflat_sk._network.layer_maps`,
+# ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
+
+# from the eigenvalue and the weight to the measure
+EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
+    "hessian_max_eigenvalue": lambda value, weight: value,
+    "eigenvalue_flatness": lambda value, weight: value * float(column_squares(weight).sum()),
+}
+# numbers of features and closed forms that are stored, to spare further passes
+_MOST_STORED = 2**26
+
+
+class EigenvalueMeasures:
+    """The measures of `EIGENVALUE_LIKE`, by Lanczos' iteration at one layer after the other.
+
+    A product with the Hessian takes a pass over the data, unless the layer has a closed form that
+    is small enough to be stored for all samples.
+    """
+
+    def __init__(self, network: Network, *, rtol: float, random_state: RandomState) -> None:
+        self.network = network
+        self.rtol = rtol
+        self.random_state = random_state
+        self._stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = {}
+        self._n_stored = 0.0
+
+    def add(self, forward: ForwardPass) -> None:
+        """Store the closed forms of a batch, while there is room."""
+        for name, layer in forward.layers.items():
+            stored = self._stored.setdefault(name, [])
+            if stored is None:
+                continue
+            if self._n_stored + layer.n_stored > _MOST_STORED:
+                self._stored[name] = None
+            else:
+                self._n_stored += layer.n_stored
+                stored.append((layer, forward.row_weights(layer)))
+
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+        """Compute the measures at all layers whose batches were added.
+
+        To be used within `borrowed`.
+        """
+        found = {}
+        for layer, weight in summary.layer_weights.items():
+            value, error = self._largest(layer, summary)
+            for name, measure in EIGENVALUE_LIKE.items():
+                found[layer, name] = Flatness(
+                    value=measure(value + weight_decay, weight),
+                    stderr=measure(error, weight),
+                    method="lanczos",
+                    network=self.network,
+                    summary=summary,
+                )
+        return found
+
+    def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
+        """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""
+        weight = summary.layer_weights[layer]
+
+        def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+            matrix = torch.from_numpy(vector).to(weight.device).reshape(weight.shape)
+            found = self._product(layer, matrix) / summary.divisor
+            flat: NDArray[np.float64] = found.flatten().cpu().numpy()
+            return flat
+
+        return largest_eigenvalue(
+            product,
+            weight.numel(),
+            rtol=self.rtol,
+            random_state=self.random_state,
+            where=f"at layer {layer!r}",
+        )
+
+    def _product(self, layer: str, matrix: Tensor) -> Tensor:
+        """Multiply the Hessian of the summed loss in a layer's weight with a matrix (d, m)."""
+        total = torch.zeros_like(matrix)
+        stored = self._stored[layer]
+        if stored is not None:
+            for known, weights in stored:
+                total += known.weight_product(matrix, weights)
+            return self.network.processes.sum(total)
+
+        def add(forward: ForwardPass) -> None:
+            found = forward.layers[layer]
+            total.add_(found.weight_product(matrix, forward.row_weights(found)))
+
+        scan(self.network, [layer], add)
+        return self.network.processes.sum(total)

@@ -1,0 +1,161 @@
+"""The margin: by how much the score of the true class exceeds that of any other class."""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from relflat_sk._checks import check_number
+from relflat_sk._losses import Loss, ProbabilityNLLLoss
+from relflat_sk._network import Network, borrowed, find_link, layer_names, record_tail
+from relflat_sk._warnings import warn
+from relflat_sk.measures._results import Estimate
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How a criterion's first argument and the classes' scores belong together."""
+
+    link: str  # from the scores, the last layer's output, to the criterion's first argument
+    undo: Callable[[Tensor], Tensor]  # the inverse of the link, up to a constant per sample
+
+
+_SCORES: dict[type, _Scores] = {
+    nn.CrossEntropyLoss: _Scores("identity", lambda z: z),
+    nn.NLLLoss: _Scores("log_softmax", lambda z: z),
+    ProbabilityNLLLoss: _Scores("softmax", torch.log),
+    nn.BCEWithLogitsLoss: _Scores("identity", lambda z: z),
+    nn.BCELoss: _Scores("sigmoid", torch.logit),
+}
+_BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
+
+
+def margin(network: Network, percentile: float) -> float:
+    r"""Compute the margin of a classifier: a percentile of its samples' margins."""
+    check_number("percentile", percentile, positive=False)
+    if percentile > 100:
+        raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
+    return float(np.percentile(sample_margins(network), percentile))
+
+
+def sample_margins(network: Network) -> NDArray[np.float64]:
+    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
+
+    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
+    1; the score of class 0 is then 0, and the margin z or -z.
+
+    Shapes: returns (n,).
+    """
+    criterion = network.loss.criterion
+    if type(criterion) not in _SCORES:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise ValueError(
+            f"a margin needs a classifier, but {name} is not known as a classification loss. "
+            f"Known are {[kind.__name__ for kind in _SCORES]}; if the network's outputs are "
+            "logits, pass criterion=torch.nn.CrossEntropyLoss()."
+        )
+    (last,) = layer_names(network)[-1:]
+    parts = []
+    with borrowed(network.module):
+        for batch in network.batches():
+            if batch.y is None:
+                raise ValueError("y is needed: the margin is that of the true class. Pass y.")
+            if batch.weight is not None:
+                raise ValueError(
+                    "the margin is a percentile of samples with equal weights: leave "
+                    "sample_weight out."
+                )
+            parts.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
+    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
+    if not len(margins):
+        raise ValueError("the criterion ignores all labels, so there is no margin.")
+    return margins
+
+
+def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
+    """Run one batch, and compute its margins from the last layer's output where possible."""
+    with torch.no_grad(), record_tail(network.module, last) as recorder:
+        output = network(x)
+    record = recorder[last]
+    loss = network.loss
+    known = _SCORES[type(loss.criterion)]
+    scores = output.detach()
+    if known.link != "identity" and find_link(output, record.node) == known.link:
+        # probabilities close to 1 have lost digits that the layer's output has
+        scores = record.check()[1].reshape(output.shape)
+    else:
+        scores = known.undo(scores)
+    scores = loss.classes_second(scores.double(), y)
+    target = loss.check_target(scores, y.to(scores.device))
+    return (_binary if isinstance(loss.criterion, _BINARY) else _multiclass)(loss, scores, target)
+
+
+def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    """Compare the true class with the best other class."""
+    if target.is_floating_point() or scores.shape[1] < 2:
+        raise ValueError(
+            "a margin needs two classes or more and one label for each sample, got outputs of "
+            f"shape {tuple(scores.shape)} with targets of {target.dtype}."
+        )
+    scores, target = scores.movedim(1, -1).flatten(0, -2), target.flatten()
+    labelled = target != getattr(loss.criterion, "ignore_index", -100)
+    scores, target = scores[labelled], target[labelled, None]
+    others = scores.scatter(1, target, -math.inf)
+    return scores.gather(1, target)[:, 0] - others.amax(dim=1)
+
+
+def _binary(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
+    """Give each sample's logit the sign of its label."""
+    if scores[0].numel() != 1 or bool(((target != 0) & (target != 1)).any()):
+        raise ValueError(
+            "a margin needs one label, 0 or 1, for each sample, got outputs of shape "
+            f"{tuple(scores.shape)} and targets such as {target.flatten()[:3].tolist()}."
+        )
+    return ((2 * target - 1) * scores).flatten()
+
+
+# Norms from their logarithms, divided by a power of the margin or not.
+
+PERCENTILE = 5.0
+_LARGEST = math.log(sys.float_info.max)
+
+
+def log(value: float) -> float:
+    """Return the natural logarithm of a number that is not negative; minus infinity for 0."""
+    return math.log(value) if value > 0 else -math.inf
+
+
+def positive_margin(network: Network, percentile: float) -> float:
+    """Return the margin of a classifier; nan, with a warning, if it is not positive."""
+    gamma = margin(network, percentile)
+    if gamma > 0:
+        return gamma
+    warn(
+        f"the margin is {gamma:.3g}, not positive: it is the {percentile:g}th percentile of the "
+        "samples' margins, and a negative margin is that of a sample that is classified wrongly. "
+        "What is divided by the margin means nothing and is given as nan. Train until the network "
+        "fits the training data, and measure on those, or pass a larger percentile."
+    )
+    return math.nan
+
+
+def estimate_from_log(
+    log_norm: float,
+    network: Network,
+    over_margin: bool,
+    percentile: float = PERCENTILE,
+    power: int = 2,
+) -> Estimate:
+    """Return a norm from its logarithm, divided by a power of the margin if asked for."""
+    if over_margin:
+        log_norm -= power * math.log(positive_margin(network, percentile))
+    if log_norm > _LARGEST:
+        warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
+        return Estimate(math.inf)
+    return Estimate(math.exp(log_norm))

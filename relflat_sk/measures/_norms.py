@@ -1,0 +1,376 @@
+"""Norms of a network's weights, divided by its margin or not: measures without any curvature.
+
+With weights ``W_l`` of layers l = 1 .. L, batch norm folded into the layer before it, and the
+margin ``gamma`` of `relflat_sk.measures._margin` [1]_:
+
+======================  ===================================================================
+parameter_count         number of parameters, times the depth L or not (Section 2.1)
+l2_norm                 ``sqrt(sum_l |W_l|_F^2)``
+frobenius_product       ``prod_l |W_l|_F^2``
+group_norm_product      ``prod_l |W_l|_{p,q}^2``: norm q over units of norms p of their weights
+spectral_product        ``prod_l h_l |W_l|_2^2``
+l1_path_norm            ``(sum over paths prod |w|)^2``
+l2_path_norm            ``sum over paths prod w^2``
+inverse_margin          ``1 / gamma^2`` [2]_
+linf_lipschitz_product  ``prod_l |W_l|_{1,inf}`` (Section 2.3)
+l2_lipschitz_product    ``prod_l |W_l|_2`` (Section 2.3)
+log_robustness          ``log K`` of `log_robustness` (Section 2.3)
+======================  ===================================================================
+
+The products and path norms have the unit of a product of L squared weights, the Lipschitz products
+that of a product of L weights, `l2_norm` that of a weight, and `inverse_margin` that of one over a
+squared logit. `parameter_count` and `log_robustness` have none.
+
+*Constants.* The factors 4 per layer (2 in the l1 path norm) of [1]_, and the widths in its l2 path
+norm, are left out: they are the same for all networks of one architecture.
+
+*Convolutions* count as the linear maps that they are. ``|W|_2`` is the norm of the map from image
+to image, and so is ``|W|_{1,inf}`` in a Lipschitz product. ``h_l`` is the size of the layer's
+output for one sample: channels times positions, or the units of a linear layer. Paths lead from
+pixel to pixel. Only ``|W|_F`` and the group norms are those of the kernel, with each weight
+counted once, as in [1]_.
+
+*Biases* count in the path norms and among the parameters only. In the path norms, each bias is a
+path from an input that is always one, and so is the shift of a batch norm.
+
+References
+----------
+.. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+   Sections 2.1 to 2.3.
+.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.linalg import LinearOperator, svds
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from relflat_sk._checks import is_number
+from relflat_sk._network import Network, borrowed, find_faster_step, layer_names
+from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
+from relflat_sk.measures._path_norms import sum_over_paths
+from relflat_sk.measures._results import Estimate, with_tolerance
+
+# largest size of the matrix of a convolution for which it is written out
+_DENSE = 2**18
+
+
+def is_iterated(layer: AffineLayer) -> bool:
+    """Tell whether `operator_norm` iterates, and so is exact to a tolerance only."""
+    return not layer.map.channels_last and _size(layer) > _DENSE
+
+
+def operator_norm(layer: AffineLayer, rtol: float) -> float:
+    r"""Compute the spectral norm of the map from a layer's input to its output, without bias.
+
+    For a linear layer, this is the largest singular value of its weight, whatever the number
+    of tokens. For a convolution, it is the norm of the convolution as this network uses it,
+    with its stride, its padding and the size of the image [1]_. The spectral norm of the kernel
+    as a matrix does not depend on these.
+    """
+    if layer.map.channels_last:
+        return float(torch.linalg.matrix_norm(layer.weight, ord=2))
+    if not is_iterated(layer):
+        basis = (
+            torch.eye(layer.input_shape.numel()).to(layer.weight).reshape(-1, *layer.input_shape)
+        )
+        with torch.no_grad():
+            matrix = layer.apply(basis, layer.weight).flatten(1)
+        return float(torch.linalg.matrix_norm(matrix, ord=2))
+    operator = _as_operator(layer)
+    # an arbitrary start, but the same in every call
+    start = np.random.default_rng(0).standard_normal(min(operator.shape))
+    (largest,) = svds(operator, k=1, v0=start, tol=rtol, return_singular_vectors=False)
+    return float(largest)
+
+
+def _size(layer: AffineLayer) -> int:
+    return layer.input_shape.numel() * layer.output_shape.numel()
+
+
+def _array(tensor: Tensor) -> NDArray[np.float64]:
+    array: NDArray[np.float64] = tensor.flatten().cpu().numpy()
+    return array
+
+
+def _as_operator(layer: AffineLayer) -> LinearOperator:
+    """Wrap products with a layer's map and its transpose for SciPy."""
+    shape = (layer.output_shape.numel(), layer.input_shape.numel())
+    origin = layer.weight.new_zeros((1, *layer.input_shape)).requires_grad_()
+    with torch.enable_grad():
+        output = layer.apply(origin, layer.weight)  # linear: its derivative is the same anywhere
+
+    def tensor(vector: NDArray[np.float64], size: torch.Size) -> Tensor:
+        return torch.from_numpy(np.asarray(vector)).to(layer.weight).reshape(1, *size)
+
+    def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        with torch.no_grad():
+            return _array(layer.apply(tensor(vector, layer.input_shape), layer.weight))
+
+    def transposed(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        (pulled_back,) = torch.autograd.grad(
+            output, origin, tensor(vector, layer.output_shape), retain_graph=True
+        )
+        return _array(pulled_back)
+
+    return LinearOperator(shape, matvec=product, rmatvec=transposed, dtype=np.float64)
+
+
+# Products of a norm over all layers, and the Lipschitz constants that they bound.
+
+
+def frobenius_product(
+    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
+) -> Estimate:
+    """Multiply the squared Frobenius norms of all layers' weights."""
+    layers = only_layers("frobenius_product", network)
+    total = sum(log(float(layer.weight.square().sum())) for layer in layers)
+    return estimate_from_log(total, network, over_margin, percentile)
+
+
+def group_norm_product(
+    network: Network,
+    *,
+    p: float = 1.0,
+    q: float = math.inf,
+    over_margin: bool = False,
+    percentile: float = PERCENTILE,
+) -> Estimate:
+    r"""Multiply the squared group norms ``|W|_{p,q}`` of all layers' weights [1]_."""
+    for name, value in (("p", p), ("q", q)):
+        if not (is_number(value) and value >= 1):
+            raise ValueError(
+                f"{name} must be a number of at least 1, or math.inf, got {value!r}: below 1 there "
+                "is no norm."
+            )
+    layers = only_layers("group_norm_product", network)
+    rows = [torch.linalg.vector_norm(layer.weight, ord=p, dim=1) for layer in layers]
+    total = sum(2 * log(float(torch.linalg.vector_norm(norms, ord=q))) for norms in rows)
+    return estimate_from_log(total, network, over_margin, percentile)
+
+
+def spectral_product(
+    network: Network,
+    *,
+    over_margin: bool = False,
+    percentile: float = PERCENTILE,
+    rtol: float = 1e-4,
+) -> Estimate:
+    """Multiply the squared spectral norms of all layers, times the sizes of their outputs."""
+    layers = only_layers("spectral_product", network)
+    sizes = sum(math.log(layer.output_shape.numel()) for layer in layers)
+    norms, tolerance = log_spectral_norms(layers, rtol)
+    product = estimate_from_log(sizes + 2 * norms, network, over_margin, percentile)
+    return with_tolerance(product, 2 * tolerance * product.value)
+
+
+def l2_lipschitz_product(
+    network: Network,
+    *,
+    over_margin: bool = False,
+    percentile: float = PERCENTILE,
+    rtol: float = 1e-4,
+) -> Estimate:
+    """Multiply the spectral norms of all layers [1]_.
+
+    In a chain of layers, with activations of slope at most 1, the product bounds how fast the
+    outputs change with the inputs, both in the Euclidean norm.
+    """
+    norms, tolerance = log_spectral_norms(only_layers("l2_lipschitz_product", network), rtol)
+    product = estimate_from_log(norms, network, over_margin, percentile, power=1)
+    return with_tolerance(product, tolerance * product.value)
+
+
+def linf_lipschitz_product(
+    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
+) -> Estimate:
+    """Multiply the norms of all layers as maps between vectors with the maximum norm [1]_.
+
+    In a chain of layers, with activations of slope at most 1, the product bounds how fast the
+    largest change of an output grows with the largest change of an input.
+    """
+    norms = log_largest_rows(only_layers("linf_lipschitz_product", network))
+    return estimate_from_log(norms, network, over_margin, percentile, power=1)
+
+
+def log_spectral_norms(layers: Sequence[AffineLayer], rtol: float) -> tuple[float, float]:
+    """Add up the logarithms of the layers' spectral norms."""
+    tolerance = rtol / 2 * sum(map(is_iterated, layers))
+    return sum(log(operator_norm(layer, rtol)) for layer in layers), tolerance
+
+
+def log_largest_rows(layers: Sequence[AffineLayer]) -> float:
+    """Add up the logarithms of the layers' norms as maps of vectors with the maximum norm."""
+    total = 0.0
+    for layer in layers:
+        ones = layer.weight.new_ones((1, *layer.input_shape))
+        total += log(float(layer.apply(ones, layer.weight.abs()).max()))
+    return total
+
+
+def other_weights(module: nn.Module, layers: Sequence[AffineLayer]) -> Iterator[tuple[str, Tensor]]:
+    """List weights outside the called layers: of embeddings, recurrent cells, unused layers."""
+    called: list[Any] = [layer.map.layer for layer in layers]
+    known_layers, known_weights = {id(one) for one in called}, {id(one.weight) for one in called}
+    for name, owner in module.named_modules():
+        if id(owner) in known_layers or isinstance(owner, ParametrizationList):
+            continue
+        for key, parameter in owner.named_parameters(recurse=False):
+            if parameter.ndim > 1 and id(parameter) not in known_weights:
+                yield f"{name}.{key}".removeprefix("."), parameter.detach()
+
+
+def only_layers(measure: str, network: Network) -> list[AffineLayer]:
+    """List the called layers of a network, and refuse one that has weights elsewhere."""
+    with borrowed(network.module):
+        layers = fold_layers(network)
+        # in training mode, spectral norm changes its buffers whenever a weight is read
+        others = [name for name, _ in other_weights(network.module, layers)]
+    if others:
+        raise ValueError(
+            f"{measure} is a product over the linear and convolutional layers that are called, "
+            f"but the network has other weights: {', '.join(others)}."
+        )
+    return layers
+
+
+# Robustness: the number of cells of inputs in which a classifier does not change its class.
+#
+# A classifier is (K, epsilon)-robust [1]_, [2]_ if its inputs can be divided into K cells such that
+# the loss of a training sample differs by at most epsilon from that of any input in its cell. The
+# 0-1 loss does not differ at all (epsilon = 0) for samples of margin ``gamma`` or more in cells of
+# diameter ``gamma / (2 C)``, where C is a Lipschitz constant of the logits: the difference of two
+# logits changes at most twice as fast as one of them.
+#
+# References
+# ----------
+# .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+#    Section 2.3.
+# .. [2] Xu and Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
+
+_NORMS = ("linf", "l2")
+
+
+def log_robustness(
+    network: Network,
+    *,
+    percentile: float = PERCENTILE,
+    norm: str = "linf",
+    rtol: float = 1e-4,
+) -> Estimate:
+    """Compute the logarithm of the number K of cells in which a classifier is robust.
+
+    The cells are the cubes of a grid over the smallest box that contains the data.
+    """
+    if norm not in _NORMS:
+        raise ValueError(f"norm must be one of {sorted(_NORMS)}, got {norm!r}.")
+    layers = only_layers("log_robustness", network)
+    log_lipschitz, tolerance = (
+        log_spectral_norms(layers, rtol) if norm == "l2" else (log_largest_rows(layers), 0.0)
+    )
+    ranges = _ranges(network)
+    _check_chain(network, layers, norm)
+    gamma = positive_margin(network, percentile)
+    # a cube of side s has diameter s in the maximum norm, and s sqrt(n) in the Euclidean norm
+    corner = math.sqrt(len(ranges)) if norm == "l2" else 1.0
+    logs = ranges.log() + (math.log(2 * corner / gamma) + log_lipschitz)
+    # from 2^52 cells on, rounding up changes nothing in floating point
+    cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
+    return with_tolerance(Estimate(float(cells.sum())), tolerance * len(ranges))
+
+
+def _check_chain(network: Network, layers: Sequence[AffineLayer], norm: str) -> None:
+    """Refuse a network whose outputs may change faster than the product of its layers' norms."""
+    with borrowed(network.module), torch.enable_grad():
+        x = next(network.batches()).x[:1].detach().clone().requires_grad_()
+        n_folded = sum(layer.norm is not None for layer in layers)
+        why = find_faster_step(network(x), x, len(layers), n_folded, euclidean=norm == "l2")
+    if why is not None:
+        raise ValueError(
+            "log_robustness needs a Lipschitz constant of the network. The product of the layers' "
+            "norms is one for a chain of layers with activations of slope at most 1, and this "
+            f"network is another: {why}. Use 'inverse_margin' or a norm over the margin."
+        )
+
+
+def _ranges(network: Network) -> Tensor:
+    """Compute the range of each feature over the data, float64 of shape (number of features,)."""
+    lowest, highest = [], []
+    for batch in network.batches():
+        if not (isinstance(batch.x, Tensor) and batch.x.is_floating_point()):
+            kind = f"of {batch.x.dtype}" if isinstance(batch.x, Tensor) else type(batch.x).__name__
+            raise ValueError(
+                "log_robustness divides inputs of floating-point numbers into cells, but the "
+                f"network takes inputs {kind}."
+            )
+        x = batch.x.flatten(1).double()
+        lowest.append(x.amin(dim=0))
+        highest.append(x.amax(dim=0))
+    low, high = network.processes.join_rows(torch.stack(lowest), torch.stack(highest))
+    return high.amax(dim=0) - low.amin(dim=0)
+
+
+def parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
+    """Count the numbers in all parameters of the network."""
+    count = sum(parameter.numel() for parameter in network.module.parameters())
+    return Estimate(float(count * (len(layer_names(network)) if times_depth else 1)))
+
+
+def l2_norm(
+    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
+) -> Estimate:
+    """Compute the Euclidean norm of all weights."""
+    with borrowed(network.module):
+        layers = fold_layers(network)
+        weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
+        squares = [float(weight.square().sum()) for weight in weights.values()]
+        others = other_weights(network.module, layers)
+        squares += [float(weight.double().square().sum()) for _, weight in others]
+    return estimate_from_log(log(sum(squares)) / 2, network, over_margin, percentile, power=1)
+
+
+def l1_path_norm(
+    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
+) -> Estimate:
+    """Square the sum over all paths of products of the weights' magnitudes."""
+    return estimate_from_log(2 * log(_path_sum(network, power=1)), network, over_margin, percentile)
+
+
+def l2_path_norm(
+    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
+) -> Estimate:
+    """Sum over all paths the products of the squared weights."""
+    return estimate_from_log(log(_path_sum(network, power=2)), network, over_margin, percentile)
+
+
+def inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
+    """Compute one over the square of the margin."""
+    return estimate_from_log(0.0, network, over_margin=True, percentile=percentile)
+
+
+# each takes a network, and keyword arguments of its own
+NORM_MEASURES: dict[str, Callable[..., Estimate]] = {
+    "parameter_count": parameter_count,
+    "l2_norm": l2_norm,
+    "frobenius_product": frobenius_product,
+    "group_norm_product": group_norm_product,
+    "spectral_product": spectral_product,
+    "l1_path_norm": l1_path_norm,
+    "l2_path_norm": l2_path_norm,
+    "inverse_margin": inverse_margin,
+    "linf_lipschitz_product": linf_lipschitz_product,
+    "l2_lipschitz_product": l2_lipschitz_product,
+    "log_robustness": log_robustness,
+}
+
+
+def _path_sum(network: Network, power: int) -> float:
+    with borrowed(network.module):
+        return sum_over_paths(network, fold_layers(network), power)

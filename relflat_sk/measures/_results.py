@@ -1,0 +1,151 @@
+"""The result of a measurement: a value with its standard error, and the totals of its pass."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relflat_sk._network import Network, best_constant_loss
+from relflat_sk._numerics import read_numbers
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured value, its standard error, and the method that gave it.
+
+    Parameters
+    ----------
+    value : float
+        The measure.
+    stderr : float, default=0.0
+        Standard error; 0 for exact values.
+    method : str, default="exact"
+        How the value was computed, as reports name it.
+    """
+
+    value: float
+    stderr: float = 0.0
+    method: str = "exact"
+
+
+def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:
+    """Return an estimate with the tolerance of the iteration for norms that led to it."""
+    return replace(estimate, stderr=stderr, method="lanczos") if stderr > 0 else estimate
+
+
+@dataclass
+class Summary:
+    """Totals of one pass over the data, beside the measures. Shapes: `layer_weights` (d, m)."""
+
+    divisors: float | Tensor = 0.0
+    losses: float | Tensor = 0.0
+    n_samples: int = 0
+    output_shape: torch.Size = field(default_factory=torch.Size)
+    link: str | None = None
+    has_labels: bool = False
+    layer_weights: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    @cached_property
+    def divisor(self) -> float:
+        """What divides the summed loss in the mean loss; to be read after the pass."""
+        return self._totals[0]
+
+    @cached_property
+    def loss(self) -> float:
+        """Summed loss; nan without labels. To be read after the pass."""
+        return self._totals[1]
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        if isinstance(self.divisors, Tensor):
+            return read_numbers(self.divisors, torch.as_tensor(self.losses))
+        return [self.divisors, float(self.losses)]
+
+
+@dataclass
+class Flatness:
+    """A flatness value, with the loss, sample count and layer weights from the same pass.
+
+    Parameters
+    ----------
+    value : float
+        The measure.
+    stderr : float
+        Standard error; 0 for exact values, and the residual's norm for eigenvalues.
+    method : str
+        How the value was computed, such as "closed form" or "hutchinson".
+    network : Network
+        The network, with its loss and data.
+    summary : Summary
+        Totals of the pass over the data.
+    terms : ndarray of shape (n,), optional
+        The samples' terms, whose mean is the value; None if not asked for.
+    term_stderrs : ndarray of shape (n,), optional
+        Standard errors of the terms.
+    neurons : ndarray of shape (m,), optional
+        The numbers of the input neurons, of which the value is the largest.
+    neuron_stderrs : ndarray of shape (m,), optional
+        Standard errors of these.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LinearRegression
+    >>> from relflat_sk.measures import evaluate
+    >>> X, y = [[1.0], [2.0]], [2.0, 5.0]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
+    >>> found = evaluate("relative_flatness", model, X, y)
+    >>> round(found.value, 3), round(found.risk, 3), found.method, found.n_samples
+    (28.8, 0.1, 'closed form', 2)
+    """
+
+    value: float
+    stderr: float
+    method: str
+    network: Network
+    summary: Summary
+    terms: NDArray[np.float64] | None = None
+    term_stderrs: NDArray[np.float64] | None = None
+    neurons: NDArray[np.float64] | None = None
+    neuron_stderrs: NDArray[np.float64] | None = None
+
+    def without_value(self) -> "Flatness":
+        """Return the same result with nan in place of every value.
+
+        Returns
+        -------
+        Flatness
+            To be returned where there is no mean loss, so that there is no curvature of it.
+        """
+        arrays = (self.terms, self.term_stderrs, self.neurons, self.neuron_stderrs)
+        lost = [None if array is None else np.full_like(array, np.nan) for array in arrays]
+        return Flatness(np.nan, np.nan, self.method, self.network, self.summary, *lost)
+
+    @property
+    def risk(self) -> float:
+        """Mean loss on the data; nan without labels."""
+        return self.summary.loss / self.summary.divisor
+
+    @property
+    def n_samples(self) -> int:
+        """Number of samples that were measured on."""
+        return self.summary.n_samples
+
+    def constant_risk(self) -> float:
+        """Compute the mean loss of the best constant prediction on the same data.
+
+        The labels are read again, the network is not run.
+
+        Returns
+        -------
+        float
+            In the unit of the loss; nan without labels.
+        """
+        shape, link = self.summary.output_shape, self.summary.link
+        return best_constant_loss(self.network, shape, link)
+
+
+Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure

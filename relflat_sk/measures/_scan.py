@@ -1,0 +1,424 @@
+"""Passes over the data: run the network batch by batch, and record some of its layers.
+
+Memory does not grow with the number of samples: nothing of a batch is alive while the network
+runs on the next one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._checks import gather_checks, is_integer
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target, pull_back, warn_of_ending
+from relflat_sk._network import (
+    Batch,
+    Layer,
+    LayerRecord,
+    Network,
+    Tail,
+    WeightWatch,
+    check_layer,
+    check_linear,
+    check_rows,
+    check_unmixed,
+    check_uses,
+    choose_curvatures,
+    depends_on,
+    few_rows,
+    find_ending,
+    find_layer,
+    find_link,
+    find_mixed,
+    find_uses_elsewhere,
+    has_fused_attention,
+    is_tied,
+    layer_map,
+    record_order,
+    record_tail,
+    sample_weight,
+    weight_layers,
+)
+from relflat_sk._numerics import full_precision
+from relflat_sk._warnings import warn
+from relflat_sk.measures._layer_pass import ClosedFormLayerPass, LayerPass, ManyClassesLayerPass
+from relflat_sk.measures._quantities import ByClosedForm, ByGradients, ByProducts, LayerCurvature
+from relflat_sk.measures._results import Summary
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
+
+    layers: dict[str, LayerPass]
+    curvatures: list[LayerCurvature]
+    sample_weight: Tensor
+    divisor: float | Tensor
+    loss: Tensor
+    output_shape: torch.Size
+    link: str | None
+    has_labels: bool
+
+    def __len__(self) -> int:
+        return len(self.sample_weight)
+
+    def row_weights(self, layer: LayerPass) -> Tensor:
+        """Return the weights of the samples, or of the tokens if those are a layer's rows.
+
+        Shapes: returns (n,).
+        """
+        repeats = len(layer.features) // len(self)
+        # each small operation is a launch on a GPU
+        return self.sample_weight.repeat_interleave(repeats) if repeats > 1 else self.sample_weight
+
+
+def make_forward_pass(
+    network: Network, batch: Batch, output: Tensor, records: Sequence[LayerRecord]
+) -> ForwardPass:
+    """Compute the losses of a batch, and choose how curvatures are computed."""
+    for record in records:
+        _check_samples(record, output)
+    with torch.enable_grad():
+        output = full_precision(network.loss.classes_second(output, batch.y))
+    loss = network.loss.to(output.device, output.dtype)
+    target = _read_target(loss, output, batch)
+    link = find_link(output, records[-1].node)
+    warn_of_ending(loss.criterion, find_ending(output))
+    if target is None and loss.needs_target:
+        raise _labels_missing(loss, records[0].name)
+    if target is not None:
+        network.check_criterion(output, target.values)
+    weighted = batch.weight is not None
+    losses = _losses(loss, output, target, each=weighted)
+    tail = Tail(loss, output, target, records[-1], _precise)
+    curvatures = choose_curvatures(tail, records, _Ways(tail, losses))
+    passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
+    weights = sample_weight(batch, len(output), output.device)
+    each = loss.each_divisor(output, tail.relevant)
+    return ForwardPass(
+        layers={record.name: passes[record.name] for record in records},
+        curvatures=curvatures,
+        sample_weight=weights,
+        divisor=_sum(each.detach(), weights, weighted=weighted)
+        if isinstance(each, Tensor)
+        else each * (weights.sum() if weighted else len(weights)),
+        loss=_sum(losses.detach(), weights, weighted=weighted),
+        output_shape=output.shape[1:],
+        link=link,
+        has_labels=target is not None,
+    )
+
+
+def _precise(z: Tensor) -> Tensor:
+    """Return outputs in float64, where probabilities close to one keep their distance from it."""
+    return z.detach().double()
+
+
+def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
+    """Check the labels of a batch, if it has any."""
+    return None if batch.y is None else loss.read_target(output, batch.y)
+
+
+def _losses(loss: Loss, output: Tensor, target: Target | None, *, each: bool) -> Tensor:
+    """Compute the losses of the samples, nan without labels."""
+    if target is None:
+        return output.new_full((len(output),), torch.nan)
+    with torch.enable_grad():
+        return loss.losses(output, target.values, each=each)
+
+
+def _sum(values: Tensor, weights: Tensor, *, weighted: bool) -> Tensor:
+    """Sum numbers of the samples in float64, in one operation if they have no weights."""
+    return values.double() @ weights if weighted else values.sum(dtype=weights.dtype)
+
+
+def _check_samples(record: LayerRecord, output: Tensor) -> None:
+    """Refuse a network that does not give one output for each row of a layer."""
+    n = len(record.check()[1])
+    if len(output) != n:
+        raise ValueError(
+            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
+            f"{tuple(output.shape)}; expected one output for each sample."
+        )
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Makes the curvatures at recorded layers, for `choose_curvatures`."""
+
+    tail: Tail
+    losses: Tensor
+
+    def closed_form(
+        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
+    ) -> LayerCurvature:
+        """Make the curvature of one layer with a closed form."""
+        return self._by_closed_form(ClosedFormLayerPass, record, features, curvature)
+
+    def many_classes(
+        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
+    ) -> LayerCurvature:
+        """Make the curvature of one layer with very many classes."""
+        return self._by_closed_form(ManyClassesLayerPass, record, features, curvature)
+
+    def gradients(
+        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
+    ) -> LayerCurvature:
+        """Make the curvature of the layers behind which the network is piecewise linear."""
+        return ByGradients(self._layers(records), base, curvature)
+
+    def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
+        """Make the curvature of all other layers."""
+        return ByProducts(self._layers(records))
+
+    def _by_closed_form(
+        self,
+        kind: type[ClosedFormLayerPass],
+        record: LayerRecord,
+        features: Tensor,
+        curvature: ClosedForm,
+    ) -> LayerCurvature:
+        assert record.offset is not None
+        as_map = layer_map(record.layer)
+        return ByClosedForm(
+            kind(record.name, as_map, features, record.offset, self.losses, curvature)
+        )
+
+    def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
+        """Make layers without a closed form, for which labels are needed."""
+        if self.tail.target is None:
+            raise _labels_missing(self.tail.loss, records[0].name)
+        layers = {}
+        for record in records:
+            assert record.offset is not None
+            features, _ = record.check()
+            layers[record.name] = LayerPass(
+                record.name, layer_map(record.layer), features, record.offset, self.losses
+            )
+        return layers
+
+
+def _labels_missing(loss: Loss, layer: str) -> ValueError:
+    """Return the error for missing labels."""
+    return ValueError(
+        f"y is needed: the curvature of {type(loss.criterion).__name__} at layer {layer!r} "
+        "depends on the labels here. Pass y."
+    )
+
+
+def scan(
+    network: Network,
+    layers: Sequence[Layer] | str,
+    *visits: Callable[[ForwardPass], object],
+    checked: bool = True,
+) -> list[str]:
+    """Run the network on all the data once, and call functions on the pass of each batch.
+
+    To be used within `borrowed`.
+    """
+    runner = _Runner(network, layers, checked=checked)
+    with gather_checks():
+        for batch in network.batches():
+            _visit(runner, batch, visits)
+    return runner.order
+
+
+def _visit(
+    runner: "_Runner", batch: Batch, visits: Sequence[Callable[[ForwardPass], object]]
+) -> None:
+    """Run one batch, whose pass ends with this function."""
+    forward = runner.run(batch)
+    for visit in visits:
+        visit(forward)
+
+
+def run_first_batch(network: Network, layer: Layer) -> tuple[Batch, ForwardPass, list[str]]:
+    """Run the first batch, and check that the network can be measured at a layer.
+
+    To be used within `borrowed`.
+    """
+    runner, batch = _Runner(network, [layer]), next(iter(network.batches()))
+    forward = runner.run(batch)
+    return batch, forward, runner.order
+
+
+def find_measured_layer(network: Network, layer: Layer) -> str:
+    """Find a layer at which the network can be measured, by running the first batch.
+
+    To be used within `borrowed`.
+    """
+    (name,) = run_first_batch(network, layer)[1].layers
+    return name
+
+
+class _Runner:
+    """Runs the network on batches, and finds the layers to record with the first of them."""
+
+    def __init__(
+        self, network: Network, layers: Sequence[Layer] | str, *, checked: bool = True
+    ) -> None:
+        self.network = network
+        self.layers = layers
+        self.checked = checked
+        self.order: list[str] = []
+        self._names: list[str] = []
+        self._twice = True  # whether attention must allow a second derivative
+        self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
+        self._mixed: set[str] = set()  # layers behind which samples are mixed
+        self._unused: set[str] = set()  # layers that the output does not depend on
+        self._sizes: set[int] = set()  # of batches in which rows were found to be samples
+
+    def run(self, batch: Batch) -> ForwardPass:
+        """Run the network on one batch."""
+        if not self._names:
+            return self._run_first(batch)
+        output, records = self._record(self._names, batch)
+        forward = make_forward_pass(self.network, batch, output, records)
+        if self.checked:
+            self._check_rows(output, records)
+        return forward
+
+    def _run_first(self, batch: Batch) -> ForwardPass:
+        """Run the network on the first batch, and check the layers to record."""
+        output, records = self._find(batch)
+        self._names = [record.name for record in records]
+        if not self.checked:
+            return make_forward_pass(self.network, batch, output, records)
+        for record in records:
+            check_layer(self.network.module, record.name)
+            check_linear(record, *few_rows(record, *record.check()))
+            check_uses(record.name, self._elsewhere)
+            check_unmixed(record.name, self._mixed)
+        forward = make_forward_pass(self.network, batch, output, records)
+        self._check_rows(output, records)
+        return forward
+
+    def _check_rows(self, output: Tensor, records: list[LayerRecord]) -> None:
+        """Refuse layers whose rows are no samples, in the first batch of each size.
+
+        A network may mix samples in some batches only: in those of two samples or more.
+        """
+        if len(output) not in self._sizes:
+            self._sizes.add(len(output))
+            check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
+
+    def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
+        """Run the first batch, and find the layers by the order in which they are called."""
+        module = self.network.module
+        registered = list(weight_layers(module))
+        # most networks register layers in the order of their calls: a guess, checked below
+        guess = registered
+        if self.layers != "all":
+            guess = [_guess(module, layer, registered) for layer in self.layers]
+        self._twice = guess != registered[-1:]  # hardly ever needed behind the last layer
+        watch = WeightWatch(weight_layers(module))
+        with record_order(module) as recorder, watch:
+            output, records = self._record(guess, batch)
+        self.order = recorder.order
+        once = {name for name in watch.noticed if recorder.calls.count(name) == 1}
+        if once:
+            layers = {name: module.get_submodule(name) for name in once}
+            self._elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
+        self._mixed = find_mixed(lambda: self.network(batch.x), module)
+        self._unused = {one.name for one in records if not depends_on(output, one.node)}
+        names = self._names_in_order(guess, recorder.calls)
+        fused = not self._twice and has_fused_attention(output, records[-1].node)
+        if fused or not set(names) <= set(guess):
+            self._twice = True
+            return self._record(names, batch)
+        by_name = {record.name: record for record in records}
+        return output, [by_name[name] for name in names]
+
+    def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
+        """Run the network on a batch, and return its output and the records of some layers."""
+        recorder = record_tail(self.network.module, *names, twice=self._twice)
+        with torch.no_grad(), recorder:
+            output = self.network(batch.x)
+        return output, [recorder[name] for name in dict.fromkeys(names)]
+
+    def _names_in_order(self, guess: Sequence[str], calls: list[str]) -> list[str]:
+        """Return the names of the layers in forward order, each of them once."""
+        module, order = self.network.module, self.order
+        if self.layers == "all":
+            if not order:
+                find_layer(module, -1)  # raises: the network has none
+            rest = self._without_unused(self._without_shared(order, calls))
+            unmixed = [name for name in rest if name not in self._mixed]
+            return unmixed or rest  # a single layer says itself why it cannot be measured
+        names = [
+            find_layer(module, layer, order) if is_integer(layer) else name
+            for layer, name in zip(self.layers, guess, strict=True)
+        ]
+        position = {name: at for at, name in enumerate(order)}
+        return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
+
+    def _without_shared(self, order: list[str], calls: list[str]) -> list[str]:
+        """Leave out layers that cannot be measured because their weight is used several times."""
+        named = dict(self.network.module.named_modules())
+        shared = [
+            name
+            for name in order
+            if is_tied(name, named) or calls.count(name) > 1 or name in self._elsewhere
+        ]
+        if not shared:
+            return order
+        rest = [name for name in order if name not in shared]
+        if rest:
+            warn(
+                f"{', '.join(map(repr, shared))} left out: the weight is used in several places of "
+                "the network, so that the curvature in it is not that of one layer."
+            )
+        return rest or order  # a single layer says itself why it cannot be measured
+
+    def _without_unused(self, names: list[str]) -> list[str]:
+        """Leave out layers that the criterion does not depend on, such as a second head."""
+        unused = [name for name in names if name in self._unused]
+        rest = [name for name in names if name not in self._unused]
+        if rest and unused:
+            warn(
+                f"{', '.join(map(repr, unused))} left out: the criterion does not depend on the "
+                "layer's output, which the network returns beside its first output, for example."
+            )
+        return rest or names  # a single layer says itself why it cannot be measured
+
+
+def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
+    """Return the name of a layer if layers are called in the order of their registration."""
+    if is_integer(layer) and registered:
+        assert not isinstance(layer, str | nn.Module)
+        within = -len(registered) <= layer < len(registered)
+        return registered[layer] if within else registered[0]
+    return find_layer(module, layer)
+
+
+def summarize(
+    network: Network,
+    layers: Sequence[Layer] | str = (-1,),
+    *visits: Callable[[ForwardPass], object],
+) -> Summary:
+    """Run the network on all the data once, and compute the totals of the pass.
+
+    To be used within `borrowed`.
+    """
+    summary = Summary()
+    summary.order = scan(
+        network, layers, partial(_add_totals, summary=summary), *visits, checked=bool(visits)
+    )
+    if network.processes.are_several:
+        totals = float(summary.divisors), float(summary.losses), summary.n_samples
+        summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
+        summary.n_samples = int(n_samples)
+    return summary
+
+
+def _add_totals(forward: ForwardPass, summary: Summary) -> None:
+    """Add a batch to the totals of a pass."""
+    summary.divisors = forward.divisor + summary.divisors
+    summary.losses = forward.loss + summary.losses
+    summary.n_samples += len(forward)
+    summary.output_shape, summary.link = forward.output_shape, forward.link
+    summary.has_labels = forward.has_labels
+    if not summary.layer_weights:
+        summary.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}

@@ -1,0 +1,455 @@
+"""Measures of how much the loss rises when the weights are disturbed, by name.
+
+========================  ================================================================
+fisher_rao_norm           ``sqrt(mean_i <w, grad l_i>^2)`` [1]_
+pac_bayes_flatness        ``1/sigma^2`` of the largest noise that the risk tolerates [2]_
+pac_bayes_magnitude_...   the same with noise in proportion to each weight
+expected_sharpness        mean rise of the loss under noise of ``alpha (10 |w| + 1)`` [3]_
+keskar_sharpness          largest rise in a box of ``alpha (|w| + 1)``, relative [4]_
+adaptive_sharpness        largest, or mean, rise in a box of ``rho |w|`` [5]_
+========================  ================================================================
+
+References
+----------
+.. [1] Liang et al., "Fisher-Rao Metric, Geometry, and Complexity of Neural Networks",
+   AISTATS 2019.
+.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
+   2020.
+.. [3] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
+.. [4] Keskar et al., "On Large-Batch Training for Deep Learning", ICLR 2017.
+.. [5] Andriushchenko et al., "A Modern Look at the Relationship between Sharpness and
+   Generalization", ICML 2023.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from relflat_sk._checks import check_integer, check_number
+from relflat_sk._losses import ProbabilityNLLLoss
+from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
+from relflat_sk._random import RandomState, draw_seeds
+from relflat_sk.measures._eigenvalues import largest_eigenvalue
+from relflat_sk.measures._pac_bayes import pac_bayes_flatness, pac_bayes_magnitude_flatness
+from relflat_sk.measures._perturbation import (
+    Weights,
+    add_weights,
+    check_draws,
+    draw_noise,
+    estimate_mean,
+    loss_gradient,
+    map_weights,
+    noisy_risks,
+    square_norm,
+    torch_recurrence,
+    weights_of,
+    with_weights,
+)
+from relflat_sk.measures._results import Estimate
+
+# Algorithm 1 of APGD
+_MOMENTUM = 0.75
+_SHARE_OF_RISES = 0.75
+
+
+@dataclass(frozen=True)
+class Ball:
+    """The unit ball of a norm."""
+
+    project: Callable[[Weights], Weights]
+    direction: Callable[[Weights], Weights]
+
+
+def _length(weights: Weights) -> float:
+    return math.sqrt(square_norm(weights))
+
+
+def _scaled(weights: Weights, factor: float) -> Weights:
+    return map_weights(lambda value: factor * value, weights)
+
+
+BALLS: dict[str, Ball] = {
+    "linf": Ball(
+        partial(map_weights, lambda u: u.clamp(-1, 1)),
+        partial(map_weights, torch.sign),
+    ),
+    "l2": Ball(
+        lambda weights: _scaled(weights, 1 / max(1.0, _length(weights))),
+        # tiny: a gradient of zero has no direction
+        lambda weights: _scaled(weights, 1 / max(_length(weights), torch.finfo(torch.double).tiny)),
+    ),
+}
+
+
+def largest_rise(
+    network: Network,
+    radius: Weights,
+    *,
+    norm: str = "linf",
+    n_steps: int = 20,
+    n_restarts: int = 0,
+    random_state: RandomState = None,
+) -> tuple[float, float]:
+    """Find how much the mean loss rises at most when the weights move."""
+    if norm not in BALLS:
+        raise ValueError(f"norm must be one of {sorted(BALLS)}, got {norm!r}.")
+    check_integer("n_steps", n_steps, minimum=1)
+    check_integer("n_restarts", n_restarts, minimum=0)
+    weights = weights_of(network)
+
+    def evaluate(u: Weights) -> Point:
+        moved = add_weights(weights, map_weights(torch.mul, radius, u))
+        loss, gradient = loss_gradient(network, moved)
+        return Point(u, loss, map_weights(torch.mul, radius, gradient))
+
+    ball = BALLS[norm]
+    origin = evaluate(map_weights(torch.zeros_like, weights))
+    largest = _ascend(evaluate, origin, ball, n_steps)
+    for seed in draw_seeds(random_state, n_restarts):
+        start = evaluate(ball.project(draw_noise(weights, seed)))
+        largest = max(largest, _ascend(evaluate, start, ball, n_steps))
+    return origin.loss, largest - origin.loss
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the unit ball, with the loss there."""
+
+    u: Weights
+    loss: float
+    gradient: Weights
+
+
+def _ascend(evaluate: Callable[[Weights], Point], start: Point, ball: Ball, n_steps: int) -> float:
+    """Return the largest loss on the way of an ascent, its start included."""
+    best, point, before = start, start, start.u
+    step = 2.0  # the ball's diameter
+    rises, halved, best_then, checked = 0, False, start.loss, 0
+    checkpoints = _checkpoints(n_steps)
+    for k in range(1, n_steps + 1):
+        ahead = ball.project(add_weights(point.u, ball.direction(point.gradient), step))
+        # the first step has no momentum yet
+        share = _MOMENTUM if k > 1 else 1.0
+        u = {
+            name: value + share * (ahead[name] - value) + (1 - share) * (value - before[name])
+            for name, value in point.u.items()
+        }
+        before, last = point.u, point.loss
+        point = evaluate(ball.project(u))
+        rises += point.loss > last
+        best = point if point.loss > best.loss else best
+        if k in checkpoints:
+            stalled = not halved and best.loss == best_then
+            halved = stalled or rises < _SHARE_OF_RISES * (k - checked)
+            if halved:
+                step, point, before = step / 2, best, best.u
+            rises, best_then, checked = 0, best.loss, k
+    return best.loss
+
+
+def _checkpoints(n_steps: int) -> set[int]:
+    """List the steps after which progress is judged; the distance between them shrinks."""
+    share, gap, steps = 0.0, 0.22, set()
+    while share + gap < 1:
+        share += gap
+        steps.add(math.ceil(share * n_steps))
+        gap = max(gap - 0.03, 0.06)
+    return steps
+
+
+# The Fisher-Rao norm: how fast each sample's loss changes along the weights themselves.
+#
+# With ``l_i`` the loss of sample i, the norm is :math:`\sqrt{\frac1n \sum_i \langle w, \nabla_w
+# l_i \rangle^2}` [1]_. One Jacobian-vector product of a batch gives the derivative of the outputs
+# along the weights; its inner products with the losses' gradients in the outputs are the slopes.
+# The product is computed forward, or, where an operation of the network has no forward
+# derivative, by differentiating backward twice.
+#
+# References
+# ----------
+# .. [1] Liang, Poggio, Rakhlin and Stokes, "Fisher-Rao Metric, Geometry, and
+#    Complexity of Neural Networks", AISTATS 2019.
+
+
+def fisher_rao_norm(network: Network) -> Estimate:
+    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included."""
+    weights = weights_of(network)
+    with borrowed(network.module), torch_recurrence(network.module), MathAttention():
+        try:
+            with torch.no_grad(), forward_ad.dual_level():
+                return _norm(with_weights(network, map_weights(_dual, weights)), _tangent)
+        except NotImplementedError:  # an operation without a forward derivative
+            with torch.enable_grad():
+                leaves = map_weights(lambda w: w.clone().requires_grad_(), weights)
+                return _norm(with_weights(network, leaves), partial(_twice_backward, leaves))
+
+
+def _norm(network: Network, tangent_of: Callable[[Tensor], Tensor]) -> Estimate:
+    """Compute the norm, given the derivative of a batch's output along the weights."""
+    squares, divisor, n = 0.0, 0.0, 0.0
+    for outcome in outcomes(network):
+        tangent = tangent_of(outcome.output)
+        with torch.enable_grad():
+            output = forward_ad.unpack_dual(outcome.output).primal  # type: ignore[no-untyped-call]
+            output = output.detach().requires_grad_()
+            losses, divisors = replace(outcome, output=output).each()
+            (gradient,) = torch.autograd.grad(losses.sum(), output)
+        slopes = (gradient * tangent).reshape(len(output), -1).sum(dim=1).double()
+        squares += float(outcome.weight @ slopes.square())
+        divisor += float(outcome.weight @ divisors.detach().double())
+        n += float(outcome.weight.sum())
+        del outcome, tangent, losses  # frees this batch before the next one runs
+    squares, divisor, n = network.processes.sum_numbers(squares, divisor, n)
+    return Estimate(math.sqrt(squares / n) * n / divisor)
+
+
+def _dual(weight: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(weight, weight)  # type: ignore[no-untyped-call]
+    return dual
+
+
+def _tangent(output: Tensor) -> Tensor:
+    tangent: Tensor | None = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
+    return torch.zeros_like(output) if tangent is None else tangent
+
+
+def _twice_backward(weights: Weights, output: Tensor) -> Tensor:
+    """Compute ``J w``, with J the output's Jacobian, as the derivative of ``<J^T u, w>`` in u."""
+    u = torch.zeros_like(output, requires_grad=True)
+    if not output.requires_grad:
+        return u.detach()
+    pulled_back = torch.autograd.grad(
+        output, list(weights.values()), u, create_graph=True, allow_unused=True
+    )
+    along = [
+        (part * w.detach()).sum()
+        for part, w in zip(pulled_back, weights.values(), strict=True)
+        if part is not None
+    ]
+    tangent: Tensor = torch.autograd.grad(torch.stack(along).sum(), u)[0]
+    return tangent
+
+
+# The largest eigenvalue of the Hessian in all weights of a network together.
+#
+# With ``w`` the weights of all layers as one vector and ``H`` the Hessian of the mean loss in it,
+# the measure is :math:`\kappa = \|w\|^2 \lambda_{\max}(H)` [1]_, first row of Table 1.
+#
+# References
+# ----------
+# .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+#    Neural Networks", 2020.
+
+
+def joint_eigenvalue_flatness(
+    network: Network, *, rtol: float = 0.01, random_state: RandomState = None
+) -> Estimate:
+    """Measure ``|w|^2 lambda_max(H)`` with the Hessian in all weights together."""
+    weights = {name: value for name, value in weights_of(network).items() if value.ndim >= 2}
+    like = list(weights.values())
+
+    def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        parts = torch.split(torch.from_numpy(vector), [value.numel() for value in like])
+        pairs = zip(parts, like, strict=True)
+        products = _product(network, weights, [part.to(w).reshape(w.shape) for part, w in pairs])
+        return torch.cat([one.double().flatten() for one in products]).cpu().numpy()
+
+    size = sum(value.numel() for value in like)
+    value, error = largest_eigenvalue(
+        product, size, rtol=rtol, random_state=random_state, where="in all weights"
+    )
+    square = square_norm(weights)
+    return Estimate(square * value, square * error, "lanczos")
+
+
+def _product(network: Network, weights: Weights, vector: list[Tensor]) -> list[Tensor]:
+    """Multiply the Hessian of the mean loss in the weights with a vector, in one pass."""
+    total, divisor = [torch.zeros_like(part) for part in vector], 0.0
+    with (
+        borrowed(network.module),
+        torch_recurrence(network.module),
+        MathAttention(),
+        torch.enable_grad(),
+    ):
+        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        inputs = list(leaves.values())
+        for outcome in outcomes(with_weights(network, leaves)):
+            loss, share = outcome.total()
+            divisor += share
+            if loss.requires_grad:
+                slopes = torch.autograd.grad(
+                    loss, inputs, create_graph=True, materialize_grads=True
+                )
+                along = torch.stack([
+                    (a * b).sum() for a, b in zip(slopes, vector, strict=True)
+                ]).sum()
+                if along.requires_grad:
+                    more = torch.autograd.grad(along, inputs, materialize_grads=True)
+                    total = [a + b for a, b in zip(total, more, strict=True)]
+                del slopes, along
+            del loss, outcome  # frees this batch before the next one runs
+    (divisor,) = network.processes.sum_numbers(divisor)
+    return [network.processes.sum(part) / divisor for part in total]
+
+
+def sharpness_curve(
+    network: Network,
+    alphas: Sequence[float],
+    *,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> pd.DataFrame:
+    r"""Measure expected sharpness, and the norm of the weights in units of the noise."""
+    check_draws(n_draws)
+    seeds = draw_seeds(random_state, n_draws)
+    weights, loss = weights_of(network), mean_loss(network)
+    rows = []
+    for alpha in alphas:
+        deviation = _deviation(weights, alpha)
+        rise = estimate_mean(noisy_risks(network, deviation, seeds) - loss)
+        rows.append((float(alpha), _divergence(weights, deviation), rise.value, rise.stderr))
+    return pd.DataFrame(rows, columns=["alpha", "kl", "expected_sharpness", "stderr"])
+
+
+def expected_sharpness(
+    network: Network,
+    *,
+    alpha: float = 5e-4,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``."""
+    check_draws(n_draws)
+    return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
+
+
+def _mean_rise(
+    network: Network, deviation: Weights, n_draws: int, random_state: RandomState
+) -> Estimate:
+    seeds = draw_seeds(random_state, n_draws)
+    return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
+
+
+def _deviation(weights: Weights, alpha: float) -> Weights:
+    check_number("alpha", alpha)
+    return map_weights(lambda value: alpha * (10 * value.abs() + 1), weights)
+
+
+def _divergence(weights: Weights, deviation: Weights) -> float:
+    """Kullback-Leibler divergence of N(w, deviation^2) from N(0, deviation^2), in nats."""
+    shares = map_weights(lambda w, s: w.double() / s.double(), weights, deviation)
+    return square_norm(shares) / 2
+
+
+def keskar_sharpness(
+    network: Network,
+    *,
+    alpha: float = 5e-4,
+    n_steps: int = 20,
+    n_restarts: int = 0,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss."""
+    check_number("alpha", alpha)
+    radius = map_weights(lambda value: alpha * (value.abs() + 1), weights_of(network))
+    loss, rise = largest_rise(
+        network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
+    )
+    if loss <= -1:
+        raise ValueError(
+            f"keskar_sharpness divides by 1 + loss, and the mean loss is {loss:g}; use "
+            "adaptive_sharpness for losses below -1."
+        )
+    return Estimate(rise / (1 + loss), 0.0, "ascent")
+
+
+def adaptive_sharpness(  # noqa: PLR0913
+    network: Network,
+    *,
+    kind: str = "worst",
+    rho: float = 1e-3,
+    norm: str = "linf",
+    normalize_logits: bool = False,
+    n_steps: int = 20,
+    n_restarts: int = 0,
+    n_draws: int = 10,
+    random_state: RandomState = None,
+) -> Estimate:
+    """Measure how much the loss rises when each weight moves by a share of itself."""
+    check_number("rho", rho)
+    check_draws(n_draws)
+    if kind not in {"worst", "average"}:
+        raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
+    network = with_unit_logits(network) if normalize_logits else network
+    radius = map_weights(lambda value: rho * value.abs(), weights_of(network))
+    if kind == "average":
+        return _mean_rise(network, radius, n_draws, random_state)
+    _, rise = largest_rise(
+        network,
+        radius,
+        norm=norm,
+        n_steps=n_steps,
+        n_restarts=n_restarts,
+        random_state=random_state,
+    )
+    return Estimate(rise, 0.0, "ascent")
+
+
+# from the network's output, as the criterion takes it, to logits, and back
+_LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    nn.CrossEntropyLoss: (lambda z: z, lambda z: z),
+    nn.NLLLoss: (lambda z: z, lambda z: z.log_softmax(dim=1)),
+    ProbabilityNLLLoss: (
+        lambda p: (p + torch.finfo(p.dtype).tiny).log(),
+        lambda z: z.softmax(dim=1),
+    ),
+}
+
+
+def with_unit_logits(network: Network) -> Network:
+    """Make a network whose logits are centred and of norm one, for each sample."""
+    criterion = type(network.loss.criterion)
+    if criterion not in _LOGITS:
+        raise ValueError(
+            f"normalize_logits needs a classifier trained with one of "
+            f"{[known.__name__ for known in _LOGITS]}, got {criterion.__name__}."
+        )
+    to_logits, from_logits = _LOGITS[criterion]
+
+    def forward(x: Any) -> Tensor:
+        return from_logits(_unit(to_logits(_check_logits(network(x)))))
+
+    return replace(network, forward=forward)
+
+
+def _check_logits(output: Tensor) -> Tensor:
+    if output.ndim != 2:
+        raise ValueError(
+            f"normalize_logits needs outputs of shape (n, n_classes), got {tuple(output.shape)}."
+        )
+    return output
+
+
+def _unit(logits: Tensor) -> Tensor:
+    return nn.functional.normalize(logits - logits.mean(dim=1, keepdim=True), dim=1)
+
+
+# each takes a network, and keyword arguments of its own
+SHARPNESS_MEASURES: dict[str, Callable[..., Estimate]] = {
+    "fisher_rao_norm": fisher_rao_norm,
+    "joint_eigenvalue_flatness": joint_eigenvalue_flatness,
+    "pac_bayes_flatness": pac_bayes_flatness,
+    "pac_bayes_magnitude_flatness": pac_bayes_magnitude_flatness,
+    "expected_sharpness": expected_sharpness,
+    "keskar_sharpness": keskar_sharpness,
+    "adaptive_sharpness": adaptive_sharpness,
+}
