@@ -20,12 +20,7 @@ from relflat_sk._network.borrowing import (
     explicit_attention,
     has_own_forward,
 )
-from relflat_sk._network.explicit_layers import (
-    Explicit,
-    ExplicitLayers,
-    find_convolutions,
-    find_norms,
-)
+from relflat_sk._network.explicit_layers import ExplicitLayers, find_norms
 from relflat_sk._network.graph import (
     check_thrice,
     depends_on,

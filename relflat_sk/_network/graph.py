@@ -95,7 +95,7 @@ _PIECEWISE_LINEAR = {
 }  # fmt: skip
 # linear in each of their inputs, so that only one of them may depend on the layer
 _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
-                "PreluKernel", "Mv", "Dot", "_Convolution"}  # fmt: skip
+                "PreluKernel", "Mv", "Dot"}  # fmt: skip
 # linear in the first input as long as the others do not depend on the layer
 _LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
 
@@ -187,7 +187,7 @@ def tail(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
 
 # -- how fast the outputs change between the layers ----------------------------------------
 
-_AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution", "_Convolution"}
+_AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution"}
 _BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 
 

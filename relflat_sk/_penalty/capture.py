@@ -13,7 +13,6 @@ from relflat_sk._network import (
     Recorder,
     ReplacedForwards,
     explicit_attention,
-    find_convolutions,
     find_norms,
     watch_frozen,
     weight_layers,
@@ -87,7 +86,7 @@ class Capture:
         # layers for the backward pass anyway
         self._body = None
         parts = list(module.modules())
-        explicit = [*find_norms(module), *find_convolutions(module)]
+        explicit = find_norms(module)
         with explicit_attention(module), ExplicitLayers(explicit) as self.explicit:
             layers = weight_layers(module)
             names = find_names(module, asked, list(layers))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from relflat_sk._losses import Head
 from relflat_sk._network import (
-    Explicit,
     ExplicitLayers,
     Layer,
     LayerRecord,
@@ -40,7 +39,7 @@ class Plan:
     penalised: list[str]
     in_attention: bool
     earlier: bool
-    explicit: list[Explicit]
+    explicit: list[nn.Module]
     twice: list[str] | None
     tied: bool
     first: FirstPass | None
@@ -53,7 +52,7 @@ class Plan:
         named: Mapping[str, nn.Module],
         penalised: list[str],
         order: list[str],
-        explicit: list[Explicit],
+        explicit: list[nn.Module],
         first: FirstPass,
     ) -> "Plan":
         """Make the plan of a network whose layers were called in some order."""
@@ -120,7 +119,7 @@ class UnfinishedPlan:
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
-    explicit: list[Explicit]
+    explicit: list[nn.Module]
     recorder: Recorder
     first: FirstPass
 
@@ -138,13 +137,13 @@ def _behind(
     penalised: list[str],
     order: list[str],
     named: Mapping[str, nn.Module],
-    explicit: list[Explicit],
-) -> list[Explicit]:
+    explicit: list[nn.Module],
+) -> list[nn.Module]:
     """Leave out the layers up to the first penalised one, which are differentiated once only."""
     called = [order.index(name) for name in penalised if name in order]
     first = min(called, default=-1)
     before = [named.get(name) for name in order[: first + 1]]
-    return [(layer, run) for layer, run in explicit if layer not in before]
+    return [layer for layer in explicit if layer not in before]
 
 
 def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:

@@ -14,7 +14,6 @@ from relflat_sk._network import (
     Recorder,
     Tail,
     choose_curvatures,
-    find_convolutions,
     find_ending,
     find_layer,
     find_link,
@@ -148,8 +147,8 @@ def _find_unused(module: nn.Module, output: Tensor) -> set[str]:
 
 def _runs_otherwise(module: nn.Module) -> bool:
     """Return whether a penalty at an earlier layer lets some layers run in another way."""
-    attention = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
-    return attention or bool(find_norms(module) or find_convolutions(module))
+    kinds = nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d
+    return any(isinstance(part, kinds) for part in module.modules()) or bool(find_norms(module))
 
 
 class _Ways:
