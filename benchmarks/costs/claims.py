@@ -28,11 +28,11 @@ import optuna
 from optuna.trial import TrialState, create_trial
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
+from relflat_sk.search import _claims as claims_module
+from relflat_sk.search._claims import Draws, claim
 from relflat_sk.search._optuna_internals import add_trial
 from relflat_sk.search._optuna_reading import read_trials
-from relflat_sk.search._sharing import Draws, open_storage
-from relflat_sk.search._sharing import claims as claims_module
-from relflat_sk.search._sharing.claims import claim
+from relflat_sk.search._study import open_storage
 from relflat_sk.search._trial.recording import write_record
 
 N_PROCESSES = 2

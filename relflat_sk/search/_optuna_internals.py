@@ -1,7 +1,7 @@
 """Adapter to the private attributes of Optuna, as the other modules `_optuna_...` are.
 
 Optuna has no public way to create a running trial, to learn its id and to run exactly that
-trial. Processes that share a study need all three (see `relflat_sk.search._sharing.claims`). The
+trial. Processes that share a study need all three (see `relflat_sk.search._claims`). The
 tests of this module (``tests/search/test_optuna_internals.py``) pass with the oldest and the
 newest version of Optuna that ``pyproject.toml`` allows; run them with a new version first.
 """

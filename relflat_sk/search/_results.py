@@ -1,7 +1,7 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
@@ -11,10 +11,13 @@ from scipy.stats import rankdata
 
 from relflat_sk._warnings import warn
 from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
-from relflat_sk.search._sharing import is_cut_short, is_superseded
+from relflat_sk.search._claims import is_cut_short, is_superseded
 from relflat_sk.search._trial import NO_MEASURE, SATURATED, Space, last_prefix
 
-__all__ = ["candidate_table", "check_table", "cv_results"]
+
+def listed(measure: Any) -> list[Any]:
+    """Return the measures of a search as a list."""
+    return [measure] if isinstance(measure, str) or callable(measure) else list(measure)
 
 
 def candidate_table(study: optuna.Study) -> pd.DataFrame:
@@ -159,3 +162,68 @@ def cv_results(
     ranks = np.where(minima, rankdata(-scores, method="min", nan_policy="omit"), order)
     results["rank_test_score"] = ranks.astype(np.int32)
     return results
+
+
+def is_minimum(trial: FrozenTrial) -> bool:
+    """Return whether a trial has found a minimum."""
+    return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
+
+
+class _Held(NamedTuple):
+    """A candidate with its estimator; equally flat minima rank in the order of their trials."""
+
+    value: float
+    number: int
+    depth: float
+    estimator: Any
+
+
+class FlattestSoFar:
+    """The estimators of the candidates that may rank first.
+
+    Only minima of about the same depth are compared, and which depth that is depends on all
+    candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
+    least as shallow lie within one band: every band that contains it contains one of them. As
+    long as there is no minimum, the first of the other candidates is held.
+    """
+
+    def __init__(self, enabled: bool, depth_band: float | None) -> None:
+        self.enabled = enabled
+        self.band = np.inf if depth_band is None else depth_band
+        self.held: list[_Held] = []
+        self.other: _Held | None = None
+
+    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
+        """Hold the estimator of a trial if it may rank first."""
+        if not self.enabled or trial.state != TrialState.COMPLETE:
+            return
+        depth = trial.user_attrs.get("depth", np.nan)
+        offered = _Held(trial.values[0], trial.number, depth, estimator)
+        if is_minimum(trial):
+            self.held = [*self.held, offered]
+            self.held = [one for one in self.held if not self._is_beaten(one)]
+            self.other = None
+        elif not self.held and (self.other is None or _order(offered) < _order(self.other)):
+            self.other = offered
+
+    def estimator(self, number: int) -> Any:
+        """Return the estimator of a trial."""
+        held = self.held if self.other is None else [self.other]
+        return next((one.estimator for one in held if one.number == number), None)
+
+    def _is_beaten(self, one: _Held) -> bool:
+        """Return whether flatter minima share every band with a minimum."""
+        flatter = [other for other in self.held if other[:2] < one[:2]]
+        if np.isnan(one.depth):  # it is in every band
+            return any(np.isnan(other.depth) for other in flatter)
+        deeper = min((o.depth for o in flatter if o.depth >= one.depth), default=np.inf)
+        shallower = max((o.depth for o in flatter if o.depth <= one.depth), default=0.0)
+        beside = any(np.isnan(other.depth) for other in flatter)
+        return beside or (bool(flatter) and np.isinf(self.band)) or deeper <= self.band * shallower
+
+
+def _order(one: _Held) -> tuple[Any, ...]:
+    """Return what ranks candidates that are no minima: the deepest first, as in `rank_minima`."""
+    if np.isnan(one.depth):
+        return not np.isfinite(one.value), np.inf, one.value, one.number
+    return not np.isfinite(one.value), -one.depth, 0.0, one.number

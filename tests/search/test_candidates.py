@@ -10,11 +10,10 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from relflat_sk.search import _claims as claims_module
+from relflat_sk.search._claims import CandidateSampler, Draws, Grid, claim
 from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._optuna_views import with_trials
-from relflat_sk.search._sharing import claims as claims_module
-from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
-from relflat_sk.search._sharing.claims import claim
 from relflat_sk.search._trial.space import Space
 
 N = 200

@@ -23,15 +23,13 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.search._sharing import claims as claims_module
-from relflat_sk.search._sharing import processes as processes_module
-from relflat_sk.search._sharing import study as study_module
-from relflat_sk.search._sharing import workers as workers_module
-from relflat_sk.search._sharing.abandoned import give_up
-from relflat_sk.search._sharing.candidates import CandidateSampler, Draws, Grid
-from relflat_sk.search._sharing.claims import claim, is_cut_short
-from relflat_sk.search._sharing.in_processes import train_in_processes
+from relflat_sk.search import _claims as claims_module
+from relflat_sk.search import _claims as processes_module
+from relflat_sk.search import _study as study_module
+from relflat_sk.search import _workers as workers_module
+from relflat_sk.search._claims import CandidateSampler, Draws, Grid, claim, give_up, is_cut_short
 from relflat_sk.search._trial.space import Space
+from relflat_sk.search._workers import train_in_processes
 from tests.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)

@@ -23,11 +23,9 @@ from relflat_sk import (
 )
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._names import _REGISTERED
-from relflat_sk.search._sharing.claims import is_cut_short
-from relflat_sk.search._sharing.clusters import WorkersDiedError, find_cluster, results_of
-from relflat_sk.search._sharing.in_processes import n_processes
-from relflat_sk.search._sharing.processes import this_process
-from relflat_sk.search._sharing.workers import Sweep
+from relflat_sk.search._claims import is_cut_short, this_process
+from relflat_sk.search._clusters import WorkersDiedError, find_cluster, results_of
+from relflat_sk.search._workers import Sweep, n_processes
 from tests.data_kinds import KINDS
 from tests.processes import forkserver
 from tests.search.test_claims import Dies

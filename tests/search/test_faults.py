@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
-from relflat_sk.search._sharing import study as study_module
+from relflat_sk.search import _study as study_module
 from tests.processes import forkserver
 from tests.search.faulty import (
     CHOICES,

@@ -26,7 +26,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk.search._provide import OF_FLEETS
+from relflat_sk.search._remeasure import OF_FLEETS
 from tests.processes import forkserver
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")

@@ -20,9 +20,9 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
 )
-from relflat_sk.search._provide import OF_FLEETS
-from relflat_sk.search._sharing.progress import Progress
+from relflat_sk.search._remeasure import OF_FLEETS
 from relflat_sk.search._trial import MinimaObjective
+from relflat_sk.search._workers import Progress
 from tests.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)

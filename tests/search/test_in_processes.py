@@ -10,10 +10,10 @@ from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.search._sharing import in_processes
-from relflat_sk.search._sharing.clusters import Cluster, WorkersDiedError, find_cluster, results_of
-from relflat_sk.search._sharing.in_processes import n_processes
-from relflat_sk.search._sharing.transfer import ByPath
+from relflat_sk.search import _workers as in_processes
+from relflat_sk.search._clusters import Cluster, WorkersDiedError, find_cluster, results_of
+from relflat_sk.search._transfer import ByPath
+from relflat_sk.search._workers import n_processes
 from tests.data_kinds import KINDS
 
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)

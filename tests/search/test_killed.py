@@ -17,8 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 from benchmarks.costs.engines import on_dask, on_ray
 from relflat_sk import FlatMinimaSearch
-from relflat_sk.search._sharing.claims import is_cut_short
-from relflat_sk.search._sharing.processes import is_gone
+from relflat_sk.search._claims import is_cut_short, is_gone
 from tests.processes import forkserver, run_module
 from tests.search.storages import sqlite
 

@@ -25,7 +25,7 @@ from relflat_sk.search._optuna_internals import (
 )
 from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._optuna_views import OneTrialStudy
-from relflat_sk.search._sharing.study import open_storage
+from relflat_sk.search._study import open_storage
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

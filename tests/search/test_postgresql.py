@@ -15,7 +15,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from relflat_sk.search._sharing import study as study_module
+from relflat_sk.search import _study as study_module
 from tests.search.faulty import (
     CHOICES,
     FAULT,

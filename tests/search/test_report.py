@@ -18,8 +18,7 @@ from sklearn.preprocessing import StandardScaler, scale
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk.minima import find_axis
-from relflat_sk.search._report import render
-from relflat_sk.search._report_text import describe_goal
+from relflat_sk.search._report import describe_goal, render
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 

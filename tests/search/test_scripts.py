@@ -18,7 +18,7 @@ from skorch.callbacks import Callback
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
-from relflat_sk.search._sharing.transfer import ByValue, packed, unpacked
+from relflat_sk.search._transfer import ByValue, packed, unpacked
 
 X, Y = load_iris(return_X_y=True)
 X = X.astype(np.float32)

@@ -48,7 +48,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.search._sharing import log_level
+from relflat_sk.search._study import log_level
 from relflat_sk.search._trial import fitting, watching
 from tests.processes import run_script
 

@@ -2,34 +2,44 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import SystemRandom
+from types import TracebackType
 from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
+from relflat_sk._checks import check_number
 from relflat_sk._warnings import warn
 from relflat_sk.minima import remeasured_key
+from relflat_sk.search._claims import give_up_abandoned
 from relflat_sk.search._optuna_database import holding_own_trials
-from relflat_sk.search._optuna_internals import is_journal, other_studies, widen_choices
+from relflat_sk.search._optuna_internals import (
+    file_of,
+    is_journal,
+    last_known,
+    other_studies,
+    widen_choices,
+)
 from relflat_sk.search._optuna_journal import protect_journal
-from relflat_sk.search._sharing.abandoned import give_up_abandoned
+from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._trial import (
     MADE_WITH,
+    CallError,
     MinimaObjective,
     check_made_with,
     check_saved,
     check_space,
+    explain,
+    is_of_storage,
     new_choices,
 )
-
-__all__ = ["check_resumable", "in_memory", "is_file", "log_level", "open_storage"]
 
 # Each attempt that fails has lost one step of making the tables to another process, and there are
 # fewer steps than attempts.
@@ -206,3 +216,124 @@ def log_level(quiet: bool) -> Iterator[None]:
             before = _LEVELS.pop()
             if not _LEVELS:
                 optuna.logging.set_verbosity(before)
+
+
+# Explain failures of a storage, and hold what was finished before.
+
+
+class StorageGuard:
+    """A context in which a search uses its storage."""
+
+    def __init__(self, search: Any) -> None:
+        self.search = search
+        self.study: optuna.Study | None = None
+        self._attributes: dict[str, Any] = {}
+
+    def remember_attributes(self) -> None:
+        """Read the attributes of the study, such as how its minima are made, before training."""
+        if self.study is not None:
+            self._attributes = self.study.user_attrs
+
+    def __enter__(self) -> "StorageGuard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        cause = error.__cause__ if isinstance(error, CallError) else error
+        if cause is None or not is_of_storage(cause):
+            return
+        if self.study is None:
+            storage = self.search.storage
+            raise ValueError(
+                f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
+                f"{explain(cause)} Expected the URL of a database, a file whose name ends in .db, "
+                ".sqlite or .log (a journal), a Path, or an optuna storage. Nothing was trained."
+            ) from cause
+        self.search.study_ = _rescue(self.study, self._attributes)
+        file = file_of(self.study)
+        reason = explain(cause)
+        if file is not None and not file.exists():
+            reason = f"{file} was deleted or moved. Put it back, or give another storage."
+        raise RuntimeError(
+            f"the storage of study {self.study.study_name!r} failed: {reason} Then call fit again "
+            "with the same storage and study_name: candidates that the storage holds are not "
+            "trained again. Those that this process knows are in `study_` of the search, in "
+            "memory, for `rank_minima` or `optuna.copy_study`."
+        ) from cause
+
+
+def without_password(storage: Any, *, unread: str) -> str:
+    """Return the URL of a storage with its password hidden, or the storage's class."""
+    if is_file(storage):
+        return str(storage)
+    if not isinstance(storage, str):
+        return type(storage).__name__
+    # imported here: a tenth of the time that `import relflat_sk` would take
+    from sqlalchemy import make_url  # noqa: PLC0415
+    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
+
+    try:
+        return make_url(storage).render_as_string(hide_password=True)
+    except ArgumentError:
+        return unread
+
+
+def _rescue(study: optuna.Study, known: dict[str, Any]) -> optuna.Study:
+    """Copy a study into memory, or what this process has read of it."""
+    try:
+        return in_memory(study)
+    except Exception:  # whatever a broken storage raises
+        trials, attributes = last_known(study)
+    copied = optuna.create_study(directions=study.directions, study_name=study.study_name)
+    copied.add_trials(trials)
+    for name, value in (known | attributes).items():
+        copied.set_user_attr(name, value)
+    return copied
+
+
+# End a search early: after a time, or when one of the user's callbacks asks for it.
+
+# user attribute of a study: the sweeps that a callback has ended, which all their processes read
+STOPPED = "stopped_sweeps"
+
+
+class Stopping:
+    """When a sweep is to end, although there are candidates left."""
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        callbacks: Sequence[Callable[[optuna.Study, FrozenTrial], Any]] | None = None,
+    ) -> None:
+        check_number("timeout", timeout, optional=True)
+        self.callbacks = [] if callbacks is None else callbacks
+        if not isinstance(self.callbacks, list | tuple) or not all(map(callable, self.callbacks)):
+            raise TypeError(
+                "callbacks must be a list of functions of a study and a trial, as in "
+                f"Study.optimize, got {callbacks!r}."
+            )
+        # the clock that all processes of a machine share
+        self.deadline = None if timeout is None else time.time() + timeout
+
+    def __getstate__(self) -> dict[str, Any]:
+        # worker processes call none, but look whether one has ended the sweep
+        return self.__dict__ | {"callbacks": [None] * bool(self.callbacks)}
+
+    def is_due(self, study: optuna.Study, sweep: str) -> bool:
+        """Return whether no candidate is to begin."""
+        if self.deadline is not None and time.time() >= self.deadline:
+            return True
+        return bool(self.callbacks) and sweep in study.user_attrs.get(STOPPED, [])
+
+    def call(self, study: optuna.Study, trial: FrozenTrial, sweep: str) -> None:
+        """Call the callbacks."""
+        view = StoppableStudy(study)
+        for callback in self.callbacks:
+            callback(view, trial)
+        if view.stopped:
+            before = study.user_attrs.get(STOPPED, [])
+            study.set_user_attr(STOPPED, [*before, sweep])

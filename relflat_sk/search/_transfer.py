@@ -21,8 +21,6 @@ import skorch.net
 
 from relflat_sk._network import mapped_file
 
-__all__ = ["ByPath", "ByValue", "packed", "unpacked"]
-
 _LOCK = threading.Lock()
 
 

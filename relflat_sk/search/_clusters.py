@@ -13,8 +13,6 @@ from typing import Any
 
 from joblib.parallel import get_active_backend
 
-__all__ = ["Cluster", "WorkersDiedError", "find_cluster", "results_of"]
-
 
 class WorkersDiedError(RuntimeError):
     """Worker processes of a cluster died."""
