@@ -1,29 +1,202 @@
-"""The generalisation bound by relative flatness, as far as its parts can be computed."""
+r"""The generalisation bound by relative flatness, as far as its parts can be computed.
+
+The gap between a model's risk and its mean loss on a sample S has two parts [1]_,
+
+.. math:: \mathcal{E}(f) - \mathcal{E}_{emp}(f, S) = \mathcal{E}_{Rep} + \mathcal{E}_F .
+
+The first part, representativeness, is the risk minus the mean loss on S after S is smoothed in the
+space of a layer's features. The second part is the rise of the mean loss on S by that smoothing,
+which flatness bounds.
+
+References
+----------
+.. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, equations 3 and 5.
+"""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from sklearn.base import clone
+from sklearn.model_selection import ShuffleSplit
+from skorch.utils import multi_indexing
+from torch import nn
 
-from relflat_sk._models import DataOptions
-from relflat_sk._network import Layer
+from relflat_sk._checks import check_integer, is_number
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Layer, mean_loss
 from relflat_sk._random import RandomState, as_random_state
-from relflat_sk.measures import Flatness, measure_feature_curvature, measure_flatness
-from relflat_sk.theory._feature_moves import Site, check_delta, find_site
-from relflat_sk.theory._kernels import check_kernel, second_moment
-from relflat_sk.theory._representativeness import default_delta, representativeness
+from relflat_sk.measures import measure_feature_curvature, measure_flatness
+from relflat_sk.theory._directions import KERNELS
+from relflat_sk.theory._feature_moves import find_site
 from relflat_sk.theory._smoothing import (
-    DEFAULT_KERNEL,
-    DEFAULT_SIGMA,
     Smoothing,
     check_alphas,
-    check_bandwidth,
+    check_smoothing,
     find_bandwidth,
+    find_delta,
+    smooth,
 )
 
-__all__ = ["GeneralizationBound", "generalization_bound"]
+
+def representativeness(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    layer: Layer = -1,
+    delta: float | None = None,
+    smoothing: Smoothing | None = None,
+    n_splits: int = 10,
+    test_size: float = 0.25,
+    refit: bool = False,
+    n_draws: int = 8,
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    random_state: RandomState = None,
+) -> tuple[float, float]:
+    r"""Estimate how well a sample stands for its distribution in a layer's feature space.
+
+    Representativeness is the risk minus the mean loss on the smoothed sample. Smoothing replaces
+    every ``phi(x_i)`` by a truncated normal distribution of radius ``delta |phi(x_i)|`` around it,
+    with label ``y_i`` throughout. As the distribution of the data is unknown, the estimate uses
+    random splits of the sample: the mean loss on the held-out part, minus the mean loss on the
+    smoothed rest.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        Any model that `relative_flatness` measures.
+    X : array-like of n samples
+        Inputs as the model takes them.
+    y : array-like of shape (n, ...)
+        Labels as the model was trained with.
+    layer : int, str or nn.Module, default=-1
+        The layer whose features are smoothed, see `relative_flatness`.
+    delta : float, optional
+        Radius of the smoothing, as a share of the features' norm. If None it is
+        ``n^(-1 / (4 + m))``, the choice of Theorem 6, with n samples and m features.
+    smoothing : Smoothing, optional
+        Another kernel, a bandwidth for all samples, weights of the samples or noise on their
+        labels. With ``bandwidth="scott"`` and `refit`, each new model has the bandwidth of the
+        samples that it was fitted to.
+    n_splits : int, default=10
+        Random splits to average over, at least 2.
+    test_size : float, default=0.25
+        Share of the samples that is held out.
+    refit : bool, default=False
+        Fit a clone of the estimator to the rest of each split, so that the held-out samples
+        are new to it. Only then is the result about new data; see Notes.
+    n_draws : int, default=8
+        Draws of the smoothing, each a pair of opposite moves.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    random_state : int, RandomState or None, default=None
+        Decides splits and draws, which differ from call to call if None, but not fits: the
+        estimator has its own random state.
+
+    Returns
+    -------
+    representativeness : float
+        In the unit of the loss, averaged over samples.
+    stderr : float
+        Its standard error over random splits and draws, given the sample. The standard error
+        over samples is larger, and cannot be estimated from one sample.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or data, labels and model do not fit together.
+    TypeError
+        If `refit=True` and the model cannot be cloned and fitted, or the smoothing is none.
+    LayerNotFoundError
+        If there is no such layer.
+
+    Notes
+    -----
+    By equations 3 and 5 of [1]_, :math:`\mathcal{E}_{Rep} = E_{(x, y)}[\ell(f(x), y)] - \sum_i
+    \alpha_i E_{\xi \sim \lambda_i}[\ell(\psi(\phi(x_i) + \xi), y_i)]`, with :math:`\alpha_i =
+    1/n` if the smoothing has no `alphas`. With noise :math:`\nu_i` on the labels, it is Rep of
+    Definition 9, equation 14 of [2]_.
+
+    Without `refit`, the model was trained on both parts of every split. The parts then differ by
+    chance only, and the result tends to minus the feature robustness as `n_splits` grows: it
+    shows how much the smoothing raises the loss, but nothing about new data. With `refit`,
+    representativeness plus robustness estimates the generalisation gap by repeated splits; the
+    authors refit the head, too. The refitted models are trained on fewer samples, and may be less
+    or more robust than the model passed in.
+
+    For a bare module with test data, apply the definition directly: the mean loss on the test
+    data, minus the mean loss on the training data, minus
+    ``feature_robustness(..., matrices="truncated_normal")``.
+
+    References
+    ----------
+    .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
+    .. [2] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+       Neural Networks", 2020.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X, y = load_iris(return_X_y=True)
+    >>> model = LogisticRegression(max_iter=1000).fit(X, y)
+    >>> value, stderr = representativeness(model, X, y, refit=True, delta=0.1, random_state=0)
+    >>> abs(value) < 0.1, stderr < 0.05
+    (True, True)
+    """
+    smoothing = check_smoothing(smoothing, delta)
+    options = DataOptions(criterion, batch_size, device, in_order=smoothing.alphas is not None)
+    site = find_site(model, X, y, layer, options)
+    delta = find_delta(site, delta)
+    rng = as_random_state(random_state)
+    splits = _splits(site.n_samples, n_splits, test_size, rng)
+    shares = check_alphas(smoothing.alphas, site.n_samples)
+    if not refit:
+        smoothed = smooth(site, smoothing, delta, n_draws, rng, shares)
+        values = [
+            smoothed.mean_loss(held) - smoothed.mean_smooth_loss(rest) for rest, held in splits
+        ]
+        return float(np.mean(values)), float(np.hypot(_stderr(values), smoothed.stderr))
+    if isinstance(model, nn.Module) or not (hasattr(model, "fit") and hasattr(model, "get_params")):
+        raise TypeError(
+            f"refit=True needs an estimator to clone and fit, got {type(model).__name__}. Wrap a "
+            "module in a skorch net, or use refit=False and see the notes for test data."
+        )
+    values = []
+    for rest, held in splits:
+        X_rest, y_rest = multi_indexing(X, rest), multi_indexing(y, rest)
+        fitted = clone(model).fit(X_rest, y_rest)
+        X_held, y_held = multi_indexing(X, held), multi_indexing(y, held)
+        risk = mean_loss(to_network(fitted, X_held, y_held, options))
+        site = find_site(fitted, X_rest, y_rest, layer, options)
+        smoothed = smooth(site, smoothing, delta, n_draws, rng, shares[rest])
+        values.append(risk - smoothed.mean_smooth_loss())
+    return float(np.mean(values)), _stderr(values)
+
+
+def _splits(
+    n: int, n_splits: int, test_size: float, rng: np.random.RandomState
+) -> list[tuple[Any, Any]]:
+    """Draw random splits into two parts, the second of which is held out."""
+    check_integer("n_splits", n_splits, minimum=2, reason="one split has no standard error")
+    if not (is_number(test_size) and 0 < test_size < 1):
+        raise ValueError(
+            f"test_size must be a number between 0 and 1, got {test_size!r}: it is the share of "
+            "the samples that is held out."
+        )
+    return list(ShuffleSplit(n_splits, test_size=test_size, random_state=rng).split(range(n)))
+
+
+def _stderr(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 @dataclass(frozen=True)
@@ -75,11 +248,7 @@ def generalization_bound(  # noqa: PLR0913
     *,
     layer: Layer = -1,
     delta: float | None = None,
-    kernel: str = DEFAULT_KERNEL,
-    sigma: float = DEFAULT_SIGMA,
-    bandwidth: float | str | None = None,
-    alphas: Any = None,
-    label_noise: Callable[[Any, np.random.RandomState], Any] | None = None,
+    smoothing: Smoothing | None = None,
     n_splits: int = 10,
     test_size: float = 0.25,
     refit: bool = False,
@@ -106,18 +275,9 @@ def generalization_bound(  # noqa: PLR0913
         `relative_flatness`.
     delta : float, optional
         Radius of the smoothing, as a share of the features' norm; that of Theorem 6 if None.
-    kernel : {"truncated_normal", "normal", "uniform", "sphere"}, default="truncated_normal"
-        Distribution of the smoothing, see `representativeness`.
-    sigma : float, default=1
-        Width of the kernel.
-    bandwidth : float, "scott" or "silverman", optional
-        Smooth by a Gaussian kernel density estimate with one bandwidth for all samples, in place
-        of `kernel`, `sigma` and `delta`, see `representativeness`.
-    alphas : array of shape (n,), optional
-        Weights of the samples in the smoothed distribution, see `representativeness`. Mean
-        loss, flatness and robustness then have these weights, too.
-    label_noise : callable, optional
-        Moves the labels, too, see `representativeness`.
+    smoothing : Smoothing, optional
+        Another kernel, a bandwidth for all samples, weights of the samples or noise on their
+        labels. With weights, mean loss, flatness and robustness have them, too.
     n_splits : int, default=10
         Random splits for the representativeness, at least 2.
     test_size : float, default=0.25
@@ -134,8 +294,7 @@ def generalization_bound(  # noqa: PLR0913
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState or None, default=None
-        Decides splits and draws, which differ from call to call if None, but not fits: the
-        estimator has its own random state.
+        Decides splits and draws, see `representativeness`.
 
     Returns
     -------
@@ -152,7 +311,8 @@ def generalization_bound(  # noqa: PLR0913
     LayerNotFoundError
         If there is no such layer.
     TypeError
-        If there is no network in the model, or `refit=True` and it cannot be cloned and fitted.
+        If there is no network in the model, the smoothing is none, or `refit=True` and the model
+        cannot be cloned and fitted.
 
     Notes
     -----
@@ -171,9 +331,9 @@ def generalization_bound(  # noqa: PLR0913
     :math:`\epsilon`-feature robust on a sample that is :math:`\epsilon'`-representative.
     `gap_bound` has the measured robustness and the estimated representativeness in their place,
     and no expansion in delta. By Definition 9 of [2]_, the distributions around the samples may
-    be of features and labels: with `label_noise`, representativeness and robustness have noisy
-    labels, and the rise of the loss by the labels alone is a term of its own. The flatness term
-    is always that of the labels as they are.
+    be of features and labels: with noise on the labels, representativeness and robustness have
+    noisy labels, and the rise of the loss by the labels alone is a term of its own. The flatness
+    term is always that of the labels as they are.
 
     A Gaussian kernel density estimate moves all features by the same noise, of deviation h. Its
     flatness term is :math:`\tfrac{h^2}{2} \, \mathrm{mean}_i \mathrm{Tr}(W^\top B_i W)`,
@@ -205,75 +365,61 @@ def generalization_bound(  # noqa: PLR0913
     >>> bound.empirical_risk < bound.total
     True
     """
+    smoothing = check_smoothing(smoothing, delta)
     options = DataOptions(criterion, batch_size, device)
     site = find_site(model, X, y, layer, options)
-    check_kernel(kernel, sigma)
-    check_bandwidth(bandwidth, delta, kernel, sigma)
-    shares = check_alphas(alphas, site.n_samples)
-    if alphas is not None:
-        options = replace(options, sample_weight=shares)
-        site = find_site(model, X, y, layer, options)
+    if smoothing.alphas is not None:
+        shares = check_alphas(smoothing.alphas, site.n_samples)
+        site = find_site(model, X, y, layer, replace(options, sample_weight=shares))
     if len(site.shape) != 1:
         raise ValueError(
             f"the bound needs a layer that receives one vector for each sample, but layer "
             f"{site.name!r} receives {tuple(site.shape)}. Choose a linear layer behind it."
         )
     rng = as_random_state(random_state)
-    delta = default_delta(site) if delta is None else check_delta(delta)
-    h = find_bandwidth(site, bandwidth)
-    flatness, share = _second_order(site, delta, second_moment(kernel, site.size, sigma), h, rng)
+    delta, h = find_delta(site, delta), None
+    if smoothing.bandwidth is None:
+        flatness = measure_flatness(site.network, site.name, random_state=rng)
+        moment = KERNELS[smoothing.kernel].second_moment(site.size, smoothing.sigma)
+        factor = delta**2 / (2 * site.size) * moment
+    else:
+        flatness = measure_feature_curvature(site.network, site.name, random_state=rng)
+        delta, h = math.nan, find_bandwidth(site, smoothing.bandwidth)
+        factor = h**2 / 2
     estimate, stderr = representativeness(
         model,
         X,
         y,
         layer=layer,
         delta=delta if h is None else None,
+        smoothing=smoothing,
         n_splits=n_splits,
         test_size=test_size,
         refit=refit,
-        kernel=kernel,
-        sigma=sigma,
-        bandwidth=bandwidth,
-        alphas=alphas,
-        label_noise=label_noise,
         n_draws=n_draws,
         criterion=criterion,
         batch_size=batch_size,
         device=device,
         random_state=rng,
     )
-    smooth = Smoothing(kernel, sigma, n_draws, label_noise, rng, h)
-    robustness, _ = _mean_rise(smooth, site, delta)
-    # noise on the labels of features that stay where they are
-    alone = replace(smooth, bandwidth=0.0)
-    labels, error = (0.0, 0.0) if label_noise is None else _mean_rise(alone, site, delta)
+    smoothed = smooth(site, smoothing, delta, n_draws, rng)
+    robustness = smoothed.mean_smooth_loss() - smoothed.mean_loss()
+    label_term, label_error = 0.0, 0.0
+    if smoothing.label_noise is not None:  # of features that stay where they are
+        still = replace(smoothing, bandwidth=None)
+        relabelled = smooth(site, still, 0.0, n_draws, rng)
+        label_term = relabelled.mean_smooth_loss() - relabelled.mean_loss()
+        label_error = relabelled.stderr
+    flatness_term = factor * flatness.value
     return GeneralizationBound(
         empirical_risk=flatness.risk,
         representativeness=estimate,
-        flatness_term=share * flatness.value,
-        label_term=labels,
-        total=flatness.risk + estimate + share * flatness.value + labels,
+        flatness_term=flatness_term,
+        label_term=label_term,
+        total=flatness.risk + estimate + flatness_term + label_term,
         robustness=robustness,
         gap_bound=abs(robustness) + abs(estimate),
-        delta=delta if h is None else math.nan,
+        delta=delta,
         bandwidth=h,
-        stderr=math.hypot(stderr, share * flatness.stderr, error),
+        stderr=math.hypot(stderr, factor * flatness.stderr, label_error),
     )
-
-
-def _second_order(
-    site: Site, delta: float, moment: float, h: float | None, rng: np.random.RandomState
-) -> tuple[Flatness, float]:
-    """Measure the flatness that the smoothing depends on, and return its factor in the bound."""
-    if h is not None:
-        return measure_feature_curvature(site.network, site.name, random_state=rng), h**2 / 2
-    flatness = measure_flatness(site.network, site.name, random_state=rng)
-    return flatness, delta**2 / (2 * site.size) * moment
-
-
-def _mean_rise(smooth: Smoothing, site: Site, delta: float) -> tuple[float, float]:
-    """Measure the rise of the mean loss by a smoothing, and its standard error."""
-    smoothed = smooth(site, delta, np.ones(site.n_samples))
-    everything = slice(None)
-    rise = smoothed.mean_smooth_loss(everything) - smoothed.mean_loss(everything)
-    return rise, smoothed.stderr

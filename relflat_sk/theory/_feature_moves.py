@@ -11,7 +11,7 @@ name           shape         meaning
 ``rises``      ``(k, n)``    rise of each sample's loss, for each of k draws
 =============  ============  ==============================================================
 
-Directions come from a scheme, see `relflat_sk.theory._schemes`.
+Directions come from a scheme, see `relflat_sk.theory._directions`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,22 +44,11 @@ from relflat_sk._network import (
     weight_layers,
 )
 from relflat_sk.measures import find_measured_layer
-from relflat_sk.theory._kernels import Scheme
+from relflat_sk.theory._directions import Scheme
 
-__all__ = [
-    "Moved",
-    "Relabel",
-    "Site",
-    "check_delta",
-    "find_site",
-    "losses_of",
-    "move_features",
-    "split_at",
-]
-
-# from moved features (n, m) and the labels before to those after the move, as the criterion takes
-# them
-Relabel = Callable[[Tensor, Tensor], Tensor]
+# from arrays of moved features, (n, m), and of labels before to labels after the move, as the
+# criterion takes them
+Relabel = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -122,9 +112,22 @@ def check_delta(delta: Any) -> float:
 
 
 def _labels(batch: Batch) -> Tensor:
+    """Return the labels of a batch, which a loss needs."""
     if batch.y is None:
         raise ValueError("y is needed to compute a loss. Pass y.")
     return batch.y
+
+
+def mean_rises(
+    site: Site, scheme: Scheme, delta: float, *, relabel: Relabel | None = None
+) -> Tensor:
+    """Compute the rise of the mean loss for each of k draws. Shapes: returns (k,)."""
+    total, divisor = torch.zeros(()), 0.0
+    with borrowed(site.network.module):
+        for moved in move_features(site, scheme, delta, relabel=relabel):
+            total = total + (moved.rises @ moved.weights).cpu()
+            divisor += float(moved.divisors @ moved.weights)
+    return total / divisor
 
 
 def move_features(
@@ -144,38 +147,34 @@ def move_features(
             for draw in scheme.directions(features):
                 moved = []
                 for direction in draw:
-                    at = _relabelled(batch, features + delta * direction, relabel)
-                    after, parts = losses_of(site.network, at, run(delta * direction), each)
+                    at = batch
                     if relabel is not None:
-                        _check_divisors(parts, divisors)
+                        at = _relabelled(batch, features + delta * direction, relabel)
+                    after, parts = losses_of(site.network, at, run(delta * direction), each)
+                    if relabel is not None and not torch.equal(parts, divisors):
+                        raise ValueError(
+                            "the labels of moved features have other class weights than the "
+                            "labels, or are ignored where those are not, so that the mean losses "
+                            "before and after the move are means over other samples. Use a "
+                            "criterion without weight and ignore_index."
+                        )
                     moved.append(after)
                 rises.append((torch.stack(moved) - losses).mean(dim=0))
             weights = sample_weight(batch, len(losses), losses.device)
         yield Moved(losses, torch.stack(rises), weights, divisors)
 
 
-def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel | None) -> Batch:
+def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel) -> Batch:
     """Return the batch with the labels of its moved features."""
-    if relabel is None:
-        return batch
     before = _labels(batch)
-    labels = torch.as_tensor(relabel(moved, before), device=before.device)
+    found = np.asarray(relabel(moved.cpu().numpy(), before.cpu().numpy()))
+    labels = torch.as_tensor(found, device=before.device)
     if labels.shape != before.shape:
         raise ValueError(
             f"the labels of moved features must have the shape of the labels, {tuple(before.shape)}"
             f", got {tuple(labels.shape)}."
         )
     return replace(batch, y=labels.to(before.dtype))
-
-
-def _check_divisors(after: Tensor, before: Tensor) -> None:
-    """Refuse labels that change what the losses are divided by, so that rises have no mean."""
-    if not torch.equal(after, before):
-        raise ValueError(
-            "the labels of moved features have other class weights than the labels, or are ignored "
-            "where those are not, so that the mean losses before and after the move are means over "
-            "other samples. Use a criterion without weight and ignore_index."
-        )
 
 
 def split_at(site: Site, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

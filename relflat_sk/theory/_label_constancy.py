@@ -12,15 +12,13 @@ from relflat_sk._checks import is_integer
 from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import (
     Layer,
-    Network,
+    Outcome,
     Recorder,
     borrowed,
     find_layer,
     layer_names,
-    outcomes,
+    outcome_of,
 )
-
-__all__ = ["label_constancy"]
 
 
 def label_constancy(  # noqa: PLR0913
@@ -77,8 +75,7 @@ def label_constancy(  # noqa: PLR0913
     ------
     ValueError
         If y holds regression targets instead of classes, `n_neighbors` is not a positive
-        integer below the number of samples, `by` is neither "labels" nor "loss", or a DataLoader
-        shuffles with ``by="loss"``.
+        integer below the number of samples, or `by` is neither "labels" nor "loss".
     LayerNotFoundError
         If there is no such layer.
     TypeError
@@ -108,23 +105,35 @@ def label_constancy(  # noqa: PLR0913
     """
     if by not in ("labels", "loss"):
         raise ValueError(f'by must be "labels" or "loss", got {by!r}.')
-    if by == "loss":
-        # features and losses come from two passes, which a shuffling loader gives in two orders
-        options = DataOptions(criterion, batch_size, device, in_order=True)
-        return _rise_by_neighbours(to_network(model, X, y, options), model, layer, n_neighbors)
-    # `to_network` needs a criterion for a bare module; it is not used here
-    criterion = nn.CrossEntropyLoss() if isinstance(model, nn.Module) else None
+    if by == "labels" and isinstance(model, nn.Module):
+        criterion = nn.CrossEntropyLoss()  # `to_network` needs one; it is not used here
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
-    features, labels = _features(network, name_layer(model, layer))
-    n = len(labels)
-    kind = type_of_target(labels)
+    features: list[Tensor] = []
+    labels: list[Tensor] = []
+    found: list[Outcome] = []
+    with borrowed(network.module), torch.no_grad():
+        name = find_layer(network.module, name_layer(model, layer), layer_names(network))
+        module = network.module.get_submodule(name)
+        for batch in network.batches():
+            if batch.y is None:
+                raise ValueError("y is needed for the labels to compare. Pass y.")
+            with Recorder({name: module}) as recorder:
+                output = network(batch.x)
+            features.append(recorder[name].check()[0].flatten(1).cpu())
+            labels.append(batch.y.cpu())
+            if by == "loss":
+                found.append(outcome_of(network, batch, output))
+        near = _neighbours(torch.cat(features).numpy(), n_neighbors)
+        if by == "loss":
+            return _rise_by_neighbours(found, near)
+    classes = torch.cat(labels).numpy()
+    kind = type_of_target(classes)
     if kind.startswith(("continuous", "unknown")):
         raise ValueError(
-            f"y must hold classes, got {kind} values such as {labels.flat[0].item()!r}, which are "
+            f"y must hold classes, got {kind} values such as {classes.flat[0].item()!r}, which are "
             "hardly ever equal. Pass class labels, or bin the values first."
         )
-    near = _neighbours(features, n_neighbors)
-    rows = labels.reshape(n, -1)
+    rows = classes.reshape(len(classes), -1)
     return float((rows[near] == rows[:, None]).all(axis=2).mean())
 
 
@@ -141,37 +150,17 @@ def _neighbours(features: NDArray[Any], n_neighbors: int) -> NDArray[Any]:
     return near
 
 
-def _rise_by_neighbours(network: Network, model: Any, layer: Layer, n_neighbors: int) -> float:
+def _rise_by_neighbours(found: list[Outcome], near: NDArray[Any]) -> float:
     """Compute the mean rise of the loss where a neighbour gets the label of a sample."""
-    near = _neighbours(_features(network, name_layer(model, layer))[0], n_neighbors)
-    with borrowed(network.module), torch.no_grad():
-        found = list(outcomes(network))
-        loss = found[0].loss
-        output = torch.cat([one.output for one in found])
-        target = torch.cat([one.target for one in found])
-        own, own_divisors = loss.terms(output, target, each=True)
-        rises = []
-        for of_samples in torch.from_numpy(near.T.copy()).to(output.device):
-            other, divisors = loss.terms(output[of_samples], target, each=True)
-            with_other = other.double().sum() / divisors.double().sum()
-            # class weights of the neighbours' own labels have another sum
-            of_own = own_divisors[of_samples].double().sum()
-            rises.append(with_other - own[of_samples].double().sum() / of_own)
+    loss = found[0].loss
+    output = torch.cat([one.output for one in found])
+    target = torch.cat([one.target for one in found])
+    own, own_divisors = loss.terms(output, target, each=True)
+    rises = []
+    for of_samples in torch.from_numpy(near.T.copy()).to(output.device):
+        other, divisors = loss.terms(output[of_samples], target, each=True)
+        with_other = other.double().sum() / divisors.double().sum()
+        # class weights of the neighbours' own labels have another sum
+        of_own = own_divisors[of_samples].double().sum()
+        rises.append(with_other - own[of_samples].double().sum() / of_own)
     return float(torch.stack(rises).mean())
-
-
-def _features(network: Network, layer: Layer) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Collect the flattened features that a layer receives, and the labels."""
-    features: list[Tensor] = []
-    labels: list[Tensor] = []
-    with borrowed(network.module):
-        name = find_layer(network.module, layer, layer_names(network))
-        module = network.module.get_submodule(name)
-        for batch in network.batches():
-            if batch.y is None:
-                raise ValueError("y is needed for the labels to compare. Pass y.")
-            with torch.no_grad(), Recorder({name: module}) as recorder:
-                network(batch.x)
-            features.append(recorder[name].check()[0].flatten(1).cpu())
-            labels.append(batch.y.cpu())
-    return torch.cat(features).numpy(), torch.cat(labels).numpy()

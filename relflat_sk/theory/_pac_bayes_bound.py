@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import rel_entr
 from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
 from torch import nn
@@ -24,9 +25,6 @@ from relflat_sk.measures import (
     weights_of,
     with_weights,
 )
-from relflat_sk.theory._kl import kl_inverse
-
-__all__ = ["SIGMAS", "PacBayesBound", "pac_bayes_bound"]
 
 # from 1e-6 to 8, in factors of the square root of 2; the same for all networks and data
 SIGMAS = tuple(2.0 ** (k / 2) for k in range(-40, 7))
@@ -83,7 +81,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     *,
     initial: nn.Module | Mapping[str, Any] | None = None,
     delta: float = 0.05,
-    sigmas: Sequence[float] = SIGMAS,
+    sigmas: Sequence[float] | None = None,
     n_draws: int = 1000,
     criterion: Any = None,
     batch_size: int = 1024,
@@ -112,8 +110,8 @@ def pac_bayes_bound(  # noqa: PLR0913
     delta : float, default=0.05
         Probability with which the bound may fail, over the draw of the sample and of the noise.
     sigmas : sequence of float, optional
-        The noise to choose from; must not be chosen by looking at the sample or the weights. By
-        default 47 values between 1e-6 and 8.
+        The noise to choose from; must not be chosen by looking at the sample or the weights. 47
+        values between 1e-6 and 8 if None.
     n_draws : int, default=1000
         Draws of noise with which the error on the sample is estimated at the chosen sigma.
     criterion : torch loss, optional
@@ -181,19 +179,18 @@ def pac_bayes_bound(  # noqa: PLR0913
     if delta >= 1:
         raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
     check_integer("n_draws", n_draws, minimum=1)
-    grid = _check_sigmas(sigmas)
-    if initial is not None and not isinstance(initial, nn.Module | Mapping):
-        raise TypeError(
-            "initial must be a module or its state dict, got "
-            f"{type(initial).__name__}. Pass a copy of the net's module_ from before training."
-        )
+    grid = list(SIGMAS if sigmas is None else sigmas)
+    if not grid:
+        raise ValueError("sigmas must hold at least one standard deviation of the noise, got none.")
+    for sigma in grid:
+        check_number("sigmas", sigma)
     _refuse_preprocessing(model)
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
-    _refuse_statistics(network.module, initial)
+    weights, before = weights_of(network), _read_state(initial)
+    _refuse_statistics(network.module, before or {})
     wrong, labels = count_errors(network)
     n = _check_labels(network, labels)
-    weights = weights_of(network)
-    square = _squared_distance(weights, initial)
+    square = square_norm(weights) if before is None else _squared_distance(weights, before)
     rng = as_random_state(random_state)
 
     # half of delta is shared by the sigmas
@@ -215,7 +212,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     return PacBayesBound(
         bound=bound(limit, best),
         confidence=1 - delta,
-        sigma=best,
+        sigma=float(best),
         kl=kl,
         empirical_error=wrong / labels,
         expected_sharpness=error - wrong / labels,
@@ -224,6 +221,17 @@ def pac_bayes_bound(  # noqa: PLR0913
         mcallester=limit + 4 * math.sqrt((kl + math.log(2 * n / risk)) / n),
         n_samples=n,
     )
+
+
+def kl_inverse(mean: float, divergence: float) -> float:
+    """Return the largest p whose coin diverges from the coin of the mean by no more than given."""
+    low, high = mean, 1.0
+    # the float64 numbers in [0, 1] have 53 digits
+    for _ in range(60):
+        middle = (low + high) / 2
+        apart = rel_entr(mean, middle) + rel_entr(1 - mean, 1 - middle)
+        low, high = (low, middle) if apart > divergence else (middle, high)
+    return high
 
 
 def _noisy_errors(
@@ -238,14 +246,16 @@ def _noisy_errors(
     return np.array(errors)
 
 
-def _check_sigmas(sigmas: Sequence[float]) -> list[float]:
-    """Return the sigmas, after a check of each of them."""
-    grid = list(sigmas)
-    if not grid:
-        raise ValueError("sigmas must hold at least one standard deviation of the noise, got none.")
-    for sigma in grid:
-        check_number("sigmas", sigma)
-    return [float(sigma) for sigma in grid]
+def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return weights and buffers of the initial module by their names, if there is one."""
+    if isinstance(initial, nn.Module):
+        return dict([*initial.named_parameters(), *initial.named_buffers()])
+    if initial is not None and not isinstance(initial, Mapping):
+        raise TypeError(
+            "initial must be a module or its state dict, got "
+            f"{type(initial).__name__}. Pass a copy of the net's module_ from before training."
+        )
+    return initial
 
 
 def _refuse_preprocessing(model: Any) -> None:
@@ -265,12 +275,8 @@ def _refuse_preprocessing(model: Any) -> None:
             model = wrapped if wrapped is not None else getattr(model, "estimator_", None)
 
 
-def _refuse_statistics(module: nn.Module, initial: nn.Module | Mapping[str, Any] | None) -> None:
+def _refuse_statistics(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Refuse a network with numbers that are no weights and may depend on the sample."""
-    if isinstance(initial, nn.Module):
-        before: Mapping[str, Any] = dict(initial.named_buffers())
-    else:
-        before = initial or {}
     for name, buffer in module.named_buffers():
         if not buffer.is_floating_point():
             continue
@@ -296,11 +302,8 @@ def _check_labels(network: Network, labels: float) -> int:
     return int(labels)
 
 
-def _squared_distance(weights: Weights, initial: nn.Module | Mapping[str, Any] | None) -> float:
+def _squared_distance(weights: Weights, before: Mapping[str, Any]) -> float:
     """Sum the squared differences between the weights and the mean of the prior."""
-    if initial is None:
-        return square_norm(weights)
-    before = dict(initial.named_parameters()) if isinstance(initial, nn.Module) else initial
     unfit = [
         name
         for name, value in weights.items()

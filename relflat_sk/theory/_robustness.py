@@ -4,19 +4,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
+import pandas as pd
 from torch import nn
 
-from relflat_sk._models import DataOptions
-from relflat_sk._network import Layer, borrowed, find_non_finite
-from relflat_sk._random import RandomState, make_generator
+from relflat_sk._models import DataOptions, name_layers, to_network
+from relflat_sk._network import Layer, find_non_finite, layer_names
+from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk._warnings import warn
-from relflat_sk.theory._feature_moves import Relabel, check_delta, find_site, move_features
-from relflat_sk.theory._kernels import Scheme
-from relflat_sk.theory._schemes import haar_matrices, make_scheme, of_matrices
-
-__all__ = ["feature_robustness", "warn_of_non_finite_rise"]
+from relflat_sk.measures import measure_layers
+from relflat_sk.theory._directions import make_scheme, projections
+from relflat_sk.theory._feature_moves import Site, check_delta, find_site, mean_rises
 
 
 def feature_robustness(  # noqa: PLR0913
@@ -157,40 +154,14 @@ def feature_robustness(  # noqa: PLR0913
     delta = check_delta(delta)
     site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
     generator = make_generator(random_state, site.network.device)
-    scheme = make_scheme(matrices, site.size, n_draws, generator)
-    if absolute:
-        scheme = _shared(matrices, site.size, n_draws, generator, scheme)
-    relabel = None if labelling is None else _as_relabel(labelling)
-    total, divisor = torch.zeros(()), 0.0
-    with borrowed(site.network.module):
-        for moved in move_features(site, scheme, delta, relabel=relabel):
-            total = total + (moved.rises @ moved.weights).cpu()
-            divisor += float(moved.divisors @ moved.weights)
-    draws = (total / divisor).abs() if absolute else total / divisor
+    scheme = make_scheme(matrices, site.size, n_draws, generator, shared=absolute)
+    relabel = None if labelling is None else lambda phi, _: labelling(phi)
+    draws = mean_rises(site, scheme, delta, relabel=relabel)
+    draws = draws.abs() if absolute else draws
     robustness = float(draws.mean())
     if not math.isfinite(robustness):
         warn_of_non_finite_rise(site.network.module)
     return robustness, scheme.stderr(draws)
-
-
-def _shared(
-    matrices: Any, m: int, n_draws: int, generator: torch.Generator, scheme: Scheme
-) -> Scheme:
-    """Return a scheme whose draws are matrices that all samples share."""
-    if not isinstance(matrices, str) or matrices == "projection":
-        return scheme
-    if matrices != "orthogonal":
-        raise ValueError(
-            f"absolute=True needs matrices that all samples share, but {matrices!r} moves each "
-            'sample on its own. Use "orthogonal", "projection" or an array.'
-        )
-    shared = of_matrices(haar_matrices(m, n_draws, generator))
-    return Scheme(shared.directions, 1.0)
-
-
-def _as_relabel(labelling: Callable[[Any], Any]) -> Relabel:
-    """Return the labels of moved features by a function of arrays."""
-    return lambda moved, labels: torch.as_tensor(np.asarray(labelling(moved.cpu().numpy())))
 
 
 def warn_of_non_finite_rise(module: nn.Module) -> None:
@@ -203,3 +174,126 @@ def warn_of_non_finite_rise(module: nn.Module) -> None:
         f"the feature robustness is nan or infinite, because {cause}. Has training diverged? Train "
         "again, with a lower learning rate for example."
     )
+
+
+def neuron_robustness(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    delta: float,
+    *,
+    layers: Any = "all",
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    random_state: RandomState = None,
+) -> pd.DataFrame:
+    r"""Measure how much the mean loss rises when a single feature is scaled, for every feature.
+
+    Feature j of a layer's input is multiplied by ``1 + delta``: the matrix A is the projection on
+    one neuron. At a minimum, the rise is ``delta^2 / 2 rho(j)`` up to the third order in delta.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        Any model that `relative_flatness` measures.
+    X : array-like of n samples
+        Inputs as the model takes them.
+    y : array-like of shape (n, ...)
+        Labels as the model was trained with.
+    delta : float
+        How far each feature is moved, as a share of its value.
+    layers : int, str, nn.Module, a sequence of these, or "all", default="all"
+        The layers that receive the features. They must receive one vector for each sample;
+        "all" leaves out others with a warning.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    random_state : int, RandomState or None, default=None
+        Seeds the random probes of the flatness, where it is not exact.
+
+    Returns
+    -------
+    DataFrame
+        One row for each layer and neuron: `layer`, `neuron`, `robustness` (the rise of the mean
+        loss, 1/n is in) and `flatness_term`, ``delta^2 / 2 rho(j)``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or a layer receives more than one vector for each
+        sample.
+    LayerNotFoundError
+        If there is no such layer.
+    TypeError
+        If there is no network in the model.
+
+    Warns
+    -----
+    FlatnessWarning
+        If layers are left out.
+
+    Notes
+    -----
+    Single neurons are projections of operator norm 1, so that Theorem 2 of [1]_ bounds the rise
+    by ``delta^2 / 2 |W|^2 lambda_max(H)``. The form of the Hessian in the projected weight, ``rho``
+    of Appendix B, is smaller, and is the second order of the rise itself. Figure 4 of [1]_ shows
+    such projections.
+
+    References
+    ----------
+    .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+       Neural Networks", 2020.
+
+    Examples
+    --------
+    The squared error is quadratic, so that both agree at the minimum:
+
+    >>> from sklearn.linear_model import LinearRegression
+    >>> X, y = [[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]], [1.0, 2.0, 3.0]
+    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
+    >>> neuron_robustness(model, X, y, 0.1).round(6)[["neuron", "robustness", "flatness_term"]]
+       neuron  robustness  flatness_term
+    0       0    0.006667       0.006667
+    1       1    0.026667       0.026667
+    """
+    delta = check_delta(delta)
+    rng = as_random_state(random_state)
+    tables = []
+    for site in _sites(model, X, y, layers, DataOptions(criterion, batch_size, device)):
+        name = "neuron_flatness_max"
+        found = measure_layers(site.network, [name], [site.name], random_state=rng)
+        rho = found[site.name, name].neurons
+        assert rho is not None
+        table = {
+            "layer": site.name,
+            "neuron": range(site.size),
+            "robustness": mean_rises(site, projections(range(site.size)), delta).numpy(),
+            "flatness_term": delta**2 / 2 * rho,
+        }
+        tables.append(pd.DataFrame(table))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> list[Site]:
+    """Find the layers that receive one vector for each sample."""
+    chosen = name_layers(model, layers)
+    every = isinstance(chosen, str)
+    if isinstance(chosen, str):
+        chosen = list(layer_names(to_network(model, X, y, options)))
+    sites = [find_site(model, X, y, layer, options) for layer in chosen]
+    others = [site for site in sites if len(site.shape) != 1]
+    if others and (not every or len(others) == len(sites)):
+        raise ValueError(
+            f"layer {others[0].name!r} receives {tuple(others[0].shape)} for each sample; single "
+            "neurons need a layer that receives one vector. Choose a linear layer behind it."
+        )
+    if others:
+        warn(
+            f"{', '.join(repr(site.name) for site in others)} left out: layers that receive more "
+            "than one vector for each sample have no single neurons."
+        )
+    return [site for site in sites if len(site.shape) == 1]

@@ -8,26 +8,91 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relflat_sk._checks import check_number
+from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import borrowed
 from relflat_sk._random import make_generator
-from relflat_sk.theory._feature_moves import Site, move_features, split_at
-from relflat_sk.theory._kernels import gaussian, make_kernel
-
-__all__ = [
-    "DEFAULT_KERNEL",
-    "DEFAULT_SIGMA",
-    "Smoothed",
-    "Smoothing",
-    "check_alphas",
-    "check_bandwidth",
-    "find_bandwidth",
-]
+from relflat_sk.theory._directions import KERNELS, gaussian_scheme, kernel_scheme
+from relflat_sk.theory._feature_moves import Site, check_delta, move_features, split_at
 
 Floats = NDArray[np.float64]
 
-DEFAULT_KERNEL = "truncated_normal"
-DEFAULT_SIGMA = 1.0
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Smoothing:
+    r"""How a sample is smoothed in a layer's feature space.
+
+    Every ``phi(x_i)`` is replaced by a distribution around it, with the weight ``alpha_i`` and the
+    label ``y_i``. For `representativeness` and `generalization_bound`.
+
+    Parameters
+    ----------
+    kernel : {"truncated_normal", "normal", "uniform", "sphere"}, default="truncated_normal"
+        The distribution, with ``r_i = delta |phi(x_i)|``: normal with deviation ``sigma r_i`` in
+        each direction, given a length of at most ``r_i``; the same without that limit, which makes
+        the smoothed sample a Gaussian kernel density estimate with a bandwidth for each sample;
+        uniform in the ball, or on the sphere, of radius ``sigma r_i``.
+    sigma : float, default=1
+        Width of the kernel.
+    bandwidth : float, "scott" or "silverman", optional
+        Smooth all samples by a Gaussian kernel density estimate with this bandwidth, in the unit
+        of the features and the same for all samples, in place of a kernel whose radius is in
+        proportion to the features, so that `kernel`, `sigma` and ``delta`` are left out. The rules
+        of Scott and Silverman take the root mean variance of the features times
+        ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``, with n samples and m features.
+    alphas : array of shape (n,), optional
+        Weights ``alpha_i`` of the samples, divided by their sum; equal if None. Some may be zero,
+        but not those of all samples in one part of a split. A DataLoader must not shuffle then.
+    label_noise : callable, optional
+        Moves the labels, too: from an array of labels, as the criterion takes them, and a
+        RandomState to an array of noisy labels of the same shape. Each draw has its own noise.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel, an argument is out of its range, or a bandwidth stands beside a
+        kernel.
+
+    Examples
+    --------
+    >>> from relflat_sk.theory import Smoothing, representativeness
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X, y = load_iris(return_X_y=True)
+    >>> model = LogisticRegression(max_iter=1000).fit(X, y)
+    >>> narrow, wide = (
+    ...     representativeness(model, X, y, smoothing=Smoothing(bandwidth=h), random_state=0)[0]
+    ...     for h in (0.01, 1)
+    ... )
+    >>> narrow > wide  # the smoothed sample has the larger loss
+    True
+    """
+
+    kernel: str = "truncated_normal"
+    sigma: float = 1.0
+    bandwidth: float | str | None = None
+    alphas: Any = None
+    label_noise: Callable[[Any, np.random.RandomState], Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no distribution, before anything is computed."""
+        if not isinstance(self.kernel, str) or self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {sorted(KERNELS)}, got {self.kernel!r}.")
+        check_number("sigma", self.sigma)
+        if self.bandwidth is None:
+            return
+        if not isinstance(self.bandwidth, str):
+            check_number("bandwidth", self.bandwidth)
+        elif self.bandwidth not in ("scott", "silverman"):
+            raise ValueError(
+                'bandwidth must be a positive number, "scott" or "silverman", got '
+                f"{self.bandwidth!r}."
+            )
+        if (self.kernel, self.sigma) != ("truncated_normal", 1.0):
+            raise ValueError(
+                f"bandwidth={self.bandwidth!r} smooths by a normal distribution of this deviation, "
+                f"in place of a kernel, but kernel={self.kernel!r} and sigma={self.sigma!r} are "
+                "given as well. Leave out kernel and sigma, or the bandwidth."
+            )
 
 
 @dataclass(frozen=True)
@@ -43,11 +108,11 @@ class Smoothed:
     shares: Floats
     stderr: float
 
-    def mean_loss(self, rows: Any) -> float:
+    def mean_loss(self, rows: Any = slice(None)) -> float:
         """Compute the mean loss of some samples before the smoothing."""
         return _ratio(self.loss[rows].sum(), self.divisor[rows].sum())
 
-    def mean_smooth_loss(self, rows: Any) -> float:
+    def mean_smooth_loss(self, rows: Any = slice(None)) -> float:
         """Compute the mean loss of some samples after the smoothing, with their shares."""
         shares = self.shares[rows]
         return _ratio(shares @ self.smooth_loss[rows], shares @ self.divisor[rows])
@@ -63,74 +128,40 @@ def _ratio(loss: float, divisor: float) -> float:
     return float(loss / divisor)
 
 
-@dataclass(frozen=True)
-class Smoothing:
-    """Smooths samples in a layer's feature space."""
-
-    kernel: str
-    sigma: float
-    n_draws: int
-    label_noise: Callable[[Any, np.random.RandomState], Any] | None
-    rng: np.random.RandomState
-    bandwidth: float | str | None = None
-
-    def __call__(self, site: Site, delta: float, shares: Floats) -> Smoothed:
-        """Compute the losses of all samples before and after the smoothing.
-
-        Shapes: `shares` (n,).
-        """
-        generator = make_generator(self.rng, site.network.device)
-        scheme = make_kernel(self.kernel, site.size, self.sigma, self.n_draws, generator)
-        bandwidth = find_bandwidth(site, self.bandwidth)
-        if bandwidth is not None:
-            scheme, delta = gaussian(self.n_draws, generator), bandwidth
-        relabel = None if self.label_noise is None else self._relabel
-        with borrowed(site.network.module):
-            batches = list(move_features(site, scheme, delta, each=True, relabel=relabel))
-        weight, loss = (
-            torch.cat([getattr(b, key) for b in batches]) for key in ("weights", "losses")
-        )
-        rise = torch.cat([batch.rises for batch in batches], dim=1)
-        divisor = weight * torch.cat([batch.divisors for batch in batches])
-        share = torch.from_numpy(shares).to(weight)
-        return Smoothed(
-            (weight * loss).cpu().numpy(),
-            (weight * (loss + rise.mean(dim=0))).cpu().numpy(),
-            divisor.cpu().numpy(),
-            shares,
-            scheme.stderr(rise @ (share * weight) / (share @ divisor)),
-        )
-
-    def _relabel(self, moved: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert self.label_noise is not None
-        return torch.as_tensor(np.asarray(self.label_noise(labels.cpu().numpy(), self.rng)))
+def smooth(
+    site: Site,
+    smoothing: Smoothing,
+    delta: float,
+    n_draws: int,
+    rng: np.random.RandomState,
+    shares: Floats | None = None,
+) -> Smoothed:
+    """Compute the losses of all samples before and after the smoothing, with shares (n,)."""
+    check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
+    noise, generator = smoothing.label_noise, make_generator(rng, site.network.device)
+    if smoothing.bandwidth is None:
+        scheme = kernel_scheme(smoothing.kernel, smoothing.sigma, n_draws, generator)
+    else:
+        scheme = gaussian_scheme(n_draws, generator)
+        delta = find_bandwidth(site, smoothing.bandwidth)
+    relabel = None if noise is None else lambda _, labels: noise(labels, rng)
+    with borrowed(site.network.module):
+        batches = list(move_features(site, scheme, delta, each=True, relabel=relabel))
+    weight, loss = (torch.cat([getattr(b, key) for b in batches]) for key in ("weights", "losses"))
+    rise = torch.cat([batch.rises for batch in batches], dim=1)
+    divisor = weight * torch.cat([batch.divisors for batch in batches])
+    shares = np.ones(len(weight)) if shares is None else shares
+    share = torch.from_numpy(shares).to(weight)
+    return Smoothed(
+        (weight * loss).cpu().numpy(),
+        (weight * (loss + rise.mean(dim=0))).cpu().numpy(),
+        divisor.cpu().numpy(),
+        shares,
+        scheme.stderr(rise @ (share * weight) / (share @ divisor)),
+    )
 
 
-def check_bandwidth(
-    bandwidth: float | str | None, delta: float | None, kernel: str, sigma: float
-) -> None:
-    """Refuse a bandwidth that is neither a positive number nor a rule, or one beside a kernel."""
-    if isinstance(bandwidth, str):
-        if bandwidth not in ("scott", "silverman"):
-            raise ValueError(
-                f'bandwidth must be a positive number, "scott" or "silverman", got {bandwidth!r}.'
-            )
-    elif bandwidth is not None:
-        check_number("bandwidth", bandwidth)
-    if bandwidth is not None and delta is not None:
-        raise ValueError(
-            f"bandwidth={bandwidth!r} is the same for all samples, and delta={delta!r} in "
-            "proportion to their features: give one of them."
-        )
-    if bandwidth is not None and (kernel, sigma) != (DEFAULT_KERNEL, DEFAULT_SIGMA):
-        raise ValueError(
-            f"bandwidth={bandwidth!r} smooths by a normal distribution of this deviation, in place "
-            f"of a kernel, but kernel={kernel!r} and sigma={sigma!r} are given as well. Leave out "
-            "kernel and sigma, or the bandwidth."
-        )
-
-
-def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
+def find_bandwidth(site: Site, bandwidth: float | str) -> float:
     """Find the bandwidth of a Gaussian kernel density estimate, by a rule in one pass."""
     if not isinstance(bandwidth, str):
         return bandwidth
@@ -141,8 +172,32 @@ def find_bandwidth(site: Site, bandwidth: float | str | None) -> float | None:
     return float(features.var(dim=0).mean().sqrt()) * float(factor ** (-1 / (m + 4)))
 
 
+def check_smoothing(smoothing: Smoothing | None, delta: float | None) -> Smoothing:
+    """Return the smoothing, the default one if None, after a check that it fits the radius."""
+    if smoothing is None:
+        return Smoothing()
+    if not isinstance(smoothing, Smoothing):
+        raise TypeError(
+            f"smoothing must be a Smoothing or None, got {type(smoothing).__name__}. Pass "
+            'relflat_sk.theory.Smoothing(kernel="normal"), for example.'
+        )
+    if smoothing.bandwidth is not None and delta is not None:
+        raise ValueError(
+            f"bandwidth={smoothing.bandwidth!r} is the same for all samples, and delta={delta!r} "
+            "in proportion to their features: give one of them."
+        )
+    return smoothing
+
+
+def find_delta(site: Site, delta: float | None) -> float:
+    """Return the radius of the smoothing, by default that of Theorem 6."""
+    if delta is not None:
+        return check_delta(delta)
+    return float(site.n_samples ** (-1 / (4 + site.size)))
+
+
 def check_alphas(alphas: Any, n: int) -> Floats:
-    """Check the shares of samples in the smoothed distribution.
+    """Check the shares of samples in the smoothed distribution, and scale them to a mean of 1.
 
     Shapes: `alphas` (n,); returns (n,).
     """

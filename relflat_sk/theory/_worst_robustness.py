@@ -1,9 +1,8 @@
 """Feature robustness in the worst case: the largest change of the loss over all matrices."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions
-from relflat_sk._network import Batch, Layer, borrowed, sample_weight
+from relflat_sk._network import Layer, borrowed, sample_weight
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk.measures import measure_layers
+from relflat_sk.theory._directions import check_matrices, haar_matrices
 from relflat_sk.theory._feature_moves import Site, check_delta, find_site, losses_of, split_at
 from relflat_sk.theory._robustness import warn_of_non_finite_rise
-from relflat_sk.theory._schemes import check_matrices, haar_matrices
-
-__all__ = ["WorstRobustness", "worst_feature_robustness"]
 
 # shares of the way to a vertex that are tried, the largest first
 _STEPS = (1.0, 0.5, 0.25, 0.1, 0.03)
@@ -169,31 +166,32 @@ def worst_feature_robustness(  # noqa: PLR0913
     rng = as_random_state(random_state)
     generator = make_generator(rng, site.network.device)
     identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)
+    still = 0 * identity
     with borrowed(site.network.module):
         risk = _Risk(site, delta)
-        before = risk(torch.zeros_like(identity))
+        before = risk(still)
         if not math.isfinite(before):
             warn_of_non_finite_rise(site.network.module)
             nothing = np.full(identity.shape, np.nan)
             return WorstRobustness(math.nan, math.nan, math.nan, nothing, math.nan)
-        search: Callable[[float], Iterator[tuple[float, Tensor]]]
         if matrices is None:
             starts = [identity, -identity]
             starts += haar_matrices(site.size, n_restarts, generator).to(identity)
-            search = partial(_ascents, risk, starts, n_steps)
+            found = [_ascend(risk, start, 1.0, n_steps) for start in starts]
+            # a minimum of a convex loss is where the features stay
+            falls = [_ascend(risk, start, -1.0, n_steps) for start in (still, *starts)]
         else:
             given = check_matrices(matrices, site.size, identity.device)
-            search = partial(_along, risk, given, n_steps)
-        still = 0 * identity
-        rise, highest = max([(before, still), *search(1.0)], key=lambda found: found[0])
-        fall, lowest = max([(-before, still), *search(-1.0)], key=lambda found: found[0])
+            found = [best for one in given for best in _along(risk, one, 1.0, n_steps)]
+            falls = [best for one in given for best in _along(risk, one, -1.0, n_steps)]
+    rise, highest = max([(before, still), *found], key=lambda one: one[0])
+    fall, lowest = max([(-before, still), *falls], key=lambda one: one[0])
     rise, fall = rise - before, fall + before
-    worst = highest if rise >= fall else lowest
     return WorstRobustness(
         value=max(rise, fall),
         rise=rise,
         fall=fall,
-        matrix=worst.cpu().numpy(),
+        matrix=(highest if rise >= fall else lowest).cpu().numpy(),
         flatness_bound=_flatness_bound(site, delta, rng),
     )
 
@@ -207,69 +205,56 @@ def _flatness_bound(site: Site, delta: float, rng: np.random.RandomState) -> flo
     return delta**2 / 2 * found[site.name, name].value
 
 
+@dataclass(frozen=True)
 class _Risk:
-    """The mean loss as a function of the matrix that moves the features."""
+    """The mean loss as a function of the matrix, (m, m), that moves the features."""
 
-    def __init__(self, site: Site, delta: float) -> None:
-        self.site = site
-        self.delta = delta
+    site: Site
+    delta: float
 
     def __call__(self, matrix: Tensor) -> float:
         """Compute the mean loss."""
         with torch.no_grad():
-            total, divisor = self._totals(matrix)
-        return float(total) / divisor
+            sums = list(self._sums(matrix))
+        return float(torch.stack([total for total, _ in sums]).sum()) / sum(
+            part for _, part in sums
+        )
 
     def slope(self, matrix: Tensor) -> Tensor:
         """Compute the gradient of the mean loss in the matrix."""
-        slope, divisor = torch.zeros_like(matrix), 0.0
-        for batch in self.site.network.batches():
-            leaf = matrix.clone().requires_grad_()
-            with torch.enable_grad():
-                total, part = self._of_batch(batch, leaf)
+        leaf, slope, divisor = matrix.clone().requires_grad_(), torch.zeros_like(matrix), 0.0
+        with torch.enable_grad():
+            for total, part in self._sums(leaf):
                 if total.requires_grad:
                     slope += torch.autograd.grad(total, leaf)[0]
-            divisor += part
+                divisor += part
         return slope / divisor
 
-    def _totals(self, matrix: Tensor) -> tuple[Tensor, float]:
-        found = [self._of_batch(batch, matrix) for batch in self.site.network.batches()]
-        return torch.stack([total for total, _ in found]).sum(), sum(part for _, part in found)
-
-    def _of_batch(self, batch: Batch, matrix: Tensor) -> tuple[Tensor, float]:
-        """Sum losses and divisors of a batch with moved features."""
-        features, run = split_at(self.site, batch)
-        output = run(self.delta * features @ matrix.T)
-        losses, divisors = losses_of(self.site.network, batch, output)
-        weights = sample_weight(batch, len(losses), losses.device)
-        return weights @ losses, float(weights @ divisors.detach())
-
-
-def _ascents(
-    risk: _Risk, starts: list[Tensor], n_steps: int, sign: float
-) -> Iterator[tuple[float, Tensor]]:
-    """Climb with ``sign * risk`` from several matrices."""
-    for start in (0 * starts[0], *starts) if sign < 0 else starts:
-        yield _ascend(risk, start, sign, n_steps)
+    def _sums(self, matrix: Tensor) -> Iterator[tuple[Tensor, float]]:
+        """Sum losses and divisors of each batch with moved features."""
+        for batch in self.site.network.batches():
+            features, run = split_at(self.site, batch)
+            output = run(self.delta * features @ matrix.T)
+            losses, divisors = losses_of(self.site.network, batch, output)
+            weights = sample_weight(batch, len(losses), losses.device)
+            yield weights @ losses, float(weights @ divisors.detach())
 
 
 def _along(
-    risk: _Risk, matrices: Tensor, n_steps: int, sign: float
+    risk: _Risk, matrix: Tensor, sign: float, n_steps: int
 ) -> Iterator[tuple[float, Tensor]]:
-    """Maximise ``sign * risk`` over multiples of given matrices, by shares from -1 to 1."""
+    """Maximise ``sign * risk`` over multiples of a matrix, by shares from -1 to 1."""
     shares = np.linspace(-1, 1, 2 * n_steps + 1)
-    for matrix in matrices:
-        values = [sign * risk(share * matrix) for share in shares]
-        best = int(np.argmax(values))
-        yield values[best], shares[best] * matrix
-        around = shares[max(0, best - 1)], shares[min(len(shares) - 1, best + 1)]
-        found = minimize_scalar(
-            lambda share, matrix=matrix: -sign * risk(share * matrix),
-            bounds=around,
-            method="bounded",
-            options={"xatol": 1e-6},
-        )
-        yield -float(found.fun), float(found.x) * matrix
+    values = [sign * risk(share * matrix) for share in shares]
+    best = int(np.argmax(values))
+    yield values[best], shares[best] * matrix
+    found = minimize_scalar(
+        lambda share: -sign * risk(share * matrix),
+        bounds=(shares[max(0, best - 1)], shares[min(len(shares) - 1, best + 1)]),
+        method="bounded",
+        options={"xatol": 1e-6},
+    )
+    yield -float(found.fun), float(found.x) * matrix
 
 
 def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float, Tensor]:

@@ -28,7 +28,7 @@ from relflat_sk import (
     worst_feature_robustness,
 )
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
-from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
+from relflat_sk.theory import Smoothing, sharpness_bound
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device
 
@@ -164,22 +164,22 @@ THEORY = {
     ),
     "representativeness, bandwidth": lambda *a, **k: representativeness(
         *a,
-        bandwidth="scott",
+        smoothing=Smoothing(
+            bandwidth="scott", label_noise=lambda labels, rng: rng.permutation(labels)
+        ),
         n_splits=2,
         criterion=CRITERION,
         random_state=0,
-        label_noise=lambda labels, rng: rng.permutation(labels),
         **k,
     ),
     "bound": lambda *a, **k: (
         generalization_bound(
             *a,
             delta=0.1,
-            sigma=0.2,
+            smoothing=Smoothing(sigma=0.2, alphas=np.arange(40.0)),
             n_splits=2,
             criterion=CRITERION,
             random_state=0,
-            alphas=np.arange(40.0),
             **k,
         ).total
     ),
@@ -192,8 +192,8 @@ THEORY = {
     "sharpness_conditions": lambda model, X, y, **k: sharpness_conditions(
         model, X, initial=copy.deepcopy(model), **k
     )[["worst", "initial_worst"]],
-    "interaction_factors": lambda *a, **k: interaction_factors(*a, **k)["mu"],
-    "activation_curve": lambda *a, **k: activation_curve(*a, **k)["mean_share"],
+    "norms of C1": lambda *a, **k: sharpness_conditions(*a, detail="C1", **k)["mu"],
+    "curve of C2": lambda *a, **k: sharpness_conditions(*a, detail="C2", **k)["mean_share"],
     "label_constancy": lambda *a, **k: label_constancy(*a, **k),
     "label_constancy by loss": lambda *a, **k: label_constancy(
         *a, by="loss", criterion=CRITERION, **k

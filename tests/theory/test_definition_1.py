@@ -14,7 +14,7 @@ from relflat_sk import (
     neuron_robustness,
     worst_feature_robustness,
 )
-from relflat_sk.theory._schemes import haar_matrices
+from relflat_sk.theory._directions import haar_matrices
 
 CE = {"criterion": nn.CrossEntropyLoss()}
 

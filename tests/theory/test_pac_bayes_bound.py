@@ -17,8 +17,7 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from torch import nn
 
 from relflat_sk import pac_bayes_bound
-from relflat_sk.theory._kl import kl_inverse
-from relflat_sk.theory._pac_bayes_bound import SIGMAS
+from relflat_sk.theory._pac_bayes_bound import SIGMAS, kl_inverse
 
 BCE, CE = nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss()
 GRID = (0.125, 0.25, 0.5, 1.0, 2.0)

@@ -1,4 +1,4 @@
-"""The parts of the sharpness conditions and Theorem 1, sample by sample in NumPy."""
+"""The sharpness conditions, their parts and Theorem 1, sample by sample in NumPy."""
 
 import copy
 import math
@@ -13,16 +13,32 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relflat_sk import FlatnessWarning, sharpness_conditions
-from relflat_sk.theory import activation_curve, interaction_factors, sharpness_bound
-from tests.theory.test_sharpness_conditions import constants, network
+from relflat_sk.theory import sharpness_bound
+from tests.network.test_network import same, state_of
 
 CE = nn.CrossEntropyLoss()
+
+
+def network(activation=nn.ReLU, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 9, bias=bias), activation(), nn.Linear(9, 8, bias=bias), activation(),
+        nn.Linear(8, 3, bias=bias),
+    ).double()  # fmt: skip
+
+
+def data(n=9):
+    return torch.randn(n, 4).double()
+
+
+def linear_of(net):
+    return [m for m in net if isinstance(m, nn.Linear)]
 
 
 def products(net, x):
     """The matrices D_i W_i of a chain at x, with x as a column in front, and the outputs."""
     h, factors, outputs = x, [x.numpy()[:, None]], []
-    linear = [m for m in net if isinstance(m, nn.Linear)]
+    linear = linear_of(net)
     for k, layer in enumerate(linear):
         z = layer(h)
         h = net[2 * k + 1](z) if k + 1 < len(linear) else z
@@ -39,34 +55,202 @@ def norm_of(factors, a, b):
     return np.sqrt((product**2).sum())
 
 
+def factors_of(net, x):
+    """Whole, after and before of every a < c < b at x, with mu in front."""
+    matrices, _ = products(net, x)
+    found = {}
+    for c in range(1, len(matrices) - 1):
+        for a in range(c):
+            for b in range(c + 1, len(matrices)):
+                whole, after, before = (
+                    norm_of(matrices, *ends) for ends in ((a, b), (c + 1, b), (a, c))
+                )
+                mu = math.sqrt(len(matrices[c])) * whole / (after * before)
+                found[a, c, b] = (mu, whole, after, before)
+    return found
+
+
+def constants(net, X):
+    """Compute mu, C_2 and C_3 of every sample, as the paper defines them."""
+    found = {}
+    for x in X:
+        matrices, outputs = products(net, x)
+        factors = factors_of(net, x)
+        for c in range(1, len(outputs)):
+            mu = min(values[0] for (_, at, _), values in factors.items() if at == c)
+            found.setdefault(("C1", c), []).append(mu)
+            # the share grows only where delta is the size of a unit
+            sizes = np.abs(outputs[c - 1]) / np.linalg.norm(x.numpy())
+            shares = [np.mean(sizes <= delta) / delta for delta in sizes]
+            found.setdefault(("C2", c), []).append(max(shares))
+        for i, layer in enumerate(linear_of(net), start=1):
+            rows = np.linalg.norm(layer.weight.detach().numpy(), axis=1)
+            ratio = math.sqrt(len(rows)) * rows.max() / np.linalg.norm(matrices[i])
+            found.setdefault(("C3", i), []).append(ratio)
+    return found
+
+
+def value(table, condition, layer, column="worst"):
+    rows = table[(table["condition"] == condition) & (table["layer"] == layer)]
+    return rows[column].item()
+
+
+# the constants
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_conditions_are_those_of_the_paper(activation, bias):
+    net, X = network(activation, bias), data()
+    table = sharpness_conditions(net, X, batch_size=4)
+    expected = constants(net, X)
+    assert len(table) == len(expected) == 7
+    for (condition, at), values in expected.items():
+        layer = str(2 * (at - 1))
+        worst = min(values) if condition == "C1" else max(values)
+        assert value(table, condition, layer) == pytest.approx(worst)
+        assert value(table, condition, layer, "median") == pytest.approx(sorted(values)[4])
+    assert set(table["constant"]) == {"mu", "C_2", "C_3"}
+    first = table.iloc[0]
+    assert f"{first['worst']:.3g}" in first["reading"]
+
+
+def test_mu_is_one_for_independent_layers_and_zero_for_orthogonal_ones():
+    net = nn.Sequential(
+        nn.Linear(200, 200, bias=False), nn.LeakyReLU(1.0), nn.Linear(200, 200, bias=False)
+    )
+    X = torch.randn(3, 200)
+    assert value(sharpness_conditions(net, X), "C1", "0") == pytest.approx(1, rel=0.2)
+    with torch.no_grad():
+        net[0].weight[100:] = 0
+        net[2].weight[:, :100] = 0
+    assert value(sharpness_conditions(net, X), "C1", "0") == pytest.approx(0, abs=1e-6)
+
+
+def test_one_unit_with_large_weights_raises_the_third_constant():
+    net, X = network(), data()
+    before = value(sharpness_conditions(net, X), "C3", "4")
+    with torch.no_grad():
+        net[4].weight[0] *= 1000
+    # one for three equal rows, and the root of three if only one row is not zero
+    assert (
+        before < value(sharpness_conditions(net, X), "C3", "4") == pytest.approx(3**0.5, rel=1e-3)
+    )
+
+
+def test_units_that_are_never_active_fail_the_third_condition():
+    net, X = network(), data()
+    with torch.no_grad():
+        net[2].bias.fill_(-100)
+    table = sharpness_conditions(net, X)
+    assert value(table, "C3", "2") == np.inf
+    # products of zero do not count as cancellation
+    assert value(table, "C1", "2") == np.inf
+
+
+def test_batch_norm_is_folded():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.Linear(6, 2))
+    net(torch.randn(50, 4) * 3)
+    net.double().eval()
+    folded = nn.Sequential(nn.utils.fusion.fuse_linear_bn_eval(net[0], net[1]), nn.ReLU(), net[3])
+    X = data()
+    one, two = sharpness_conditions(net.train(), X), sharpness_conditions(folded, X)
+    np.testing.assert_allclose(one["worst"], two["worst"])
+
+
+def test_the_network_stays_as_it_was():
+    net, X = network(), data()
+    net.register_buffer("last", torch.zeros(()))
+    before = state_of(net)
+    sharpness_conditions(net, X)
+    same(before, state_of(net))
+
+
+def test_estimators_are_measured():
+    X, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
+    model = MLPClassifier((5,), max_iter=2000, random_state=0).fit(X, y)
+    assert sharpness_conditions(model, X, y)["condition"].tolist() == ["C1", "C2", "C3", "C3"]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.two(x + torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (network(nn.Tanh), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
+        (network(nn.ELU), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
+        (Residual().double(), "behind 'one' is not a ReLU"),
+        (
+            nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()).double(),
+            "need a fully connected network, but layer '1' receives inputs of shape .1, 4.",
+        ),
+    ],
+)
+def test_networks_of_other_kinds_are_refused(net, message):
+    with pytest.raises(ValueError, match=message):
+        sharpness_conditions(net, data(5))
+
+
+@pytest.mark.parametrize("activation", [nn.ELU, nn.GELU, nn.Softplus, lambda: nn.ELU(alpha=1e-9)])
+def test_smooth_activations_do_not_pass_by_luck(activation):
+    # one sample shows one slope, and ELU is the identity for positive numbers
+    net = nn.Sequential(nn.Linear(2, 3), activation(), nn.Linear(3, 2))
+    with torch.no_grad():
+        net[0].weight.abs_()
+        net[0].bias.fill_(30.0)
+    for X in (torch.rand(1, 2), -100 * torch.rand(1, 2), torch.rand(5, 2)):
+        with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
+            sharpness_conditions(net, X)
+
+
+def test_piecewise_linear_functions_that_are_no_relu_are_refused():
+    class Bent(nn.Module):
+        def forward(self, x):
+            return torch.maximum(x, 0.1 * x - 0.01)
+
+    net = nn.Sequential(nn.Linear(2, 3), Bent(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
+        sharpness_conditions(net, torch.randn(5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaky_slopes_may_be_rounded(dtype):
+    torch.manual_seed(0)
+    hidden = nn.Linear(4, 9)
+    net = nn.Sequential(hidden, nn.LeakyReLU(0.3), nn.Linear(9, 2)).to(dtype)
+    assert len(sharpness_conditions(net, torch.randn(50, 4).to(dtype)))
+
+
+# what they are made of
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
 def test_the_factors_are_norms_of_products(activation):
-    net, X = network(activation), torch.randn(9, 4).double()
-    table = interaction_factors(net, X, batch_size=4).set_index(["a", "c", "b"])
-    indices = [(a, c, b) for c in (1, 2) for a in range(c) for b in range(c + 1, 4)]
-    assert sorted(table.index) == sorted(indices)
-    for a, c, b in indices:
-        found = []
-        for x in X:
-            factors, _ = products(net, x)
-            whole, after, before = (
-                norm_of(factors, *ends) for ends in ((a, b), (c + 1, b), (a, c))
-            )
-            width = len(factors[c])
-            found.append((math.sqrt(width) * whole / (after * before), whole, after, before))
-        mu, *norms = min(found)
-        row = table.loc[a, c, b]
+    net, X = network(activation), data()
+    table = sharpness_conditions(net, X, detail="C1", batch_size=4).set_index(["a", "c", "b"])
+    found = [factors_of(net, x) for x in X]
+    assert sorted(table.index) == sorted(found[0])
+    for at in found[0]:
+        mu, *norms = min(one[at] for one in found)
+        row = table.loc[at]
         assert row["mu"] == pytest.approx(mu, rel=1e-9)
         assert row[["whole", "after", "before"]].tolist() == pytest.approx(norms, rel=1e-9)
-        assert row["layer"] == str(2 * (c - 1))
+        assert row["layer"] == str(2 * (at[1] - 1))
     worst = sharpness_conditions(net, X).query("condition == 'C1'")["worst"]
     assert worst.tolist() == pytest.approx(table.groupby("c")["mu"].min().tolist())
 
 
 def test_the_curve_counts_units_that_a_disturbance_can_switch():
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     deltas = [0.01, 0.1, 0.5, 20]
-    curve = activation_curve(net, X, deltas=deltas, batch_size=4)
+    curve = sharpness_conditions(net, X, detail="C2", deltas=deltas, batch_size=4)
     assert curve["delta"].tolist() == deltas * 2
     for (layer, delta), row in curve.set_index(["layer", "delta"]).iterrows():
         k = int(layer) // 2
@@ -82,33 +266,30 @@ def test_the_curve_counts_units_that_a_disturbance_can_switch():
 
 
 def test_the_largest_ratio_of_the_curve_is_the_second_constant():
-    net, X = network(), torch.randn(3, 4).double()
+    net, X = network(), data(3)
     worst = sharpness_conditions(net, X).query("condition == 'C2'").set_index("layer")["worst"]
-    curve = activation_curve(net, X, deltas=np.geomspace(1e-6, 10, 4000))
+    curve = sharpness_conditions(net, X, detail="C2", deltas=np.geomspace(1e-6, 10, 4000))
     for layer, ratio in curve.groupby("layer")["ratio"].max().items():
         assert ratio <= worst[layer] * (1 + 1e-9)
         assert ratio > 0.99 * worst[layer]
-    assert len(activation_curve(net, X)) == 2 * 26
+    assert len(sharpness_conditions(net, X, detail="C2")) == 2 * 26
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_samples_of_zeros_have_no_unit_and_are_left_out(bias):
-    net, X = network(bias=bias), torch.randn(9, 4).double()
+    net, X = network(bias=bias), data()
     X[[2, 7]] = 0
     rest = X[[0, 1, 3, 4, 5, 6, 8]]
-    with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
-        curve = activation_curve(net, X, deltas=[0.1, 1], batch_size=3)
-    pd.testing.assert_frame_equal(curve, activation_curve(net, rest, deltas=[0.1, 1]))
-    with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
-        table = sharpness_conditions(net, X, batch_size=3)
-    pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest))
-    for function in (activation_curve, sharpness_conditions):
+    for detail in (None, "C1", "C2"):
+        with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
+            table = sharpness_conditions(net, X, detail=detail, batch_size=3)
+        pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest, detail=detail))
         with pytest.raises(ValueError, match="all samples in X are zero, but the cond"):
-            function(net, 0 * X)
+            sharpness_conditions(net, 0 * X, detail=detail)
 
 
 def test_a_trained_network_is_compared_with_its_initial_weights():
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     before = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -138,7 +319,7 @@ def test_initial_weights_see_the_inputs_of_the_last_step():
 
 
 def test_an_initial_module_of_other_layers_is_refused():
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     other = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3)).double()
     with pytest.raises(ValueError, match=r"the initial module has the layers \['0', '2'\], and"):
         sharpness_conditions(net, X, initial=other)
@@ -154,7 +335,7 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
         extreme(v for (name, _), values in found.items() if name == condition for v in values)
         for condition, extreme in (("C1", min), ("C2", max), ("C3", max))
     )
-    W = [m.weight.detach().numpy() for m in net if isinstance(m, nn.Linear)]
+    W = [m.weight.detach().numpy() for m in linear_of(net)]
     sizes = [np.sqrt((w**2).sum()) for w in W]
     gammas = [
         s * math.sqrt(w.shape[0] * w.shape[1]) / (mu**2 * size)
@@ -173,7 +354,7 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
 
 @pytest.mark.parametrize("sigma", [1e-3, (1e-3, 2e-3, 5e-4)])
 def test_the_bound_is_the_sum_of_its_terms(sigma):
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     y = net(X).argmax(dim=1)
     sigmas = sigma if isinstance(sigma, tuple) else (sigma,) * 3
     found = sharpness_bound(net, X, y, sigma, delta=0.1, criterion=CE, batch_size=4)
@@ -186,7 +367,7 @@ def test_the_bound_is_the_sum_of_its_terms(sigma):
 
 
 def test_small_noise_changes_outputs_by_less_than_the_sharpness():
-    net, X = network(bias=False), torch.randn(9, 4).double()
+    net, X = network(bias=False), data()
     y = net(X).argmax(dim=1)
     found = sharpness_bound(net, X, y, 1e-4, lipschitz=1, criterion=CE)
     generator = torch.Generator().manual_seed(0)
@@ -202,7 +383,7 @@ def test_small_noise_changes_outputs_by_less_than_the_sharpness():
 
 
 def test_the_slope_of_the_loss_scales_the_sharpness():
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     y = net(X).argmax(dim=1)
     one, two = (
         sharpness_bound(net, X, y, 1e-3, lipschitz=slope, criterion=CE).sharpness
@@ -220,7 +401,7 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
     )
     assert 0.99 * 2**0.5 < grad.norm(dim=1).max() <= 2**0.5 + 1e-12
     net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 1)).double()
-    X, y = torch.randn(9, 4).double(), torch.ones(9, 1).double()
+    X, y = data(), torch.ones(9, 1).double()
     bce = nn.BCEWithLogitsLoss()
     found, given = (
         sharpness_bound(net, X, y, 1e-3, criterion=bce, **own) for own in ({}, {"lipschitz": 1.0})
@@ -231,7 +412,7 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
 @pytest.mark.parametrize("own", [{"pos_weight": torch.full((3,), 100.0)}, {"reduction": "sum"}])
 def test_losses_with_larger_slopes_are_refused(own):
     torch.manual_seed(0)
-    net, X, y = network(), torch.randn(9, 4).double(), torch.ones(9, 3).double()
+    net, X, y = network(), data(), torch.ones(9, 3).double()
     criterion = nn.BCEWithLogitsLoss(**own).double()
     z = torch.full((1, 3), -50.0).double().requires_grad_()
     (grad,) = torch.autograd.grad(criterion(z, y[:1]), z)
@@ -256,19 +437,30 @@ def test_losses_with_larger_slopes_are_refused(own):
     ids=str,
 )
 def test_bad_arguments(arguments, message):
-    net, X = network(), torch.randn(9, 4).double()
+    net, X = network(), data()
     y = net(X).argmax(dim=1)
     with pytest.raises(ValueError, match=message):
         sharpness_bound(net, X, y, **{"sigma": 1e-3, "criterion": CE, **arguments})
 
 
-def test_bad_deltas_and_single_layers():
-    net, X = network(), torch.randn(9, 4).double()
-    with pytest.raises(ValueError, match="deltas must be a finite positive number, got 0"):
-        activation_curve(net, X, deltas=[0.1, 0])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"detail": "C2", "deltas": [0.1, 0]}, "deltas must be a finite positive number, got 0"),
+        ({"detail": "C4"}, 'detail must be None, "C1" or "C2", got \'C4\''),
+        ({"detail": "C1", "initial": network()}, "detail='C1' is about one module, but initial"),
+    ],
+    ids=str,
+)
+def test_bad_details(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sharpness_conditions(network(), data(), **arguments)
+
+
+def test_the_bound_needs_two_layers():
     single = nn.Sequential(nn.Linear(4, 3)).double()
     with pytest.raises(ValueError, match="sharpness_bound needs a network of two layers or more"):
-        sharpness_bound(single, X, torch.zeros(9).long(), 0.1, criterion=CE)
+        sharpness_bound(single, data(), torch.zeros(9).long(), 0.1, criterion=CE)
 
 
 def test_a_layer_of_zeros_has_no_finite_bound():
@@ -277,7 +469,7 @@ def test_a_layer_of_zeros_has_no_finite_bound():
         nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 3)
     ).double()  # fmt: skip
     nn.init.zeros_(net[4].weight)
-    X = torch.randn(20, 4).double()
+    X = data(20)
     found = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
     assert all(map(math.isfinite, found.gammas[:2]))
     assert found.gammas[2] == math.inf

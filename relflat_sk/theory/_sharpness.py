@@ -1,0 +1,613 @@
+r"""Conditions of Neyshabur et al. (2017) under which a ReLU network is not sharp.
+
+Their Section 4 bounds the expected sharpness of a network ``W_d D_{d-1} W_{d-1} ... D_1 W_1 x``
+without a factor exponential in its depth. ``D_i`` is the diagonal matrix of the slopes of layer
+i's h_i activations at x. With the products ``P_{ab} = D_b W_b ... D_a W_a``, the bound rests on
+three conditions on the constants
+
+.. math::
+    \mu &= \min_{a < c < b} \frac{\sqrt{h_c}\, |P_{ab}|_F}{|P_{c+1,b}|_F |P_{ac}|_F},
+    \qquad P_{0b} = P_{1b} x, \\
+    C_2 &= \max_{\delta > 0} \frac1\delta \cdot \frac1{h_k} \#\{i : |z_{ki}| \le \delta |x|\},
+    \qquad z_k = W_k P_{1,k-1} x, \\
+    C_3 &= \frac{\sqrt{h_i} \max_j |W_{i,j}|_2}{|D_i W_i|_F} .
+
+A large mu means that the effects of neighbouring layers do not cancel. A small C_2 means that a
+small disturbance switches few units on or off. A small C_3 means that no unit has far larger
+weights than the others in its layer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._checks import check_number, is_number
+from relflat_sk._losses import name_criterion
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import (
+    LayerRecord,
+    Network,
+    Recorder,
+    borrowed,
+    is_piecewise_linear,
+    layer_input,
+    mean_loss,
+)
+from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk._warnings import warn
+
+_T = TypeVar("_T")
+
+# name and meaning of each condition's constant
+_CONSTANTS = {
+    "C1": (
+        "mu",
+        "at the worst sample, the layers around it have {:.3g} of independent layers' effect",
+    ),
+    "C2": (
+        "C_2",
+        "at the worst sample, noise of size t |x| switches at most a share {:.3g} t of its units",
+    ),
+    "C3": ("C_3", "at the worst sample, its largest unit is {:.3g} times the average active unit"),
+}
+
+# Lipschitz constants of losses in the outputs, in the Euclidean norm: the largest gradients are
+# those of a sample that is given to a wrong class with certainty
+_LIPSCHITZ = {nn.CrossEntropyLoss: math.sqrt(2), nn.BCEWithLogitsLoss: 1.0}
+
+_ROUNDING = 4  # units in the last place, of an activation's value
+
+
+def sharpness_conditions(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    initial: nn.Module | None = None,
+    detail: str | None = None,
+    deltas: Sequence[float] | None = None,
+    batch_size: int = 16,
+    device: Any = None,
+) -> pd.DataFrame:
+    r"""Compute the constants of three conditions under which a ReLU network is not sharp.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        A chain of linear layers with ReLU or leaky ReLU in between. Batch norm is folded into
+        the layer before it.
+    X : array-like of n samples
+        Inputs as the model takes them. The conditions hold for each sample by itself, so a few
+        hundred samples suffice.
+    y : array-like, optional
+        Not used.
+    initial : nn.Module, optional
+        A copy of the module from before training, to compare with, as Appendix D of [1]_ does.
+    detail : {"C1", "C2"}, optional
+        Return what the constants of one condition are made of: the norms of C1 for all layers, or
+        the share of units in C2 for disturbances of many sizes.
+    deltas : sequence of float, optional
+        With ``detail="C2"``, sizes of the disturbance, in units of the input's norm; 26 values
+        from 1e-4 to 10 if None.
+    batch_size : int, default=16
+        Samples in one forward pass. Each sample needs the memory of several products of the
+        weight matrices.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+
+    Returns
+    -------
+    DataFrame
+        One row for each condition and layer, in forward order, with columns `condition` ("C1",
+        "C2" or "C3"), `layer` (its name), `position` (of the layer in forward order),
+        `constant` ("mu", "C_2" or "C_3"), `worst` (the constant, over all samples), `median`
+        (over samples) and `reading`, the meaning in words; and, with `initial`,
+        `initial_worst` and `initial_median`. Large values of mu are good, and small values of the
+        others. The constants have no unit.
+
+        With ``detail="C1"``, one row for each ``a < c < b``, from 0, the input, to d, the last
+        layer, with columns `a`, `c`, `b`, `layer` (the name of layer c) and, at the sample where
+        mu is smallest, `whole` (:math:`|P_{ab}|_F`), `after` (:math:`|P_{c+1,b}|_F`), `before`
+        (:math:`|P_{ac}|_F`) and `mu`, which is :math:`\sqrt{h_c}` times the first over the product
+        of the others, and infinite where one of these is zero.
+
+        With ``detail="C2"``, one row for each layer but the last and each delta, with columns
+        `layer`, `position`, `delta`, `mean_share` and `largest_share` (over samples) of units with
+        :math:`|z_{ki}| \le \delta |x|`, and `ratio`, the largest share over delta. The constant
+        C_2 is the largest ratio over all delta.
+
+    Raises
+    ------
+    ValueError
+        If the network is not such a chain, the initial one has other layers, all samples are
+        zero, a delta is not positive, or there is no such detail.
+
+    Warns
+    -----
+    FlatnessWarning
+        If samples are zero, which are left out.
+
+    Notes
+    -----
+    C1 compares products of weights through a layer with the parts before and behind it, C2 is
+    about the layer's activations, and C3 about its weights; the last layer has C3 only.
+    Independent Gaussian layers have a mu of about 1. The paper has no biases, and inputs of norm
+    1. Here, biases decide with the weights which units are active, and C2 measures in units of
+    the input's norm, so that samples of zeros are left out. The paper prints C2 without the
+    absolute value, which its explanation, that activations flip, requires.
+
+    References
+    ----------
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 4 and Appendix D.
+
+    Examples
+    --------
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> net = torch.nn.Sequential(
+    ...     torch.nn.Linear(3, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2)
+    ... )
+    >>> X = torch.randn(20, 3)
+    >>> sharpness_conditions(net, X)[["condition", "layer"]].values.tolist()
+    [['C1', '0'], ['C2', '0'], ['C3', '0'], ['C3', '2']]
+    >>> curve = sharpness_conditions(net, X, detail="C2", deltas=[0.1, 1, 10])
+    >>> curve["mean_share"].is_monotonic_increasing, curve["mean_share"].iloc[-1].item()
+    (True, 1.0)
+    """
+    if detail not in (None, "C1", "C2"):
+        raise ValueError(f'detail must be None, "C1" or "C2", got {detail!r}.')
+    if detail is not None and initial is not None:
+        raise ValueError(
+            f"detail={detail!r} is about one module, but initial is given as well. Call once for "
+            "each module, or leave out the detail."
+        )
+    # `to_network` needs a criterion for a bare module; it is not used here
+    network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
+    if detail == "C1":
+        return _factors(network)
+    if detail == "C2":
+        return _curve(network, np.geomspace(1e-4, 10, 26).tolist() if deltas is None else deltas)
+    table = _table(network)
+    if initial is None:
+        return table
+    # on the inputs of the network, behind the steps of a pipeline
+    before = _table(replace(network, module=initial, forward=None))
+    keys = ["condition", "layer", "position", "constant"]
+    if not table[keys].equals(before[keys]):
+        raise ValueError(
+            f"the initial module has the layers {before['layer'].unique().tolist()}, and the "
+            f"model {table['layer'].unique().tolist()}. Pass a copy of the same module from "
+            "before training."
+        )
+    return table.join(before[["worst", "median"]].add_prefix("initial_"))
+
+
+def _table(network: Network) -> pd.DataFrame:
+    """Summarise the constants of all samples, a row for each condition and layer."""
+    rows = []
+    for (condition, layer, position), values in _join(network, _constants).items():
+        constant, reading = _CONSTANTS[condition]
+        worst = float(values.min() if condition == "C1" else values.max())
+        rows.append({
+            "condition": condition,
+            "layer": layer,
+            "position": position,
+            "constant": constant,
+            "worst": worst,
+            "median": float(values.median()),
+            "reading": reading.format(worst),
+        })
+    return pd.DataFrame(rows)
+
+
+def _factors(network: Network) -> pd.DataFrame:
+    """List the norms of condition C1, each at the sample where mu is smallest."""
+    rows = []
+    for (a, c, b, layer), values in _join(network, _norms_in_c1).items():
+        worst = values[:, values[3].argmin()].cpu().tolist()
+        names = ("whole", "after", "before", "mu")
+        rows.append({
+            "a": a,
+            "c": c,
+            "b": b,
+            "layer": layer,
+            **dict(zip(names, worst, strict=True)),
+        })
+    return pd.DataFrame(rows)
+
+
+def _curve(network: Network, deltas: Sequence[float]) -> pd.DataFrame:
+    """List the shares of small units of condition C2 by the size of the disturbance."""
+    for delta in deltas:
+        check_number("deltas", delta)
+
+    def shares(chain: Chain) -> dict[tuple[int, str], Tensor]:
+        """Return the share of units within each delta of zero, (n_deltas, n), of each layer."""
+        small = [
+            torch.stack([(size <= delta).double().mean(dim=1) for delta in deltas])
+            for size in map(chain.relative_sizes, range(len(chain.names) - 1))
+        ]
+        return {(k, chain.names[k]): share for k, share in enumerate(small)}
+
+    rows = []
+    for (position, layer), of_samples in _join(network, shares).items():
+        for delta, share in zip(deltas, of_samples, strict=True):
+            largest = float(share.max())
+            rows.append({
+                "layer": layer,
+                "position": position,
+                "delta": delta,
+                "mean_share": float(share.mean()),
+                "largest_share": largest,
+                "ratio": largest / delta,
+            })
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class SharpnessBound:
+    """The terms of Theorem 1, with constants of order one left out.
+
+    Parameters
+    ----------
+    total : float
+        The sum of the three terms, in the unit of the loss.
+    empirical_risk : float
+        Mean loss on the sample.
+    sharpness : float
+        The bound on the expected sharpness.
+    complexity : float
+        The square root that pays for the weights' size in units of the noise.
+    mu, c_2, c_3 : float
+        Constants with which the conditions C1 to C3 hold at all layers and samples.
+    gammas : tuple of float
+        ``gamma_i`` of each layer.
+    """
+
+    total: float
+    empirical_risk: float
+    sharpness: float
+    complexity: float
+    mu: float
+    c_2: float
+    c_3: float
+    gammas: tuple[float, ...]
+
+
+def sharpness_bound(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    sigma: float | Sequence[float],
+    *,
+    delta: float = 0.05,
+    lipschitz: float | None = None,
+    criterion: Any = None,
+    batch_size: int = 16,
+    device: Any = None,
+) -> SharpnessBound:
+    r"""Compute the right-hand side of the bound on the risk of a ReLU network with noisy weights.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        See `sharpness_conditions`; with two layers or more.
+    X : array-like of n samples
+        Inputs of the sample that the model was trained on.
+    y : array-like of shape (n, ...)
+        Labels, as in training.
+    sigma : float or sequence of float
+        Standard deviation of the noise on the weights, one for each layer in forward order or one
+        for all.
+    delta : float, default=0.05
+        Probability with which the bound may fail.
+    lipschitz : float, optional
+        Lipschitz constant of the loss in the outputs, in the Euclidean norm. Known for
+        `torch.nn.CrossEntropyLoss` (the root of 2) and `torch.nn.BCEWithLogitsLoss` (1) that take
+        means without weights.
+    criterion : torch loss, optional
+        Needed for a bare module; an estimator knows its own.
+    batch_size : int, default=16
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+
+    Returns
+    -------
+    SharpnessBound
+        Frozen, with `total` and its terms.
+
+    Raises
+    ------
+    ValueError
+        If the network is not a chain of two linear layers or more with ReLU in between, an argument
+        is out of its range, or `lipschitz` is needed.
+
+    Warns
+    -----
+    FlatnessWarning
+        If samples are zero, which have no part in mu, C_2 and C_3.
+
+    Notes
+    -----
+    Theorem 1 of [1]_ bounds the risk under noise :math:`\nu_i \sim N(0, \sigma_i^2)` on the weights
+    of layer i of d, up to constants of order one, by the mean loss plus
+
+    .. math::
+        &\Bigl[\prod_i (1 + \gamma_i) - 1 + \prod_i (1 + \gamma_i C_2 C_\delta)
+        \Bigl(\prod_i (1 + \gamma_i C_3 C_\delta) - 1\Bigr)\Bigr] C_L |f_w(x)| \\
+        &+ \sqrt{\frac1n \Bigl(\sum_i \frac{|W_i|_F^2}{\sigma_i^2} + \ln\frac{2n}{\delta}\Bigr)},
+        \qquad \gamma_i = \frac{\sigma_i \sqrt{h_i h_{i-1}}}{\mu^2 |W_i|_F}, \quad
+        C_\delta = 2 \sqrt{\ln(d h / \delta)}
+
+    with h the largest width and C_L the Lipschitz constant of the loss. Here the constants of order
+    one are 1, mu and C_2, C_3 are the worst of all layers and of all samples that are not zero, and
+    :math:`|f_w(x)|` is the mean over samples. So the result shows how the terms depend on the
+    network and the noise, and is no guarantee; `pac_bayes_bound` is one. The paper has no biases;
+    here they count only in the outputs. Compare the formula with the printed one before you cite
+    it.
+
+    References
+    ----------
+    .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
+       Section 4.
+
+    Examples
+    --------
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 2))
+    >>> X = torch.randn(20, 3)
+    >>> y = net(X).argmax(dim=1)
+    >>> small, large = (
+    ...     sharpness_bound(net, X, y, sigma, criterion=nn.CrossEntropyLoss())
+    ...     for sigma in (1e-4, 1e-3)
+    ... )
+    >>> small.sharpness < large.sharpness, small.complexity > large.complexity
+    (True, True)
+    """
+    check_number("delta", delta)
+    if delta >= 1:
+        raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
+    check_number("lipschitz", lipschitz, optional=True)
+    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    slope = _lipschitz(network) if lipschitz is None else lipschitz
+    chains = _map_chains(network, lambda chain: (chain.weights, chain.outputs[-1].norm(dim=1)))
+    weights, norms = chains[0][0], torch.cat([norm for _, norm in chains])
+    sizes, sigmas = [float(weight.norm()) for weight in weights], _sigmas(sigma, len(weights))
+    mu, c_2, c_3 = _worst(network)
+    gammas = tuple(
+        one * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
+        for one, size, weight in zip(sigmas, sizes, weights, strict=True)
+    )
+    widest = max(width for weight in weights for width in weight.shape)
+    c_delta = 2 * math.sqrt(math.log(len(weights) * widest / delta))
+    if math.inf in (c_2, c_3, *gammas):
+        sharpness = math.inf  # no constants satisfy the conditions
+    else:
+        spread = _product(gammas, 1.0) - 1
+        switched = _product(gammas, c_2 * c_delta) * (_product(gammas, c_3 * c_delta) - 1)
+        sharpness = (spread + switched) * slope * float(norms.mean())
+    distance = sum((size / one) ** 2 for one, size in zip(sigmas, sizes, strict=True))
+    complexity = math.sqrt((distance + math.log(2 * len(norms) / delta)) / len(norms))
+    risk = mean_loss(network)
+    return SharpnessBound(
+        risk + sharpness + complexity, risk, sharpness, complexity, mu, c_2, c_3, gammas
+    )
+
+
+def _worst(network: Network) -> tuple[float, float, float]:
+    """Find the constants with which the conditions hold at all layers and samples."""
+    table = _table(network)
+    c_1, c_2, c_3 = (table["worst"][table["condition"] == name].to_numpy() for name in _CONSTANTS)
+    if not len(c_1):
+        raise ValueError(
+            "sharpness_bound needs a network of two layers or more: the conditions are about the "
+            "layers between others."
+        )
+    return float(c_1.min()), float(c_2.max()), float(c_3.max())
+
+
+def _product(gammas: Sequence[float], factor: float) -> float:
+    return math.prod(1 + factor * gamma for gamma in gammas)
+
+
+def _sigmas(sigma: float | Sequence[float], n_layers: int) -> list[float]:
+    """Return the noise of each layer, after a check."""
+    sigmas = [float(sigma)] * n_layers if is_number(sigma) else list(sigma)  # type: ignore[arg-type]
+    if len(sigmas) != n_layers:
+        raise ValueError(
+            f"sigma must be one number, or one for each of the {n_layers} layers, got "
+            f"{len(sigmas)}."
+        )
+    for one in sigmas:
+        check_number("sigma", one)
+    return sigmas
+
+
+def _lipschitz(network: Network) -> float:
+    """Look up the Lipschitz constant of the loss."""
+    criterion = network.loss.criterion
+    own = (getattr(criterion, name, None) for name in ("weight", "pos_weight"))
+    weighted = any(weight is not None for weight in own)
+    # the sum over the outputs of a sample has larger gradients than their mean
+    if type(criterion) not in _LIPSCHITZ or weighted or criterion.reduction != "mean":
+        raise ValueError(
+            f"the Lipschitz constant of {name_criterion(criterion)} is not known: pass lipschitz=, "
+            "the largest norm of its gradient in the outputs of a sample."
+        )
+    return _LIPSCHITZ[type(criterion)]
+
+
+# -- the chain of matrices ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A batch of n samples in a chain of d layers; all tensors are float64.
+
+    Shapes: `x` (n, h_0), `weights` (h_i, h_{i-1}), `outputs`, `slopes` (n, h_i).
+    """
+
+    names: list[str]
+    x: Tensor
+    weights: list[Tensor]
+    outputs: list[Tensor]
+    slopes: list[Tensor]
+
+    def relative_sizes(self, k: int) -> Tensor:
+        """Measure outputs of a layer in units of the norm of the network's input: (n, h_k)."""
+        sizes: Tensor = self.outputs[k].abs() / self.x.norm(dim=1, keepdim=True)
+        return sizes
+
+
+def _map_chains(network: Network, function: Callable[[Chain], _T]) -> list[_T]:
+    """Run the network batch by batch, and apply a function to the chain of each batch."""
+    with borrowed(network.module), torch.no_grad():
+        layers = fold_layers(network)
+        return [function(chain) for chain in _chains(network, layers)]
+
+
+def _join(network: Network, function: Callable[[Chain], dict[Any, Tensor]]) -> dict[Any, Tensor]:
+    """Compute tensors of samples that are not zero, and join them along the last axis."""
+    parts = _map_chains(network, lambda chain: (chain.x.norm(dim=1) > 0, function(chain)))
+    kept = torch.cat([nonzero for nonzero, _ in parts])
+    if not kept.any():
+        raise ValueError(
+            "all samples in X are zero, but the conditions are about disturbances in units of a "
+            "sample's norm. Pass samples that are not zero."
+        )
+    if not kept.all():
+        warn(
+            f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
+            "are about disturbances in units of a sample's norm."
+        )
+    return {
+        key: torch.cat([found[key] for _, found in parts], dim=-1)[..., kept] for key in parts[0][1]
+    }
+
+
+def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
+    """Run the network batch by batch, and read the chain of its layers from the records."""
+    for layer in layers:
+        if len(layer.input_shape) != 1:
+            raise ValueError(
+                f"the sharpness conditions need a fully connected network, but layer "
+                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
+                "sample."
+            )
+    modules = {
+        name: network.module.get_submodule(name)
+        for layer in layers
+        for name in (layer.name, layer.norm)
+        if name is not None
+    }
+    for batch in network.batches():
+        with torch.enable_grad(), Recorder(modules, _start_step) as recorder:
+            network(batch.x)
+        inputs = [recorder[layer.name].check()[0] for layer in layers]
+        steps = [recorder[layer.norm or layer.name] for layer in layers]
+        slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
+        outputs = [step.check()[1].detach().double() for step in steps]
+        yield Chain(
+            [layer.name for layer in layers],
+            inputs[0].detach().double(),
+            [layer.weight for layer in layers],
+            outputs,
+            [*slopes, torch.ones_like(outputs[-1])],
+        )
+
+
+def _start_step(
+    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Keep copies of input and output, and start a graph that ends at the next layer."""
+    record.calls += 1
+    record.features = layer_input(args, kwargs).clone()
+    record.version = record.features._version
+    record.output = output.detach().clone().requires_grad_()
+    passed_on = record.output.clone()  # which an activation may overwrite
+    record.node = passed_on.grad_fn
+    return passed_on
+
+
+def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
+    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else.
+
+    Values alone do not tell a ReLU from a function that is close to one at these samples; the
+    graph does.
+    """
+    z, layer = step.check()[1], step.name
+    if after.shape == z.shape and after.requires_grad and is_piecewise_linear(after, step.node):
+        (slopes,) = torch.autograd.grad(after, z, torch.ones_like(after))
+        z, after = z.detach(), after.detach()
+        error = (after - slopes * z).abs()
+        is_relu = (error <= _ROUNDING * torch.finfo(z.dtype).eps * z.abs()).all()
+        if bool(is_relu & (slopes[z > 0] == 1).all()):
+            return torch.where(z == 0, 0.0, slopes.double())
+    raise ValueError(
+        "the sharpness conditions need a chain of layers with ReLU in between, but the input of "
+        f"the layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."
+    )
+
+
+# -- the constants -----------------------------------------------------------------------
+
+
+def _constants(chain: Chain) -> dict[tuple[str, str, int], Tensor]:
+    """Compute the constants of each sample, (n,), by condition, layer and position."""
+    mu: dict[int, Tensor] = {}
+    for (_, c, *_), (*_, found) in _norms_in_c1(chain).items():
+        mu[c] = torch.minimum(mu.get(c, found), found)
+    constants = {}
+    for k, name in enumerate(chain.names):
+        if k + 1 in mu:
+            constants["C1", name, k] = mu[k + 1]
+            # the maximum of C2 is reached where delta is the size of one of the units
+            sizes = chain.relative_sizes(k).sort(dim=1).values
+            width = sizes.shape[1]
+            shares = torch.arange(1, width + 1, device=sizes.device) / width
+            constants["C2", name, k] = (shares / sizes).amax(dim=1)
+        rows = chain.weights[k].norm(dim=1)
+        active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample
+        largest = len(rows) ** 0.5 * rows.max()
+        # weights of zero have no largest row, and the condition holds for any constant
+        constants["C3", name, k] = largest / active if largest > 0 else active
+    return constants
+
+
+def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int, str], Tensor]:
+    """Compute the three norms of condition C1, and their mu: (4, n), by a, c, b and layer c."""
+    norms = _norms_of_products(chain)
+    last = len(chain.names)
+    found = {}
+    for c in range(1, last):
+        width = chain.outputs[c - 1].shape[1]
+        for a in range(c):
+            for b in range(c + 1, last + 1):
+                whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
+                apart = after * before
+                mu = torch.where(apart > 0, width**0.5 * whole / apart, torch.inf)
+                found[a, c, b, chain.names[c - 1]] = torch.stack([whole, after, before, mu])
+    return found
+
+
+def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
+    """Compute the Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
+    norms = {}
+    last = len(chain.weights)
+    for a in range(last + 1):
+        product = chain.x[:, :, None]
+        if a:
+            product = chain.slopes[a - 1][:, :, None] * chain.weights[a - 1]
+        norms[a, a] = product.flatten(1).norm(dim=1)
+        for b in range(a + 1, last + 1):
+            product = chain.slopes[b - 1][:, :, None] * (chain.weights[b - 1] @ product)
+            norms[a, b] = product.flatten(1).norm(dim=1)
+    return norms

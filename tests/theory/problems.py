@@ -1,0 +1,37 @@
+"""Small networks and data of the tests of the theory, and moved features by definition."""
+
+import numpy as np
+import torch
+from sklearn.linear_model import LinearRegression
+from torch import nn
+from torch.func import functional_call
+
+from tests.cases import mlp
+
+CE = {"criterion": nn.CrossEntropyLoss()}
+
+
+def network(n=40, **arguments):
+    torch.manual_seed(0)
+    return mlp(4, **arguments), torch.randn(n, 5).double(), torch.arange(n) % 4
+
+
+def regression(n=40, m=3):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(n, m))
+    y = X @ np.arange(1.0, m + 1) + rng.normal(size=n)
+    return LinearRegression().fit(X, y), X, y
+
+
+def rise_by(net, name, X, y, move, criterion=CE["criterion"]):
+    """The rise of the mean loss with the weight ``W (I + move)``."""
+    weight = net.get_submodule(name).weight.detach()
+    move = torch.as_tensor(move).double()
+    moved = functional_call(net, {f"{name}.weight": weight + weight @ move}, (X,))
+    return float((criterion(moved, y) - criterion(net(X), y)).detach())
+
+
+def rotations(n):
+    angles = 2 * torch.pi * torch.arange(n).double() / n
+    rows = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
+    return rows.reshape(n, 2, 2)

@@ -1,0 +1,484 @@
+"""Representativeness and the bound against their definitions, with smoothings of all kinds."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import chi2
+from sklearn.base import clone
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.model_selection import ShuffleSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from relflat_sk import (
+    LayerNotFoundError,
+    feature_robustness,
+    generalization_bound,
+    relative_flatness,
+    representativeness,
+)
+from relflat_sk.theory import Smoothing
+from relflat_sk.theory._directions import KERNELS
+from tests.theory.problems import CE, network, regression
+
+# over so many splits, held-out and other losses agree
+MANY = {"n_splits": 3000, "n_draws": 300, "random_state": 0}
+
+
+# kernels
+
+
+def density_moment(m, sigma, limit):
+    """The mean squared length of a normal vector given a length of at most `limit`."""
+
+    def density(r):
+        return r ** (m - 1) * np.exp(-(r**2) / (2 * sigma**2))
+
+    return quad(lambda r: r**2 * density(r), 0, limit)[0] / quad(density, 0, limit)[0]
+
+
+MOMENTS = {
+    "normal": lambda m, sigma: m * sigma**2,
+    "uniform": lambda m, sigma: sigma**2 * m / (m + 2),
+    "sphere": lambda m, sigma: sigma**2,
+    "truncated_normal": lambda m, sigma: density_moment(m, sigma, 1),
+}
+
+
+def radii_of(kernel, n, m, sigma):
+    return KERNELS[kernel].radii(n, m, sigma, torch.Generator().manual_seed(0)).numpy()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("m", "sigma"), [(1, 1.0), (3, 2.0), (3, 0.3), (40, 0.1), (40, 0.9)])
+def test_lengths_have_the_second_moment_of_their_density(kernel, m, sigma):
+    radii, expected = radii_of(kernel, 40_000, m, sigma), MOMENTS[kernel](m, sigma)
+    assert (radii**2).mean() == pytest.approx(expected, abs=4.5 * (radii**2).std() / 200 + 1e-12)
+    assert expected <= KERNELS[kernel].second_moment(m, sigma) * (1 + 1e-12)
+    if kernel == "truncated_normal":
+        assert radii.max() <= 1
+
+
+def test_narrow_normal_distributions_of_many_features_stay_in_the_ball():
+    # the share of the normal distribution in the ball underflows; nearly all of it is at the edge
+    m, sigma = 4000, 0.2
+    assert chi2.cdf(1 / sigma**2, m) == 0
+    radii = radii_of("truncated_normal", 5000, m, sigma)
+    shift = 1 - radii  # of density exp(-(m - 1 - 1 / sigma^2) shift), nearly
+    assert radii.max() <= 1
+    assert shift.mean() == pytest.approx(1 / (m - 1 - 1 / sigma**2), rel=0.06)
+
+
+# representativeness
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_representativeness_of_a_regression_by_kernel(kernel):
+    """For squared errors, the mean rise is that of the variance of ``w xi``."""
+    model, X, y = regression()
+    delta, sigma, m = 0.5, 0.7, 3
+    lengths = delta * np.linalg.norm(X, axis=1)
+    rises = (model.coef_**2).sum() * lengths**2 * MOMENTS[kernel](m, sigma) / m
+    smoothing = Smoothing(kernel=kernel, sigma=sigma)
+    value, stderr = representativeness(model, X, y, delta=delta, smoothing=smoothing, **MANY)
+    assert value == pytest.approx(-rises.mean(), abs=5 * stderr)
+    assert stderr < 0.1 * rises.mean() + ((model.predict(X) - y) ** 2).std() / 50
+
+
+def width_of(X, bandwidth):
+    n, m = X.shape
+    spread = np.sqrt(X.var(axis=0, ddof=1).mean())
+    return {
+        "scott": spread * n ** (-1 / (m + 4)),
+        "silverman": spread * (n * (m + 2) / 4) ** (-1 / (m + 4)),
+    }.get(bandwidth, bandwidth)
+
+
+@pytest.mark.parametrize("bandwidth", [0.4, "scott", "silverman"])
+def test_gaussian_kernel_density_estimates(bandwidth):
+    model, X, y = regression()
+    smoothing = Smoothing(bandwidth=bandwidth)
+    value, stderr = representativeness(model, X, y, smoothing=smoothing, **MANY)
+    rise = width_of(X, bandwidth) ** 2 * (model.coef_**2).sum()
+    assert value == pytest.approx(-rise, abs=5 * stderr)
+    assert stderr < 0.2 * abs(value)
+
+
+def test_each_new_model_has_a_bandwidth_of_its_own_samples():
+    model, X, y = regression()
+    arguments = {"smoothing": Smoothing(bandwidth="scott"), "n_splits": 2, "n_draws": 3000}
+    value, _ = representativeness(model, X, y, refit=True, random_state=0, **arguments)
+    # the same splits, as the splits are drawn first
+    found, rng = [], np.random.RandomState(0)
+    for rest, held in ShuffleSplit(2, test_size=0.25, random_state=rng).split(X):
+        fitted = clone(model).fit(X[rest], y[rest])
+        losses = (fitted.predict(X) - y) ** 2
+        rise = width_of(X[rest], "scott") ** 2 * (fitted.coef_**2).sum()
+        found.append(losses[held].mean() - losses[rest].mean() - rise)
+    assert value == pytest.approx(np.mean(found), rel=0.01)
+
+
+def test_shares_of_samples():
+    model, X, y = regression()
+    losses = (model.predict(X) - y) ** 2
+    alphas = np.where(losses > np.median(losses), 3.0, 1.0)
+    smoothing = Smoothing(alphas=alphas)
+    value, stderr = representativeness(
+        model, X, y, delta=1e-9, smoothing=smoothing, n_splits=4000, n_draws=2, random_state=0
+    )
+    rng = np.random.default_rng(1)
+    expected = []
+    for _ in range(4000):
+        held = rng.permutation(40) < 10
+        rest = alphas[~held] @ losses[~held] / alphas[~held].sum()
+        expected.append(losses[held].mean() - rest)
+    both = np.hypot(stderr, np.std(expected) / np.sqrt(4000))
+    assert value == pytest.approx(np.mean(expected), abs=5 * both)
+    assert value < -10 * both  # equal shares give zero
+    refit = {"delta": 0.1, "refit": True, "n_splits": 3, "random_state": 0}
+    refitted, _ = representativeness(model, X, y, smoothing=smoothing, **refit)
+    assert refitted < representativeness(model, X, y, **refit)[0]
+
+
+def label_noise(labels, rng):
+    assert labels.shape == (40, 1)
+    return labels + rng.normal(scale=0.8, size=labels.shape)
+
+
+def test_noise_on_the_labels():
+    model, X, y = regression()
+    smoothing = Smoothing(label_noise=label_noise)
+    value, stderr = representativeness(model, X, y, delta=1e-9, smoothing=smoothing, **MANY)
+    assert value == pytest.approx(-(0.8**2), abs=5 * stderr)
+    assert stderr < 0.1
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_without_refit_representativeness_tends_to_minus_the_robustness(layer):
+    net, X, y = network()
+    options = {"layer": layer, "random_state": 0, **CE}
+    value, stderr = representativeness(net, X, y, delta=0.5, n_splits=2000, n_draws=50, **options)
+    rise, error = feature_robustness(
+        net, X, y, 0.5, matrices="truncated_normal", n_draws=100, **options
+    )
+    both = np.hypot(stderr, error)
+    assert value == pytest.approx(-rise, abs=4 * both)
+    # neither is 0, and the standard errors are small enough to show it
+    assert rise > 0
+    assert both < 0.1
+
+
+def test_a_split_gives_the_held_out_loss_minus_the_smoothed_loss_of_the_rest():
+    # with so small a delta nothing is smoothed, and the difference between the parts remains
+    net, X, y = network()
+    with torch.no_grad():
+        losses = nn.CrossEntropyLoss(reduction="none")(net(X), y).numpy()
+    options = {"delta": 1e-9, "n_splits": 2, "n_draws": 2, "test_size": 0.25, **CE}
+    gaps = [representativeness(net, X, y, random_state=seed, **options) for seed in range(200)]
+    values, stderrs = np.array(gaps).T
+    rng = np.random.default_rng(0)
+    expected = []
+    for _ in range(3000):
+        held = rng.permutation(40) < 10
+        expected.append(losses[held].mean() - losses[~held].mean())
+    assert values.std() == pytest.approx(np.std(expected) / np.sqrt(2), rel=0.2)
+    assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(), rel=0.2)
+
+
+def test_refit_estimates_the_gap_by_repeated_splits():
+    X, y = load_iris(return_X_y=True)
+    X = X[:, :2]
+    model = LogisticRegression(C=100).fit(X, y)
+    options = {"delta": 0.2, "n_splits": 20, "n_draws": 10, "refit": True}
+    value, stderr = representativeness(model, X, y, random_state=0, **options)
+    rng = np.random.default_rng(0)
+    expected = []
+    for seed in range(20):
+        held = rng.permutation(150) < 38
+        fitted = LogisticRegression(C=100).fit(X[~held], y[~held])
+        new, old = (log_loss(y[i], fitted.predict_proba(X[i])) for i in (held, ~held))
+        moved = {"matrices": "truncated_normal", "n_draws": 10, "random_state": seed}
+        rise, _ = feature_robustness(fitted, X[~held], y[~held], 0.2, **moved)
+        expected.append(new - old - rise)
+    error = np.hypot(stderr, np.std(expected, ddof=1) / np.sqrt(20))
+    assert value == pytest.approx(np.mean(expected), abs=4 * error)
+    assert error < 0.1
+
+
+@pytest.mark.parametrize(("refit", "n_splits"), [(False, 10), (True, 3)])
+def test_standard_errors_are_the_spread_over_seeds(refit, n_splits):
+    model, X, y = regression(n=30)
+    options = {"delta": 0.9, "refit": refit, "n_splits": n_splits, "n_draws": 2}
+    found = [representativeness(model, X, y, random_state=seed, **options) for seed in range(100)]
+    values, stderrs = np.array(found).T
+    assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
+
+
+def test_skorch_nets_and_tensors_are_split():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    X, y = torch.randn(20, 3), torch.arange(20) % 2
+    net = NeuralNetClassifier(
+        module, criterion=nn.CrossEntropyLoss, train_split=None, max_epochs=1, verbose=0
+    ).fit(X, y)
+    before = [p.clone() for p in net.module_.parameters()]
+    value, stderr = representativeness(net, X, y, refit=True, n_splits=3, random_state=0)
+    assert np.isfinite(value)
+    assert stderr > 0
+    for p, kept in zip(net.module_.parameters(), before, strict=True):
+        assert torch.equal(p, kept)
+
+
+def test_random_states_and_the_radius_of_the_theorem():
+    model, X, y = regression()
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+
+    def run(random_state, delta=None):
+        return representativeness(model, X, y, delta=delta, random_state=random_state)
+
+    assert run(0) == run(0) == run(0, delta=40 ** (-1 / 7))
+    assert run(0) != run(1)
+    assert run(None) != run(None)
+    assert run(np.random.RandomState(3)) == run(np.random.RandomState(3))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+
+
+def test_loaders_must_not_shuffle_only_where_samples_have_shares():
+    net, X, y = network()
+    smoothing = Smoothing(alphas=np.arange(40.0))
+    loader = DataLoader(TensorDataset(X, y), batch_size=9)
+    options = {"smoothing": smoothing, "random_state": 0, **CE}
+    found = representativeness(net, loader, None, **options)
+    expected = representativeness(net, X, y, batch_size=9, **options)
+    assert found == pytest.approx(expected, rel=1e-12)
+    shuffling = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
+    with pytest.raises(ValueError, match="known order, but the RandomSampler"):
+        representativeness(net, shuffling, None, **options)
+    assert representativeness(net, shuffling, None, **CE)[1] > 0
+
+
+# the bound
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_the_parts_of_the_bound(layer):
+    net, X, y = network()
+    m = {-1: 6, 0: 5}[layer]
+    bound = generalization_bound(net, X, y, layer=layer, random_state=0, **CE)
+    kappa = relative_flatness(net, X, y, layer=layer, **CE)
+    assert bound.delta == pytest.approx(40 ** (-1 / (4 + m)), rel=1e-12)
+    assert bound.flatness_term == pytest.approx(40 ** (-2 / (4 + m)) * kappa / (2 * m), rel=1e-9)
+    assert bound.empirical_risk == pytest.approx(nn.CrossEntropyLoss()(net(X), y).item())
+    assert bound.total == pytest.approx(
+        bound.empirical_risk + bound.representativeness + bound.flatness_term, rel=1e-12
+    )
+    assert bound.stderr > 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        bound.total = 0.0
+
+
+def test_the_flatness_term_bounds_the_smoothing_of_linear_regression():
+    # there are no higher orders; truncation makes the noise smaller
+    model, X, y = regression(n=60)
+    bound = generalization_bound(model, X, y, n_splits=2000, n_draws=100, random_state=0)
+    rise, error = feature_robustness(
+        model, X, y, bound.delta, matrices="truncated_normal", n_draws=500, random_state=0
+    )
+    assert rise < bound.flatness_term
+    # without refit the representativeness is minus that rise, so that the total is above the risk
+    assert bound.total - bound.empirical_risk == pytest.approx(
+        bound.flatness_term - rise, abs=4 * np.hypot(error, bound.stderr)
+    )
+
+
+def test_bound_with_refit_is_on_average_above_the_risk_on_new_data():
+    rng = np.random.default_rng(0)
+    totals, risks = [], []
+    for seed in range(10):
+        X = rng.normal(size=(1060, 10))
+        y = X @ np.ones(10) + 2 * rng.normal(size=1060)
+        model = LinearRegression().fit(X[:60], y[:60])
+        bound = generalization_bound(
+            model, X[:60], y[:60], refit=True, n_splits=4, n_draws=2, random_state=seed
+        )
+        totals.append(bound.total)
+        risks.append(np.mean((model.predict(X[60:]) - y[60:]) ** 2))
+    assert np.mean(totals) > np.mean(risks)
+
+
+def test_pipelines():
+    X, y = load_iris(return_X_y=True)
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    found = generalization_bound(pipeline, X, y, random_state=0)
+    expected = generalization_bound(pipeline[-1], pipeline[0].transform(X), y, random_state=0)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sigma", "delta", "factor"),
+    [
+        ("truncated_normal", 1.0, 0.3, 1.0),
+        ("normal", 0.3, 0.01, 6 * 0.09),
+        ("uniform", 2.0, 0.01, 4 * 6 / 8),
+        ("sphere", 0.5, 0.01, 0.25),
+    ],
+)
+def test_flatness_term_and_robustness_by_kernel(kernel, sigma, delta, factor):
+    net, X, y = network()
+    kappa = relative_flatness(net, X, y, **CE)
+    smoothing = Smoothing(kernel=kernel, sigma=sigma)
+    options = {"delta": delta, "smoothing": smoothing, "n_draws": 400, "random_state": 0, **CE}
+    bound = generalization_bound(net, X, y, **options)
+    assert bound.delta == delta
+    assert bound.flatness_term == pytest.approx(delta**2 * factor * kappa / 12, rel=1e-9)
+    assert bound.gap_bound == abs(bound.robustness) + abs(bound.representativeness)
+    if kernel == "truncated_normal":
+        moved = {"matrices": kernel, "n_draws": 400, "random_state": 1}
+        rise, error = feature_robustness(net, X, y, delta, **moved, **CE)
+        assert bound.robustness == pytest.approx(rise, abs=5 * error)
+    else:  # for so small a radius, it is the second order itself
+        assert bound.robustness == pytest.approx(bound.flatness_term, rel=0.15)
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("bandwidth", [0.02, "scott"])
+def test_the_bound_of_a_kernel_density_estimate(layer, bandwidth):
+    """Against the Hessian of each sample's loss in the layer's features."""
+    net, X, y = network(n=30)
+    body, tail = (net[:-1], net[-1]) if layer else (nn.Identity(), net)
+    features = body(X).detach()
+    traces = [
+        torch.autograd.functional.hessian(
+            lambda f, label=label: nn.functional.cross_entropy(tail(f)[None], label[None]), phi
+        ).trace()
+        for phi, label in zip(features, y, strict=True)
+    ]
+    h = width_of(features.numpy(), bandwidth)
+    expected = h**2 / 2 * torch.stack(traces).mean().item()
+    options = {"layer": layer, "smoothing": Smoothing(bandwidth=bandwidth), "n_splits": 2,
+               "n_draws": 100, "random_state": 0, **CE}  # fmt: skip
+    bound = generalization_bound(net, X, y, **options)
+    assert bound.flatness_term == pytest.approx(expected, rel=1e-9)
+    assert bound.bandwidth == pytest.approx(h, rel=1e-12)
+    assert np.isnan(bound.delta)
+    if bandwidth == 0.02:  # small enough for the second order to be the rise itself
+        assert bound.robustness == pytest.approx(expected, rel=0.3)
+    alone, error = representativeness(net, X, y, **options)
+    assert bound.representativeness == pytest.approx(alone, abs=5 * error)
+
+
+def test_the_bound_with_noise_on_the_labels():
+    """Squared errors: noise of deviation s adds its variance to all losses, moved or not."""
+    model, X, y = regression()
+    options = {"delta": 0.3, "n_splits": 20, "n_draws": 400, "random_state": 0}
+    bound = generalization_bound(
+        model, X, y, smoothing=Smoothing(label_noise=label_noise), **options
+    )
+    plain = generalization_bound(model, X, y, **options)
+    variance, error = 0.8**2, 0.04
+    assert bound.label_term == pytest.approx(variance, abs=error)
+    assert plain.label_term == 0
+    assert bound.flatness_term == plain.flatness_term
+    assert bound.robustness == pytest.approx(plain.robustness + variance, abs=error)
+    assert bound.representativeness == pytest.approx(plain.representativeness - variance, abs=error)
+    # the rise by the labels is in the sum once with each sign
+    assert bound.total == pytest.approx(plain.total, abs=2 * error)
+    assert bound.total == pytest.approx(
+        bound.empirical_risk + bound.representativeness + bound.flatness_term + bound.label_term
+    )
+
+
+def test_the_bound_with_shares_weighs_loss_and_flatness():
+    net, X, y = network()
+    alphas = np.linspace(0, 1, 40)
+    smoothing = Smoothing(alphas=alphas)
+    bound = generalization_bound(net, X, y, smoothing=smoothing, random_state=0, **CE)
+    each = nn.CrossEntropyLoss(reduction="none")(net(X), y).detach().numpy()
+    assert bound.empirical_risk == pytest.approx(alphas @ each / alphas.sum(), rel=1e-9)
+    terms = relative_flatness(net, X, y, per_sample=True, **CE)
+    kappa = alphas @ terms / alphas.sum()
+    assert bound.flatness_term == pytest.approx(bound.delta**2 * kappa / 12, rel=1e-9)
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": "box"}, "kernel must be one of .*, got 'box'"),
+        ({"kernel": 3}, "kernel must be one of .*, got 3"),
+        ({"sigma": 0}, "sigma must be a finite positive number, got 0"),
+        ({"bandwidth": "best"}, "bandwidth must be a positive number, \"scott\" or .* got 'best'"),
+        ({"bandwidth": -1}, "bandwidth must be a finite positive number, got -1"),
+        (
+            {"bandwidth": 0.1, "kernel": "uniform"},
+            "bandwidth=0.1 .*, but kernel='uniform' and sigma",
+        ),
+        ({"bandwidth": "scott", "sigma": 2.0}, "in place of a kernel, but .* and sigma=2.0 are"),
+    ],
+    ids=str,
+)
+def test_what_is_no_smoothing_is_refused_at_once(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Smoothing(**arguments)
+
+
+ONE_ALPHA = {"smoothing": Smoothing(alphas=np.eye(40)[0])}
+BAD = {
+    "delta": ({"delta": -1}, ValueError, "delta must be a finite positive number, got -1"),
+    "one split": ({"n_splits": 1}, ValueError, "n_splits must be an integer of at least 2, got 1"),
+    "splits": ({"n_splits": "5"}, ValueError, "n_splits must be .* got '5'"),
+    "test size": ({"test_size": 1.5}, ValueError, "test_size must be .* got 1.5"),
+    "count": ({"test_size": 10}, ValueError, "test_size must be .* got 10"),
+    "refit": ({"refit": True}, TypeError, "refit=True needs an estimator .* got Sequential"),
+    "draws": ({"n_draws": 1}, ValueError, "n_draws must be an integer of at least 2, got 1"),
+    "labels": ({"y": None}, ValueError, "y is needed to compute a loss"),
+    "layer": ({"layer": "no"}, LayerNotFoundError, "there is no layer 'no'"),
+    "random state": ({"random_state": "x"}, ValueError, "random_state must be an int, .* got 'x'"),
+    "criterion": (
+        {"criterion": lambda output, y: (output.sum(dim=1) - y).abs().mean()},
+        ValueError,
+        r"losses of shape \(\) for 40 samples",
+    ),
+    "smoothing": ({"smoothing": "scott"}, TypeError, "must be a Smoothing or None, got str. Pass"),
+    "bandwidth and delta": (
+        {"smoothing": Smoothing(bandwidth=0.1), "delta": 0.1},
+        ValueError,
+        "bandwidth=0.1 is the same for all samples, and delta=0.1 in",
+    ),
+    "one share": (
+        {"smoothing": Smoothing(alphas=[1.0])},
+        ValueError,
+        r"alphas must be 40 numbers, .* got an array of shape \(1,\)",
+    ),
+    "zeros": ({"smoothing": Smoothing(alphas=np.zeros(40))}, ValueError, "alphas must be 40"),
+    "negative": ({"smoothing": Smoothing(alphas=-np.ones(40))}, ValueError, "alphas must be 40"),
+    "share": (ONE_ALPHA, ValueError, "no sample of one part of a split counts: their alphas"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("function", [representativeness, generalization_bound])
+def test_says_what_is_wrong(function, bad):
+    arguments, error, message = BAD[bad]
+    net, X, y = network()
+    with pytest.raises(error, match=message):
+        function(net, X, **{"y": y, "random_state": 0, **CE, **arguments})
+
+
+def test_the_bound_needs_one_vector_per_sample():
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 2))
+    X, y = torch.randn(6, 1, 3, 3), torch.arange(6) % 2
+    with pytest.raises(ValueError, match=r"layer '0' receives \(1, 3, 3\). Choose a linear layer"):
+        generalization_bound(net, X, y, layer=0, **CE)
+    assert generalization_bound(net, X, y, **CE).delta < 1

@@ -1,0 +1,118 @@
+"""Constancy of labels against distances of all pairs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from relflat_sk import label_constancy, reparameterize
+from tests.theory.problems import CE, network, regression
+
+EACH = nn.CrossEntropyLoss(reduction="none")
+
+
+def nearest(features, k):
+    distances = cdist(features, features)
+    np.fill_diagonal(distances, np.inf)
+    return np.argsort(distances, axis=1)[:, :k]
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("batch_size", [40, 7])
+def test_neighbours_by_brute_force(layer, batch_size):
+    net, X, y = network()
+    near = nearest(X if layer == 0 else net[:-1](X).detach(), 3)
+    options = {"layer": layer, "n_neighbors": 3, "batch_size": batch_size}
+    expected = (y.numpy()[near] == y.numpy()[:, None]).mean()
+    assert label_constancy(net, X, y, **options) == pytest.approx(expected, rel=1e-12)
+    output = net(X).detach()
+    rises = [
+        EACH(output[near[:, k]], y) - EACH(output[near[:, k]], y[near[:, k]]) for k in range(3)
+    ]
+    found = label_constancy(net, X, y, by="loss", **options, **CE)
+    assert found == pytest.approx(float(torch.stack(rises).mean()), rel=1e-9)
+
+
+def test_by_loss_with_class_weights_it_is_the_difference_of_two_means():
+    net, X, y = network(n=30)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 8.0, 2.0, 0.5]).double())
+    output, near = net(X).detach(), nearest(net[:-1](X).detach(), 1)[:, 0]
+    expected = criterion(output[near], y) - criterion(output[near], y[near])
+    found = label_constancy(net, X, y, n_neighbors=1, by="loss", criterion=criterion)
+    assert found == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_by_loss_of_a_regression_and_of_classes_apart():
+    model, X, y = regression()
+    predicted, near = model.predict(X), nearest(X, 2)
+    expected = np.mean((predicted[near] - y[:, None]) ** 2 - (predicted[near] - y[near]) ** 2)
+    assert label_constancy(model, X, y, n_neighbors=2, by="loss") == pytest.approx(expected)
+    labels = np.repeat([0, 1], 20)
+    apart = np.random.default_rng(0).normal(size=(40, 2)) + 20 * labels[:, None]
+    classifier = LogisticRegression().fit(apart, labels)
+    assert label_constancy(classifier, apart, labels, by="loss") == 0
+
+
+def test_layer_by_position_name_and_module():
+    net, X, y = network()
+    layers = (1, np.int64(-2), "2", net[2])
+    found = {label_constancy(net, X, y, layer=layer, device="cpu") for layer in layers}
+    assert len(found) == 1
+
+
+def test_labels_of_any_kind():
+    X, y = load_iris(return_X_y=True)
+    names = load_iris().target_names[y]
+    expected = label_constancy(LogisticRegression(max_iter=1000).fit(X, y), X, y)
+    assert label_constancy(LogisticRegression(max_iter=1000).fit(X, names), X, names) == expected
+    net = nn.Linear(4, 3).double()
+    assert label_constancy(net, X, np.eye(3)[y]) == expected
+    data = TensorDataset(torch.from_numpy(X), torch.from_numpy(y))
+    assert label_constancy(net, data, None) == expected
+
+
+def test_unrelated_labels_agree_as_often_as_chance():
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(2000, 3)), rng.choice(3, size=2000, p=[0.5, 0.3, 0.2])
+    found = label_constancy(nn.Linear(3, 3).double(), X, y)
+    assert found == pytest.approx(0.5**2 + 0.3**2 + 0.2**2, abs=0.02)
+
+
+@pytest.mark.parametrize("by", ["labels", "loss"])
+def test_loaders_may_shuffle(by):
+    net, X, y = network()
+    loader = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
+    found = label_constancy(net, loader, None, by=by, **CE)
+    assert found == pytest.approx(label_constancy(net, X, y, by=by, **CE), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=10)
+@given(scale=st.floats(0.01, 100))
+def test_the_scale_of_layers_does_not_matter(scale):
+    net, X, y = network(activation=nn.ReLU)
+    same = reparameterize(net, [scale, 1, 1 / scale])
+    assert label_constancy(same, X, y) == label_constancy(net, X, y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
+        ({"n_neighbors": 0}, "n_neighbors must be an integer between 1 and 39, .* got 0"),
+        ({"n_neighbors": 40}, "n_neighbors must be .* got 40"),
+        ({"n_neighbors": 2.0}, "n_neighbors must be .* got 2.0"),
+        ({"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous values such as 0.0"),
+        ({"y": None}, "y is needed for the labels to compare"),
+    ],
+    ids=["by", "none", "too many", "float", "regression", "no labels"],
+)
+def test_says_what_is_wrong(arguments, message):
+    net, X, y = network()
+    with pytest.raises(ValueError, match=message):
+        label_constancy(net, X, **{"y": y, **arguments})
