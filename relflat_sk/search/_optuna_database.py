@@ -1,15 +1,13 @@
-"""Adapter to the private attributes of Optuna's databases: read and write a trial at once."""
+"""Adapter to the private attributes of Optuna's databases: hold the trials of this process."""
 
 import copy
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import FrozenTrial, TrialState
 
-__all__ = ["Database", "holding_own_trials", "write_attributes"]
+__all__ = ["Database", "holding_own_trials"]
 
 
 class Database(_CachedStorage):
@@ -70,30 +68,3 @@ class Database(_CachedStorage):
 def holding_own_trials(storage: BaseStorage) -> BaseStorage:
     """Return a storage that does not read the trials of this process, if it is a database."""
     return Database(storage._backend) if type(storage) is _CachedStorage else storage
-
-
-def write_attributes(trial: Any, attributes: Mapping[str, Any]) -> None:
-    """Write user attributes of a running trial, to a database by three statements for all."""
-    backend = getattr(getattr(trial, "storage", None), "_backend", None)  # of FixedTrial, none
-    if not isinstance(backend, RDBStorage):
-        for name, value in attributes.items():
-            trial.set_user_attr(name, value)
-        return
-    # imported here: sqlalchemy takes a tenth of the time that `import relflat_sk` takes
-    from optuna.storages._rdb.models import TrialModel, TrialUserAttributeModel  # noqa: PLC0415
-    from optuna.storages._rdb.storage import _create_scoped_session  # noqa: PLC0415
-
-    trial_id, table = trial._trial_id, TrialUserAttributeModel.__table__
-    rows = [
-        {"trial_id": trial_id, "key": name, "value_json": json.dumps(value)}
-        for name, value in attributes.items()
-    ]
-    with _create_scoped_session(backend.scoped_session) as session:
-        # locked, as Optuna does: others may end the trial
-        found: Any = TrialModel.find_or_raise_by_id(trial_id, session, for_update=True)
-        backend.check_trial_is_updatable(trial_id, found.state)
-        session.execute(
-            table.delete().where(table.c.trial_id == trial_id, table.c.key.in_(list(attributes)))
-        )
-        session.execute(table.insert(), rows)
-    trial._cached_frozen_trial.user_attrs.update(attributes)

@@ -6,8 +6,7 @@ tests of this module (``tests/search/test_optuna_internals.py``) pass with the o
 newest version of Optuna that ``pyproject.toml`` allows; run them with a new version first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ __all__ = [
     "is_journal",
     "is_shared_by_threads",
     "last_known",
-    "one_transaction",
     "other_studies",
     "read_trial",
     "trial_id_of",
@@ -50,28 +48,6 @@ def add_trial(study: optuna.Study, template: FrozenTrial) -> int:
     if interval() is not None:
         storage.record_heartbeat(trial_id)
     return trial_id
-
-
-@contextmanager
-def one_transaction(trial: Any) -> Iterator[None]:
-    """Write to the database of a trial in one transaction.
-
-    Each call of Optuna's storage is a transaction of its own, for which a database waits for its
-    disk. In the context, those of the calling thread join a transaction that was begun before,
-    see "Joining a Session into an External Transaction" in the documentation of SQLAlchemy.
-    """
-    backend = getattr(getattr(trial, "storage", None), "_backend", None)  # of FixedTrial, none
-    if not isinstance(backend, RDBStorage):
-        yield
-        return
-    sessions = backend.scoped_session  # one for each thread
-    with backend.engine.begin() as connection:
-        sessions.remove()
-        sessions(bind=connection)
-        try:
-            yield
-        finally:
-            sessions.remove()
 
 
 def read_trial(study: optuna.Study, trial_id: int) -> FrozenTrial:

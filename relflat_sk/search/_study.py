@@ -31,13 +31,12 @@ from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._trial import (
     MADE_WITH,
-    CallError,
     MinimaObjective,
     check_made_with,
     check_saved,
     check_space,
     explain,
-    is_of_storage,
+    has_storage_failed,
     new_choices,
 )
 
@@ -243,19 +242,18 @@ class StorageGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        cause = error.__cause__ if isinstance(error, CallError) else error
-        if cause is None or not is_of_storage(cause):
+        if error is None or not has_storage_failed(error):
             return
         if self.study is None:
             storage = self.search.storage
             raise ValueError(
                 f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
-                f"{explain(cause)} Expected the URL of a database, a file whose name ends in .db, "
+                f"{explain(error)} Expected the URL of a database, a file whose name ends in .db, "
                 ".sqlite or .log (a journal), a Path, or an optuna storage. Nothing was trained."
-            ) from cause
+            ) from error
         self.search.study_ = _rescue(self.study, self._attributes)
         file = file_of(self.study)
-        reason = explain(cause)
+        reason = explain(error)
         if file is not None and not file.exists():
             reason = f"{file} was deleted or moved. Put it back, or give another storage."
         raise RuntimeError(
@@ -263,7 +261,7 @@ class StorageGuard:
             "with the same storage and study_name: candidates that the storage holds are not "
             "trained again. Those that this process knows are in `study_` of the search, in "
             "memory, for `rank_minima` or `optuna.copy_study`."
-        ) from cause
+        ) from error
 
 
 def without_password(storage: Any, *, unread: str) -> str:

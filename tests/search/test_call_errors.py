@@ -19,8 +19,7 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
 )
-from relflat_sk.search._trial import recording
-from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
+from relflat_sk.search._trial.failures import CallError, blame_storage, explain, is_of_storage
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -194,16 +193,16 @@ def test_memory_is_a_matter_of_the_candidate():
 
 def test_an_error_of_the_storage_is_no_failure_of_the_candidate(stored, monkeypatch):
     """The storage fails for a moment, while a candidate is recorded."""
-    write = recording.write_attributes
+    write = optuna.Trial.set_user_attr
     failed = []
 
-    def fail_once(trial, attributes):
-        if "train_loss" in attributes and trial.number == 1 and not failed:
+    def fail_once(trial, name, value):
+        if name == "train_loss" and trial.number == 1 and not failed:
             failed.append(trial.number)
-            trial.study._storage.get_trial(10**6)  # raises in optuna.storages
-        write(trial, attributes)
+            raise KeyError("no record exists")
+        write(trial, name, value)
 
-    monkeypatch.setattr(recording, "write_attributes", fail_once)
+    monkeypatch.setattr(optuna.Trial, "set_user_attr", fail_once)
     search = make_search(**stored)
     with pytest.raises(RuntimeError, match="the storage of study 'sweep' failed: KeyError"):
         search.fit(X, Y)
@@ -295,8 +294,8 @@ def test_errors_are_explained_by_their_root():
     )
     assert explain(ValueError("odd")) == "ValueError: odd."
     assert not is_of_storage(error)
-    with pytest.raises(KeyError) as missing:
-        optuna.storages.InMemoryStorage().get_trial(3)
+    with pytest.raises(CallError, match="the storage failed: KeyError") as missing, blame_storage():
+        raise KeyError("no such trial")
     assert is_of_storage(missing.value)
 
 

@@ -10,13 +10,12 @@ from itertools import pairwise
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FixedTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 from sklearn.linear_model import LogisticRegression
 from sqlalchemy import event
 
 from relflat_sk import FlatMinimaSearch
-from relflat_sk.search._optuna_database import Database, holding_own_trials, write_attributes
+from relflat_sk.search._optuna_database import Database, holding_own_trials
 from relflat_sk.search._optuna_internals import (
     TELL_ERRORS,
     add_trial,
@@ -71,7 +70,6 @@ def test_a_running_trial_is_known_without_a_read(study):
         lambda: trial.suggest_int("n", 1, 9),
         lambda: trial.report(0.25, step=3),
         lambda: trial.set_user_attr("c", {"d": 0.1}),
-        lambda: write_attributes(trial, {"a": 3, "e": [2.5, None]}),
         lambda: study._storage.set_trial_system_attr(trial_id, "population", 4),
     ]
     if hasattr(trial, "set_constraint"):  # Optuna 5
@@ -130,45 +128,17 @@ def test_trials_that_wait_are_read(study):
     assert read_trial(study, taken._trial_id) == read_trial(other, taken._trial_id)
 
 
-# -- attributes --------------------------------------------------------------------------------
-
-
-def test_attributes_are_written_together(study):
-    trial = optuna.Trial(study, add_running(study))
-    statements = count_statements(study)
-    write_attributes(trial, {"a": 3} | {f"n{n}": n for n in range(20)})
-    n_for_all = len(statements)
-    assert n_for_all == 3
-    assert trial.user_attrs["n19"] == 19
-    assert trial.user_attrs == study.trials[0].user_attrs
-
-
-def test_attributes_of_a_finished_trial_cannot_be_written(study):
-    trial = optuna.Trial(study, add_running(study))
-    fail_trial(in_another_process(study), trial._trial_id)
-    with pytest.raises(UpdateFinishedTrialError, match="has already finished"):
-        write_attributes(trial, {"a": 3})
-    assert study.trials[0].user_attrs == {"a": [1, None]}
-
-
-@pytest.mark.parametrize("kind", ["memory", "fixed"])
-def test_attributes_outside_of_databases(kind):
-    trial = optuna.create_study().ask() if kind == "memory" else FixedTrial({})
-    write_attributes(trial, {"a": 3, "b": [1]})
-    assert trial.user_attrs == {"a": 3, "b": [1]}
-
-
 # -- searches ----------------------------------------------------------------------------------
 
 SPACES = {  # with the statements of a minimum; Optuna 4.3 on PostgreSQL needs most
-    "draws": ({"C": FloatDistribution(0.1, 10.0, log=True)}, 34),
-    "grid": ({"C": [0.1 * (1 + n) for n in range(16)], "fit_intercept": [True]}, 37),
+    "draws": ({"C": FloatDistribution(0.1, 10.0, log=True)}, 52),
+    "grid": ({"C": [0.1 * (1 + n) for n in range(16)], "fit_intercept": [True]}, 55),
 }
 
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_statements_and_transactions_of_a_minimum(kind, url):
-    """A minimum waits for the disk once in each, and they do not grow with the study."""
+    """They do not grow with the study."""
     (space, n_statements), storage, seen = SPACES[kind], optuna.storages.RDBStorage(url), []
     statements, transactions = [], []
     event.listen(
@@ -187,7 +157,7 @@ def test_statements_and_transactions_of_a_minimum(kind, url):
     each = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)]
     assert len(each) == 15
     assert max(n for n, _ in each) <= n_statements, each
-    assert max(n for _, n in each) <= 5, each
+    assert max(n for _, n in each) <= 17, each
 
 
 # -- storages ----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from optuna.samplers import GridSampler
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
-from sqlalchemy import event
 
 import relflat_sk
 from relflat_sk.search import _optuna_reading
@@ -26,7 +25,6 @@ from relflat_sk.search._optuna_internals import (
     add_trial,
     fail_trial,
     is_journal,
-    one_transaction,
     read_trial,
     trial_id_of,
     widen_choices,
@@ -217,37 +215,6 @@ def test_trials_that_others_add_during_a_read_are_not_skipped(study, monkeypatch
     assert study.trials == other.trials
     assert read_trials(study) == other.trials
     assert len(other.trials) == 3
-
-
-def write(trial, attributes, then):
-    with one_transaction(trial):
-        for name, value in attributes.items():
-            trial.set_user_attr(name, value)
-        then()
-
-
-def test_a_transaction_writes_all_or_nothing(study):
-    """Others see nothing before its end, nor after an exception."""
-    trial, in_database, commits, seen = study.ask(), is_in_database(study), [], []
-    trial.suggest_float("x", 0.0, 1.0)
-    other = pickle.loads(pickle.dumps(study)) if in_database else study
-    if in_database:
-        event.listen(study._storage._backend.engine, "commit", commits.append)
-
-    def read():
-        return other.trials[0].user_attrs
-
-    attributes = {"a": 3, "b": [2.5, None]}
-    write(trial, attributes, then=lambda: seen.append(read()))
-    assert seen == [{} if in_database else attributes]
-    assert read() == attributes
-    assert len(commits) == in_database
-    with pytest.raises(ZeroDivisionError):
-        write(trial, {"c": 1}, then=lambda: 1 / 0)
-    assert ("c" in read()) != in_database
-    trial.set_user_attr("d", 4)  # afterwards, each write is a transaction as before
-    assert read()["d"] == 4
-    assert study.tell(trial, 0.5).value == 0.5
 
 
 def is_in_database(study):

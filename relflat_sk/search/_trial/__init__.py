@@ -1,7 +1,7 @@
 """One trial of a search: a candidate is trained on all the data, measured and recorded."""
 
 from relflat_sk.search._trial.continuation import check_space, new_choices
-from relflat_sk.search._trial.failures import CallError, explain, is_of_storage
+from relflat_sk.search._trial.failures import CallError, explain, has_storage_failed
 from relflat_sk.search._trial.goal import own_goals
 from relflat_sk.search._trial.isolation import isolated
 from relflat_sk.search._trial.objective import IN_FLEET, MinimaObjective
@@ -33,7 +33,7 @@ __all__ = [
     "check_space",
     "check_store",
     "explain",
-    "is_of_storage",
+    "has_storage_failed",
     "isolated",
     "last_prefix",
     "last_step",

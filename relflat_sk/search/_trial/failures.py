@@ -4,15 +4,23 @@ A candidate that cannot be trained fails again when it is trained again, so its 
 result. A full disk or a wrong test set is not: the next call may have mended it.
 """
 
-import traceback
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 
-__all__ = ["CallError", "blame_call", "explain", "failure_record", "is_of_storage"]
+__all__ = [
+    "CallError",
+    "blame_call",
+    "blame_storage",
+    "explain",
+    "failure_record",
+    "has_storage_failed",
+    "is_of_storage",
+]
 
 _ADVICE = {  # by words in the error
     ("disk is full", "no space left", "file too large", "disk quota", "disk i/o"): (
@@ -34,12 +42,15 @@ _ADVICE = {  # by words in the error
 }
 
 
-_ADAPTERS = ("_optuna_database", "_optuna_internals", "_optuna_reading")
-_STORAGES = ("optuna.storages", *(f"relflat_sk.search.{name}" for name in _ADAPTERS))
-
-
 class CallError(RuntimeError):
     """Training or measuring failed for a reason that is not the candidate's."""
+
+
+class StorageFailedError(CallError):
+    """The storage of a study failed, while a candidate was trained."""
+
+
+_OF_STORAGES = (StorageFailedError, StorageInternalError)
 
 
 def failure_record(error: Exception) -> dict[str, Any]:
@@ -47,7 +58,7 @@ def failure_record(error: Exception) -> dict[str, Any]:
     if isinstance(error, CallError):
         raise error
     if is_of_storage(error):
-        raise CallError(f"the storage failed: {explain(error)}") from error
+        raise _of_storage(error) from error
     return {"reason": f"{type(error).__name__}: {error}", "failed": True}
 
 
@@ -68,16 +79,41 @@ def blame_call(what: str, advice: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def blame_storage() -> Iterator[None]:
+    """Turn failures in a block that only reads or writes a trial into errors of the storage."""
+    try:
+        yield
+    except UpdateFinishedTrialError:  # another process has given the trial up
+        raise
+    except Exception as error:
+        raise _of_storage(error) from error
+
+
+def _of_storage(error: Exception) -> CallError:
+    return StorageFailedError(f"the storage failed: {explain(error)}")
+
+
 def is_of_storage(error: BaseException) -> bool:
-    """Return whether the storage of a study raised an error, or an earlier one that led to it."""
-    return any(_is_raised_by_storage(one) for one in _chain(error))
+    """Return whether a storage of studies raised an error, or an earlier one that led to it."""
+    return any(isinstance(one, _OF_STORAGES) or _is_of_database(one) for one in _chain(error))
 
 
-def _is_raised_by_storage(error: BaseException) -> bool:
-    if isinstance(error, UpdateFinishedTrialError):
-        return False
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith(_STORAGES) for frame, _ in frames)
+def has_storage_failed(error: BaseException) -> bool:
+    """Return whether a search ends with an error because its storage failed.
+
+    A candidate's own errors are recorded and end no search, so that files that cannot be read or
+    written are those of a journal.
+    """
+    if isinstance(error, CallError):
+        return is_of_storage(error)
+    of_files = OSError, json.JSONDecodeError
+    return is_of_storage(error) or any(isinstance(one, of_files) for one in _chain(error))
+
+
+def _is_of_database(error: BaseException) -> bool:
+    # by name, because sqlalchemy takes a tenth of the time that `import relflat_sk` takes
+    return any(kind.__module__.startswith("sqlalchemy.") for kind in type(error).__mro__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -15,9 +15,7 @@ from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import Flatness, find_measures
-from relflat_sk.search._optuna_database import write_attributes
-from relflat_sk.search._optuna_internals import one_transaction
-from relflat_sk.search._trial.failures import blame_call
+from relflat_sk.search._trial.failures import blame_call, blame_storage
 from relflat_sk.search._trial.held_out import trained_rows
 from relflat_sk.search._trial.measuring import Measuring
 from relflat_sk.search._trial.training_data import TrainingData
@@ -168,9 +166,10 @@ def measure_held_out(
 
 
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
-    """Write what was recorded of a trial, in one transaction of a database."""
-    with one_transaction(trial):
-        write_attributes(trial, record)
+    """Write what was recorded of a trial as its user attributes."""
+    with blame_storage():
+        for name, value in record.items():
+            trial.set_user_attr(name, value)
         # Optuna 5: samplers and best_trial respect it
         if "ended_by" in record and hasattr(trial, "set_constraint"):
             trial.set_constraint("converged", float(not record["converged"]))

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from relflat_sk._models import final_estimator
 from relflat_sk._network import find_layer
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.search._trial.failures import CallError
+from relflat_sk.search._trial.failures import CallError, blame_storage
 
 __all__ = ["LAST", "missing_layer", "watched"]
 
@@ -39,8 +39,10 @@ class _ReportToPruner(_Watcher):
         self.trial = trial
 
     def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
-        self.trial.report(net.history[-1, "train_loss"], len(net.history))
-        if self.trial.should_prune():
+        with blame_storage():
+            self.trial.report(net.history[-1, "train_loss"], len(net.history))
+            pruned = self.trial.should_prune()
+        if pruned:
             raise optuna.TrialPruned
 
 
