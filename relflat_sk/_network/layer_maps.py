@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -385,14 +384,11 @@ class ConvolutionMap(LayerMap):
         grouped = features.reshape(n, groups, -1, *space).transpose(1, 2)
         some = select_channels(grouped, channels)
         images = some.reshape(-1, 1, *space)
-        if self.inputs_first:
-            # a convolution with a kernel that is one at the offset
-            kernel = features.new_zeros(self.n_offsets)
-            kernel[offset] = 1
-            kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
-            planes = self._convolve(self._padded(images), kernel, 1)
-        else:
-            planes = self._at(self._fully_padded(images), offset)
+        # a convolution with a kernel that is one at the offset
+        kernel = features.new_zeros(self.n_offsets)
+        kernel[offset] = 1
+        kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
+        planes = self._convolve(self._padded(images), kernel, 1)
         return planes.reshape(n, some.shape[1], groups, -1).transpose(1, 2)
 
     def to_rows(self, z: Tensor) -> Tensor:
@@ -464,18 +460,6 @@ class ConvolutionMap(LayerMap):
         for axis, (size, stride, dilation) in enumerate(self._axes()):
             x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
         return x
-
-    def _at(self, x: Tensor, offset: int) -> Tensor:
-        """Return a view of the entry of all patches at one offset: (n, c, positions ...)."""
-        steps: list[slice] = []
-        where = np.unravel_index(offset, self.layer.kernel_size)
-        for i, length, (size, stride, dilation) in zip(
-            where, x.shape[2:], self._axes(), strict=True
-        ):
-            count = (length - dilation * (size - 1) - 1) // stride + 1
-            first = int(i) * dilation
-            steps.append(slice(first, first + (count - 1) * stride + 1, stride))
-        return x[:, :, *steps]
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
         """Iterate over kernel size, stride and dilation of the axes."""
