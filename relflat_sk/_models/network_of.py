@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.sparse import issparse
+from sklearn.base import BaseEstimator
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
-from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
-from sklearn.utils.validation import _check_feature_names, check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 from skorch import NeuralNet, NeuralNetClassifier
 from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor, nn
@@ -191,9 +191,8 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
 @singledispatch
 def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     """Find the network in a model, its loss, and the data as the network takes them."""
-    inner = getattr(model, "best_estimator_", None)  # of a search that is not scikit-learn's
-    if inner is not None:
-        return to_network(inner, X, y, options)
+    if _is_search(model):
+        return to_network(_wrapped(model), X, y, options)
     if isinstance(model, type):
         raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
     if isinstance(model, Mapping):
@@ -214,12 +213,8 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
             f"X is 1-D, of shape {tuple(X.shape)}, but {type(model).__name__} takes rows of "
             "features. For a single sample, pass X.reshape(1, -1), with y as an array of one label."
         )
-    _check_feature_names(model, X, reset=False)
-    if hasattr(X, "shape") and len(X.shape) == 2 and X.shape[1] != model.n_features_in_:
-        raise ValueError(
-            f"X has {X.shape[1]} features, but {type(model).__name__} was fitted with "
-            f"{model.n_features_in_}."
-        )
+    if not isinstance(X, Dataset | DataLoader):  # names and number of features
+        validate_data(model, X, reset=False, skip_check_array=True)
     targets = None if y is None else converted.encode_target(y)
     module = converted.module if options.device is None else converted.module.to(options.device)
     return Network(module, options.loss(converted.criterion), options.batches(X, targets))
@@ -311,19 +306,20 @@ def _of_transformed_target(
     return to_network(_wrapped(model), X, y, options)
 
 
-@to_network.register(BaseSearchCV)
 @to_network.register(FixedThresholdClassifier)
 @to_network.register(TunedThresholdClassifierCV)
 def _of_wrapper(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     return to_network(_wrapped(model), X, y, options)
 
 
-_WRAPPERS = (
-    BaseSearchCV,
-    FixedThresholdClassifier,
-    TransformedTargetRegressor,
-    TunedThresholdClassifierCV,
-)
+_WRAPPERS = FixedThresholdClassifier, TransformedTargetRegressor, TunedThresholdClassifierCV
+
+
+def _is_search(model: Any) -> bool:
+    """Return whether a model searches for an estimator: scikit-learn's and others do."""
+    return hasattr(model, "best_estimator_") or (
+        isinstance(model, BaseEstimator) and hasattr(model, "estimator") and hasattr(model, "refit")
+    )
 
 
 def _wrapped(model: Any) -> Any:
@@ -333,7 +329,7 @@ def _wrapped(model: Any) -> Any:
             return getattr(model, attribute)
     raise NotFittedError(
         f"this {type(model).__name__} holds no fitted estimator: call fit first"
-        + (", with refit=True." if isinstance(model, BaseSearchCV) else ".")
+        + (", with refit=True." if _is_search(model) else ".")
     )
 
 
@@ -341,7 +337,7 @@ def final_estimator(model: Any) -> Any:
     """Unwrap pipelines and search objects, down to the estimator that holds the network."""
     if isinstance(model, Pipeline):
         return final_estimator(model.steps[-1][1])
-    if isinstance(model, _WRAPPERS) or getattr(model, "best_estimator_", None) is not None:
+    if isinstance(model, _WRAPPERS) or _is_search(model):
         return final_estimator(_wrapped(model))
     return model
 

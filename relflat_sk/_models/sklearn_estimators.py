@@ -63,21 +63,10 @@ from torch.nn import functional as F
 _Loss = TypeVar("_Loss")
 
 
-def _unreduced(losses: Tensor) -> Tensor:
-    return losses
-
-
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "none": _unreduced,
-    "sum": torch.sum,
-}
-
-
-def _check_reduction(reduction: str) -> str:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}, expected one of {sorted(REDUCTIONS)}.")
-    return reduction
+def _reduce(losses: Tensor, reduction: str) -> Tensor:
+    """Average or sum losses, or return them as they are, as torch's criteria do."""
+    reduced: Tensor = losses if reduction == "none" else getattr(torch, reduction)(losses)
+    return reduced
 
 
 class SquaredEpsilonInsensitiveLoss(nn.Module):
@@ -86,7 +75,7 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
     def __init__(self, epsilon: float, reduction: str = "mean") -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.reduction = _check_reduction(reduction)
+        self.reduction = reduction
 
     def extra_repr(self) -> str:
         """Show the width of the tube."""
@@ -95,7 +84,7 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of predictions."""
         losses = _squared_epsilon_insensitive(input - target, self.epsilon)
-        return REDUCTIONS[self.reduction](losses)
+        return _reduce(losses, self.reduction)
 
 
 class MarginLoss(nn.Module):
@@ -118,7 +107,7 @@ class MarginLoss(nn.Module):
         self.of_margin = of_margin
         self.register_buffer("weight", weight)
         self.register_buffer("pos_weight", pos_weight)
-        self.reduction = _check_reduction(reduction)
+        self.reduction = reduction
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of scores. Shapes: `input`, `target` (n, k)."""
@@ -127,7 +116,7 @@ class MarginLoss(nn.Module):
             losses = losses * (1 + (self.pos_weight - 1) * target)
         if self.weight is not None:
             losses = losses * self.weight
-        return REDUCTIONS[self.reduction](losses)
+        return _reduce(losses, self.reduction)
 
 
 def _modified_huber(margin: Tensor) -> Tensor:

@@ -4,13 +4,19 @@ from relflat_sk._network.batches import (
     Batch,
     Batches,
     LoadedBatches,
+    RowSource,
+    as_row_source,
     cast_inputs,
     check_finite,
     check_kind,
     check_weights,
+    copy_rows,
     count_samples,
     floating_parameter,
+    is_on_disk,
+    is_row_source,
     make_batches,
+    mapped_file,
 )
 from relflat_sk._network.borrowing import (
     MathAttention,
@@ -79,18 +85,9 @@ from relflat_sk._network.recording import (
     CompiledBody,
     LayerRecord,
     Recorder,
-    keep_copies,
     keep_graph,
     layer_input,
     record_order,
     record_tail,
-)
-from relflat_sk._network.row_source import (
-    RowSource,
-    as_row_source,
-    copy_rows,
-    is_on_disk,
-    is_row_source,
-    mapped_file,
 )
 from relflat_sk._network.tail import Tail, choose_curvatures, is_large_head

@@ -1,27 +1,158 @@
 """Check inputs, cut them into batches, and bring them to the type that a network takes."""
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from relflat_sk._checks import check_integer, gathers, judge
-from relflat_sk._network.row_source import (
-    RowSource,
-    as_row_source,
-    copy_rows,
-    is_row_source,
-    mapped_file,
-)
-from relflat_sk._numerics import native, read_numbers
+from relflat_sk._numerics import native
 from relflat_sk._warnings import warn
+
+# -- arrays of which rows are read when they are needed: on disk, mapped into memory, computed ---
+
+Array = NDArray[Any]
+
+
+def is_row_source(X: Any) -> bool:
+    """Return whether rows of an array have to be read before they can be used."""
+    if isinstance(X, RowSource):
+        return True
+    if isinstance(X, np.ndarray | Tensor | pd.Series | pd.DataFrame) or issparse(X):
+        return False
+    return (
+        isinstance(getattr(X, "shape", None), tuple)
+        and len(X.shape) > 0
+        and isinstance(getattr(X, "dtype", None), np.dtype)
+        and hasattr(X, "__getitem__")
+    )
+
+
+def is_on_disk(X: Any) -> bool:
+    """Return whether rows of an array are best read when they are needed, and not before."""
+    return is_row_source(X) or mapped_file(X) is not None
+
+
+def as_row_source(X: Any) -> "RowSource":
+    """Wrap an array of which rows are to be read when they are needed."""
+    return X if isinstance(X, RowSource) else RowSource(X)
+
+
+class RowSource:
+    """An array of which rows are read when they are needed. Shapes: `numbers` (m,)."""
+
+    def __init__(self, array: Any, numbers: NDArray[np.intp] | None = None) -> None:
+        if array.dtype.kind not in "biuf":
+            raise TypeError(
+                f"X must hold numbers, got {type(array).__name__} of {array.dtype}. Encode "
+                "categories before the array is stored."
+            )
+        self._array = array
+        self._numbers = numbers
+        n = array.shape[0] if numbers is None else len(numbers)
+        self.shape: tuple[int, ...] = (int(n), *map(int, array.shape[1:]))
+        self.dtype: np.dtype[Any] = array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """How many rows are stored together and read in one go; None if this is not known."""
+        chunks = getattr(self._array, "chunks", None)
+        return chunks[0] if isinstance(chunks, tuple) and isinstance(chunks[0], int) else None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __getitem__(self, rows: Any) -> Array:
+        """Read some rows: a row by its number, or several by a slice or an array of numbers."""
+        if isinstance(rows, tuple):  # scikit-learn asks for array[rows, ...]
+            rows, *others = rows
+            if any(other is not ... for other in others):
+                raise IndexError(
+                    f"an array on disk is read by whole rows here, got the index {others} of other "
+                    "axes: read the rows first, as in array[rows][:, columns]."
+                )
+        if np.ndim(rows) == 0 and not isinstance(rows, slice):
+            position = range(len(self))[int(rows)]
+            row: Array = self[position : position + 1][0]
+            return row
+        if self._numbers is None and isinstance(rows, slice):
+            return copy_rows(self._array, slice(*rows.indices(len(self))))
+        return self._read(self.locate(np.arange(len(self))[rows]))
+
+    def subset(self, rows: NDArray[np.intp]) -> "RowSource":
+        """Choose rows without reading them. Shapes: `rows` (m,)."""
+        return RowSource(self._array, self.locate(rows))
+
+    def locate(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return which rows of the stored array some rows are.
+
+        Shapes: `rows` (m,); returns (m,).
+        """
+        return rows if self._numbers is None else self._numbers[rows]
+
+    def read_chunk(self, chunk: int) -> Array:
+        """Read the rows that are stored together. Shapes: returns (k, ...)."""
+        assert self.chunk_rows is not None
+        return copy_rows(self._array, slice(chunk * self.chunk_rows, (chunk + 1) * self.chunk_rows))
+
+    def _read(self, numbers: NDArray[np.intp]) -> Array:
+        """Read rows of the stored array, each of them once and in its order."""
+        wanted, positions = np.unique(numbers, return_inverse=True)
+        if isinstance(self._array, np.ndarray) or not len(wanted):
+            found = copy_rows(self._array, wanted)
+        elif hasattr(self._array, "oindex"):
+            found = np.asarray(self._array.oindex[wanted])
+        else:
+            runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
+            parts = [copy_rows(self._array, slice(int(run[0]), int(run[-1]) + 1)) for run in runs]
+            found = np.concatenate(parts)
+        return found[positions]
+
+
+def copy_rows(array: Any, rows: Any) -> Array:
+    """Copy some rows into memory, and let go of the pages of a memory-mapped file.
+
+    Without that, every page that was read would count into the memory of the process until the
+    system needs it.
+
+    Shapes: `rows` (m,); returns (m, ...).
+    """
+    part = np.asarray(array[rows])
+    mapped = mapped_file(array)
+    if mapped is not None or not (part.flags.writeable and part.flags.c_contiguous):
+        part = np.array(part, order="C")
+    # pages that were changed but not written to the file would be lost in mode "c"
+    if mapped is not None and mapped.mode != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return part
+
+
+def mapped_file(array: Any) -> "np.memmap[Any, Any] | None":
+    """Find the memory-mapped file that an array is a part of."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and getattr(array, "_mmap", None) is not None:
+            return array
+        array = array.base
+    return None
+
 
 # -- inputs that hold no numbers, or cannot be cut into batches ----------------------------
 
@@ -36,7 +167,8 @@ def check_kind(X: Any) -> None:
     elif isinstance(X, pd.DataFrame):
         _check_columns(X)
     elif hasattr(X, "__arrow_c_stream__") and hasattr(X, "columns"):
-        _check_columns(_to_pandas(X))
+        names = X.column_names if hasattr(X, "column_names") else X.columns  # pyarrow, polars
+        _check_columns(pd.DataFrame({name: np.asarray(X[name]) for name in names}, copy=False))
     elif isinstance(X, np.ndarray | pd.Series) and X.dtype.kind in "mM":
         raise TypeError(
             f"X holds dates or times, of type {X.dtype}, but a network takes numbers. Turn them "
@@ -68,12 +200,6 @@ def _check_tensor(X: Tensor) -> None:
             f"X holds complex numbers ({X.dtype}), but networks are measured and trained with real "
             "numbers. Pass torch.view_as_real(X), for example."
         )
-
-
-def _to_pandas(X: Any) -> pd.DataFrame:
-    """Return a frame of polars or pyarrow with the types that its columns have as arrays."""
-    names = X.column_names if hasattr(X, "column_names") else X.columns
-    return pd.DataFrame({name: np.asarray(X[name]) for name in names}, copy=False)
 
 
 def _check_columns(X: pd.DataFrame) -> None:
@@ -109,42 +235,54 @@ def _without_numbers(column: pd.Series) -> str:
 def _check_list(X: list[Any]) -> None:
     """Refuse lists of batches, and lists of samples with their labels."""
     first = X[0] if X else None
-    parts = list(first.values()) if isinstance(first, Mapping) else first
-    if isinstance(first, Mapping) or (isinstance(parts, tuple | list) and _differ(parts)):
-        _refuse_list(
-            f"of {len(X)} {type(first).__name__}s, like the batches or samples of a loader"
-        )
-    if _differ(X):
+    if isinstance(first, Mapping) or (isinstance(first, tuple | list) and _differ(first)):
+        what = f"{len(X)} {type(first).__name__}s, like the batches or samples of a loader"
+    elif _differ(X):
         shapes = list(dict.fromkeys(tuple(part.shape) for part in X))
-        _refuse_list(f"of arrays of different shapes, such as {shapes[0]} and {shapes[1]}")
+        what = f"arrays of different shapes, such as {shapes[0]} and {shapes[1]}"
+    else:
+        return
+    raise TypeError(
+        f"X is a list of {what}. Expected one array with a row for each sample: put batches "
+        "together with torch.cat or numpy.concatenate, or pass a torch Dataset of pairs (x, y)."
+    )
 
 
 def _differ(parts: Any) -> bool:
     """Return whether these are arrays or tensors of more than one shape."""
-    if not all(isinstance(part, Tensor | np.ndarray) for part in parts):
-        return False
-    return len({tuple(part.shape) for part in parts}) > 1
-
-
-def _refuse_list(what: str) -> NoReturn:
-    raise TypeError(
-        f"X is a list {what}. Expected one array with a row for each sample: put batches together "
-        "with torch.cat or numpy.concatenate, or pass a torch Dataset of pairs (x, y)."
-    )
+    are_arrays = all(isinstance(part, Tensor | np.ndarray) for part in parts)
+    return are_arrays and len({tuple(part.shape) for part in parts}) > 1
 
 
 # -- inputs of a network, which may be dicts or tuples of arrays ---------------------------
 
 
+def arrays_of(x: Any) -> Iterator[Any]:
+    """Iterate over the arrays in inputs, which may be dicts, tuples and lists of them."""
+    if isinstance(x, Mapping | tuple | list) and not issparse(x):
+        for part in x.values() if isinstance(x, Mapping) else x:
+            yield from arrays_of(part)
+    else:
+        yield x
+
+
+def map_arrays(change: Callable[[Any], Any], x: Any) -> Any:
+    """Replace each array in inputs, which may be dicts, tuples and lists of them."""
+    if isinstance(x, Mapping) and not issparse(x):
+        return {name: map_arrays(change, part) for name, part in x.items()}
+    if isinstance(x, tuple | list):
+        parts = [map_arrays(change, part) for part in x]
+        is_named = hasattr(x, "_fields")  # a namedtuple takes its parts one by one
+        return type(x)(*parts) if is_named else type(x)(parts)
+    return change(x)
+
+
 def count_samples(X: Any) -> int:
     """Count the samples of an array, or of a dict or tuple of arrays of equal length."""
-    if isinstance(X, Mapping | tuple):
-        values = list(X.values()) if isinstance(X, Mapping) else list(X)
-        sizes = {count_samples(value) for value in values}
-        if len(sizes) != 1:
-            raise ValueError(f"the arrays of X must have equal lengths, got {sorted(sizes)}.")
-        return sizes.pop()
-    return int(X.shape[0])
+    sizes = {int(part.shape[0]) for part in arrays_of(X)}
+    if len(sizes) != 1:
+        raise ValueError(f"the arrays of X must have equal lengths, got {sorted(sizes)}.")
+    return sizes.pop()
 
 
 def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -> Any:
@@ -157,21 +295,18 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
     dtype = None if first is None else first.dtype
 
     def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value if device is None else value.to(device)
-            if value.dtype == dtype or dtype is None:
-                return value
-            is_index = not value.is_floating_point() and _has_embedding(module)
-            return value if is_index else value.to(dtype)
-        if isinstance(value, Mapping):
-            return {name: cast(part) for name, part in value.items()}
-        if isinstance(value, tuple | list):
-            parts = [cast(part) for part in value]
-            is_named = hasattr(value, "_fields")  # a namedtuple takes its parts one by one
-            return type(value)(*parts) if is_named else type(value)(parts)
-        return value
+        if not isinstance(value, Tensor):
+            return value
+        value = value if device is None else value.to(device)
+        if dtype is None or value.dtype == dtype:
+            return value
+        if not value.is_floating_point() and any(
+            isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()
+        ):
+            return value
+        return value.to(dtype)
 
-    return cast(x)
+    return map_arrays(cast, x)
 
 
 def floating_parameter(module: nn.Module) -> nn.Parameter | None:
@@ -179,22 +314,14 @@ def floating_parameter(module: nn.Module) -> nn.Parameter | None:
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
-def _has_embedding(module: nn.Module) -> bool:
-    """Return whether a network looks integers up in a table."""
-    return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
-
-
 def check_finite(x: Any) -> None:
     """Refuse NaN and infinity anywhere in the inputs."""
-    if isinstance(x, Mapping | tuple | list):
-        for part in x.values() if isinstance(x, Mapping) else x:
-            check_finite(part)
-    elif isinstance(x, Tensor) and x.is_floating_point() and x.numel():
-        if gathers(x):
-            judge(_refuse_infinite, *x.aminmax())
+    for part in arrays_of(x):
+        if not (isinstance(part, Tensor) and part.is_floating_point() and part.numel()):
+            continue
         # the sum of finite numbers is nearly always finite, and needs no second array
-        elif not bool(torch.isfinite(x.sum())):
-            _refuse_infinite(*read_numbers(*x.aminmax()))
+        if gathers(part) or not bool(torch.isfinite(part.sum())):
+            judge(_refuse_infinite, *part.aminmax())
 
 
 def _refuse_infinite(low: float, high: float) -> None:
@@ -231,7 +358,6 @@ _READ_AGAIN = (
 )
 
 _FLAT = " X is 1-D, a number for each sample. For a single sample, pass X.reshape(1, -1)."
-_NOT_FINITE = "y contains NaN or infinity."
 
 Batches = Callable[[], Iterator[Batch]]
 
@@ -310,27 +436,25 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
     """Return y as an array or tensor of n numeric labels."""
     if is_row_source(y) and y.dtype.kind in "biuf":
         y = as_row_source(y)
-    else:
-        y = y if isinstance(y, Tensor) else np.asarray(y)
+    elif not isinstance(y, Tensor):
+        y = np.asarray(y)
     if y.ndim == 0 or len(y) != n:
         raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.{hint}")
-    if isinstance(y, np.ndarray):
-        if y.dtype.kind not in "biuf":
-            raise ValueError(
-                f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; a network takes "
-                "numbers. Pass the fitted scikit-learn or skorch estimator, which knows its "
-                "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
-            )
-        if not np.isfinite(y).all():
-            raise ValueError(_NOT_FINITE)
-    elif isinstance(y, Tensor):
+    if isinstance(y, np.ndarray) and y.dtype.kind not in "biuf":
+        raise ValueError(
+            f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; a network takes "
+            "numbers. Pass the fitted scikit-learn or skorch estimator, which knows its "
+            "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
+        )
+    if not isinstance(y, RowSource):
         _check_finite_labels(y)
     return y
 
 
-def _check_finite_labels(y: Tensor) -> None:
-    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
-        raise ValueError(_NOT_FINITE)
+def _check_finite_labels(y: Any) -> None:
+    """Refuse NaN and infinity in labels."""
+    if not bool(torch.isfinite(y).all() if isinstance(y, Tensor) else np.isfinite(y).all()):
+        raise ValueError("y contains NaN or infinity.")
 
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
@@ -350,12 +474,14 @@ def check_weights(sample_weight: Any, n: int) -> np.ndarray:
 
 def _sliceable(X: Any) -> Any:
     """Convert inputs to arrays or tensors that can be sliced along the samples."""
-    if isinstance(X, Tensor) or issparse(X):
-        return X.tocsr() if issparse(X) else X
+    if issparse(X):
+        return X.tocsr()
     if isinstance(X, Mapping):
         return {name: _sliceable(value) for name, value in X.items()}
     if isinstance(X, tuple):
         return tuple(_sliceable(value) for value in X)
+    if isinstance(X, Tensor):
+        return X
     if is_row_source(X):
         return as_row_source(X)
     array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
@@ -377,20 +503,15 @@ def _from_arrays(
 ) -> Iterator[Batch]:
     """Iterate over the batches of arrays."""
     for start in range(0, n, batch_size):
-        rows = slice(start, min(start + batch_size, n))
-        labels = None if y is None else _take(y, rows)
-        if labels is not None and isinstance(y, RowSource):
+        take = partial(_take, slice(start, min(start + batch_size, n)))
+        labels = None if y is None else take(y)
+        if isinstance(y, RowSource):
             _check_finite_labels(labels)
-        weight = None if weights is None else _take(weights, rows)
-        yield Batch(_take(X, rows), labels, weight)
+        yield Batch(map_arrays(take, X), labels, None if weights is None else take(weights))
 
 
-def _take(X: Any, rows: slice) -> Any:
-    """Return some samples as tensors, which share memory with the arrays where possible."""
-    if isinstance(X, Mapping):
-        return {name: _take(value, rows) for name, value in X.items()}
-    if isinstance(X, tuple):
-        return tuple(_take(value, rows) for value in X)
+def _take(rows: slice, X: Any) -> Tensor:
+    """Return some rows as a tensor, which shares memory with the array where possible."""
     part: Any = copy_rows(X, rows) if mapped_file(X) is not None else X[rows]
     if isinstance(part, Tensor):
         return part.clone() if part.is_inference() else part.detach()

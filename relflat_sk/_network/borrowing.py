@@ -82,15 +82,22 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
     weight has one input, and the loss depends on it as before. Modules with extra options
     (other sizes of keys and values, added keys) are left alone.
     """
-    found = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
-    found = [m for m in found if _has_usual_options(m)]
+    found = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.MultiheadAttention)
+        and m._qkv_same_embed_dim
+        and m.bias_k is None
+        and not m.add_zero_attn
+        and not has_own_forward(m)
+    ]
     # otherwise whole encoder layers are fused in evaluation mode
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         for attention in found:
             attention._modules["in_proj"] = InProjection(attention)
-        with ReplacedForwards((attention, partial(_attend, attention)) for attention in found):
+        with ReplacedForwards((one, partial(_run_attention, one)) for one in found):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -98,14 +105,12 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
             attention._modules.pop("in_proj", None)
 
 
-def _has_usual_options(attention: nn.MultiheadAttention) -> bool:
-    """Return whether `_attend` computes the same as the module."""
-    return (
-        attention._qkv_same_embed_dim
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and not has_own_forward(attention)
-    )
+def _run_attention(attention: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Run attention step by step, or as torch does for a sequence without an axis of samples."""
+    query = args[0] if args else kwargs["query"]
+    forward = _attend if query.ndim == 3 else nn.MultiheadAttention.forward
+    found: tuple[Tensor, Tensor | None] = forward(attention, *args, **kwargs)
+    return found
 
 
 def _attend(
@@ -120,18 +125,6 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scaled dot-product attention, with the arguments of `nn.MultiheadAttention`."""
-    if query.ndim != 3:
-        return nn.MultiheadAttention.forward(
-            attention,
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-        )
     q, k, v = _project(attention, query, key, value)
     n, heads, length, size = q.shape
     scores = q @ k.transpose(-2, -1) / math.sqrt(size)

@@ -151,8 +151,9 @@ class WeightWatch(TorchFunctionMode):
     is not noticed, but one that a tensor is made like is. `uses_elsewhere` then tells.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, in_graph: bool = False) -> None:
         super().__init__()
+        self._in_graph = in_graph  # leave out what is computed in `torch.no_grad`
         self.noticed: set[str] = set()
         self._names = {
             id(parameter): name
@@ -178,7 +179,10 @@ class WeightWatch(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, and notice the weights among its arguments."""
         result = func(*args, **(kwargs or {}))
-        if func not in _NO_USES and _has_values(result):
+        # a device or a shape holds no values of a weight
+        is_value = isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size)
+        counts = torch.is_grad_enabled() or not self._in_graph
+        if func not in _NO_USES and is_value and counts:
             self._notice(args)
             if kwargs:
                 self._notice(kwargs.values())
@@ -207,14 +211,6 @@ class WeightWatch(TorchFunctionMode):
         return marked
 
 
-class _GradientWatch(WeightWatch):
-    """Leave out what a network computes in `torch.no_grad`, constants for the graph."""
-
-    def _notice(self, values: Iterable[Any]) -> None:
-        if torch.is_grad_enabled():
-            super()._notice(values)
-
-
 @contextmanager
 def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[set[str]]:
     """Watch frozen weights in the calls of a network, whose graph does not show their uses."""
@@ -228,18 +224,13 @@ def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator
     forward = module.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _GradientWatch(frozen) as watch:
+        with WeightWatch(frozen, in_graph=True) as watch:
             output = forward(*args, **kwargs)
         noticed.update(watch.noticed)
         return output
 
     with ReplacedForwards([(module, watched)] if frozen else []):
         yield noticed
-
-
-def _has_values(result: Any) -> bool:
-    """Return whether a result may hold values of a weight; false for its device or its shape."""
-    return isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size)
 
 
 def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:

@@ -473,13 +473,10 @@ class ConvolutionMap(LayerMap):
         if layer.padding_mode != "zeros" or layer.padding == "valid":
             return x
         if layer.padding == "same":
-            return self._pad_same(x)
+            return F.pad(x, layer._reversed_padding_repeated_twice)
         if not any(layer.padding):  # `F.pad` would make a copy
             return x
         return F.pad(x, [p for one in reversed(layer.padding) for p in (one, one)])
-
-    def _pad_same(self, x: Tensor) -> Tensor:
-        return F.pad(x, self.layer._reversed_padding_repeated_twice)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Pad features unless torch's convolution does so itself, which it does with zeros."""

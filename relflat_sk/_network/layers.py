@@ -10,16 +10,12 @@ from relflat_sk.exceptions import LayerNotFoundError
 
 Layer = int | str | nn.Module
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d,
+                 nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # fmt: skip
 _MAPS: dict[type[nn.Module], type[LayerMap]] = {
     nn.Linear: LinearMap,
-    nn.Conv1d: ConvolutionMap,
-    nn.Conv2d: ConvolutionMap,
-    nn.Conv3d: ConvolutionMap,
-    nn.ConvTranspose1d: ConvolutionMap,
-    nn.ConvTranspose2d: ConvolutionMap,
-    nn.ConvTranspose3d: ConvolutionMap,
+    **dict.fromkeys(_CONVOLUTIONS, ConvolutionMap),
 }
-_TORCH_LAYERS = tuple(_MAPS)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # layers with weights of another kind, refused by name
 _OTHER_WEIGHTS = (nn.Bilinear, *_EMBEDDINGS)
@@ -27,12 +23,12 @@ _OTHER_WEIGHTS = (nn.Bilinear, *_EMBEDDINGS)
 
 def is_weight_layer(module: nn.Module) -> bool:
     """Return whether a module is of a kind of layer that has a weight matrix."""
-    return isinstance(module, _TORCH_LAYERS) or _is_conv1d(module)
+    return weight_kind(module) is not None
 
 
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that makes a module a layer with a weight matrix."""
-    kind = next((kind for kind in _TORCH_LAYERS if isinstance(module, kind)), None)
+    kind = next((kind for kind in _MAPS if isinstance(module, kind)), None)
     if kind is None and _is_conv1d(module):
         return next(kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D")
     return kind
@@ -52,11 +48,9 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
     """Return a layer as a linear map of its weight matrix. Shapes: `weight` (...)."""
-    for kind, make in _MAPS.items():
-        if isinstance(layer, kind):
-            return make(layer, weight)
-    if _is_conv1d(layer):
-        return TransposedLinearMap(layer, weight)
+    kind = weight_kind(layer)
+    if kind is not None:
+        return _MAPS.get(kind, TransposedLinearMap)(layer, weight)
     raise TypeError(
         f"flatness is not defined at a {type(layer).__name__}: its output is not a matrix times "
         f"its input. Layers that can be measured: {[kind.__name__ for kind in _MAPS]}, and "

@@ -6,7 +6,6 @@ a call, and what the rest of the network receives, is up to a function given to 
 ===================  =======================================================================
 `keep_graph`         inputs and outputs with their graph, for training
 `start_graph`        detached ones; autograd starts at the layer's output, for measuring
-`keep_copies`        copies, which later in-place operations do not change
 None                 nothing but the order of the calls
 ===================  =======================================================================
 """
@@ -102,16 +101,6 @@ def start_graph(
     record.tail_input = tail_input = output + record.offset
     record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr
     return tail_input
-
-
-def keep_copies(
-    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
-    """Keep copies of input and output, since an activation may overwrite what it receives."""
-    record.calls += 1
-    record.features, record.output = layer_input(args, kwargs).clone(), output.clone()
-    record.version = record.features._version
-    return output
 
 
 class Recorder:

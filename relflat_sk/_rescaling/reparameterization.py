@@ -37,13 +37,6 @@ from relflat_sk._rescaling.tracing import copy_module, is_plain_layer, trace
 Floats = NDArray[np.float64]
 
 
-def parse_factors(
-    kind: str, module: nn.Module, factors: Any, order: Sequence[str]
-) -> dict[str, Floats]:
-    """Check factors and assign them to layers. Shapes: returns (1,)."""
-    return _PARSERS[kind](module, factors, order)
-
-
 def _parse_layer_factors(
     module: nn.Module, factors: Any, order: Sequence[str]
 ) -> dict[str, Floats]:
@@ -225,7 +218,7 @@ def reparameterize(
             f"torch.fx sees no layer with a weight matrix in the {type(module).__name__}; give "
             "the network itself, not a wrapper around it."
         )
-    named = parse_factors(kind, module, factors, order)
+    named = _PARSERS[kind](module, factors, order)
     walk = Walk(module, graph, KINDS[kind], named)
     walk.run()
     result = copy_module(module, {})

@@ -184,24 +184,18 @@ class Walk:
 
     def _users_of(self, module: nn.Module) -> set[str]:
         """Return names of other modules and of steps that use a module's tensors."""
-        own = {_identity(tensor) for tensor in _tensors(module)}
-        users = {
-            other
-            for other, candidate in self.modules.items()
-            if candidate is not module
-            and any(_identity(tensor) in own for tensor in _tensors(candidate))
-        }
-        named: dict[Any, Tensor] = {
-            **dict(self.module.named_parameters(remove_duplicate=False)),
-            **dict(self.module.named_buffers(remove_duplicate=False)),
-        }
-        return users | {
-            str(other.target)
-            for other in self.graph.nodes
-            if other.op == "get_attr"
-            and other.target in named
-            and _identity(named[other.target]) in own
-        }
+        own = {_identity(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        read = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        users = set()
+        for name, tensor in (
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ):
+            if _identity(tensor) in own:
+                owner = name.rpartition(".")[0]
+                users |= {owner} if self.module.get_submodule(owner) is not module else set()
+                users |= {name} & read
+        return users
 
     def _is_layer(self, node: fx.Node) -> bool:
         """Return whether a step is a layer with a weight matrix."""
@@ -259,12 +253,6 @@ class Walk:
             raise ValueError(self.kind.unfinished.format(name=name, after=after.values[0]))
         self.layers[name] = change
         return after
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """List the parameters and buffers of a module itself."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _identity(tensor: Tensor) -> int:

@@ -6,8 +6,13 @@ from numpy.testing import assert_array_equal
 from torch import nn
 
 from relflat_sk import relative_flatness
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.row_source import RowSource, copy_rows, is_row_source, mapped_file
+from relflat_sk._network.batches import (
+    RowSource,
+    copy_rows,
+    is_row_source,
+    make_batches,
+    mapped_file,
+)
 from tests.data_kinds import ComputedRows, memmap, npy, zarr_array
 
 RNG = np.random.default_rng(0)

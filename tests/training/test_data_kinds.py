@@ -19,7 +19,7 @@ from relflat_sk import (
     get_measure_names,
     relative_flatness,
 )
-from relflat_sk._network.row_source import RowSource
+from relflat_sk._network.batches import RowSource
 from relflat_sk.search._trial.digests import digest
 from relflat_sk.training import _stored_rows
 from relflat_sk.training._stored_rows import StoredRows
