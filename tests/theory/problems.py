@@ -16,6 +16,17 @@ def network(n=40, **arguments):
     return mlp(4, **arguments), torch.randn(n, 5).double(), torch.arange(n) % 4
 
 
+def plane_network(n=30):
+    """A network of three inputs and two hidden features, sure of all its labels."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(2)
+    X = torch.randn(n, 3).double()
+    return net, X, net(X).argmax(dim=1)
+
+
 def regression(n=40, m=3):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(n, m))
@@ -35,3 +46,17 @@ def rotations(n):
     angles = 2 * torch.pi * torch.arange(n).double() / n
     rows = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
     return rows.reshape(n, 2, 2)
+
+
+def state_of(net):
+    """Weights and buffers as text, modes, gradients, hooks and forwards of a network."""
+    return [
+        (
+            module.training,
+            [repr(tensor.tolist()) for tensor in module.state_dict().values()],
+            [(p.grad, p.requires_grad) for p in module.parameters()],
+            len(module._forward_hooks) + len(module._forward_pre_hooks),
+            "forward" in vars(module),
+        )
+        for module in net.modules()
+    ]

@@ -33,6 +33,7 @@ from relflat_sk import (
 from tests import oracles
 from tests.cases import CASES, mlp
 from tests.hugging_face import conv1d
+from tests.theory.problems import CE, network, plane_network, rise_by, rotations, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -42,17 +43,6 @@ EXACT = 1e-9  # float64, relative to the loss: both subtract losses of order 1
 LAYERS = {-1: "2", 0: "0"}
 
 
-def names_of(net):
-    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
-
-
-def by_definition(net, name, criterion, X, y, move):
-    """Compute the mean loss with the weight ``W (I + move)``, minus that with ``W``."""
-    weight = net.get_submodule(name).weight.detach()
-    moved = functional_call(net, {f"{name}.weight": weight + weight @ move}, (X,))
-    return (criterion(moved, y) - criterion(net(X), y)).item()
-
-
 def gradient(net, name, criterion, X, y):
     loss = criterion(net(X), y)
     return torch.autograd.grad(loss, net.get_submodule(name).weight)[0]
@@ -60,52 +50,36 @@ def gradient(net, name, criterion, X, y):
 
 def train(net, criterion, X, y):
     """Find a minimum, with a gradient norm below 1e-6, by Newton's method."""
-    parameters = list(net.parameters())
     named = dict(net.named_parameters())
 
     def risk(flat):
-        pieces = flat.split([p.numel() for p in parameters])
-        given = {
-            name: part.reshape(p.shape)
-            for (name, p), part in zip(named.items(), pieces, strict=True)
-        }
+        pieces = flat.split([p.numel() for p in named.values()])
+        shaped = zip(named.items(), pieces, strict=True)
+        given = {name: part.reshape(p.shape) for (name, p), part in shaped}
         return criterion(functional_call(net, given, (X,)), y)
-
-    def slope(flat):
-        flat = torch.tensor(flat, requires_grad=True)
-        (found,) = torch.autograd.grad(risk(flat), flat)
-        return found.numpy()
 
     found = minimize(
         lambda flat: risk(torch.tensor(flat)).item(),
-        parameters_to_vector(parameters).detach().numpy(),
-        jac=slope,
+        parameters_to_vector(named.values()).detach().numpy(),
+        jac=lambda flat: torch.func.grad(risk)(torch.tensor(flat)).numpy(),
         hess=lambda flat: hessian(risk)(torch.tensor(flat)).detach().numpy(),
         method="trust-exact",
         options={"gtol": 1e-8, "maxiter": 2000},
     )
     with torch.no_grad():
-        vector_to_parameters(torch.tensor(found.x), parameters)
-    loss = criterion(net(X), y)
-    norm = parameters_to_vector(torch.autograd.grad(loss, parameters)).norm()
-    assert norm < 1e-6
+        vector_to_parameters(torch.tensor(found.x), named.values())
+    slopes = torch.autograd.grad(criterion(net(X), y), list(named.values()))
+    assert parameters_to_vector(slopes).norm() < 1e-6
     return net
 
 
-def teacher(d):
+def scaled(factor, d):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, d)).double()
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.mul_(2)
+            parameter.mul_(factor)
     return net
-
-
-def noisy(kind, d, n=100):
-    """Make targets near a small network's output, so that the minimum has moderate weights."""
-    output = teacher(d)(X := torch.randn(n, 2).double()).detach()
-    output = output + 0.5 * torch.randn(n, d).double()
-    return X, output if kind == "squared error" else output.softmax(dim=1)
 
 
 PROBLEMS = {
@@ -116,59 +90,42 @@ PROBLEMS = {
 
 @pytest.fixture(scope="module", params=PROBLEMS)
 def problem(request):
+    """Targets near a small network's output, so that the minimum has moderate weights."""
     criterion, d = PROBLEMS[request.param]
-    return criterion, d, *noisy(request.param, d)
+    teacher, X = scaled(2, d), torch.randn(100, 2).double()
+    output = teacher(X).detach() + 0.5 * torch.randn(100, d).double()
+    return criterion, d, X, output if d == 2 else output.softmax(dim=1)
 
 
 @pytest.fixture(scope="module")
 def minimum(problem):
     criterion, d, X, y = problem
-    return train(teacher(d), criterion, X, y), criterion, X, y
+    return train(scaled(2, d), criterion, X, y), criterion, X, y
 
 
 @pytest.fixture(scope="module")
 def anywhere(problem):
     criterion, d, X, y = problem
-    net = teacher(d)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(1.5)
-    return net, criterion, X, y
-
-
-def rotations(n):
-    angles = 2 * torch.pi * torch.arange(n).double() / n
-    rows = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
-    return rows.reshape(n, 2, 2)
+    return scaled(3, d), criterion, X, y
 
 
 # Theorem 5
 
 
-@pytest.mark.parametrize("delta", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("delta", [1e-1, 1e-3])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_theorem_5_over_haar_matrices_at_a_minimum(minimum, layer, delta):
     net, criterion, X, y = minimum
-    kappa = relative_flatness(net, X, y, layer=layer, criterion=criterion)
-    value, stderr = feature_robustness(
-        net, X, y, delta, layer=layer, criterion=criterion, n_draws=200, random_state=0
-    )
+    options = {"layer": layer, "criterion": criterion}
+    kappa = relative_flatness(net, X, y, **options)
+    value, stderr = feature_robustness(net, X, y, delta, n_draws=200, random_state=0, **options)
     expected = delta**2 / (2 * 2) * kappa
     assert abs(value - expected) < 4 * stderr + delta**4 * kappa
     assert stderr < 0.05 * expected  # also at delta = 1e-3: pairs cancel the first order
-
-
-def remainders(net, criterion, X, y, layer, deltas):
-    """Compute the remainder of Theorem 5; in the plane, O runs over a circle."""
-    kappa = relative_flatness(net, X, y, layer=layer, criterion=criterion)
-    found = []
-    for delta in deltas:
-        value, stderr = feature_robustness(
-            net, X, y, delta, layer=layer, matrices=rotations(64), criterion=criterion
-        )
-        assert stderr == 0
-        found.append(abs(value - delta**2 / (2 * 2) * kappa))
-    return np.array(found)
+    rho = measure("neuron_flatness_sum", net, X, y, **options)
+    value, stderr = feature_robustness(net, X, y, 1e-3, matrices="projection", **options)
+    assert stderr == 0
+    assert value == pytest.approx(1e-3**2 / (2 * 2) * rho, rel=0.02)
 
 
 @pytest.mark.parametrize("where", ["minimum", "anywhere"])
@@ -179,10 +136,14 @@ def test_remainder_of_theorem_5_is_of_fourth_order_over_two_decades(
     net, criterion, X, y = {"minimum": minimum, "anywhere": anywhere}[where]
     if where == "anywhere":  # the mean over O needs no vanishing gradient
         assert gradient(net, LAYERS[layer], criterion, X, y).norm() > 0.02
-    deltas = np.geomspace(1e-3, 1e-1, 5)
-    found = remainders(net, criterion, X, y, layer, deltas)
+    options = {"layer": layer, "criterion": criterion}
+    kappa = relative_flatness(net, X, y, **options)
+    deltas, found = np.geomspace(1e-3, 1e-1, 5), []
+    for delta in deltas:  # in the plane, O runs over a circle
+        value, _ = feature_robustness(net, X, y, delta, matrices=rotations(64), **options)
+        found.append(abs(value - delta**2 / (2 * 2) * kappa))
     if layer == -1 and isinstance(criterion, nn.MSELoss):
-        assert found.max() < 1e-15  # quadratic: there is no remainder
+        assert max(found) < 1e-15  # quadratic: there is no remainder
         return
     slopes = np.diff(np.log(found)) / np.diff(np.log(deltas))
     assert slopes.min() > 3  # of the theorem
@@ -198,26 +159,13 @@ def test_for_a_single_matrix_the_gradient_has_to_vanish(minimum, anywhere, layer
         H, W = oracles.layer_hessian(net, name, lambda run: criterion(run(X), y))  # noqa: B023
         first = float((slope * (W @ move)).sum())
         second = torch.einsum("sj,sjtk,tk->", W @ move, H, W @ move) / 2
+        options = {"layer": layer, "matrices": move, "criterion": criterion}
         for delta in (1e-2, 1e-3):
-            value, _ = feature_robustness(
-                net, X, y, delta, layer=layer, matrices=move, criterion=criterion
-            )
+            value, _ = feature_robustness(net, X, y, delta, **options)
             expected = delta * first + delta**2 * second
             assert value == pytest.approx(float(expected), abs=20 * delta**3)
     assert abs(first) > 1e-3  # of the last model, which is not at a minimum
-    slope = gradient(minimum[0], name, *minimum[1:])
-    assert slope.norm() < 1e-6
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_moving_single_features_at_a_minimum_gives_the_sum_of_neuron_flatness(minimum, layer):
-    net, criterion, X, y = minimum
-    rho = measure("neuron_flatness_sum", net, X, y, layer=layer, criterion=criterion)
-    value, stderr = feature_robustness(
-        net, X, y, 1e-3, layer=layer, matrices="projection", criterion=criterion
-    )
-    assert stderr == 0
-    assert value == pytest.approx(1e-3**2 / (2 * 2) * rho, rel=0.02)
+    assert gradient(minimum[0], name, *minimum[1:]).norm() < 1e-6
 
 
 # the definition
@@ -227,59 +175,36 @@ def test_moving_single_features_at_a_minimum_gives_the_sum_of_neuron_flatness(mi
 @pytest.mark.parametrize("layer", [-1, 0, 1])
 @pytest.mark.parametrize("batch_size", [11, 4], ids=["one batch", "uneven batches"])
 def test_given_matrices_agree_with_the_definition(case, layer, batch_size):
-    network, make_criterion, target, _ = CASES[case]
+    make_network, make_criterion, target, _ = CASES[case]
     torch.manual_seed(1)
-    net, criterion = network(), make_criterion()
+    net, criterion = make_network(), make_criterion()
     X, y = torch.randn(11, 5).double(), target(11)
-    name = names_of(net)[layer]
+    name = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)][layer]
     m = net.get_submodule(name).in_features
     moves = torch.randn(3, m, m).double()
-    value, stderr = feature_robustness(
-        net,
-        X,
-        y,
-        0.1,
-        layer=layer,
-        matrices=moves.numpy(),
-        criterion=criterion,
-        batch_size=batch_size,
-    )
-    expected = np.mean([by_definition(net, name, criterion, X, y, 0.1 * one) for one in moves])
+    options = {"layer": layer, "criterion": criterion, "batch_size": batch_size}
+    value, stderr = feature_robustness(net, X, y, 0.1, matrices=moves.numpy(), **options)
+    expected = np.mean([rise_by(net, name, X, y, 0.1 * one, criterion) for one in moves])
     assert value == pytest.approx(expected, rel=EXACT, abs=1e-13)
     assert stderr == 0
 
 
-def test_one_matrix_needs_no_axis_for_draws():
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
-    move = torch.randn(6, 6).double()
-    options = {"criterion": nn.CrossEntropyLoss()}
-    assert feature_robustness(net, X, y, 0.3, matrices=move, **options) == feature_robustness(
-        net, X, y, 0.3, matrices=move[None], **options
-    )
-
-
 @pytest.mark.parametrize("layer", [-1, 0])
 def test_haar_matrices_agree_with_scipys(layer):
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
-    criterion, m = nn.CrossEntropyLoss(), {-1: 6, 0: 5}[layer]
-    name = names_of(net)[layer]
+    net, X, y = network(n=9)
+    name, m = {-1: ("4", 6), 0: ("0", 5)}[layer]
     pairs = [
-        np.mean([
-            by_definition(net, name, criterion, X, y, move) for move in (0.9 * one, -0.9 * one)
-        ])
+        np.mean([rise_by(net, name, X, y, move) for move in (0.9 * one, -0.9 * one)])
         for one in torch.from_numpy(ortho_group(m, seed=0).rvs(400))
     ]
-    value, stderr = feature_robustness(
-        net, X, y, 0.9, layer=layer, criterion=criterion, n_draws=400, random_state=0
-    )
+    options = {"layer": layer, "n_draws": 400, "random_state": 0, **CE}
+    value, stderr = feature_robustness(net, X, y, 0.9, **options)
     both = np.hypot(stderr, np.std(pairs, ddof=1) / np.sqrt(400))
     assert value == pytest.approx(np.mean(pairs), abs=4 * both)
     assert both < 0.25 * abs(value)
 
 
-@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("m", [1, 20])
 def test_truncated_normal_has_the_second_moment_of_its_density(m):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(50, m))
@@ -290,9 +215,8 @@ def test_truncated_normal_has_the_second_moment_of_its_density(m):
         return r ** (m - 1) * np.exp(-(r**2) / 2)
 
     moment = quad(lambda r: r**2 * density(r), 0, 1)[0] / quad(density, 0, 1)[0]
-    value, stderr = feature_robustness(
-        model, X, y, 0.5, matrices="truncated_normal", n_draws=500, random_state=0
-    )
+    options = {"matrices": "truncated_normal", "n_draws": 500, "random_state": 0}
+    value, stderr = feature_robustness(model, X, y, 0.5, **options)
     # squared error: there are no higher orders
     expected = moment * 0.5**2 / (2 * m) * relative_flatness(model, X)
     assert value == pytest.approx(expected, abs=4 * stderr)
@@ -300,15 +224,9 @@ def test_truncated_normal_has_the_second_moment_of_its_density(m):
 
 
 def test_single_features_without_replacement():
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
-    criterion = nn.CrossEntropyLoss()
-    options = {"matrices": "projection", "criterion": criterion}
-    each = []
-    for j in range(6):
-        move = torch.zeros(6, 6).double()
-        move[j, j] = 0.5
-        each.append(by_definition(net, "4", criterion, X, y, move))
+    net, X, y = network(n=9)
+    options = {"matrices": "projection", **CE}
+    each = [rise_by(net, "4", X, y, 0.5 * np.diag(row)) for row in np.eye(6)]
     value, stderr = feature_robustness(net, X, y, 0.5, n_draws=6, **options)
     assert stderr == 0
     assert value == pytest.approx(np.mean(each), rel=EXACT)
@@ -321,17 +239,18 @@ def test_single_features_without_replacement():
     assert len(pairs) > 10
 
 
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.conv(x)).flatten(1))
+
+
 @pytest.mark.parametrize("layer", ["conv", "head"])
 def test_the_input_of_a_convolution_is_one_vector(layer):
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(2, 3, 2)
-            self.head = nn.Linear(12, 3)
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.conv(x)).flatten(1))
-
     torch.manual_seed(0)
     net, criterion = Small().double(), nn.CrossEntropyLoss()
     X, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
@@ -346,9 +265,8 @@ def test_the_input_of_a_convolution_is_one_vector(layer):
 
         trace = torch.trace(hessian(loss)(phi.flatten()))
         expected += 1e-2**2 / (2 * m) * (phi.square().sum() * trace).item() / len(X)
-    value, stderr = feature_robustness(
-        net, X, y, 1e-2, layer=layer, criterion=criterion, n_draws=200, random_state=0
-    )
+    options = {"layer": layer, "n_draws": 200, "random_state": 0, **CE}
+    value, stderr = feature_robustness(net, X, y, 1e-2, **options)
     assert value == pytest.approx(expected, abs=4 * stderr)
     assert 0 < stderr < 0.1 * abs(value)
 
@@ -362,29 +280,16 @@ def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(15, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 15).double(), torch.arange(6) % 3
+    options = {"layer": layer, "matrices": matrices, "n_draws": 8, "batch_size": 4, **CE}
     found = [
-        feature_robustness(
-            net,
-            X,
-            y,
-            0.5,
-            layer=layer,
-            matrices=matrices,
-            n_draws=8,
-            criterion=nn.CrossEntropyLoss(),
-            batch_size=4,
-            random_state=seed,
-        )
-        for seed in range(100)
+        feature_robustness(net, X, y, 0.5, random_state=seed, **options) for seed in range(100)
     ]
     values, stderrs = np.array(found).T
-    spread = values.std(ddof=1)
-    assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(spread, rel=0.2)
+    assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
 
 def test_a_criterion_that_computes_means_only_has_the_same_standard_error():
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
+    net, X, y = network(n=9)
     builtin = nn.CrossEntropyLoss()
     one, other = (
         feature_robustness(net, X, y, 0.5, criterion=criterion, random_state=0)
@@ -393,37 +298,30 @@ def test_a_criterion_that_computes_means_only_has_the_same_standard_error():
     assert one == pytest.approx(other, rel=1e-12)
 
 
-# invariances
+# invariances and precision
 
 
 @settings(deadline=None, max_examples=20)
 @given(a=st.floats(0.05, 20), b=st.floats(0.05, 20), layer=st.sampled_from([0, 1, 2]))
 def test_the_scale_of_layers_does_not_matter(a, b, layer):
-    torch.manual_seed(0)
-    net, X, y = mlp(4, activation=nn.ReLU), torch.randn(9, 5).double(), torch.arange(9) % 4
-    options = {"layer": layer, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    same = reparameterize(net, [a, b, 1 / (a * b)])
-    assert feature_robustness(same, X, y, 0.3, **options) == pytest.approx(
+    net, X, y = network(n=9, activation=nn.ReLU)
+    options = {"layer": layer, "random_state": 0, **CE}
+    rescaled = reparameterize(net, [a, b, 1 / (a * b)])
+    assert feature_robustness(rescaled, X, y, 0.3, **options) == pytest.approx(
         feature_robustness(net, X, y, 0.3, **options), rel=1e-8
     )
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
-def test_float32_is_close_where_delta_is_large(layer):
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
-    options = {"layer": layer, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
+def test_float32_is_close_where_delta_is_large_and_at_the_last_layer(layer):
+    net, X, y = network(n=9)
+    options = {"layer": layer, "random_state": 0, **CE}
     expected = feature_robustness(net, X, y, 0.5, **options)
-    found = feature_robustness(net.float(), X.float(), y, 0.5, **options)
-    assert found == pytest.approx(expected, rel=1e-3)
-
-
-def test_small_deltas_are_resolved_at_the_last_layer_of_a_float32_network():
-    torch.manual_seed(0)
-    net, X, y = mlp(4).float(), torch.randn(9, 5), torch.arange(9) % 4
-    options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    small, large = (feature_robustness(net, X, y, delta, **options)[0] for delta in (1e-4, 1e-2))
-    assert small == pytest.approx(1e-4 * large, rel=1e-3)
+    net, X = net.float(), X.float()
+    assert feature_robustness(net, X, y, 0.5, **options) == pytest.approx(expected, rel=1e-3)
+    if layer == -1:
+        small, large = (feature_robustness(net, X, y, at, **options)[0] for at in (1e-4, 1e-2))
+        assert small == pytest.approx(1e-4 * large, rel=1e-3)
 
 
 # models
@@ -436,34 +334,24 @@ def test_small_deltas_are_resolved_at_the_last_layer_of_a_float32_network():
 def test_a_network_that_diverged_warns(value, cause):
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     nn.init.constant_(net[0].bias, value)
+    X, y, options = torch.ones(4, 2), torch.ones(4, 1), {"layer": 0, "criterion": nn.MSELoss()}
     with pytest.warns(FlatnessWarning, match=cause):
-        robustness, _ = feature_robustness(
-            net,
-            torch.ones(4, 2),
-            torch.ones(4, 1),
-            0.1,
-            layer=0,
-            criterion=nn.MSELoss(),
-            random_state=0,
-        )
+        robustness, _ = feature_robustness(net, X, y, 0.1, random_state=0, **options)
     assert not math.isfinite(robustness)
 
 
 def test_estimators_pipelines_and_string_labels():
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(40, 3))
+    X = np.random.default_rng(0).normal(size=(40, 3))
     y = np.where(X[:, 0] > 0, "yes", "no")
     classifier = MLPClassifier((4,), max_iter=20, random_state=0)
     with pytest.warns(UserWarning, match="Maximum iterations"):
         pipeline = make_pipeline(StandardScaler(), classifier).fit(X, y)
-    value, stderr = feature_robustness(pipeline, X, y, 0.01, n_draws=100, random_state=0)
+    options = {"n_draws": 100, "random_state": 0}
+    value, stderr = feature_robustness(pipeline, X, y, 0.01, **options)
     kappa = relative_flatness(pipeline, X, y)
     assert value == pytest.approx(0.01**2 / (2 * 4) * kappa, abs=4 * stderr)
-    scaled = pipeline[0].transform(X)
-    assert feature_robustness(pipeline[-1], scaled, y, 0.01, n_draws=100, random_state=0) == (
-        value,
-        stderr,
-    )
+    inner = feature_robustness(pipeline[-1], pipeline[0].transform(X), y, 0.01, **options)
+    assert inner == (value, stderr)
 
 
 def test_skorch_nets_of_probabilities():
@@ -471,12 +359,11 @@ def test_skorch_nets_of_probabilities():
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Softmax(dim=1))
     X, y = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), np.arange(20) % 2
     net = NeuralNetClassifier(module, train_split=None, max_epochs=1, verbose=0).fit(X, y)
-    kappa = relative_flatness(net, X, y)
-    value, stderr = feature_robustness(net, X, y, 0.01, n_draws=100, random_state=0)
-    assert value == pytest.approx(0.01**2 / (2 * 5) * kappa, abs=4 * stderr)
-    kappa = relative_flatness(net, X, y, layer=0)
-    value, stderr = feature_robustness(net, X, y, 0.3, layer=0, n_draws=100, random_state=0)
-    assert value == pytest.approx(0.3**2 / (2 * 3) * kappa, rel=0.2)
+    for layer, delta, m in ((-1, 0.01, 5), (0, 0.3, 3)):
+        options = {"layer": layer, "n_draws": 100, "random_state": 0}
+        value, stderr = feature_robustness(net, X, y, delta, **options)
+        expected = delta**2 / (2 * m) * relative_flatness(net, X, y, layer=layer)
+        assert value == pytest.approx(expected, abs=max(4 * stderr, 0.2 * expected))
 
 
 class ByKeyword(nn.Module):
@@ -489,14 +376,10 @@ class ByKeyword(nn.Module):
 
 
 def test_layers_called_by_keyword():
-    torch.manual_seed(0)
-    net, X, y = ByKeyword().double(), torch.randn(9, 5).double(), torch.arange(9) % 4
-    move, criterion = torch.randn(4, 4).double(), nn.CrossEntropyLoss()
-    value, _ = feature_robustness(net, X, y, 0.5, matrices=move, criterion=criterion)
-    weight = net.second.weight.detach()
-    hidden = torch.tanh(net.first(X))
-    moved = torch.tanh(hidden @ (weight + 0.5 * weight @ move).T + net.second.bias)
-    assert value == pytest.approx((criterion(moved, y) - criterion(net(X), y)).item(), rel=EXACT)
+    _, X, y = network(n=9)
+    net, move = ByKeyword().double(), torch.randn(4, 4).double()
+    value, _ = feature_robustness(net, X, y, 0.5, matrices=move, **CE)
+    assert value == pytest.approx(rise_by(net, "second", X, y, 0.5 * move), rel=EXACT)
 
 
 @pytest.mark.parametrize("n_classes", [3, 4])  # 4 makes the weight a square
@@ -507,7 +390,7 @@ def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
     first = nn.Linear(5, 4).double()
     transposed, usual = (nn.Sequential(first, nn.ReLU(), last) for last in (head, linear))
     X, y = torch.randn(30, 5).double(), torch.arange(30) % n_classes
-    options = {"delta": 0.1, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    options = {"delta": 0.1, "random_state": 0, **CE}
     for function in (feature_robustness, representativeness):
         assert function(transposed, X, y, **options) == pytest.approx(
             function(usual, X, y, **options)
@@ -516,34 +399,30 @@ def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
     assert next(worst) == pytest.approx(next(worst))
 
 
-def test_layer_by_position_name_and_module():
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
-    found = {
-        feature_robustness(
-            net,
-            X,
-            y,
-            0.5,
-            layer=layer,
-            criterion=nn.CrossEntropyLoss(),
-            device="cpu",
-            random_state=0,
-        )
-        for layer in (1, np.int64(-2), "2", net[2])
-    }
-    assert len(found) == 1
+def test_layers_and_matrices_may_be_given_in_several_ways():
+    net, X, y = network(n=9)
+    options = {"device": "cpu", "random_state": 0, **CE}
+    layers = (1, np.int64(-2), "2", net[2])
+    assert len({feature_robustness(net, X, y, 0.5, layer=one, **options) for one in layers}) == 1
+    move = torch.randn(6, 6).double()
+    one, other = (
+        feature_robustness(net, X, y, 0.3, matrices=given, **options)
+        for given in (move, move[None])
+    )
+    assert one == other
 
 
 class Counting(nn.Module):
-    """A network that counts how often it runs."""
+    """A network that counts how often it runs, and fails at a given run."""
 
-    def __init__(self):
+    def __init__(self, last=math.inf):
         super().__init__()
-        self.layers, self.n_runs = mlp(4), 0
+        self.layers, self.n_runs, self.last = mlp(4), 0, last
 
     def forward(self, x):
         self.n_runs += 1
+        if self.n_runs > self.last:
+            raise RuntimeError("as announced")
         return self.layers(x)
 
 
@@ -559,10 +438,9 @@ class CountingLoader(DataLoader):
 
 
 def test_one_batch_is_run_to_find_the_layer():
-    net, X, y = Counting().double(), torch.randn(9, 5).double(), torch.arange(9) % 4
-    loader = CountingLoader(TensorDataset(X, y), batch_size=3)
-    options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    feature_robustness(net, loader, None, 0.1, n_draws=2, **options)
+    _, X, y = network(n=9)
+    net, loader = Counting().double(), CountingLoader(TensorDataset(X, y), batch_size=3)
+    feature_robustness(net, loader, None, 0.1, n_draws=2, random_state=0, **CE)
     # three batches of the pass itself; moves at the last layer do not run the network
     assert net.n_runs == 1 + 3
     assert loader.n_batches == 1 + 3
@@ -576,53 +454,28 @@ def test_the_network_and_the_random_states_stay_as_they_were(layer):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).double()
     X, y = torch.randn(9, 5).double(), torch.arange(9) % 4
-    net.train()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
+    before = state_of(net.train())
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    feature_robustness(net, X, y, 0.1, layer=layer, criterion=nn.CrossEntropyLoss())
-    assert all(m.training for m in net.modules())
-    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in net.modules())
-    assert not any("forward" in vars(m) for m in net.modules())
-    assert all(p.grad is None and p.requires_grad for p in net.parameters())
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name])
+    feature_robustness(net, X, y, 0.1, layer=layer, **CE)
+    assert state_of(net) == before
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
 
 
 def test_hooks_are_removed_after_an_exception():
-    class Fails(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            if self.calls > 5:
-                raise RuntimeError("as announced")
-            return torch.tanh(x)
-
-    net = nn.Sequential(nn.Linear(5, 4), Fails(), nn.Linear(4, 4))
+    _, X, y = network(n=9)
+    net = Counting(last=5).double()
+    before = state_of(net)
     with pytest.raises(RuntimeError, match="as announced"):
-        feature_robustness(
-            net,
-            torch.randn(9, 5),
-            torch.arange(9) % 4,
-            0.1,
-            layer=0,
-            criterion=nn.CrossEntropyLoss(),
-        )
-    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in net.modules())
-    assert not any("forward" in vars(m) for m in net.modules())
-    assert net.training
+        feature_robustness(net, X, y, 0.1, layer=0, **CE)
+    assert state_of(net) == before
 
 
 def test_random_states():
-    torch.manual_seed(0)
-    net, X, y = mlp(4), torch.randn(9, 5).double(), torch.arange(9) % 4
+    net, X, y = network(n=9)
 
     def run(random_state):
-        return feature_robustness(
-            net, X, y, 0.5, criterion=nn.CrossEntropyLoss(), random_state=random_state
-        )
+        return feature_robustness(net, X, y, 0.5, random_state=random_state, **CE)
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -630,6 +483,78 @@ def test_random_states():
     state = np.random.RandomState(3)
     assert run(state) != run(state)
     assert run(np.random.RandomState(3)) == run(np.random.RandomState(3))
+
+
+# magnitudes over matrices that samples share
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_mean_magnitude_over_given_matrices(layer):
+    net, X, y = plane_network()
+    name, m = {0: ("0", 3), -1: ("2", 2)}[layer]
+    # larger features, by the identity: more confidence
+    matrices = np.concatenate([ortho_group(m, seed=0).rvs(7), np.eye(m)[None]])
+    options = {"layer": layer, "matrices": matrices, "absolute": True, **CE}
+    value, stderr = feature_robustness(net, X, y, 0.4, **options)
+    each = [rise_by(net, name, X, y, 0.4 * A) for A in matrices]
+    assert min(each) < 0 < max(each)
+    assert value == pytest.approx(np.mean(np.abs(each)), rel=1e-9)
+    assert stderr == 0
+
+
+@pytest.mark.parametrize("matrices", ["orthogonal", "projection"])
+def test_mean_magnitude_over_drawn_matrices(matrices):
+    net, X, y = plane_network()
+    options = {"matrices": matrices, "absolute": True, "n_draws": 400, "random_state": 0, **CE}
+    value, stderr = feature_robustness(net, X, y, 0.4, **options)
+    drawn = [np.diag([1.0, 0.0]), np.diag([0.0, 1.0])]
+    if matrices == "orthogonal":  # Haar's distribution: half rotations, half reflections
+        turns = rotations(400).numpy()
+        drawn = [*turns, *(turns @ np.diag([1.0, -1.0]))]
+    exact = np.mean([abs(rise_by(net, "2", X, y, 0.4 * A)) for A in drawn])
+    assert value == pytest.approx(exact, abs=4 * stderr + 1e-9)
+    assert 0 < stderr < 0.1 * value or matrices == "projection"
+
+
+# the labels of moved features (P21, equation 4)
+
+
+def sides(phi):
+    return (phi.sum(axis=1) > 0).astype(int)
+
+
+def test_labels_of_the_true_labelling_at_moved_features():
+    net, X, y = plane_network()
+    moves = np.array([[[0.0, -1.0], [1.0, 0.0]], [[0.5, 0.0], [0.0, -1.0]]])
+    value, _ = feature_robustness(net, X, y, 0.7, matrices=moves, labelling=sides, **CE)
+    phi = net[:2](X).detach()
+    expected = []
+    for A in torch.from_numpy(moves):
+        moved = phi + 0.7 * phi @ A.T
+        labels = torch.from_numpy(sides(moved.numpy()))
+        loss = CE["criterion"](net[2](moved), labels) - CE["criterion"](net(X), y)
+        expected.append(float(loss.detach()))
+    assert value == pytest.approx(np.mean(expected), rel=1e-9)
+    plain, _ = feature_robustness(net, X, y, 0.7, matrices=moves, **CE)
+    assert abs(value - plain) > 0.1
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)),
+        nn.CrossEntropyLoss(ignore_index=1),
+    ],
+)
+def test_labels_of_other_class_weights_have_no_common_mean(criterion):
+    net, X, y = plane_network()
+    options = {"matrices": "projection", "criterion": criterion}
+    with pytest.raises(
+        ValueError, match="other class weights than the labels, or are ignored where"
+    ):
+        feature_robustness(net, X, y, 0.7, labelling=sides, **options)
+    plain = feature_robustness(net, X, y, 0.7, **options)
+    assert feature_robustness(net, X, y, 0.7, labelling=lambda phi: y.numpy(), **options) == plain
 
 
 # errors
@@ -652,13 +577,22 @@ BAD = {
     "criterion": ({"criterion": None}, ValueError, "criterion is needed"),
     "random state": ({"random_state": "x"}, ValueError, "random_state must be .* got 'x'"),
     "layer": ({"layer": 7}, LayerNotFoundError, "there is no layer 7"),
+    "samples on their own": (
+        {"matrices": "truncated_normal", "absolute": True},
+        ValueError,
+        "absolute=True needs matrices that all samples share",
+    ),
+    "labelling": (
+        {"labelling": lambda phi: phi},
+        ValueError,
+        r"must have the shape of the labels, \(9,\), got \(9, 6\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_says_what_is_wrong(bad):
-    torch.manual_seed(0)
     arguments, error, message = BAD[bad]
-    usual = {"y": torch.arange(9) % 4, "delta": 0.1, "criterion": nn.CrossEntropyLoss()}
+    net, X, y = network(n=9)
     with pytest.raises(error, match=message):
-        feature_robustness(mlp(4), torch.randn(9, 5).double(), **{**usual, **arguments})
+        feature_robustness(net, X, **{"y": y, "delta": 0.1, **CE, **arguments})

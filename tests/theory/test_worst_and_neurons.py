@@ -1,0 +1,173 @@
+"""P19: robustness in the worst case, and towards single neurons."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+from torch import nn
+
+from relflat_sk import (
+    FlatnessWarning,
+    feature_robustness,
+    measure,
+    neuron_robustness,
+    worst_feature_robustness,
+)
+from tests.theory.problems import CE, plane_network, rise_by, rotations, state_of
+
+
+def plane_matrices(k):
+    """Matrices of the plane with operator norm at most 1, by rotations and singular values."""
+    for left in rotations(k).numpy():
+        for right in rotations(k).numpy():
+            for values in ((1, 1), (1, -1), (1, 0), (0.5, -0.5)):
+                yield left @ np.diag(values) @ right
+
+
+def convolution():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 2)).double()
+    return net, torch.randn(8, 1, 3).double(), torch.arange(8) % 2
+
+
+@pytest.mark.parametrize("delta", [0.05, 0.6])
+@pytest.mark.parametrize("batch_size", [30, 7])
+def test_the_worst_case_is_that_of_a_grid_over_the_plane(delta, batch_size):
+    net, X, y = plane_network()
+    found = worst_feature_robustness(net, X, y, delta, batch_size=batch_size, random_state=0, **CE)
+    changes = [rise_by(net, "2", X, y, delta * A) for A in plane_matrices(16)]
+    assert found.rise >= 0.999 * max(changes)
+    assert found.fall >= -0.999 * min(0.0, *changes)
+    assert found.value == max(found.rise, found.fall)
+    assert np.linalg.norm(found.matrix, 2) <= 1 + 1e-9
+    attained = abs(rise_by(net, "2", X, y, delta * found.matrix))
+    assert attained == pytest.approx(found.value, rel=1e-9)
+
+
+def test_earlier_layers_of_three_features():
+    net, X, y = plane_network()
+    found = worst_feature_robustness(net, X, y, 0.3, layer=0, random_state=0, **CE)
+    rng = np.random.default_rng(0)
+    turns = [np.linalg.qr(rng.normal(size=(3, 3)))[0] for _ in range(500)]
+    tried = [rise_by(net, "0", X, y, 0.3 * turn) for turn in turns]
+    assert found.rise > max(tried)
+    assert found.fall > -min(tried)
+    attained = abs(rise_by(net, "0", X, y, 0.3 * found.matrix))
+    assert attained == pytest.approx(found.value, rel=1e-9)
+
+
+def test_with_one_output_linear_regression_attains_the_bound_of_equation_6():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(50, 4)) * [1, 2, 0.5, 1]
+    y = X @ [1.0, -1.0, 2.0, 0.5] + rng.normal(size=50)
+    model = LinearRegression(fit_intercept=False).fit(X, y)
+    for delta in (0.1, 1.0):
+        found = worst_feature_robustness(model, X, y, delta, random_state=0)
+        second_moments = X.T @ X / 50
+        expected = delta**2 * (model.coef_**2).sum() * np.linalg.eigvalsh(second_moments)[-1]
+        assert found.flatness_bound == pytest.approx(expected, rel=1e-5)
+        assert found.rise == pytest.approx(expected, rel=1e-5)
+        assert found.fall == pytest.approx(0, abs=1e-12)  # at a minimum of a convex loss
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_the_largest_change_by_multiples_of_given_matrices(layer):
+    """Definition 1 for one matrix: all delta' up to delta, of either sign."""
+    net, X, y = plane_network()
+    name, m = {0: ("0", 3), -1: ("2", 2)}[layer]
+    matrices = [np.diag([1.0, -1.0, 0.5][:m]), np.eye(m)[::-1] * 0.9]
+    found, steps = [], np.linspace(-3, 3, 601)
+    for A in matrices:
+        worst = worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=A, **CE)
+        changes = np.array([rise_by(net, name, X, y, step * A) for step in steps])
+        # no less than on a fine grid, and little more
+        assert max(0, *changes) <= worst.rise + 1e-12 <= max(0, *changes) * 1.004 + 4e-6
+        assert max(0, *-changes) <= worst.fall + 1e-6 <= max(0, *-changes) * 1.004 + 4e-6
+        share = (worst.matrix * A).sum() / (A**2).sum()
+        np.testing.assert_allclose(worst.matrix, share * A, atol=1e-12)
+        attained = abs(rise_by(net, name, X, y, 3.0 * worst.matrix))
+        assert attained == pytest.approx(worst.value, rel=1e-9)
+        found.append(worst)
+    both = worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=np.stack(matrices), **CE)
+    assert both.rise == max(one.rise for one in found)
+    assert both.fall == max(one.fall for one in found)
+
+
+def test_the_worst_change_may_be_inside():
+    """The loss of one sample is lowest where the squared error vanishes, before delta."""
+    model = LinearRegression(fit_intercept=False).fit([[1.0]], [2.0])
+    found = worst_feature_robustness(model, [[1.0]], [3.0], 1.0, matrices=[[1.0]])
+    assert found.fall == pytest.approx(1.0, abs=1e-9)  # 2 (1 + 0.5) = 3
+    assert found.matrix == pytest.approx(-1.0)  # but it rises more the other way
+    assert found.rise == pytest.approx(9.0 - 1.0, rel=1e-12)
+
+
+def test_convolutions_have_no_bound():
+    net, X, y = convolution()
+    before = state_of(net)
+    found = worst_feature_robustness(net, X, y, 0.1, layer=0, n_steps=2, random_state=0, **CE)
+    assert state_of(net) == before
+    assert found.matrix.shape == (3, 3)
+    assert np.isnan(found.flatness_bound)
+    value, _ = feature_robustness(net, X, y, 0.1, layer=0, matrices=found.matrix, **CE)
+    assert abs(value) == pytest.approx(found.value, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),
+        ({"n_restarts": -1}, "n_restarts must be .*, got -1"),
+        ({"delta": 0}, "delta must be a finite positive number, got 0"),
+        ({"matrices": np.eye(7)}, r"matrices must have shape \(2, 2\) or \(k, 2"),
+    ],
+    ids=str,
+)
+def test_worst_case_says_what_is_wrong(arguments, message):
+    net, X, y = plane_network()
+    with pytest.raises(ValueError, match=message):
+        worst_feature_robustness(net, X, y, **{"delta": 0.1, **CE, **arguments})
+
+
+def test_a_network_that_diverged_has_no_worst_case():
+    net, X, y = plane_network()
+    with torch.no_grad():
+        net[0].weight[0, 0] = torch.nan
+    with pytest.warns(FlatnessWarning, match="the feature robustness is nan or infinite, because"):
+        found = worst_feature_robustness(net, X, y, 0.1, **CE)
+    assert np.isnan([found.value, found.rise, found.fall, found.flatness_bound]).all()
+
+
+def test_matrices_of_a_larger_norm_warn():
+    net, X, y = plane_network()
+    with pytest.warns(FlatnessWarning, match="operator norm of up to 1.5; feature robustness"):
+        feature_robustness(net, X, y, 0.1, matrices=1.5 * np.eye(2), **CE)
+    feature_robustness(net, X, y, 0.1, matrices=-np.eye(2), **CE)  # warnings are errors
+
+
+# single neurons
+
+
+def test_every_neuron_of_every_layer():
+    net, X, y = plane_network()
+    delta = 0.2
+    table = neuron_robustness(net, X, y, delta, **CE)
+    assert table[["layer", "neuron"]].to_numpy().tolist() == [
+        ["0", 0], ["0", 1], ["0", 2], ["2", 0], ["2", 1],
+    ]  # fmt: skip
+    for row in table.itertuples():
+        A = np.diag(np.eye({"0": 3, "2": 2}[row.layer])[row.neuron])
+        assert row.robustness == pytest.approx(rise_by(net, row.layer, X, y, delta * A), rel=1e-9)
+        rho = measure("neuron_flatness", net, X, y, layer=row.layer, **CE)[row.neuron]
+        assert row.flatness_term == pytest.approx(delta**2 / 2 * rho, rel=1e-9)
+    last = neuron_robustness(net, X, y, delta, layers=-1, **CE)
+    assert last["robustness"].tolist() == table["robustness"].tolist()[3:]
+
+
+def test_layers_without_single_neurons():
+    net, X, y = convolution()
+    with pytest.warns(FlatnessWarning, match="'0' left out: layers that receive more than one"):
+        table = neuron_robustness(net, X, y, 0.1, **CE)
+    assert set(table["layer"]) == {"3"}
+    with pytest.raises(ValueError, match=r"layer '0' receives \(1, 3\) for each sample; single"):
+        neuron_robustness(net, X, y, 0.1, layers=[0], **CE)
