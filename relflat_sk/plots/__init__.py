@@ -7,17 +7,17 @@ is imported when something is drawn; ``pip install "relflat_sk[plot]"`` installs
 """
 
 # for the packages above, not public
-from relflat_sk.plots._colors import color_column as color_column
-from relflat_sk.plots._curves import TrainingCurvesDisplay
-from relflat_sk.plots._gap import FlatnessGapDisplay
-from relflat_sk.plots._history import FlatnessHistoryDisplay
-from relflat_sk.plots._hyperparameter import HyperparameterDisplay
+from relflat_sk.plots._axes import require_matplotlib as require_matplotlib
 from relflat_sk.plots._label_noise import LabelNoiseDisplay
-from relflat_sk.plots._layers import LayerFlatnessDisplay
-from relflat_sk.plots._measures import MeasurePanelsDisplay
-from relflat_sk.plots._panels import require_matplotlib as require_matplotlib
-from relflat_sk.plots._ranking import MinimaRankingDisplay
-from relflat_sk.plots._sharpness_kl import SharpnessKLDisplay
+from relflat_sk.plots._minima import (
+    FlatnessGapDisplay,
+    HyperparameterDisplay,
+    MeasurePanelsDisplay,
+    MinimaRankingDisplay,
+)
+from relflat_sk.plots._models import LayerFlatnessDisplay, SharpnessKLDisplay
+from relflat_sk.plots._points import color_column as color_column
+from relflat_sk.plots._training import FlatnessHistoryDisplay, TrainingCurvesDisplay
 
 __all__ = [
     "FlatnessGapDisplay",

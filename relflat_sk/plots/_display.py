@@ -1,4 +1,4 @@
-"""Base classes of displays with the same `plot`: what it takes, and in which order it draws."""
+"""Base classes of the displays: what `plot` takes, and in which order it draws."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 import pandas as pd
 from sklearn.base import is_regressor
 
-from relflat_sk.plots._colors import Colors
-from relflat_sk.plots._panels import require_matplotlib
+from relflat_sk.plots._axes import figure_of, legend_below, require_matplotlib
+from relflat_sk.plots._points import Colors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["EstimatorDisplay", "MinimaDisplay", "with_unit"]
 
 
 def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
@@ -28,11 +26,25 @@ def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
     return known | dict(arguments)
 
 
-class MinimaDisplay(ABC):
-    """Base class of displays that show minima as points, colored by one column."""
+class Display(ABC):
+    """Base class of displays: what they have once they are drawn."""
 
-    ax_: "Axes"
-    figure_: "Figure"
+    axes_: "list[Axes]"
+
+    @property
+    def ax_(self) -> "Axes":
+        """The axes, or the first of several panels."""
+        return self.axes_[0]
+
+    @property
+    def figure_(self) -> "Figure":
+        """The figure of the axes."""
+        return figure_of(self.axes_[0])
+
+
+class MinimaDisplay(Display):
+    """Base class of displays that show minima, colored by one column."""
+
     minima: pd.DataFrame
     color_by: str | None
 
@@ -72,21 +84,21 @@ class MinimaDisplay(ABC):
             If a column is missing or not numeric, or no converged minimum has finite values.
         """
         require_matplotlib()
-        self._draw(ax, Colors(self.minima, self.color_by, cmap), loss_unit, kwargs)
+        colors = Colors(self.minima, self.color_by, cmap)
+        self.axes_ = self._draw(ax, colors, loss_unit, kwargs)
+        legend_below(self.axes_[-1], self.axes_)
+        colors.draw_bar(self.axes_)
         return self
 
     @abstractmethod
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> None:
-        """Draw into the axes, and set the attributes of the display."""
+    ) -> "list[Axes]":
+        """Draw all but the legend and the color bar, and return the panels."""
 
 
-class EstimatorDisplay(ABC):
+class EstimatorDisplay(Display):
     """Base class of displays of trained models."""
-
-    ax_: "Axes"
-    figure_: "Figure"
 
     def plot(self, ax: "Axes | None" = None, *, loss_unit: str = "nats", **kwargs: Any) -> Self:
         """Draw the display.
@@ -113,9 +125,9 @@ class EstimatorDisplay(ABC):
         ImportError
             If matplotlib is not installed.
         """
-        self._draw(ax, loss_unit, kwargs)
+        self.axes_ = self._draw(ax, loss_unit, kwargs)
         return self
 
     @abstractmethod
-    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> None:
-        """Draw into the axes, and set the attributes of the display."""
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
+        """Draw into the axes, and return the panels."""

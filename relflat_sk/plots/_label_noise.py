@@ -1,6 +1,7 @@
 """Correlation of measures with the generalization gap, against the share of random labels."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,19 +16,23 @@ from relflat_sk.minima import (
     numeric_column,
     select_minima,
 )
-from relflat_sk.plots._coefficients import SYMBOLS, choose_measures
-from relflat_sk.plots._labels import label_of
-from relflat_sk.plots._panels import figure_of, label_rows, make_panels
-from relflat_sk.plots._style import Floats, curve_style, draw_grid, write_note
+from relflat_sk.plots._axes import (
+    curve_style,
+    draw_grid,
+    label_of,
+    label_rows,
+    make_panels,
+    write_note,
+)
+from relflat_sk.plots._display import Display
+from relflat_sk.plots._points import SYMBOLS, choose_measures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["LabelNoiseDisplay"]
 
 
-class LabelNoiseDisplay:
+@dataclass(kw_only=True, eq=False, repr=False)
+class LabelNoiseDisplay(Display):
     """Display of the correlation of measures with the gap, against label noise.
 
     Make one with `from_minima`. The noise is the share of training labels that are random. A
@@ -51,21 +56,12 @@ class LabelNoiseDisplay:
     axes_ : list of matplotlib.axes.Axes
         All panels, one for each measure.
     figure_ : matplotlib.figure.Figure
-        The figure of the panels.
-
-    See Also
-    --------
-    correlate : Compute the coefficients over all minima.
+        Its figure.
     """
 
-    ax_: "Axes"
-    axes_: "list[Axes]"
-    figure_: "Figure"
-
-    def __init__(self, *, correlations: pd.DataFrame, by: str, target: str) -> None:
-        self.correlations = correlations
-        self.by = by
-        self.target = target
+    correlations: pd.DataFrame
+    by: str
+    target: str
 
     @classmethod
     def from_minima(
@@ -112,8 +108,6 @@ class LabelNoiseDisplay:
 
         Raises
         ------
-        ImportError
-            If matplotlib is not installed.
         TypeError
             If `minima` is neither a table nor a study nor a fitted search.
         ValueError
@@ -149,10 +143,12 @@ class LabelNoiseDisplay:
             if (usable & (rows := shares == share)).sum() >= FEWEST_MINIMA
         ]
         if not found:
+            known, counts = np.unique(shares[usable & np.isfinite(shares)], return_counts=True)
             raise ValueError(
                 f"No value of {by!r} has {FEWEST_MINIMA} converged minima with a finite "
-                f"{target!r}, as a correlation needs; there are {_counts(shares[usable])}. Train "
-                "more minima at each value."
+                f"{target!r}, as a correlation needs; there are "
+                f"{dict(zip(known.tolist(), counts.tolist(), strict=True))}. Train more minima at "
+                "each value."
             )
         every = pd.concat(found, ignore_index=True)
         display = cls(
@@ -185,8 +181,6 @@ class LabelNoiseDisplay:
 
         Raises
         ------
-        ImportError
-            If matplotlib is not installed.
         ValueError
             If there is no such coefficient.
         """
@@ -194,40 +188,23 @@ class LabelNoiseDisplay:
             raise ValueError(f"coefficient={coefficient!r}, expected one of {', '.join(SYMBOLS)}.")
         names = list(dict.fromkeys(self.correlations["measure"]))
         self.axes_, n_columns = make_panels(ax, len(names), sharex="all")
-        self.ax_, self.figure_ = self.axes_[0], figure_of(self.axes_[0])
-        for name, panel in zip(names, self.axes_, strict=True):
-            self._draw_measure(panel, name, coefficient, kwargs)
-        label = f"{SYMBOLS[coefficient]} with the\n{_target_label(self.target)}"
-        label_rows(self.axes_, n_columns, label)
-        return self
-
-    def _draw_measure(
-        self, panel: "Axes", name: str, coefficient: str, kwargs: dict[str, Any]
-    ) -> None:
-        """Draw the coefficients of one measure with their intervals."""
-        rows = self.correlations[self.correlations["measure"] == name]
-        value, low, high = (
-            rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
-        )
-        draw_grid(panel)
-        if not np.isfinite(value).any():
-            write_note(panel, "not defined")
-        panel.axhline(0.0, color="0.35", linewidth=1)
-        # a percentile interval need not contain the coefficient itself
-        bars = np.maximum([value - low, high - value], 0.0)
         style = curve_style(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
-        panel.errorbar(rows["share"], value, yerr=bars, **style)
-        panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""))
-        panel.title.set_fontsize("small")
-        panel.set_xlabel(label_of(self.by, ""))
-
-
-def _counts(shares: Floats) -> dict[float, int]:
-    """Return the number of minima at each share, without those whose share is unknown."""
-    known, counts = np.unique(shares[np.isfinite(shares)], return_counts=True)
-    return dict(zip(known.tolist(), counts.tolist(), strict=True))
-
-
-def _target_label(target: str) -> str:
-    """Return the target in words; the gap by its name, not as a difference of losses."""
-    return label_of(target, "") if target != "generalization_gap" else "generalization gap"
+        for name, panel in zip(names, self.axes_, strict=True):
+            rows = self.correlations[self.correlations["measure"] == name]
+            value, low, high = (
+                rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
+            )
+            draw_grid(panel)
+            if not np.isfinite(value).any():
+                write_note(panel, "not defined")
+            panel.axhline(0.0, color="0.35", linewidth=1)
+            # a percentile interval need not contain the coefficient itself
+            bars = np.maximum([value - low, high - value], 0.0)
+            panel.errorbar(rows["share"], value, yerr=bars, **style)
+            panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""), xlabel=label_of(self.by, ""))
+            panel.title.set_fontsize("small")
+        # the gap by its name, not as a difference of losses
+        is_gap = self.target == "generalization_gap"
+        target = "generalization gap" if is_gap else label_of(self.target, "")
+        label_rows(self.axes_, n_columns, f"{SYMBOLS[coefficient]} with the\n{target}")
+        return self

@@ -1,24 +1,124 @@
-"""Minima as points of a display: minima as dots, other candidates as crosses."""
+"""Minima as points: which are drawn, their colors, and the correlation of their two columns."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima import is_complete, is_converged
-from relflat_sk.plots._colors import Colors
-from relflat_sk.plots._style import Floats, draw_grid
+from relflat_sk.minima import (
+    FEWEST_MINIMA,
+    column_of,
+    correlate,
+    is_complete,
+    is_converged,
+    measure_columns,
+    numeric_column,
+    parameter_columns,
+)
+from relflat_sk.plots._axes import Floats, draw_grid, label_of, needs_log_scale, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Points"]
-
+SYMBOLS = {
+    "pearson": "Pearson $r$",
+    "spearman": "Spearman $\\rho$",
+    "kendall": "Kendall $\\tau$",
+}
+ONE_COLOR = "#0072B2"
+MAX_LEVELS = 12  # a numeric column with more values gets a continuous color scale
 HELD_OUT = {"test_loss", "generalization_gap", "test_score"}  # columns that need held-out data
 MARGIN = 0.06  # of the axis, around the minima
 DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
 CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 1.5}
+
+
+# -- colors ------------------------------------------------------------------------------
+
+
+def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
+    """Return the column that colors the minima."""
+    if color_by != "auto":
+        return color_by
+    varied = [name for name in parameter_columns(minima) if minima[name].nunique() > 1]
+    batch_sizes = [name for name in varied if name.endswith("batch_size")]
+    return next(iter([*batch_sizes, *varied]), None)
+
+
+class Colors:
+    """Colors of minima: one per value, or a continuous scale for many numbers."""
+
+    n_rows = 1  # of panels beside the color bar
+
+    def __init__(self, minima: pd.DataFrame, column: str | None, cmap: str) -> None:
+        from matplotlib import colormaps, colors  # noqa: PLC0415
+
+        self.column = column
+        if column is None:
+            return
+        if column not in minima.columns:
+            parameter = f"param_{column}"
+            hint = f" Did you mean {parameter!r}?" if parameter in minima.columns else ""
+            raise ValueError(
+                f"color_by={column!r} is not a column of these minima; there are: "
+                f"{list(minima.columns)}.{hint}"
+            )
+        self.cmap = colormaps[cmap].with_extremes(bad="0.8")
+        values = minima[column]
+        self.levels = sorted(values.dropna().unique(), key=_order)
+        self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
+        if self.is_scale:
+            numbers = numeric_column(minima, column, argument="color_by")
+            scale = colors.LogNorm if needs_log_scale(numbers) else colors.Normalize
+            self.codes = np.ma.masked_invalid(numbers)
+            self.norm = scale(np.nanmin(numbers), np.nanmax(numbers))
+        else:
+            codes = values.map({level: code for code, level in enumerate(self.levels)})
+            self.codes = np.ma.masked_invalid(codes.to_numpy(dtype=np.float64))
+            self.norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
+
+    def arguments(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
+        """Return the arguments of `matplotlib.axes.Axes.scatter` that color some minima.
+
+        Shapes: `rows` (n_minima,).
+        """
+        if self.column is None:
+            return {}
+        codes = self.codes[rows]
+        return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
+
+    def of_row(self, row: int) -> Any:
+        """Return the color of one minimum."""
+        return ONE_COLOR if self.column is None else self.cmap(self.norm(self.codes[row]))
+
+    def draw_bar(self, axes: "list[Axes]") -> None:
+        """Draw the color bar beside some axes, unless there is only one color."""
+        from matplotlib.cm import ScalarMappable  # noqa: PLC0415
+
+        if self.column is None:
+            return
+        colors = ScalarMappable(self.norm, self.cmap)
+        bar = axes[0].figure.colorbar(colors, ax=axes, aspect=20 * self.n_rows)
+        if not self.is_scale:
+            bar.set_ticks(range(len(self.levels)), labels=[_text(it) for it in self.levels])
+            bar.ax.minorticks_off()
+        bar.set_label(label_of(self.column, ""))
+
+
+def _order(level: Any) -> tuple[bool, Any]:
+    """Return a sort key: numbers by size, then everything else by name."""
+    is_text = not isinstance(level, int | float | np.number)
+    return (is_text, str(level) if is_text else level)
+
+
+def _text(level: Any) -> str:
+    """Return a level as short text."""
+    return f"{level:g}" if isinstance(level, float) else shorten(str(level))
+
+
+# -- points ------------------------------------------------------------------------------
 
 
 class Points:
@@ -96,3 +196,60 @@ def _limits(values: Floats, scale: str) -> tuple[float, float]:
     low, high = to_axis(values.min()), to_axis(values.max())
     margin = MARGIN * (high - low) or MARGIN * max(abs(high), 1.0)
     return float(from_axis(low - margin)), float(from_axis(high + margin))
+
+
+# -- correlations ------------------------------------------------------------------------
+
+
+def choose_measures(
+    minima: pd.DataFrame,
+    measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
+    target: str,
+) -> list[str]:
+    """Return the measures to draw."""
+    if measures is None:
+        names = [name for name in measure_columns(minima) if name != target]
+    else:
+        given = [measures] if isinstance(measures, str) or callable(measures) else measures
+        names = [column_of(measure) for measure in given]
+    for name in names:
+        numeric_column(minima, name, argument="measures")
+    if not names:
+        raise ValueError(
+            "There are no measures to draw: name numeric columns as measures, or run a search "
+            "that records measures."
+        )
+    return names
+
+
+def correlation_of(
+    minima: pd.DataFrame, measure: str, target: str, random_state: Any
+) -> "pd.Series[Any] | None":
+    """Return the row of `correlate` for one measure."""
+    x = numeric_column(minima, measure, argument="measure")
+    y = numeric_column(minima, target, argument="target")
+    used = Points(minima, x, y).converged
+    if used.sum() < FEWEST_MINIMA:
+        return None
+    pairs = pd.DataFrame({"measure": x[used], "target": y[used]})
+    return correlate(pairs, "target", random_state=random_state).iloc[0]
+
+
+def show_correlation(
+    ax: "Axes",
+    correlation: "pd.Series[Any] | None",
+    names: Sequence[str] = ("pearson", "kendall"),
+    fontsize: str = "medium",
+    between: tuple[str, str] | None = None,
+) -> None:
+    """Write coefficients with their intervals above the axes."""
+    if correlation is None:
+        return
+    parts = []
+    for name in names:
+        value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
+        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
+    text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
+    if between is not None:
+        text = " and ".join(label_of(name, "") for name in between) + f"\n{text}"
+    ax.set_title(text, fontsize=fontsize, pad=9)

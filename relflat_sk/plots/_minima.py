@@ -1,0 +1,585 @@
+"""Displays of many minima as points: their gap, their rank, and their hyper-parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from relflat_sk.minima import (
+    column_of,
+    find_axes,
+    find_axis,
+    measure_columns,
+    minima_table,
+    numeric_column,
+    rank_minima,
+)
+from relflat_sk.plots._axes import (
+    Floats,
+    choose_scale,
+    divide,
+    label_of,
+    label_rows,
+    make_axes,
+    make_panels,
+    shorten,
+    write_note,
+)
+from relflat_sk.plots._display import MinimaDisplay, with_unit
+from relflat_sk.plots._points import (
+    Colors,
+    Points,
+    choose_measures,
+    color_column,
+    correlation_of,
+    show_correlation,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASHED: dict[str, Any] = {"color": "0.35", "linestyle": "--", "linewidth": 1.2}
+MAX_DISTINCT = 12  # of more values, each is likely to be of one minimum: no medians
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FlatnessGapDisplay(MinimaDisplay):
+    """Display of the generalization gap of many minima against their flatness.
+
+    Make one with `from_minima`. The title shows the correlation coefficients of the two axes, with
+    95% intervals.
+    Candidates that did not converge are crosses, drawn on the frame if they lie outside it, and
+    are left out of the correlations.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima; `relflat_sk.minima` describes its columns.
+    measure : str
+        The column on the x axis.
+    target : str
+        The column on the y axis.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
+    correlation : pandas.Series or None, default=None
+        The row of `correlate` for `measure`; None for no title.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The axes with the minima.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    minima: pd.DataFrame
+    measure: str
+    target: str
+    color_by: str | None = None
+    correlation: "pd.Series[Any] | None" = None
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        measure: str | Callable[..., Any] = "relative_flatness",
+        target: str | Callable[..., Any] = "generalization_gap",
+        *,
+        color_by: str | None = "auto",
+        random_state: Any = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "FlatnessGapDisplay":
+        """Draw the target of every minimum against a measure.
+
+        Parameters
+        ----------
+        minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+            The minima; `relflat_sk.minima` describes the columns of a table.
+        measure : str or callable, default="relative_flatness"
+            The numeric column on the x axis, or the function of which it is the measure. The
+            axis is logarithmic if it spans more than a decade.
+        target : str or callable, default="generalization_gap"
+            The numeric column on the y axis, in the same way.
+        color_by : str or None, default="auto"
+            The column that colors the minima. "auto" takes the batch size if it was varied, or
+            else the first parameter that was; None uses one color.
+        random_state : int, RandomState, Generator or None, default=None
+            Seed of the bootstrap behind the intervals.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        FlatnessGapDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If `minima` is neither a table nor a study nor a fitted search.
+        ValueError
+            If a column is missing or not numeric, or no converged minimum has finite values.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> minima = pd.DataFrame(
+        ...     {
+        ...         "param_batch_size": [8, 64, 512],
+        ...         "relative_flatness": [1.0, 2.0, 30.0],
+        ...         "generalization_gap": [0.1, 0.15, 0.4],
+        ...     }
+        ... )
+        >>> display = FlatnessGapDisplay.from_minima(minima, random_state=0)
+        >>> display.ax_.get_xlabel()
+        'relative flatness κ (nats)'
+        """
+        table = minima_table(minima)
+        measure, target = column_of(measure), column_of(target)
+        display = cls(
+            minima=table,
+            measure=measure,
+            target=target,
+            color_by=color_column(table, color_by),
+            correlation=correlation_of(table, measure, target, random_state),
+        )
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> "list[Axes]":
+        """Draw the minima and the title."""
+        x = numeric_column(self.minima, self.measure, argument="measure")
+        y = numeric_column(self.minima, self.target, argument="target")
+        points = Points(self.minima, x, y)
+        points.require_minima(self.measure, self.target)
+        ax = make_axes(ax)
+        choose_scale(ax.xaxis, x[points.converged])
+        points.draw(ax, colors, **kwargs)
+        ax.set(xlabel=label_of(self.measure, loss_unit), ylabel=label_of(self.target, loss_unit))
+        show_correlation(ax, self.correlation, between=(self.measure, self.target))
+        return [ax]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MeasurePanelsDisplay(MinimaDisplay):
+    """Display of the generalization gap of many minima, with a panel for every measure.
+
+    Make one with `from_minima`. All panels share the y axis. The title of a panel shows
+    Kendall's tau with its 95% interval, and the number of minima with finite values.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima; `relflat_sk.minima` describes its columns.
+    measures : list of str
+        The columns on the x axes.
+    target : str
+        The column on the y axis.
+    correlations : dict of str to pandas.Series or None
+        The row of `correlate` for each measure; None for a measure with finite values at fewer
+        than 3 minima.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The first panel.
+    axes_ : list of matplotlib.axes.Axes
+        All panels, in the order of the measures.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    minima: pd.DataFrame
+    measures: list[str]
+    target: str
+    correlations: "dict[str, pd.Series[Any] | None]"
+    color_by: str | None = None
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+        target: str | Callable[..., Any] = "generalization_gap",
+        *,
+        color_by: str | None = "auto",
+        random_state: Any = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "MeasurePanelsDisplay":
+        """Draw the target of every minimum against each measure.
+
+        Parameters
+        ----------
+        minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+            The minima; `relflat_sk.minima` describes the columns of a table.
+        measures : str, callable, sequence of these or None, default=None
+            The numeric columns on the x axes, or the functions of which they are the measures.
+            Each axis is logarithmic if it spans more than a decade. None takes every measure of
+            the table.
+        target : str or callable, default="generalization_gap"
+            The numeric column on the y axis, in the same way.
+        color_by : str or None, default="auto"
+            The column that colors the minima. "auto" takes the batch size if it was varied, or
+            else the first parameter that was; None uses one color.
+        random_state : int, RandomState, Generator or None, default=None
+            Seed of the bootstrap behind the intervals.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in, which are divided into panels; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        MeasurePanelsDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If `minima` is neither a table nor a study nor a fitted search.
+        ValueError
+            If a column is missing or not numeric, there is no measure, or no converged minimum
+            has a finite target.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> minima = pd.DataFrame(
+        ...     {
+        ...         "relative_flatness": [1.0, 2.0, 30.0],
+        ...         "hessian_trace": [7.0, 9.0, 8.0],
+        ...         "generalization_gap": [0.1, 0.15, 0.4],
+        ...     }
+        ... )
+        >>> display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
+        >>> [panel.get_xlabel() for panel in display.axes_]
+        ['relative flatness κ (nats)', 'Hessian trace']
+        """
+        table, target = minima_table(minima), column_of(target)
+        names = choose_measures(table, measures, target)
+        display = cls(
+            minima=table,
+            measures=names,
+            target=target,
+            correlations={
+                name: correlation_of(table, name, target, random_state) for name in names
+            },
+            color_by=color_column(table, color_by),
+        )
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> "list[Axes]":
+        """Draw a panel for each measure."""
+        y = numeric_column(self.minima, self.target, argument="target")
+        with_target = Points(self.minima, y, y)
+        with_target.require_minima(self.target)
+        panels, n_columns = make_panels(ax, len(self.measures))
+        for name, panel in zip(self.measures, panels, strict=True):
+            x = numeric_column(self.minima, name, argument="measures")
+            points = Points(self.minima, x, y)
+            panel.set_xlabel(label_of(name, loss_unit))
+            if not points.converged.any():
+                write_note(panel, "not finite")
+                continue
+            choose_scale(panel.xaxis, x[points.converged])
+            points.draw_minima(panel, colors, **({"s": 22} | kwargs))
+            # the same limits in all panels, whichever minima have the measure
+            panel.set_ylim(with_target.y_limits())
+            points.draw_crosses(panel, ", ".join(with_target.kinds))
+            show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
+        label_rows(panels, n_columns, label_of(self.target, loss_unit))
+        colors.n_rows = -(-len(panels) // n_columns)
+        return panels
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MinimaRankingDisplay(MinimaDisplay):
+    """Display of minima in order of flatness, with their held-out loss below.
+
+    Make one with `from_minima`. If flat minima generalize well, the loss in the lower panel
+    rises from left to right (a score falls), and the flattest minimum is better than the
+    dashed mean of the minima.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The ranked table of minima, as `rank_minima` returns it.
+    by : str
+        The column that ranks them, in the upper panel.
+    target : str
+        The column in the lower panel.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
+    correlation : pandas.Series or None, default=None
+        The row of `correlate` for `by` with `target`; None for no title.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The upper panel, with the measure.
+    target_ax_ : matplotlib.axes.Axes
+        The lower panel, with the target.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    minima: pd.DataFrame
+    by: str
+    target: str
+    color_by: str | None = None
+    correlation: "pd.Series[Any] | None" = None
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        by: str | Callable[..., Any] = "relative_flatness",
+        target: str | Callable[..., Any] | None = None,
+        *,
+        color_by: str | None = "auto",
+        random_state: Any = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "MinimaRankingDisplay":
+        """Draw the minima in rank order.
+
+        Parameters
+        ----------
+        minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+            The minima, in any order; `relflat_sk.minima` describes the columns of a table.
+        by : str or callable, default="relative_flatness"
+            The numeric column to rank by, flattest first, or the function of which it is the
+            measure.
+        target : str, callable or None, default=None
+            The numeric column in the lower panel, in the same way. None takes the test loss or,
+            if no minimum has one, the training loss.
+        color_by : str or None, default="auto"
+            The column that colors the minima. "auto" takes the batch size if it was varied, or
+            else the first parameter that was; None uses one color.
+        random_state : int, RandomState, Generator or None, default=None
+            Seed of the bootstrap behind the intervals.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in, which are divided into two panels; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        MinimaRankingDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If `minima` is neither a table nor a study nor a fitted search.
+        ValueError
+            If a column is missing or not numeric, or no converged minimum has finite values.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> minima = pd.DataFrame(
+        ...     {
+        ...         "param_batch_size": [512, 64, 8],
+        ...         "relative_flatness": [30.0, 2.0, 1.0],
+        ...         "test_loss": [0.5, 0.25, 0.2],
+        ...     }
+        ... )
+        >>> display = MinimaRankingDisplay.from_minima(minima, random_state=0)
+        >>> display.minima["rank"].tolist(), display.minima["param_batch_size"].tolist()
+        ([1, 2, 3], [8, 64, 512])
+        """
+        by = column_of(by)
+        table = rank_minima(minima, by=by)
+        if target is None:
+            target = "test_loss" if _any_finite(table, "test_loss") else "train_loss"
+        target = column_of(target)
+        display = cls(
+            minima=table,
+            by=by,
+            target=target,
+            color_by=color_column(table, color_by),
+            correlation=correlation_of(table, by, target, random_state),
+        )
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> "list[Axes]":
+        """Draw the two panels and the title."""
+        upper, lower = self._points("by", self.by), self._points("target", self.target)
+        panels = divide(make_axes(ax), 2, 1, sharex="all")
+        columns = (self.by, self.target)
+        for panel, points, column in zip(panels, (upper, lower), columns, strict=True):
+            choose_scale(panel.yaxis, points.y[points.converged])
+            points.draw(panel, colors, **kwargs)
+            panel.set_ylabel(label_of(column, loss_unit))
+        _, self.target_ax_ = panels
+        mean = lower.y[lower.converged].mean()
+        self.target_ax_.axhline(mean, label="mean of the minima", **(DASHED | {"linewidth": 1}))
+        panels[0].tick_params(labelbottom=False)
+        self.target_ax_.locator_params(axis="x", integer=True)
+        best = "flattest" if self.by in measure_columns(self.minima) else "best"
+        self.target_ax_.set_xlabel(f"rank by {label_of(self.by, '')}, 1 is {best}")
+        show_correlation(panels[0], self.correlation, between=columns)
+        return panels
+
+    def _points(self, argument: str, column: str) -> Points:
+        """Return the minima with their rank on the x axis and a column on the y axis."""
+        rank = self.minima["rank"].to_numpy(dtype=np.float64)
+        points = Points(self.minima, rank, numeric_column(self.minima, column, argument=argument))
+        points.require_minima(column)
+        return points
+
+
+def _any_finite(table: pd.DataFrame, name: str) -> bool:
+    """Return whether a column exists and has a finite value."""
+    return name in table.columns and bool(np.isfinite(table[name]).any())
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class HyperparameterDisplay(MinimaDisplay):
+    """Display of a measure of many minima against one hyper-parameter of their training.
+
+    Make one with `from_minima`. A dashed line joins the medians of the minima with the same
+    value of the hyper-parameter.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima; `relflat_sk.minima` describes its columns.
+    axis : str
+        The column of the hyper-parameter, on the x axis.
+    measure : str
+        The column on the y axis.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The axes with the minima.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    minima: pd.DataFrame
+    axis: str
+    measure: str
+    color_by: str | None = None
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        axis: str | None = None,
+        measure: str | Callable[..., Any] = "relative_flatness",
+        *,
+        color_by: str | None = "auto",
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "HyperparameterDisplay":
+        """Draw the measure of every minimum against a hyper-parameter.
+
+        Parameters
+        ----------
+        minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
+            The minima; `relflat_sk.minima` describes the columns of a table.
+        axis : str or None, default=None
+            The hyper-parameter, such as ``"batch_size"``. None takes the batch size if it was
+            varied, or else the first parameter that was.
+        measure : str or callable, default="relative_flatness"
+            The numeric column on the y axis, or the function of which it is the measure. The
+            axis is logarithmic if it spans more than a decade.
+        color_by : str or None, default="auto"
+            The column that colors the minima. "auto" takes another varied parameter, if there is
+            one; None uses one color.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        HyperparameterDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If `minima` is neither a table nor a study nor a fitted search.
+        ValueError
+            If a column is missing or not numeric, no parameter was varied, or no converged
+            minimum has finite values.
+
+        Examples
+        --------
+        >>> import pandas as pd
+        >>> minima = pd.DataFrame(
+        ...     {"param_batch_size": [8, 64, 512], "relative_flatness": [1.0, 2.0, 30.0]}
+        ... )
+        >>> display = HyperparameterDisplay.from_minima(minima)
+        >>> display.ax_.get_xlabel(), display.ax_.get_xscale()
+        ('batch size', 'log')
+        """
+        table = minima_table(minima)
+        if axis is None:
+            column = color_column(table, "auto") or find_axes(table, None)[0]
+        else:
+            column = find_axis(table, axis, argument="axis")
+        if color_by == "auto":
+            color_by = color_column(table.drop(columns=column), "auto")
+        display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
+        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> "list[Axes]":
+        """Draw the minima and the medians."""
+        y = numeric_column(self.minima, self.measure, argument="measure")
+        x, names = self._positions(np.isfinite(y))
+        points = Points(self.minima, x, y)
+        points.require_minima(self.axis, self.measure)
+        ax, good = make_axes(ax), points.converged
+        levels = np.unique(x[good])
+        few = 1 < len(levels) <= MAX_DISTINCT
+        if names:
+            points.x_limits = -0.5, len(names) - 0.5  # names without minima count, too
+        else:
+            choose_scale(ax.xaxis, x[good])
+        choose_scale(ax.yaxis, y[good])
+        points.draw(ax, colors, **kwargs)
+        if few:
+            medians = [np.median(y[good & (x == level)]) for level in levels]
+            ax.plot(levels, medians, label="median of the minima", zorder=1, **DASHED)
+        if names:
+            turned = 90 if len(names) > MAX_DISTINCT else 0
+            ax.set_xticks(range(len(names)), names, rotation=turned)
+        elif few:
+            ax.set_xticks(levels, [f"{level:g}" for level in levels])
+            ax.minorticks_off()
+        ax.set(xlabel=label_of(self.axis, ""), ylabel=label_of(self.measure, loss_unit))
+        return [ax]
+
+    def _positions(self, drawn: NDArray[np.bool_]) -> tuple[Floats, list[str]]:
+        """Return the minima's places on the x axis, and the names of the places if not numbers."""
+        values = self.minima[self.axis]
+        numeric = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+        if numeric:
+            return numeric_column(self.minima, self.axis, argument="axis"), []
+        texts = values.map(str)
+        names = list(dict.fromkeys(texts[drawn]))
+        places = texts.map({name: place for place, name in enumerate(names)})
+        return np.array(places, dtype=np.float64), [shorten(name) for name in names]

@@ -1,0 +1,345 @@
+"""Displays of trained models: their layers, and how noise on their weights raises the loss."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import Layer
+from relflat_sk.measures import find_measures, flatness_report, sharpness_curve
+from relflat_sk.plots._axes import (
+    choose_scale,
+    curve_style,
+    divide,
+    draw_grid,
+    grid_shape,
+    label_of,
+    legend_right,
+    make_axes,
+    shorten,
+)
+from relflat_sk.plots._display import EstimatorDisplay, with_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LAYER_HEIGHT, LETTER_WIDTH = 0.28, 0.075  # inches
+# arguments that `from_estimator` passes itself, and their names there
+OWN_ARGUMENTS = {
+    "layer": "layers",
+    "layers": "layers",
+    "measure": "measures",
+    "measures": "measures",
+    "model": "estimator",
+    "X": "X",
+    "y": "y",
+}
+# arguments of `flatness_report` that matplotlib would get, which has none of these names
+REPORT_ARGUMENTS = {
+    "batch_size",
+    "criterion",
+    "device",
+    "method",
+    "n_probes",
+    "process_group",
+    "random_state",
+    "rtol",
+    "sample_weight",
+    "weight_decay",
+}
+WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
+ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LayerFlatnessDisplay(EstimatorDisplay):
+    """Display of flatness layer by layer, in forward order from top to bottom.
+
+    Make one with `from_estimator`. Layers are labelled by position and name. The bars are
+    standard errors of estimated values.
+
+    Parameters
+    ----------
+    report : pandas.DataFrame
+        The result of `flatness_report`.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The first panel.
+    axes_ : list of matplotlib.axes.Axes
+        All panels, one for each measure.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    report: pd.DataFrame
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator: Any,
+        X: Any,
+        y: Any = None,
+        *,
+        measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (
+            "relative_flatness",
+        ),
+        layers: Layer | Sequence[Layer] = "all",
+        measure_params: Mapping[str, Any] | None = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "LayerFlatnessDisplay":
+        """Measure the layers of a model, and draw the values.
+
+        Parameters
+        ----------
+        estimator : nn.Module or fitted estimator
+            The model; `relative_flatness` lists the supported models.
+        X : array-like of shape (n, ...)
+            Samples in the form the estimator takes.
+        y : array-like of shape (n, ...), default=None
+            Labels or targets, as in fit.
+        measures : str, callable or sequence of these, default=("relative_flatness",)
+            Names of measures, see `get_measure_names`, or functions of model, X and y, see
+            `register_measure`, with a panel for each.
+        layers : int, str, nn.Module, a sequence of these, or "all", default="all"
+            The layers to measure.
+        measure_params : dict or None, default=None
+            Further arguments of `flatness_report`, such as
+            ``{"criterion": torch.nn.CrossEntropyLoss(), "random_state": 0}``.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in, which are divided into panels; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        LayerFlatnessDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If the estimator holds no network, or an argument of `flatness_report` is given by
+            itself instead of in `measure_params`.
+        ValueError
+            If a measure or layer does not exist, or data and estimator do not fit together.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.neural_network import MLPClassifier
+        >>> X, y = load_iris(return_X_y=True)
+        >>> model = MLPClassifier((8,), max_iter=2000, random_state=0).fit(X, y)
+        >>> display = LayerFlatnessDisplay.from_estimator(model, X, y)
+        >>> [label.get_text() for label in display.ax_.get_yticklabels()]
+        ['0: hidden0', '1: output']
+        """
+        for name in kwargs.keys() & REPORT_ARGUMENTS:
+            raise TypeError(
+                f"from_estimator has no argument {name!r}: pass it in measure_params, as "
+                f'measure_params={{"{name}": ...}}.'
+            )
+        names, params = find_measures(measures), _check_params(measure_params)
+        report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
+        # the report has an order of its own; the panels follow the user's
+        report = pd.concat([report[report["measure"] == name] for name in names])
+        display = cls(report=report.reset_index(drop=True))
+        return display.plot(ax=ax, **with_unit(kwargs, estimator))
+
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
+        """Draw a panel for each measure."""
+        measures = list(dict.fromkeys(self.report["measure"]))
+        # values of the whole network have no layer; they come last
+        layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
+        names = self._name_layers(layers)
+        n_rows, n_columns = grid_shape(len(measures), ax)
+        width = 0.8 + LETTER_WIDTH * max(map(len, names)) + 3.2 * n_columns
+        height = n_rows * (LAYER_HEIGHT * len(names) + 1.3)
+        place = make_axes(ax, (width, max(height, 2.2)))
+        panels = divide(place, n_rows, n_columns, len(measures), sharey="all")
+        style = curve_style(0) | {"linestyle": "none", "markersize": 6, "capsize": 3} | kwargs
+        for number, (measure, panel) in enumerate(zip(measures, panels, strict=True)):
+            rows = self.report[self.report["measure"] == measure].set_index("layer")
+            value, stderr = (
+                rows[column].reindex(layers).to_numpy(dtype=np.float64)
+                for column in ("value", "stderr")
+            )
+            draw_grid(panel)
+            choose_scale(panel.xaxis, value)
+            bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
+            panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
+            panel.set_xlabel(label_of(measure, loss_unit))
+            panel.tick_params(labelleft=number % n_columns == 0)
+            if number % n_columns == 0:
+                panel.set_ylabel("layer")
+        panels[0].set_yticks(range(len(layers)), names)
+        panels[0].set_ylim(len(layers) - 0.4, -0.6)
+        return panels
+
+    def _name_layers(self, layers: Sequence[str]) -> list[str]:
+        """Return a label for each layer: its position, if the report has it, and its name."""
+        prefixes = dict.fromkeys(layers, "")
+        if "position" in self.report:
+            known = self.report.dropna(subset="position")
+            for name, position in zip(known["layer"], known["position"], strict=True):
+                prefixes[name] = f"{position:.0f}: "
+        return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
+
+
+def _check_params(measure_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Check further arguments of `flatness_report`, and return them."""
+    if not isinstance(measure_params, Mapping | None):
+        raise TypeError(
+            f"measure_params={measure_params!r}, expected None or a dict of further arguments of "
+            'flatness_report, such as {"batch_size": 256}.'
+        )
+    for name in OWN_ARGUMENTS.keys() & (measure_params or {}).keys():
+        raise ValueError(
+            f"measure_params={measure_params!r} must not contain {name!r}: give it to "
+            f"from_estimator itself, as {OWN_ARGUMENTS[name]}=..."
+        )
+    return measure_params or {}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SharpnessKLDisplay(EstimatorDisplay):
+    r"""Display of expected sharpness against KL divergence, for noise of several scales.
+
+    Make one with `from_estimator`. A PAC-Bayes bound on the generalization gap adds the two
+    quantities. According to [1]_, of models trained on the same data the one whose curve lies
+    lower and further to the left generalizes better. The bars are standard errors.
+
+    Parameters
+    ----------
+    curves : dict of str to pandas.DataFrame
+        For each model, one row per scale of the noise with the columns ``alpha``, ``kl`` (in
+        nats), ``expected_sharpness`` and ``stderr`` (both in the unit of the loss).
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The axes with the curves.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+
+    Notes
+    -----
+    The display is that of figures 2 to 4 of [1]_. Every weight :math:`w_i` gets Gaussian noise
+    of standard deviation :math:`\alpha (10 |w_i| + 1)`. Expected sharpness is the mean increase
+    of the loss. The KL divergence is that from the same noise around 0 to the noise around the
+    weights; it falls as :math:`1/\alpha^2`.
+
+    References
+    ----------
+    .. [1] Neyshabur, Bhojanapalli, McAllester, Srebro, "Exploring Generalization
+       in Deep Learning", NeurIPS 2017.
+    """
+
+    curves: dict[str, pd.DataFrame]
+
+    @classmethod
+    def from_estimator(  # noqa: PLR0913
+        cls,
+        estimator: Any,
+        X: Any,
+        y: Any,
+        *,
+        alphas: Sequence[float] = ALPHAS,
+        n_draws: int = 10,
+        criterion: Any = None,
+        batch_size: int = 1024,
+        device: Any = None,
+        random_state: int | np.random.RandomState | None = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "SharpnessKLDisplay":
+        """Add noise to the weights of one or several models, and draw the effect.
+
+        Parameters
+        ----------
+        estimator : nn.Module, fitted estimator, or dict of these
+            One model, or several models by name, with a curve for each. `relative_flatness`
+            lists the supported models.
+        X : array-like of shape (n, ...)
+            Samples in the form the estimators take, preferably their training data.
+        y : array-like of shape (n, ...)
+            Labels or targets, as in fit.
+        alphas : sequence of float, default=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+            Scales of the noise, relative to the weights.
+        n_draws : int, default=10
+            Number of draws of noise at each scale.
+        criterion : torch loss, default=None
+            The loss; only needed for a bare module, as an estimator has its own.
+        batch_size : int, default=1024
+            Number of samples in one forward pass.
+        device : str or torch.device, default=None
+            The device to compute on; None for the device of the model.
+        random_state : int, RandomState or None, default=None
+            Seed of the noise. With an int, all models get the same noise.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        SharpnessKLDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If an estimator holds no network.
+        ValueError
+            If there is no estimator, an alpha is not positive, or data and estimator do not
+            fit together.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> X, y = load_iris(return_X_y=True)
+        >>> models = {
+        ...     f"C = {C}": LogisticRegression(C=C, max_iter=5000).fit(X, y) for C in (1, 100)
+        ... }
+        >>> display = SharpnessKLDisplay.from_estimator(models, X, y, random_state=0)
+        >>> list(display.curves), display.ax_.get_ylabel()
+        (['C = 1', 'C = 100'], 'expected sharpness (nats)')
+        """
+        models = dict(estimator) if isinstance(estimator, Mapping) else {"": estimator}
+        if not models:
+            raise ValueError("estimator is an empty dict: pass at least one fitted model.")
+        options = DataOptions(criterion, batch_size, device)
+        curves = {
+            str(name): sharpness_curve(
+                to_network(model, X, y, options),
+                alphas,
+                n_draws=n_draws,
+                random_state=random_state,
+            )
+            for name, model in models.items()
+        }
+        return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, *models.values()))
+
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
+        """Draw one curve per model, with standard errors."""
+        ax = make_axes(ax, (8.0, 4.8) if len(self.curves) > 1 else None)
+        draw_grid(ax)
+        for number, (name, curve) in enumerate(self.curves.items()):
+            style: dict[str, Any] = {"label": shorten(name) or None, "markersize": 5, "capsize": 3}
+            style |= curve_style(number) | kwargs
+            ax.errorbar(curve["kl"], curve["expected_sharpness"], yerr=curve["stderr"], **style)
+        every = pd.concat(self.curves.values())
+        choose_scale(ax.xaxis, every["kl"].to_numpy(dtype=np.float64))
+        choose_scale(ax.yaxis, every["expected_sharpness"].to_numpy(dtype=np.float64))
+        low, high = every["alpha"].min(), every["alpha"].max()
+        ends = f"$\\alpha$ = {high:.3g} (left) to {low:.3g} (right)"
+        ax.set_xlabel(f"KL divergence (nats), from {ends}")
+        ax.set_ylabel(label_of("expected_sharpness", loss_unit))
+        legend_right(ax)
+        return [ax]

@@ -1,0 +1,309 @@
+"""Displays of trainings, epoch by epoch: of one net, and of all candidates of a search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from sklearn.exceptions import NotFittedError
+from skorch import NeuralNet
+
+from relflat_sk._models import final_estimator
+from relflat_sk.measures import flatness_columns
+from relflat_sk.minima import curves_of, is_converged, minima_table
+from relflat_sk.plots._axes import (
+    Floats,
+    choose_scale,
+    curve_style,
+    divide,
+    draw_grid,
+    label_of,
+    legend_right,
+    make_axes,
+)
+from relflat_sk.plots._display import EstimatorDisplay, MinimaDisplay, with_unit
+from relflat_sk.plots._points import Colors, color_column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LOSSES = ("train_loss", "valid_loss")
+# with more epochs the markers are small dots, so that a value between two gaps still shows
+MAX_MARKED = 40
+MINIMUM: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.9, "zorder": 2}
+OTHER: dict[str, Any] = {"color": "0.6", "linewidth": 1.0, "linestyle": ":", "zorder": 1}
+BEST: dict[str, Any] = {"color": "black", "linewidth": 2.2, "zorder": 3}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FlatnessHistoryDisplay(EstimatorDisplay):
+    """Display of the losses of a net over its epochs, with its flatness below.
+
+    Make one with `from_estimator`.
+
+    Parameters
+    ----------
+    epochs : ndarray of shape (n_epochs,)
+        Numbers of the epochs, from 1.
+    losses : dict of str to ndarray of shape (n_epochs,)
+        Curves of the upper panel, by the name of their column in the history.
+    flatness : dict of str to ndarray of shape (n_epochs,)
+        Curves of the lower panel, by the name of their column; small is flat.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The upper panel, with the losses.
+    flatness_ax_ : matplotlib.axes.Axes
+        The lower panel, with the flatness.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    epochs: Floats
+    losses: dict[str, Floats]
+    flatness: dict[str, Floats]
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator: Any,
+        *,
+        columns: Sequence[str] | None = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "FlatnessHistoryDisplay":
+        """Draw the losses and the flatness that a net recorded during training.
+
+        Parameters
+        ----------
+        estimator : fitted skorch net
+            The net, or a pipeline or search object around one. The losses are the columns
+            ``train_loss`` and ``valid_loss`` of its history.
+        columns : sequence of str or None, default=None
+            The columns of the history in the lower panel. None takes ``flatness_penalty`` and
+            the columns of ``EpochScoring(relative_flatness, name=...)`` and
+            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=...)`` callbacks. A
+            `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
+            small is flat.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in, which are divided into two panels; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        FlatnessHistoryDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If the estimator is no skorch net.
+        ValueError
+            If a column is missing, or the history has no column of flatness.
+        NotFittedError
+            If the net has no epoch in its history.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from relflat_sk import RelativeFlatnessRegularizedNet
+        >>> X, y = load_iris(return_X_y=True)
+        >>> net = RelativeFlatnessRegularizedNet(max_epochs=3, random_state=0, verbose=0)
+        >>> display = FlatnessHistoryDisplay.from_estimator(net.fit(X, y))
+        >>> list(display.losses), list(display.flatness), display.epochs.tolist()
+        (['train_loss'], ['flatness_penalty'], [1.0, 2.0, 3.0])
+        """
+        net = final_estimator(estimator)
+        if not isinstance(net, NeuralNet):
+            raise TypeError(
+                f"Only a skorch net has a history, got {type(net).__name__}. Pass a fitted "
+                "RelativeFlatnessRegularizedNet or another skorch net."
+            )
+        # a net that was never initialized has no history at all
+        history = list(getattr(net, "history_", None) or [])
+        if not history:
+            raise NotFittedError(
+                f"This {type(net).__name__} has no epoch in its history: call fit first."
+            )
+        # the columns that can be drawn, without the counters of skorch
+        known = [name for name, at in history[-1].items() if isinstance(at, float | np.floating)]
+        table, signs = pd.DataFrame(history), flatness_columns(net)
+        if columns is None and not signs:
+            raise ValueError(
+                "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
+                "add EpochScoring(FlatnessScorer(at_minimum='ignore'), name='relative_flatness') "
+                f"to the callbacks, or name columns of the history: there are {known}."
+            )
+        columns = list(signs) if columns is None else columns
+        names = [columns] if isinstance(columns, str) else list(columns)
+        for name in names:
+            if name not in table:
+                raise ValueError(f"columns: {name!r} is not in the history; there are {known}.")
+        losses = [name for name in LOSSES if name in table]
+        # nan for epochs without a column
+        values = {name: table[name].to_numpy(np.float64) for name in ["epoch", *losses, *names]}
+        display = cls(
+            epochs=values["epoch"],
+            losses={name: values[name] for name in losses},
+            flatness={name: signs.get(name, 1.0) * values[name] for name in names},
+        )
+        return display.plot(ax=ax, **with_unit(kwargs, net))
+
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
+        """Draw the two panels."""
+        panels = divide(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
+        unit, drawn = f" ({loss_unit})" if loss_unit else "", 0
+        curves = {"loss": self.losses, "flatness": self.flatness}
+        for panel, (quantity, columns) in zip(panels, curves.items(), strict=True):
+            draw_grid(panel)
+            for name, values in columns.items():
+                few = len(values) <= MAX_MARKED
+                marks = {"markersize": 4} if few else {"marker": ".", "markersize": 2.5}
+                style = {"label": label_of(name, "")} | curve_style(drawn) | marks | kwargs
+                panel.plot(self.epochs, values, **style)
+                drawn += 1  # in both panels, so that every curve of the figure has its own style
+            choose_scale(panel.yaxis, np.concatenate([*columns.values(), np.empty(0)]))
+            legend_right(panel)
+            panel.set_ylabel(f"{quantity}{unit}")
+        _, self.flatness_ax_ = panels
+        panels[0].tick_params(labelbottom=False)
+        self.flatness_ax_.set_xlabel("epoch")
+        self.flatness_ax_.locator_params(axis="x", integer=True, min_n_ticks=1)
+        return panels
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TrainingCurvesDisplay(MinimaDisplay):
+    """Display of the loss, or the flatness, of all candidates of a search along their training.
+
+    Make one with `from_minima`. A dot marks where a training ended. The first in rank is black.
+    Candidates that the ranking leaves out, because they did not converge or are of another
+    depth, are dotted.
+
+    Parameters
+    ----------
+    minima : pandas.DataFrame
+        The table of minima, n rows.
+    curves : dict of int to (ndarray, ndarray)
+        Epochs and values, by the number of the trial.
+    column : str
+        The column of the history on the y axis.
+    color_by : str or None, default=None
+        The column of `minima` that colors the curves; None for one color.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The axes with the curves.
+    figure_ : matplotlib.figure.Figure
+        Its figure.
+    """
+
+    minima: pd.DataFrame
+    curves: dict[int, tuple[Floats, Floats]]
+    column: str
+    color_by: str | None = None
+
+    @classmethod
+    def from_minima(
+        cls,
+        minima: Any,
+        column: str = "train_loss",
+        *,
+        color_by: str | None = "auto",
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "TrainingCurvesDisplay":
+        """Draw one curve for each candidate.
+
+        Parameters
+        ----------
+        minima : optuna.Study or fitted FlatMinimaSearch
+            The candidates; a table has no curves. Nets of skorch and multi-layer perceptrons of
+            scikit-learn have curves.
+        column : str, default="train_loss"
+            What is drawn: ``"train_loss"`` or ``"valid_loss"``, ``"flatness_penalty"`` of the
+            nets with a penalty, or the name of a callback
+            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=..., on_train=True)``, for the
+            flatness along training. Such a callback records minus the flatness; the display
+            reverses the sign, so that small is flat.
+        color_by : str or None, default="auto"
+            The column that colors the curves. "auto" takes the batch size if it was varied, or
+            else the first parameter that was; None uses one color.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        TrainingCurvesDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If `minima` is neither a study nor a fitted search.
+        ValueError
+            If no candidate has a curve of this column.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
+        >>> X, y = load_iris(return_X_y=True)
+        >>> net = RelativeFlatnessRegularizedClassifier(max_epochs=100, verbose=0)
+        >>> search = FlatMinimaSearch(net, {"lr": [0.01, 0.02]}, goal=0.5, random_state=0)
+        >>> display = TrainingCurvesDisplay.from_minima(search.fit(X, y))
+        >>> sorted(display.curves)
+        [0, 1]
+        """
+        found = curves_of(minima)
+        table = minima_table(minima)
+        numbers = [int(number) for number in table["trial"] if column in found.get(number, {})]
+        if not numbers:
+            known = sorted({name for one in found.values() for name in one} - {"epoch"})
+            raise ValueError(
+                f"column: no candidate has a curve of {column!r}; there are {known}. For flatness "
+                "along training, add EpochScoring(FlatnessScorer(at_minimum='ignore'), "
+                "name='relative_flatness', on_train=True) to the callbacks of the net, before it "
+                "trains."
+            )
+        # nan for values that were not finite
+        epochs, values = (
+            {number: np.array(found[number][name], np.float64) for number in numbers}
+            for name in ("epoch", column)
+        )
+        curves = {number: (epochs[number], values[number]) for number in numbers}
+        color_by = color_column(table, color_by)
+        return cls(minima=table, curves=curves, column=column, color_by=color_by).plot(
+            ax=ax, **with_unit(kwargs, minima, table)
+        )
+
+    def _draw(
+        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
+    ) -> "list[Axes]":
+        """Draw the curves."""
+        ax = make_axes(ax)
+        draw_grid(ax)
+        ranked = is_converged(self.minima)
+        rows = [row for row, n in enumerate(self.minima["trial"]) if n in self.curves]
+        left_out = sum(not ranked[row] for row in rows)
+        for row in rows:
+            number = int(self.minima["trial"].iloc[row])
+            style = MINIMUM | {"color": colors.of_row(row)} if ranked[row] else dict(OTHER)
+            if not ranked[row]:
+                style["label"] = f"not ranked ({left_out})"
+            elif "rank" in self.minima.columns and self.minima["rank"].iloc[row] == 1:
+                style = BEST | {"label": f"rank 1 (trial {number})"}
+            epochs, values = self.curves[number]
+            (line,) = ax.plot(epochs, values, **(style | kwargs))
+            ends = np.flatnonzero(np.isfinite(values))[-1:]
+            ax.plot(epochs[ends], values[ends], "o", markersize=4, color=line.get_color())
+        choose_scale(ax.yaxis, np.concatenate([values for _, values in self.curves.values()]))
+        ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+        ax.set(xlabel="epoch", ylabel=label_of(self.column, loss_unit))
+        return [ax]
