@@ -5,8 +5,10 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,26 +19,15 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 # code of Python and of installed packages, such as scikit-learn's loop over folds
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
 _INSTALLED = ("<frozen ", *(path + os.sep for path in _PATHS))
-
-
 _ONCE = {"default", "module", "once"}  # actions of filters
 
 
+@dataclass
 class _Shown:
     """The warnings that a run of a program, or of a notebook's cell, has shown."""
 
-    def __init__(self) -> None:
-        self.place: tuple[Any, ...] = ()
-        self.warnings: set[Hashable] = set()
-
-    def add(self, place: tuple[Any, ...], warning: Hashable) -> bool:
-        """Add a warning, and return whether it is new; forget those of other places."""
-        # by identity: a cell that runs again is another program with equal code
-        if len(place) != len(self.place) or any(map(operator.is_not, place, self.place)):
-            self.place, self.warnings = place, set()
-        new = warning not in self.warnings
-        self.warnings.add(warning)
-        return new
+    place: Sequence[Any] = (None, None)
+    warnings: set[Hashable] = field(default_factory=set)
 
 
 _SHOWN = _Shown()
@@ -50,24 +41,21 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
     shown once in a run of a program, or of a notebook's cell. Filters such as "always" and "error"
     apply as usual.
     """
-    frames = [sys._getframe()]
-    while frames[-1].f_back is not None:
-        frames.append(frames[-1].f_back)
-    ours = (i for i, frame in enumerate(frames) if not _is_in(frame, _PACKAGE))
-    outside = list(ours) or [len(frames) - 1]
-    users = [i for i in outside if not _is_in(frames[i], _INSTALLED)] or outside
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    files = [frame.f_code.co_filename for frame in frames]
+    outside = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)] or [-1]
+    users = [i for i in outside if not files[i].startswith(_INSTALLED)] or outside
     frame, program = frames[users[0]], frames[users[-1]].f_code
     if _action(message, category, frame) in _ONCE:
         place = program, getattr(warnings, "_showwarnmsg_impl", None)  # may collect warnings
-        where = frame.f_code.co_filename, frame.f_lineno
-        if not _SHOWN.add(place, (message, category, where)):
+        # by identity: a cell that runs again is another program with equal code
+        if any(map(operator.is_not, place, _SHOWN.place)):
+            _SHOWN.place, _SHOWN.warnings = place, set()
+        warning = message, category, files[users[0]], frame.f_lineno
+        if warning in _SHOWN.warnings:
             return
-    warnings.warn(message, category, stacklevel=users[0] + 1)
-
-
-def _is_in(frame: FrameType, places: str | tuple[str, ...]) -> bool:
-    """Return whether a frame runs code of a package, or of one of several."""
-    return frame.f_code.co_filename.startswith(places)
+        _SHOWN.warnings.add(warning)
+    warnings.warn(message, category, stacklevel=users[0] % len(frames) + 1)
 
 
 def _action(message: str, category: type[Warning], frame: FrameType) -> str:
