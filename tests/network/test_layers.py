@@ -1,82 +1,105 @@
-"""Finding layers, and reading off the graph what lies behind them."""
+"""Finding layers, and refusing those at which the curvature is not that of one weight."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import LayerNotFoundError, relative_flatness
+from relflat_sk import (
+    FlatnessWarning,
+    LayerNotFoundError,
+    RelativeFlatnessPenalty,
+    flatness_report,
+    relative_flatness,
+)
 from relflat_sk._network.graph import find_link
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.network import primary_output
 from relflat_sk._network.recording import record_tail
 from tests import oracles
+from tests.penalty.every_draw import assert_right_on_average
 
-CE = nn.CrossEntropyLoss()
+N = 6
+CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 
 
-class Nested(nn.Module):
-    """Registered in another order than called, with a functional tail."""
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
 
-    def __init__(self):
+
+X, Y = numbers(N, 5), torch.arange(N) % 3
+
+
+class Net(nn.Module):
+    """Two layers, and a function that uses them."""
+
+    def __init__(self, run, n_outputs=3):
         super().__init__()
-        self.head = nn.Linear(6, 3)
-        self.body = nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True))
+        torch.manual_seed(0)
+        self.b, self.a = nn.Linear(4, n_outputs), nn.Linear(5, 4)  # called in another order
+        self.run = run
+        self.double()
 
     def forward(self, x):
-        return self.head(self.body(x)).mul(1.0)
+        return self.run(self.a, self.b, x)
 
 
-@pytest.fixture
-def nested():
-    torch.manual_seed(0)
-    return Nested().double()
+def chain(a, b, x):
+    return b(a(x).relu())
 
 
-@pytest.fixture
-def data():
-    torch.manual_seed(1)
-    return torch.randn(10, 5).double(), torch.arange(10) % 3
+def penalise(net, X, y, criterion=CE, layer=-1, weight=None):
+    penalty = RelativeFlatnessPenalty(layer)
+    with penalty.capture(net):
+        y_pred = net(X)
+    return penalty(criterion, y_pred, y, weight)
 
 
-def test_positions_count_in_forward_order(nested, data):
-    X, y = data
-    for layer, name in ((-1, "head"), (1, "head"), (0, "body.0"), (-2, "body.0")):
-        expected = oracles.relative_flatness(nested, name, CE, X, y)
-        for way in (layer, name, nested.get_submodule(name)):
-            value = relative_flatness(nested, X, y, layer=way, criterion=CE, batch_size=3)
+# -- positions and names --------------------------------------------------------------------
+
+
+def test_positions_count_in_forward_order():
+    net = Net(chain)
+    for layer, name in ((-1, "b"), (1, "b"), (0, "a"), (-2, "a")):
+        expected = oracles.relative_flatness(net, name, CE, X, Y)
+        for way in (layer, name, net.get_submodule(name)):
+            value = relative_flatness(net, X, Y, layer=way, criterion=CE, batch_size=4)
             assert value == pytest.approx(expected, rel=1e-10)
+    assert find_layer(net, -1) == "a"  # as registered
 
 
-def test_one_forward_pass_per_batch(data):
-    X, y = data
-    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    calls = []
+def test_one_forward_pass_per_batch():
+    net, calls = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double(), []
     net[0].register_forward_hook(lambda *_: calls.append(1))
-    relative_flatness(net, X, y, criterion=CE, batch_size=4)
-    assert len(calls) == 3
+    relative_flatness(net, X, Y, criterion=CE, batch_size=4)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
-        (2, LayerNotFoundError, r"no layer 2. Layers with a weight matrix: 0: 'body.0' \(Linear"),
+        (2, LayerNotFoundError, r"no layer 2. Layers with a weight matrix: 0: 'a.0' \(Linear"),
         (-3, LayerNotFoundError, "no layer -3"),
         ("tail", LayerNotFoundError, "no layer 'tail'"),
-        ("body.1", LayerNotFoundError, "'body.1' is a ReLU, which has no weight matrix"),
+        ("all", LayerNotFoundError, "no layer 'all'. To measure all layers, use flatness_report"),
+        ("a.1", LayerNotFoundError, "'a.1' is a ReLU, which has no weight matrix"),
         (nn.Linear(2, 2), LayerNotFoundError, "not part of the network"),
         (1.0, TypeError, "layer must be an int, a dotted module name or the module itself, got 1"),
         (True, TypeError, "got True of type bool"),
         (None, TypeError, "got None"),
     ],
 )
-def test_no_such_layer(nested, data, layer, error, message):
+def test_no_such_layer(layer, error, message):
+    net = Net(chain)
+    net.a = nn.Sequential(net.a, nn.ReLU())
     with pytest.raises(error, match=message):
-        relative_flatness(nested, *data, layer=layer, criterion=CE)
+        relative_flatness(net, X, Y, layer=layer, criterion=CE)
 
 
-def test_network_without_weights(data):
+def test_network_without_weights():
     with pytest.raises(LayerNotFoundError, match="no layer whose weight matrix can be measured"):
-        relative_flatness(nn.Sequential(nn.ReLU()), *data, criterion=CE)
+        relative_flatness(nn.Sequential(nn.ReLU()), X, Y, criterion=CE)
 
 
 @pytest.mark.parametrize("layer", [nn.Bilinear(2, 2, 2), nn.Embedding(3, 2)])
@@ -86,119 +109,375 @@ def test_layers_with_other_weights_are_refused_by_name(layer):
         relative_flatness(net, torch.tensor([1, 2]), torch.tensor([0, 1]), layer="0", criterion=CE)
 
 
-class Shared(nn.Module):
-    def __init__(self, tie):
-        super().__init__()
-        self.a = nn.Linear(5, 5)
-        self.b = nn.Linear(5, 5)
-        self.tie = tie
-        if tie:
-            self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x)) if self.tie else self.a(self.a(x))
+def test_parametrized_layers_are_measured_at_their_effective_weight():
+    net = Net(chain)
+    plain = relative_flatness(net, X, Y, criterion=CE)
+    parametrizations.weight_norm(net.b)
+    assert relative_flatness(net, X, Y, criterion=CE) == pytest.approx(plain, rel=1e-12)
 
 
-def test_shared_modules_are_refused(data):
-    with pytest.raises(ValueError, match="layer 'a' was called 2 times in one forward pass"):
-        relative_flatness(Shared(False).double(), *data, layer="a", criterion=CE)
-    with pytest.raises(ValueError, match=r"layer 'b' is shared by the modules \['a', 'b'\]"):
-        relative_flatness(Shared(True).double(), *data, criterion=CE)
+# -- links ----------------------------------------------------------------------------------
+
+LINKS = {
+    "identity": ("identity", lambda z: z),
+    "views": ("identity", lambda z: nn.Dropout().eval()(z.view(4, 3, 1)).squeeze(-1)),
+    "softmax": ("softmax", lambda z: z.softmax(-1)),
+    "softmax over axis 1": ("softmax", lambda z: F.softmax(z, 1)),
+    "log_softmax": ("log_softmax", lambda z: nn.LogSoftmax(dim=-1)(z)),
+    "sigmoid": ("sigmoid", lambda z: nn.Sigmoid()(z).float()),
+    "scaled": (None, lambda z: 2 * z),
+    "residual": (None, lambda z: z + torch.ones(4, 3)),
+    "added to itself": (None, lambda z: z + z),
+    "softmax over samples": (None, lambda z: z.softmax(0)),
+    "twice": (None, lambda z: z.softmax(-1).log_softmax(-1)),
+    "transposed": (None, lambda z: z.t()),
+    "sliced": (None, lambda z: z[:, 1:]),
+    "in place": (None, lambda z: z.clone().relu_()),
+    "inactive clamp": (None, lambda z: z.clamp(-100, 100)),
+    "detached": (None, lambda z: z.detach()),
+    "unrelated": (None, lambda z: torch.ones(4, 3, requires_grad=True) * 1),
+}
 
 
-def test_a_layer_that_is_not_called_is_refused(data):
-    with pytest.raises(ValueError, match="layer 'b' was called 0 times"):
-        relative_flatness(Shared(False).double(), *data, layer="b", criterion=CE)
+@pytest.mark.parametrize("tail", LINKS)
+def test_links_are_recognised(tail):
+    link, run = LINKS[tail]
+    layer = nn.Linear(5, 3)
+    with torch.no_grad(), record_tail(layer, "") as recorder:
+        output = run(layer(torch.randn(4, 5)))
+    assert find_link(output, recorder[""].node) == link
 
 
-class Overwrites(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(5, 5)
-
-    def forward(self, x):
-        h = x * 2
-        z = self.a(h)
-        h.add_(1)
-        return z
+def test_tails_in_place_do_not_disturb():
+    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True)).double()
+    expected = oracles.relative_flatness(net, "0", CE, X, Y)
+    assert relative_flatness(net, X, Y, criterion=CE) == pytest.approx(expected, rel=1e-10)
 
 
-def test_features_overwritten_in_place_are_noticed(data):
-    with pytest.raises(ValueError, match="input that layer 'a' received was overwritten in place"):
-        relative_flatness(Overwrites().double(), *data, criterion=CE)
+# -- layers that are not called once, or compute something else -----------------------------
 
 
 class Scaled(nn.Linear):
+    """A linear layer that is none."""
+
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-def test_a_linear_layer_that_is_none_is_noticed(data):
-    net = nn.Sequential(Scaled(5, 3)).double()
-    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
-        relative_flatness(net, *data, criterion=CE)
+def overwritten(a, b, x):
+    h = x * 2
+    z = a(h)
+    h.add_(1)
+    return z
 
 
-def test_parametrized_layers_are_measured_at_their_effective_weight(data):
-    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    plain = relative_flatness(net, *data, criterion=CE)
-    nn.utils.parametrizations.weight_norm(net[2])
-    assert relative_flatness(net, *data, criterion=CE) == pytest.approx(plain, rel=1e-12)
+def tied():
+    net = Net(lambda a, b, x: b(a(x)))
+    net.a, net.b = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+    net.b.weight = net.a.weight
+    return net
 
 
-LINKED = {
-    "identity": lambda z: z,
-    "identity, dropout and views": lambda z: nn.Dropout().eval()(z.view(4, 3, 1)).squeeze(-1),
-    "softmax": lambda z: z.softmax(-1),
-    "softmax over axis 1": lambda z: nn.functional.softmax(z, 1),
-    "log_softmax": lambda z: nn.LogSoftmax(dim=-1)(z),
-    "sigmoid": lambda z: nn.Sigmoid()(z).float(),
+def none():
+    net = Net(chain)
+    net.b = Scaled(4, 3).double()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "message"),
+    [
+        (lambda: Net(lambda a, b, x: a(x) + a(2 * x)), "a", "layer 'a' was called 2 times in one"),
+        (lambda: Net(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times"),
+        (tied, -1, r"layer 'b' is shared by the modules \['a', 'b'\]"),
+        (lambda: Net(overwritten), "a", "input that layer 'a' received was overwritten in place"),
+        (none, -1, "layer 'b' does not compute W x"),
+    ],
+    ids=["twice", "never", "shared", "overwritten", "no linear layer"],
+)
+def test_layers_without_a_weight_to_themselves(make, layer, message):
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(make(), X, Y, layer=layer, criterion=CE)
+
+
+@pytest.mark.parametrize(
+    "ending", [nn.Identity(), nn.ReLU(inplace=True)], ids=["plain", "in place"]
+)
+def test_penalties_refuse_layers_that_compute_something_else(ending):
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Scaled(4, 3), ending).double()
+    for layer in (-1, "all"):
+        with pytest.raises(ValueError, match="layer '2' does not compute W x"):
+            penalise(net, X, Y, layer=layer)
+
+
+# -- rows that are no samples ---------------------------------------------------------------
+
+NEIGHBOURS = numbers(N, N).softmax(1)
+
+
+def sequence_first(a, b, x):
+    return b(a(x.transpose(0, 1)).relu().sum(0))
+
+
+def tokens_as_rows(a, b, x):
+    return b(a(x.flatten(0, 1)).relu().view(*x.shape[:2], -1).sum(1))
+
+
+def centred(a, b, x):
+    z = a(x)
+    return b((z - z.mean(0)).relu())
+
+
+def sorted_by_length(a, b, x):
+    order = x[:, 0].argsort()
+    return b(a(x[order]).relu())[order.argsort()]
+
+
+# what a network does with its layers, and the shape of a sample
+RUNS = {
+    "sequence first": (sequence_first, (2, 5)),
+    "as many tokens as samples": (sequence_first, (N, 5)),
+    "tokens as rows": (tokens_as_rows, (2, 5)),
+    "graph": (lambda a, b, x: NEIGHBOURS @ chain(a, b, x), (5,)),
+    "mean of the batch": (centred, (5,)),
+    "other order": (sorted_by_length, (5,)),
 }
-NOT_LINKED = {
-    "scaled": lambda z: 2 * z,
-    "residual": lambda z: z + torch.ones(4, 3),
-    "added to itself": lambda z: z + z,
-    "softmax over samples": lambda z: z.softmax(0),
-    "twice": lambda z: z.softmax(-1).log_softmax(-1),
-    "transposed": lambda z: z.t(),
-    "sliced": lambda z: z[:, 1:],
-    "in place": lambda z: z.clone().relu_(),
-    "inactive clamp": lambda z: z.clamp(-100, 100),
-    "detached": lambda z: z.detach(),
-    "unrelated": lambda z: torch.ones(4, 3, requires_grad=True) * 1,
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_layers_whose_rows_are_no_samples_are_refused(kind):
+    run, shape = RUNS[kind]
+    net, X = Net(run), numbers(N, *shape)
+    message = "depend on other rows of what layer 'a' puts out, of"
+    with pytest.raises(ValueError, match=f"rows at layer 'a' into|{message}"):
+        relative_flatness(net, X, Y, layer="a", criterion=CE)
+    weight = torch.linspace(1, 2, N) if kind == "other order" else None
+    with pytest.raises(ValueError, match=message):
+        penalise(net, X, Y, layer="a", weight=weight)
+
+
+def test_rows_are_checked_in_a_batch_of_each_size():
+    sizes = [[0], list(range(1, N))]  # one sample mixes nothing
+    loader = DataLoader(TensorDataset(X, Y), batch_sampler=sizes)
+    with pytest.raises(ValueError, match="depend on other rows of what layer 'a' puts out, of"):
+        relative_flatness(Net(centred), loader, layer="a", criterion=CE)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize(
+    ("n_outputs", "shape"), [(6, (5,)), (3, (2, 5))], ids=["two heads", "two tokens"]
+)
+def test_penalties_of_several_outputs_for_each_sample(n_outputs, shape, name):
+    net, X = Net(lambda a, b, x: chain(a, b, x).view(-1, 3), n_outputs), numbers(N, *shape)
+    y = torch.arange(2 * N) % 3
+    H, W = oracles.weight_hessian(net, name, CE, X, y)
+    truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
+    assert_right_on_average(RelativeFlatnessPenalty(name), net, CE, X, y, truth)
+
+
+@pytest.mark.parametrize("rows", [slice(None, None, 2), [2, 0, 1, 5, 3, 4]], ids=["some", "order"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_penalties_of_chosen_rows(rows, name):
+    net, y, copies = Net(lambda a, b, x: chain(a, b, x)[rows]), Y[rows], 400
+    H, W = oracles.weight_hessian(net, name, CE, X, y)
+    truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
+    net.run = lambda a, b, x: chain(a, b, x).view(copies, N, 3)[:, rows].flatten(0, 1)
+    torch.manual_seed(0)
+    penalty = RelativeFlatnessPenalty(name, probes=8)
+    with penalty.capture(net):
+        y_pred = net(X.repeat(copies, 1))
+    assert penalty(CE, y_pred, y.repeat(copies)).item() == pytest.approx(truth, rel=0.05)
+
+
+def with_second_output(a, b, x):
+    z = a(x)
+    return z, b(z.tanh())
+
+
+def test_layers_of_a_second_output_are_refused_or_left_out():
+    net, y = Net(with_second_output), numbers(N, 4)
+    message = "criterion does not depend on the output of layer 'b'"
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(net, X, y, criterion=MSE)
+    with pytest.raises(ValueError, match=message):
+        penalise(net, X, y, MSE)
+    with pytest.warns(FlatnessWarning, match="'b' left out: the criterion does not depend on"):
+        report = flatness_report(net, X, y, criterion=MSE, measures="relative_flatness")
+    assert list(report["layer"]) == ["a"]
+    every, first = (penalise(net, X, y, MSE, layer).item() for layer in ("all", "a"))
+    assert every == pytest.approx(first, rel=1e-12)
+
+
+# -- weights that a network uses a second time, by a function instead of a module -----------
+
+Z = numbers(N, 4)
+
+
+class Tied(nn.Module):
+    """An autoencoder, with the weight of one of its modules used by a function as well."""
+
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.mid, self.dec = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
+        self.use = use
+        self.double()
+
+    def forward(self, x):
+        if self.use == "before":
+            return self.dec(self.mid(F.linear(x, self.dec.weight.T)).tanh())
+        h = self.mid(self.enc(x).tanh()).tanh()
+        return OUTPUTS[self.use](self, x, h)
+
+
+def ask(net, x, h):
+    """Ask for properties of the weight only."""
+    weight = net.enc.weight
+    zeros = torch.zeros_like(weight).sum() + x.new_zeros(weight.shape[1])
+    return net.dec(h.type_as(weight)) + zeros.to(weight.dtype)
+
+
+def log(read):
+    """Keep a number that is computed from the weight."""
+
+    def run(net, x, h):
+        net.norm = read(net.enc.weight)
+        return net.dec(h)
+
+    return run
+
+
+OUTPUTS = {
+    "none": lambda net, x, h: net.dec(h),
+    "function": lambda net, x, h: F.linear(h, net.enc.weight.T),
+    "operator": lambda net, x, h: h @ net.enc.weight,
+    "list": lambda net, x, h: torch.einsum("ni,ij->nj", [h, net.enc.weight]),
+    # of a value that does not pass the layer
+    "aside": lambda net, x, h: net.dec(h) + x @ net.enc.weight.T @ net.enc.weight,
+    "like": ask,
+    "in no_grad": log(torch.no_grad()(lambda weight: weight.norm())),
+    "detach": log(lambda weight: weight.detach().norm()),
+    "data": log(lambda weight: weight.data.norm()),
+}
+USES = {"function": "enc", "operator": "enc", "list": "enc", "aside": "enc", "before": "dec"}
+
+
+def measured(net, layer):
+    return relative_flatness(net, Z, Z, layer=layer, criterion=MSE)
+
+
+def assert_refused(net, name):
+    message = f"uses the weight of layer '{name}' outside of the layer's call"
+    with pytest.raises(ValueError, match=message):
+        measured(net, name)
+    with pytest.raises(ValueError, match=message):
+        penalise(net, Z, Z, MSE, name)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("use", USES)
+def test_layers_with_another_use_of_their_weight_are_refused(use, frozen):
+    net, name = Tied(use), USES[use]
+    net.get_submodule(name).requires_grad_(not frozen)
+    assert_refused(net, name)
+    assert all(
+        weight.requires_grad is not frozen for weight in net.get_submodule(name).parameters()
+    )
+    assert all("forward" not in vars(module) for module in net.modules())
+    assert measured(net, "mid") > 0
+    assert penalise(net, Z, Z, MSE, "mid") > 0
+    with pytest.warns(FlatnessWarning, match=f"'{name}' left out: the weight is used in several"):
+        report = flatness_report(net, Z, Z, criterion=MSE, measures="relative_flatness")
+    assert name not in set(report["layer"])
+    assert "mid" in set(report["layer"])
+
+
+def test_frozen_weights_may_be_read_beside_the_network():
+    net = Tied("none")
+    net.mid.requires_grad_(False)
+    penalty = RelativeFlatnessPenalty("mid")
+    with penalty.capture(net):
+        y_pred = net(Z)
+        decay = sum(weight.square().sum() for weight in net.parameters())
+        assert penalty(MSE, y_pred, Z) + decay > 0
+
+
+@pytest.mark.parametrize("use", ["in no_grad", "detach", "data", "like"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_weight_may_be_read_without_a_gradient_as_for_a_log(use, frozen):
+    net = Tied(use)
+    net.enc.requires_grad_(not frozen)
+    if use != "like" or not frozen:  # a frozen weight that a tensor is made like counts as used
+        assert penalise(net, Z, Z, MSE, "enc") > 0
+    assert measured(net, "enc") == pytest.approx(measured(Tied("none"), "enc"), rel=1e-12)
+
+
+COMPUTED = {
+    "parametrization": parametrizations.weight_norm,
+    "weight norm": weight_norm,
+    "pruning": lambda layer: prune.random_unstructured(layer, "weight", 3),
 }
 
 
-@pytest.mark.parametrize("tail", LINKED)
-def test_links_are_recognised(tail):
-    layer = nn.Linear(5, 3)
-    with torch.no_grad(), record_tail(layer, "") as recorder:
-        output = LINKED[tail](layer(torch.randn(4, 5)))
-    assert find_link(output, recorder[""].node) == tail.split(",")[0].split(" ")[0]
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_weights_that_are_computed_are_watched(compute):
+    net = Tied("function")
+    COMPUTED[compute](net.enc)
+    assert_refused(net, "enc")
+    net.use = "none"
+    assert measured(net, "enc") > 0
 
 
-@pytest.mark.parametrize("tail", NOT_LINKED)
-def test_other_functions_are_not_mistaken_for_links(tail):
-    layer = nn.Linear(5, 3)
-    with torch.no_grad(), record_tail(layer, "") as recorder:
-        output = NOT_LINKED[tail](layer(torch.randn(4, 5)))
-    assert find_link(output, recorder[""].node) is None
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_penalties_take_the_weight_that_a_hook_computed_for_their_pass():
+    slopes = []
+    for again in (False, True):
+        net = Tied("none")
+        weight_norm(net.enc)
+        penalty = RelativeFlatnessPenalty("enc")
+        with penalty.capture(net):
+            y_pred = net(Z)
+        if again:
+            with torch.no_grad():
+                net(Z)
+        torch.manual_seed(0)
+        penalty(MSE, y_pred, Z).backward()
+        slopes.append(net.enc.weight_g.grad)
+    assert torch.equal(*slopes)
 
 
-def test_tails_in_place_do_not_disturb(data):
-    X, y = data
-    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True)).double()
-    expected = oracles.relative_flatness(net, "0", CE, X, y)
-    assert relative_flatness(net, X, y, criterion=CE) == pytest.approx(expected, rel=1e-10)
+class Reads(nn.Linear):
+    """A layer that uses the weight of another one in its own call."""
+
+    def forward(self, x):
+        return super().forward(F.linear(x, self.other[0].weight))
 
 
-def test_outputs_that_hold_the_logits():
-    logits = torch.ones(2, 3)
-    assert primary_output({"logits": logits, "loss": 1}) is logits
-    assert primary_output((logits, 1)) is logits
-    with pytest.raises(TypeError, match="must return a tensor, .* got dict"):
-        primary_output({"scores": logits})
+def test_a_use_inside_of_another_layer_is_noticed():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Reads(4, 4)).double()
+    net[2].other = [net[0]]  # in a list, so that it is no module of its own there
+    with pytest.raises(ValueError, match="uses the weight of layer '0' outside"):
+        measured(net, 0)
 
 
-def test_find_layer_as_registered():
-    assert find_layer(Nested(), -1) == "body.0"
+class Words(nn.Module):
+    """A language model whose embedding is a function of the head's weight."""
+
+    def __init__(self, tie):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 5, bias=False).double()
+        self.copy = self.head.weight.detach().clone()
+        self.tie = tie
+
+    def forward(self, tokens):
+        tokens = tokens.long()
+        return self.head(F.embedding(tokens, self.head.weight if self.tie else self.copy).mean(1))
+
+
+def test_a_head_tied_to_an_embedding_counts_as_its_own_copy():
+    tokens, y = torch.arange(8).reshape(4, 2) % 5, torch.arange(4)
+    tied, own = (relative_flatness(Words(tie), tokens, y, criterion=CE) for tie in (True, False))
+    assert tied == own
+    assert penalise(Words(True), tokens, y) > 0

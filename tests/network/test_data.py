@@ -1,0 +1,492 @@
+"""Data of every kind: what cannot be cut into batches is refused, all else gives one value."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.testing import assert_array_equal
+from scipy.sparse import csr_array, csr_matrix, dok_array
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from relflat_sk import (
+    FlatnessScorer,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    flatness_report,
+    relative_flatness,
+)
+from relflat_sk._network import RowSource, check_kind, copy_rows, is_row_source, mapped_file
+from relflat_sk._network.batches import cast_inputs, make_batches
+from relflat_sk._numerics import native
+from tests.data_kinds import ComputedRows, memmap, npy, zarr_array
+
+CE = nn.CrossEntropyLoss()
+N = 12
+X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+Y = np.arange(N) % 3
+COUNTS = np.random.default_rng(0).integers(0, 5, size=(N, 4))
+TENSOR, LABELS = torch.from_numpy(X), torch.from_numpy(Y)
+FRAME = pd.DataFrame(X, columns=["w", "x", "y", "z"])
+READ_ONLY = X.copy()
+READ_ONLY.flags.writeable = False
+SWAPPED = np.dtype(np.float32).newbyteorder("S")
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def measured(net, inputs, labels=Y, **options):
+    return relative_flatness(net, inputs, labels, criterion=CE, **options)
+
+
+def make_classifier():
+    return RelativeFlatnessRegularizedClassifier(
+        nn.Linear, module__in_features=4, module__out_features=3, verbose=0, max_epochs=2,
+        random_state=0,
+    )  # fmt: skip
+
+
+# -- one value ------------------------------------------------------------------------------
+
+FORMS = {
+    "array": (X, Y),
+    "lists": (X.tolist(), Y.tolist()),
+    "data frame": (FRAME, pd.Series(Y)),
+    "tensor": (TENSOR, LABELS),
+    "float64": (X.astype(float), Y),
+    "read-only": (READ_ONLY, Y),
+    "reversed view": (X[::-1].copy()[::-1], Y[::-1].copy()[::-1]),
+    "fortran order": (np.asfortranarray(X), Y),
+    "sparse matrix": (csr_matrix(X), Y),
+    "sparse array": (csr_array(X), Y),
+    "tuple": ((X,), Y),
+    "dict": ({"input": X}, Y),
+    "computed": (ComputedRows(X), Y),
+    "another byte order": (X.astype(SWAPPED), Y.astype(np.dtype(int).newbyteorder("S"))),
+    "extended precision": (X.astype(np.longdouble), Y),
+    "dict of another byte order": ({"input": X.astype(SWAPPED)}, Y),
+    "computed in another byte order": (ComputedRows(X.astype(SWAPPED)), Y),
+    "sparse with extended precision": (csr_matrix(X.astype(np.longdouble)), Y),
+    "column of labels": (X, Y[:, None]),
+    "float labels": (X, Y.astype(float)),
+    "int8 labels": (X, Y.astype(np.int8)),
+    "dataset": (TensorDataset(TENSOR, LABELS), None),
+    "loader": (DataLoader(TensorDataset(TENSOR, LABELS), 3), None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_the_data_changes_nothing(net, form):
+    inputs, labels = FORMS[form]
+    expected = measured(net, TENSOR, LABELS)
+    assert measured(net, inputs, labels, batch_size=5) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["another byte order", "computed in another byte order"])
+def test_nets_are_trained_on_numbers_that_torch_does_not_know(form):
+    data = FORMS[form][0]
+    expected = make_classifier().fit(X, Y).predict_proba(X)
+    assert_array_equal(make_classifier().fit(data, Y).predict_proba(data), expected)
+
+
+def test_the_type_that_torch_knows():
+    found = native(np.arange(3, dtype=np.dtype(np.int16).newbyteorder("S")))
+    assert found.dtype == np.int16
+    assert found.tolist() == [0, 1, 2]
+    assert native(np.ones(2, np.longdouble)).dtype == np.float64
+    assert native(X) is X
+
+
+def test_whole_numbers_for_a_floating_network(net):
+    assert measured(net, COUNTS) == pytest.approx(measured(net, COUNTS.astype(float)))
+
+
+def test_integers_stay_integers_for_an_embedding():
+    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
+    assert cast_inputs(torch.tensor([1]), net).dtype == torch.int64
+    assert measured(net, COUNTS) > 0
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+def test_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, a, b):
+            return self.out(torch.cat([a, b], dim=1))
+
+    net = Two().double()
+    whole = nn.Sequential(net.out)
+    expected = measured(whole, X)
+    parts = (X[:, :1], X[:, 1:])
+    for inputs in (parts, Pair(*parts), {"b": X[:, 1:], "a": X[:, :1]}):
+        assert measured(net, inputs) == pytest.approx(expected)
+    rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]
+    loader = DataLoader(rows, batch_size=4)  # its batches are of the type of the samples
+    assert measured(net, loader, None) == pytest.approx(expected)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(TENSOR, LABELS))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_drops_samples_gives_a_warning(shuffle, net):
+    data = TensorDataset(TENSOR, LABELS)
+    with pytest.warns(FlatnessWarning, match="drop_last=True: 2 of its 12 samples are left out"):
+        measured(net, DataLoader(data, 5, shuffle=shuffle, drop_last=True), None)
+    whole = measured(net, X)
+    loader = DataLoader(data, 6, shuffle=shuffle, drop_last=True)  # drops none
+    assert measured(net, loader, None) == pytest.approx(whole)
+    with pytest.warns(FlatnessWarning, match="those of an incomplete batch are left out"):
+        measured(net, DataLoader(Stream(), 5, drop_last=True), None)
+
+
+def test_an_overflowing_sum_is_not_mistaken_for_infinity():
+    net = nn.Linear(2, 2)
+    huge = np.full((4, 2), 3e38, dtype=np.float32)
+    assert not torch.isfinite(torch.from_numpy(huge).sum())
+    with pytest.raises(ValueError, match="X contains NaN"):
+        measured(net, np.where(huge > 0, np.inf, 0), [0, 1, 0, 1])
+    measured(net, huge, [0, 1, 0, 1])  # no complaint
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "error", "message"),
+    [
+        (np.where(X > 1, np.nan, X), Y, ValueError, "X contains NaN or infinity"),
+        (np.where(X > 1, np.inf, X), Y, ValueError, "X contains NaN or infinity"),
+        (X, Y[:9], ValueError, "X has 12 samples, y has 9 labels"),
+        (X, 3, ValueError, "X has 12 samples, y has no labels.$"),
+        (X[0], 3, ValueError, r"X has 4 samples, y has no labels. X is 1-D, .*reshape\(1, -1\)"),
+        (X[:0], Y[:0], ValueError, "X has no samples"),
+        (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), None, ValueError, "X has no samples"),
+        (X, np.array(list("abc"))[Y], ValueError, "labels of type <U1 such as .*'a'.* encode"),
+        (X, np.where(Y == 1, np.nan, Y), ValueError, "y contains NaN"),
+        (X, torch.full((12,), torch.nan), ValueError, "y contains NaN"),
+        (X, Y + 1, ValueError, "class indices from 0 to 2, one per output, got .* from 1 to 3"),
+        (X, Y - 1, ValueError, "got values from -1 to 1"),
+        (X, Y + 0.5, ValueError, "needs class indices 0, 1, ..., got fractions such as 0.5"),
+        (X, np.zeros((12, 2)), ValueError, r"outputs of shape \(12, 3\) needs .* got \(12, 2\)"),
+        ("text", Y, TypeError, "X must hold numbers"),
+        (np.array([["a"] * 4] * 12), Y, TypeError, "X must hold numbers, got ndarray of <U1"),
+        (3.0, Y, TypeError, "X must be an array of samples, got float 3.0"),
+        ({"a": X, "b": X[:3]}, Y, ValueError, r"must have equal lengths, got \[3, 12\]"),
+        (TensorDataset(TENSOR), None, TypeError, r"must give \(x, y\) pairs"),
+        (TensorDataset(torch.zeros(2, 4)), Y, ValueError, "has its own labels"),
+        (ComputedRows(np.where(X > 1, np.nan, X)), Y, ValueError, "X contains NaN or infinity"),
+        (ComputedRows(X.astype(str)), Y, TypeError, "X must hold numbers, got ComputedRows of <U"),
+        (ComputedRows(X), Y[:9], ValueError, "X has 12 samples, y has 9 labels"),
+        (ComputedRows(X[:0]), Y[:0], ValueError, "X has no samples"),
+        (X, ComputedRows(np.where(Y == 1, np.nan, Y)), ValueError, "y contains NaN"),
+    ],
+)
+def test_bad_data(net, inputs, labels, error, message):
+    with pytest.raises(error, match=message):
+        measured(net, inputs, labels)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "labels", "message"),
+    [
+        (nn.MSELoss(), Y, r"MSELoss needs targets of the outputs' shape \(12, 3\), got \(12,\)"),
+        (nn.BCEWithLogitsLoss(), np.full((12, 3), 2), "needs targets from 0 to 1, got .* 2 to 2"),
+        (nn.PoissonNLLLoss(), np.full((12, 3), -1), "needs counts, .* got -1"),
+        (
+            nn.BCEWithLogitsLoss(weight=torch.ones(12, 1)),
+            np.ones((12, 3)),
+            r"weight of BCEWithLogitsLoss has shape \(12, 1\)",
+        ),
+        (lambda output, y: output[:, :2].square(), Y, None),
+        (lambda output, y: output[:5, 0], Y, r"gave losses of shape \(5,\) for 12 samples"),
+        (lambda output, y: 1.0, Y, "returned float, expected a tensor"),
+        (nn.CosineEmbeddingLoss(), Y, r"CosineEmbeddingLoss cannot take outputs of shape"),
+    ],
+)
+def test_criterion_and_labels_that_do_not_fit(net, criterion, labels, message):
+    if message is None:
+        assert np.isfinite(relative_flatness(net, X, labels, criterion=criterion))
+        return
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(net, X, labels, criterion=criterion)
+
+
+class Bent(nn.Module):
+    """Returns something else than a row for each sample and a column for each class."""
+
+    def __init__(self, bend, n_outputs=3):
+        super().__init__()
+        self.out, self.bend = nn.Linear(4, n_outputs), bend
+
+    def forward(self, x):
+        return self.bend(self.out(x))
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Bent(lambda z: z.squeeze(1), 1), r"one output per class, .* outputs of shape \(12,\)"),
+        (Bent(lambda z: z.mean(0, keepdim=True)), "turned 12 rows at layer 'out' into outputs of"),
+    ],
+)
+def test_outputs_that_do_not_fit(net, message):
+    with pytest.raises(ValueError, match=message):
+        measured(net, X)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (np.ones(3), r"must have shape \(12,\), one weight per sample, got \(3,\)"),
+        (-np.ones(N), "must be finite, not negative, and not all zero"),
+        (np.zeros(N), "must be finite, not negative, and not all zero"),
+    ],
+)
+def test_bad_sample_weights(weights, message):
+    with pytest.raises(ValueError, match=message):
+        make_batches(X, Y, sample_weight=weights)
+
+
+def with_column(values):
+    return FRAME.assign(c=values)
+
+
+class ArrowFrame:
+    """What the frames of polars and of pyarrow have in common, under polars' names."""
+
+    def __init__(self, **columns):
+        self._columns = columns
+        self.columns = list(columns)
+
+    def __getitem__(self, name):
+        return self._columns[name]
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise NotImplementedError
+
+
+class ArrowTable(ArrowFrame):
+    """The same under pyarrow's names."""
+
+    def __init__(self, **columns):
+        super().__init__(**columns)
+        self.column_names, self.columns = self.columns, list(columns.values())
+
+
+DATES = np.full(N, np.datetime64("2020-01-01"))
+
+
+BATCHES = [(TENSOR[:6], LABELS[:6]), (TENSOR[6:], LABELS[6:])]
+REFUSED = {
+    "category": (
+        with_column(pd.Categorical(np.array(list("abc"))[Y])),
+        r"columns that hold no numbers: 'c' \(category, such as 'a'\). Encode categories",
+    ),
+    "object": (
+        with_column(np.array(["u", "v", "w"], dtype=object)[Y]),
+        r"'c' \(.*, such as 'u'\)",
+    ),
+    "string": (with_column(pd.array(["u"] * N, dtype="string")), r"'c' \(string, such as 'u'\)"),
+    "missing": (with_column(pd.array([pd.NA] * (N - 1) + ["u"], dtype="string")), "such as 'u'"),
+    "date": (
+        with_column(pd.Timestamp("2020-01-01") + pd.to_timedelta(Y, unit="D")),
+        r"'c' \(datetime64.*such as Timestamp\('2020-01-01 00:00:00'\)\).*turn dates into numbers",
+    ),
+    "duration": (with_column(pd.to_timedelta(Y, unit="D")), r"'c' \(timedelta64"),
+    "period": (with_column(pd.period_range("2020", periods=N, freq="D")), r"'c' \(period"),
+    "empty dates": (with_column(pd.Series([pd.NaT] * N)), r"'c' \(datetime64\[.*\]\)\. Encode"),
+    "polars": (ArrowFrame(x=X[:, 0], d=DATES), r"numbers: 'd' \(datetime64.*turn dates"),
+    "pyarrow": (ArrowTable(x=X[:, 0], d=DATES), r"numbers: 'd' \(datetime64.*turn dates"),
+    "many": (pd.DataFrame({str(i): ["a"] * N for i in range(7)}), "'4' .* and 2 more. Encode"),
+    "array of dates": (
+        np.full((N, 2), np.datetime64("2020-01-01")),
+        "X holds dates or times, of type datetime64",
+    ),
+    "series of dates": (pd.Series(pd.to_timedelta(Y, unit="D")), "X holds dates or times"),
+    "coo": (TENSOR.to_sparse(), r"a sparse tensor \(torch.sparse_coo\).*Pass X.to_dense\(\)"),
+    "in a dict": ({"x": TENSOR.to_sparse()}, "a sparse tensor"),
+    "in a tuple": ((TENSOR, TENSOR.to_sparse()), "a sparse tensor"),
+    "complex": (TENSOR.to(torch.complex64), r"complex numbers \(torch.complex64\)"),
+    "meta": (TENSOR.to("meta"), "on the meta device, which holds no values"),
+    "batches": (BATCHES, "a list of 2 tuples, like the batches or samples of a loader"),
+    "lists of batches": ([list(batch) for batch in BATCHES], "a list of 2 lists"),
+    "dicts": ([{"x": TENSOR}], "a list of 1 dicts, .*torch.cat"),
+    "unequal batches": (
+        [X[:5], X[5:]],
+        r"a list of arrays of different shapes, such as \(5, 4\) and \(7, 4\)",
+    ),
+    "tuple of batches": (tuple([list(b) for b in BATCHES]), "a list of arrays of different shapes"),
+    "generator": ((batch for batch in BATCHES), "a generator, which can be read only once"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_everywhere_before_anything_is_computed(kind):
+    data, message = REFUSED[kind]
+    net = make_classifier()
+    with pytest.raises(TypeError, match=message):
+        net.fit(data, Y)
+    assert not net.initialized_
+    net.fit(X, Y)
+    for call in [
+        lambda: net.predict(data),
+        lambda: net.score(data, Y),
+        lambda: relative_flatness(net, data, Y),
+        lambda: relative_flatness(net.module_, data, Y, criterion=CE),
+        lambda: flatness_report(net, data, Y),
+        lambda: FlatnessScorer()(net, data, Y),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_a_sparse_csr_tensor():
+    with pytest.warns(UserWarning, match="beta"):
+        sparse = TENSOR.to_sparse_csr()
+    with pytest.raises(TypeError, match=r"a sparse tensor \(torch.sparse_csr\)"):
+        check_kind(sparse)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        X.tolist(),
+        list(TENSOR),
+        [[X[0], X[1]], [X[2], X[3]]],
+        [[]],
+        [],
+        FRAME,
+        with_column(Y > 1),
+        with_column(pd.Categorical(Y)),
+        with_column(Y.astype(object)),
+        with_column(pd.array([1, None] * 6, dtype="Int64")),
+        with_column(pd.Series([1.0, None] * 6, dtype=object)),
+        dok_array(X),
+        {"a": X, "b": TENSOR},
+        (X, TENSOR),
+        None,
+        "text",
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_passes(data):
+    check_kind(data)
+
+
+def test_columns_of_numbers_of_any_type_are_trained_on():
+    frame = with_column(pd.Categorical(Y)).assign(d=Y > 1, e=Y.astype(object))
+    net = RelativeFlatnessRegularizedClassifier(verbose=0, max_epochs=1, random_state=0)
+    assert net.fit(frame, Y).n_features_in_ == 7
+    assert relative_flatness(net, frame, Y) == net.relative_flatness_
+
+
+# -- rows that are read when they are needed ------------------------------------------------
+
+MAKERS = {
+    "memmap": memmap,
+    "np.load": npy,
+    "zarr": zarr_array,
+    "computed": lambda folder, X: ComputedRows(X),
+}
+ROWS = {
+    "slice": slice(3, 10, 2),
+    "all": slice(None),
+    "none": slice(4, 4),
+    "in order": np.array([3, 4, 5, 9, 11]),
+    "shuffled": np.array([10, 3, 11, 3, 0]),
+    "from the end": np.array([-1, -12]),
+    "one": 7,
+    "last": -1,
+    "scikit-learn's": (np.array([5, 1]), ...),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_are_those_of_the_array(kind, rows, tmp_path):
+    source = RowSource(MAKERS[kind](tmp_path, X))
+    found = source[ROWS[rows]]
+    assert_array_equal(found, X[ROWS[rows]])
+    assert found.dtype == X.dtype
+    assert found.flags.writeable
+
+
+def test_columns_are_refused():
+    with pytest.raises(IndexError, match=r"by whole rows here, got the index \[0\] of other axes"):
+        RowSource(X)[:, 0]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_subsets_of_subsets(kind, tmp_path):
+    chosen = np.array([10, 3, 11, 8, 9])
+    source = RowSource(MAKERS[kind](tmp_path, X)).subset(chosen)
+    assert source.shape == (5, 4)
+    assert_array_equal(source[1:4], X[chosen][1:4])
+    assert_array_equal(source.subset(np.array([4, 0]))[:], X[chosen][[4, 0]])
+    assert_array_equal(np.asarray(source), X[chosen])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (X, False),
+        (X[0, 0], False),
+        (X.tolist(), False),
+        (ComputedRows(X), True),
+        (RowSource(X), True),
+        (nn.Linear(2, 2).weight, False),
+        (nn.Linear(2, 2), False),
+    ],
+    ids=["array", "number", "list", "computed", "source", "tensor", "module"],
+)
+def test_what_is_read_by_rows(value, expected):
+    assert is_row_source(value) is expected
+
+
+def test_only_what_a_batch_needs_is_read():
+    rows = ComputedRows(X)
+    assert [len(batch.x) for batch in make_batches(rows, Y, batch_size=5)()] == [5, 5, 2]
+    assert rows.most == 5
+
+
+def test_labels_are_read_with_their_batch():
+    labels = ComputedRows(np.random.default_rng(0).normal(size=(N, 3)))
+    net = nn.Linear(4, 3)
+    expected = relative_flatness(net, X, labels._array, criterion=nn.SmoothL1Loss())
+    found = relative_flatness(net, X, labels, criterion=nn.SmoothL1Loss(), batch_size=5)
+    assert found == pytest.approx(expected)
+    assert labels.most == 5
+
+
+def test_a_view_of_a_mapped_file_is_recognised(tmp_path):
+    mapped = memmap(tmp_path, X)
+    view = np.asarray(mapped)[10:, None]
+    assert mapped_file(view) is not None
+    assert mapped_file(X) is None
+    assert mapped_file(mapped[[1, 2]]) is None  # a copy in memory
+    assert_array_equal(copy_rows(view, slice(2)), X[10:12, None])
+
+
+@pytest.mark.parametrize("mode", ["c", "r+"], ids=["private", "shared"])
+def test_changes_of_a_mapping_are_kept(mode, tmp_path):
+    mapped = memmap(tmp_path, X, mode=mode)
+    mapped[3] = 7
+    copy_rows(mapped, slice(10))
+    assert (mapped[3] == 7).all()
