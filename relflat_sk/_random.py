@@ -71,6 +71,21 @@ def fork_rng(device: Any) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
 
 
+def get_states(device: Any) -> list[Tensor]:
+    """Copy torch's random states: of the CPU first, then of a CUDA device."""
+    states = [torch.get_rng_state()]
+    if str(device).startswith("cuda"):
+        states.append(torch.cuda.get_rng_state(torch.device(device)))
+    return states
+
+
+def set_states(device: Any, states: Sequence[Tensor]) -> None:
+    """Return to random states that `get_states` copied."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, torch.device(device))
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch's global random states, without the search for devices where there is none."""
     if torch.accelerator.is_available():

@@ -8,15 +8,13 @@ from skorch.callbacks import EpochScoring, LRScheduler
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
-from relflat_sk.training import RelativeFlatnessRegularizedNet
+from relflat_sk.training import RelativeFlatnessRegularizedNet, listens
 
 __all__ = ["NotStackable", "Parts", "check_stackable"]
 
 # the methods that make a training step; a subclass that changes them trains in another way
 _STEP = (
     "_penalty",
-    "_read_step",
-    "_read_target",
     "_step_optimizer",
     "_zero_grad_optimizer",
     "get_loss",
@@ -98,11 +96,11 @@ def _check_step(net: Any, fit_params: Mapping[str, Any]) -> None:
 def _check_callbacks(net: Any) -> None:
     """Refuse callbacks that are called in every step."""
     for event in _EVENTS:
-        for callback in net._listeners(event):
+        for _, callback in net.callbacks_:
             harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
                 isinstance(callback, LRScheduler) and callback.step_every == "epoch"
             )
-            if not harmless:
+            if listens(callback, event) and not harmless:
                 raise NotStackable(f"its callback {type(callback).__name__} is called in each step")
 
 

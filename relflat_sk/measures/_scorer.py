@@ -239,12 +239,14 @@ class FlatnessScorer(BaseEstimator):
         """Return what a net recorded in fit: its flatness at the scorer's layer, loss and score."""
         net = final_estimator(estimator)
         check_is_fitted(net)
-        if not hasattr(net, "relative_flatness_"):
+        try:
+            found: float = net.relative_flatness_
+        except AttributeError as error:
             raise ValueError(
                 f'data="train" needs a net that records its flatness in fit, such as '
-                f"RelativeFlatnessRegularizedNet; the {type(net).__name__} did not. Use "
-                'data="given".'
-            )
+                f"RelativeFlatnessRegularizedNet; the {type(net).__name__} did not, or not with "
+                f'these weights: {error} Use data="given".'
+            ) from None
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
         recorded = {"layer": net.flatness_layer, "normalize": net.flatness_normalize}
         if expected != recorded and not (
@@ -256,7 +258,7 @@ class FlatnessScorer(BaseEstimator):
                 f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
                 "both."
             )
-        return float(net.relative_flatness_), getattr(net, "constant_comparison_", None)
+        return float(found), getattr(net, "constant_comparison_", None)
 
     # -- metadata routing ----------------------------------------------------------------
     # scikit-learn generates these methods for `score`, but not for `__call__`

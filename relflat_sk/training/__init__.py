@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk.training._after_fit import measured_later as measured_later
 
 # for the packages above, not public
 from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
@@ -22,8 +23,6 @@ from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
 from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._epoch_trainer import OwnLoop as OwnLoop
 from relflat_sk.training._epoch_trainer import set_single_trainer as set_single_trainer
-from relflat_sk.training._fast_net import knows_its_batch as knows_its_batch
-from relflat_sk.training._measured_net import measured_later as measured_later
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -31,10 +30,12 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
 )
-from relflat_sk.training._outputs import known_outputs as known_outputs
 from relflat_sk.training._sam import SharpnessAwareMixin
 from relflat_sk.training._sample_weights import split_target as split_target
-from relflat_sk.training._sklearn_net import check_parameters as check_parameters
+from relflat_sk.training._skorch_net import check_parameters as check_parameters
+from relflat_sk.training._skorch_net import knows_its_batch as knows_its_batch
+from relflat_sk.training._skorch_net import listens as listens
+from relflat_sk.training._tasks import known_outputs as known_outputs
 
 __all__ = [
     "MLP",

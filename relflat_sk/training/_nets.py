@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relflat_sk.training._estimator import EstimatorNet
+from relflat_sk.training._flat_net import FlatNet
 from relflat_sk.training._mlp import MLP
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 
-class RelativeFlatnessRegularizedNet(EstimatorNet):
+class RelativeFlatnessRegularizedNet(FlatNet):
     r"""Train a network to a flat minimum: a skorch net with a flatness penalty.
 
     Each training step minimises
@@ -95,7 +95,8 @@ class RelativeFlatnessRegularizedNet(EstimatorNet):
     relative_flatness_ : float
         Relative flatness on the training data at the end of `fit`, at `flatness_layer`: the sum
         over several layers, the normalised one if `flatness_normalize`. nan, with a warning, if
-        it cannot be measured. After `partial_fit`, it is measured when it is first read.
+        it cannot be measured. It belongs to the weights at that time: once they change, for
+        instance by `load_params`, reading it raises an AttributeError.
     constant_comparison_ : ConstantComparison
         Mean loss on the training data at the end of `fit`, with that of the best constant
         prediction; accuracy or R2 as well if the loss is no better. `FlatnessScorer` reads it.

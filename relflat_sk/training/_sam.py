@@ -9,7 +9,7 @@ from skorch import NeuralNet
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_number
-from relflat_sk.training._state import get_states, set_states
+from relflat_sk._random import get_states, set_states
 
 __all__ = ["SharpnessAwareMixin"]
 

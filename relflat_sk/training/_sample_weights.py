@@ -23,7 +23,7 @@ from relflat_sk._network import (
     as_row_source,
     is_on_disk,
 )
-from relflat_sk.training._outputs import check_measurable
+from relflat_sk.training._tasks import check_measurable
 
 __all__ = [
     "Weighted",

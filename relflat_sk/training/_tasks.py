@@ -5,7 +5,10 @@ outputs, and turns outputs into predictions. It stores what it learns from the l
 in fitted attributes such as `classes_`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,16 @@ import torch
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted
+from skorch import NeuralNet
+from skorch.utils import to_device
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from relflat_sk._losses import Loss, ProbabilityNLLLoss, explain_ending
+from relflat_sk._models import IGNORED
+from relflat_sk._network import find_ending, primary_output, refuse_whole
+from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
 
 Array = npt.NDArray[Any]
@@ -35,6 +46,32 @@ _WEIGHTED = (
 )
 
 
+@dataclass(frozen=True)
+class Link:
+    """A function from a module's outputs to predictions, and one to their logarithm."""
+
+    function: Callable[[Tensor], Tensor]
+    logarithm: Callable[[Tensor], Tensor] | None = None
+
+
+def _as_it_is(output: Tensor) -> Tensor:
+    return output
+
+
+def _log_sigmoid(z: Tensor) -> Tensor:
+    """Return the logarithms for two classes with one logit, or for each of several labels."""
+    if z.ndim == 2 and z.shape[1] > 1:
+        return nn.functional.logsigmoid(z)
+    z = z.reshape(-1)
+    return nn.functional.logsigmoid(torch.stack([-z, z], dim=1))
+
+
+_IDENTITY = Link(_as_it_is)
+_SOFTMAX = Link(partial(torch.softmax, dim=1), partial(torch.log_softmax, dim=1))
+_SIGMOID = Link(torch.sigmoid, _log_sigmoid)
+_EXP = Link(torch.exp)  # the expected count
+
+
 class Task:
     """The task of a criterion that is not in the table of losses: labels are passed on as is."""
 
@@ -42,6 +79,8 @@ class Task:
     estimator_type: str | None = None
     # the name of an attribute that the net has after `learn`
     learned = ""
+    # from the module's outputs to what `predict` takes, and to the logarithm of it
+    link = _IDENTITY
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         """Store on the net what encoding and decoding need. Shapes: `classes` (n_classes,)."""
@@ -83,6 +122,7 @@ class _Classification(Task):
 
     estimator_type = "classifier"
     learned = "classes_"
+    link = _SOFTMAX
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = column_or_1d(_require(y), warn=True)
@@ -130,6 +170,8 @@ class _Classification(Task):
 
 class _Binary(_Classification):
     """One logit for two classes, or one for each label of a multi-label task."""
+
+    link = _SIGMOID
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = _require(y)
@@ -270,6 +312,19 @@ def _check_are_labels(net: Any, y: Array) -> None:
         )
 
 
+def check_ignored(ignored: int, classes: Array) -> None:
+    """Refuse an index to ignore that the encoding of labels gives another meaning."""
+    if np.array_equal(classes, np.arange(len(classes))):
+        return  # the criterion sees the labels as they are
+    if ignored != IGNORED or ignored in classes.tolist():
+        raise ValueError(
+            f"the criterion has ignore_index={ignored}, but the labels in y are not the numbers 0 "
+            f"to {len(classes) - 1}: they are encoded as these, so that the criterion would not "
+            "ignore the label that you mean. Leave the samples to be ignored out of X and y; or "
+            "pass class indices in a Dataset, whose labels are not encoded."
+        )
+
+
 # -- the weights of classes, which users of scikit-learn pass as arrays --------------------
 
 
@@ -294,3 +349,133 @@ def with_class_weights(
                 'one from a dict or from "balanced".'
             ) from None
     return found
+
+
+# -- outputs, which may be mappings with `logits` ------------------------------------------
+
+
+def unwrap(module: Any) -> Any:
+    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
+    children = getattr(module, "_modules", {})
+    if "_orig_mod" in children:
+        return unwrap(children["_orig_mod"])
+    parallel = "module" in children and isinstance(module, DistributedDataParallel)
+    return unwrap(children["module"]) if parallel else module
+
+
+def to_predictions(net: Any) -> Link:
+    """Return the functions from a net's outputs to its predictions, by criterion and task."""
+    check_is_fitted(net, "module_")
+    chosen = net.predict_nonlinearity
+    if callable(chosen):
+        return Link(lambda output: chosen(_main_part(output, required=False)))
+    if chosen not in ("auto", None):
+        raise TypeError(
+            f"predict_nonlinearity has to be a callable, 'auto' or None, got {chosen!r}."
+        )
+    link = _IDENTITY if chosen is None else _link(unwrap(net.criterion_), net._task)
+    function, logarithm = link.function, link.logarithm
+    return Link(
+        lambda output: function(_main_part(output, required=True)),
+        logarithm and (lambda output: logarithm(_main_part(output, required=True))),
+    )
+
+
+def _link(criterion: Any, task: Task) -> Link:
+    if isinstance(criterion, nn.BCELoss | nn.NLLLoss | ProbabilityNLLLoss):
+        return _IDENTITY
+    if isinstance(criterion, nn.PoissonNLLLoss):
+        return _EXP if criterion.log_input else _IDENTITY
+    if isinstance(criterion, nn.CrossEntropyLoss):
+        return _SOFTMAX
+    return _SIGMOID if isinstance(criterion, nn.BCEWithLogitsLoss) else task.link
+
+
+def _main_part(output: Any, *, required: bool) -> Any:
+    """Return the tensor among a module's outputs that predictions are made of."""
+    if isinstance(output, Mapping) and not required and "logits" not in output:
+        return output  # a function of the user's takes it
+    if isinstance(output, Mapping):
+        return full_precision(primary_output(output))
+    return output[0] if isinstance(output, tuple) else output
+
+
+def check_measurable(net: NeuralNet) -> None:
+    """Refuse to measure a net whose criterion takes the module's whole output."""
+    if getattr(net, "_criterion_takes_whole", False):
+        refuse_whole(net.criterion_, "measure")
+
+
+def movable(output: Any) -> Any:
+    """Leave out entries of a mapping that skorch cannot move to a device, such as caches."""
+    if not isinstance(output, Mapping) or all(map(_is_movable, output.values())):
+        return output
+    return {name: part for name, part in output.items() if _is_movable(part)}
+
+
+def _is_movable(part: Any) -> bool:
+    """Return whether there are only tensors in an output, possibly in containers."""
+    if isinstance(part, tuple | list):
+        return all(map(_is_movable, part))
+    return isinstance(part, Tensor)
+
+
+@contextmanager
+def known_outputs(net: Any, outputs: Tensor) -> Iterator[None]:
+    """Let a net predict from outputs that its module has computed already."""
+
+    def forward_iter(X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
+        yield to_device(outputs, device=device)
+
+    net.__dict__["forward_iter"] = forward_iter
+    try:
+        yield
+    finally:
+        del net.__dict__["forward_iter"]
+
+
+# -- whether a module ends in logits or in probabilities -----------------------------------
+
+# what to pass for a module that is to keep its ending
+_INSTEAD = {
+    "softmax": "NLLLoss, which takes probabilities here, as in skorch's classifiers",
+    "log_softmax": "CrossEntropyLoss, which takes them as they are",
+    "sigmoid": "BCELoss, which takes probabilities",
+}
+# criteria of probabilities, and what is wrong with other outputs
+_PROBABILITIES: dict[type, str] = {
+    ProbabilityNLLLoss: (
+        "NLLLoss takes probabilities here, as in skorch's classifiers: from 0 to 1, with the sum 1 "
+        "over the classes. End the module with a softmax, or use CrossEntropyLoss, which takes "
+        "logits or the output of LogSoftmax."
+    ),
+    nn.BCELoss: (
+        "BCELoss takes probabilities, from 0 to 1. End the module with a sigmoid, or use "
+        "BCEWithLogitsLoss, which takes logits."
+    ),
+}
+_ROUNDING = 0.02  # of a sum of probabilities in bfloat16
+
+
+def check_ending(loss: Loss, output: Tensor) -> None:
+    """Refuse probabilities where the criterion takes logits, and the other way round."""
+    kind = type(loss.criterion)
+    ending = find_ending(output)
+    problem = explain_ending(loss.criterion, ending)
+    if ending is not None and problem is not None:
+        raise ValueError(
+            f"{problem}. Remove it from the module, or pass criterion=torch.nn.{_INSTEAD[ending]}."
+        )
+    if kind in _PROBABILITIES and not _are_probabilities(output.detach(), kind):
+        low, high = output.detach().aminmax()
+        raise ValueError(
+            f"{_PROBABILITIES[kind]} The module returned values from {low:g} to {high:g}."
+        )
+
+
+def _are_probabilities(output: Tensor, kind: type) -> bool:
+    """Return whether numbers are in the range that a criterion takes; nan passes."""
+    outside = ((output < 0) | (output > 1)).any()
+    if kind is ProbabilityNLLLoss:
+        outside |= ((output.sum(dim=1) - 1).abs() > _ROUNDING).any()
+    return not outside

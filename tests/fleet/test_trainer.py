@@ -797,22 +797,11 @@ def own(name):
     return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
 
 
-@pytest.mark.parametrize("name", ["_read_step", "on_grad_computed", "_step_optimizer", "notify"])
+@pytest.mark.parametrize("name", ["on_batch_end", "on_grad_computed", "_step_optimizer", "notify"])
 def test_each_method_of_a_step_may_be_a_subclasss_own(name, caplog):
     nets = [own(name)(**STEPS | {"max_epochs": 1}, random_state=seed) for seed in range(2)]
     compare(nets)
     caplog.expected = [f"trained one by one: Own has its own {name}"]
-
-
-def test_what_is_read_of_a_step_may_be_a_subclasss_own(caplog):
-    class Rounded(RelativeFlatnessRegularizedClassifier):
-        def _read_step(self, step, prefix):
-            found = super()._read_step(step, prefix)
-            return found | {"train_loss": round(found["train_loss"], 1)}
-
-    (net,) = FleetTrainer([Rounded(**STEPS)]).fit(*data()).estimators_
-    assert all(loss == round(loss, 1) for loss in curve(net))
-    caplog.expected = ["trained one by one: Rounded has its own _read_step"]
 
 
 @pytest.mark.parametrize("each", [False, True])

@@ -4,6 +4,7 @@ import math
 import pickle
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -871,7 +872,7 @@ def test_recorded_value_is_that_of_the_training_data(measure_, parameters, at_mi
 
 def test_a_recorded_nan_is_rejected():
     model = flat_net().fit(X, NAMES)
-    model.relative_flatness_ = math.nan  # recorded where measuring fails
+    model._record = replace(model._record, value=math.nan)  # as where measuring fails
     with pytest.warns(FlatnessWarning, match="the measure 'relative_flatness' is nan"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
 
@@ -882,14 +883,14 @@ def test_what_was_recorded_in_training_decides_and_not_the_fold():
     with pytest.warns(FlatnessWarning, match="its score is nan"):
         assert math.isnan(SCORER(model, X, wrong))
     assert FlatnessScorer(data="train")(model, X, wrong) == -model.relative_flatness_
-    model.constant_comparison_ = ConstantComparison(2.0, 1.0, None)
+    model._record = replace(model._record, comparison=ConstantComparison(2.0, 1.0, None))
     with pytest.warns(FlatnessWarning, match="mean loss of 2 is no better than .*, 1. With"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
 
 
 def test_without_a_record_of_the_training_data_the_fold_decides():
     model = flat_net().fit(X, NAMES)
-    model.constant_comparison_ = ConstantComparison(math.nan, math.nan)
+    model._record = replace(model._record, comparison=ConstantComparison(math.nan, math.nan))
     scorer = FlatnessScorer(data="train")
     assert scorer(model, X, NAMES) == -model.relative_flatness_
     with pytest.warns(FlatnessWarning, match="its score is nan"):

@@ -25,6 +25,7 @@ from relflat_sk import (
     SharpnessAwareMixin,
     measure,
 )
+from relflat_sk.training import measured_later
 
 NETS = [
     RelativeFlatnessRegularizedNet,
@@ -240,10 +241,6 @@ class _SkorchLoop(RelativeFlatnessRegularizedClassifier):
     """The same net with the loop as skorch has it."""
 
     run_single_epoch = NeuralNet.run_single_epoch
-    _zero_grad_optimizer = NeuralNet._zero_grad_optimizer
-
-    def _listeners(self, method_name):
-        return [callback for _, callback in self.callbacks_]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
@@ -300,7 +297,6 @@ def test_callbacks_are_called_whatever_they_are():
     assert own.calls == [True, True, True, False] * 3  # 15 samples in training
     assert added.calls == own.calls[:8]
     assert len(gradients) == 9
-    assert "_listening" not in vars(pickle.loads(pickle.dumps(RelativeFlatnessRegularizedNet())))
 
 
 class _Counts(RelativeFlatnessRegularizedClassifier):
@@ -329,113 +325,79 @@ class _Counts(RelativeFlatnessRegularizedClassifier):
 
 def test_functions_of_subclasses_are_called_once_a_step():
     net = _Counts(max_epochs=3, batch_size=5, verbose=0)
-    net.partial_fit(X, Y)  # `fit` measures the flatness as well
+    with measured_later():
+        net.fit(X, Y)
     names = ("train_step", "train_step_single", "on_batch_end", "get_loss", "infer")
     assert [net._counts[name] for name in names] == [12] * 5
-
-
-def test_gradients_are_forgotten_as_the_optimizer_does():
-    calls = []
-
-    class Own(torch.optim.Adam):
-        def zero_grad(self, set_to_none=True):
-            calls.append(set_to_none)
-            super().zero_grad(set_to_none)
-
-    for optimizer in (torch.optim.SGD, Own):
-        net = RelativeFlatnessRegularizedClassifier(nn.Linear(2, 2), optimizer=optimizer)
-        net.initialize()
-        for set_to_none, expected in ((None, False), (False, True), (True, False)):
-            net.module_.weight.grad = torch.ones(2, 2)
-            net._zero_grad_optimizer(set_to_none)
-            assert (net.module_.weight.grad is not None) == expected
-    assert calls == [True, False, True]
 
 
 # -- relative_flatness_ ------------------------------------------------------------------
 
 
-def _measurements(monkeypatch):
-    """Count how often a net measures its flatness."""
-    found = []
-    original = RelativeFlatnessRegularizedNet._measure_flatness
-
-    def counted(net, *args):
-        found.append(net)
-        return original(net, *args)
-
-    monkeypatch.setattr(RelativeFlatnessRegularizedNet, "_measure_flatness", counted)
-    return found
-
-
 @pytest.mark.parametrize("weights", [None, np.arange(N) + 1.0])
-def test_partial_fit_measures_when_somebody_asks(monkeypatch, weights):
-    found = _measurements(monkeypatch)
+def test_partial_fit_measures_the_data_of_its_call(weights):
+    data = X / N
     net = RelativeFlatnessRegularizedClassifier(
         max_epochs=1, flatness_layer=0, random_state=0, verbose=0, optimizer=torch.optim.SGD
     )
-    for _ in range(3):
-        net.partial_fit(X / N, Y, sample_weight=weights)
-    assert not found
-    expected = measure("relative_flatness", net, X / N, Y, layer=0, sample_weight=weights)
-    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-6)
-    assert net.relative_flatness_ == net.relative_flatness_
-    assert len(found) == 1
-    old = net.relative_flatness_
-    net.partial_fit(-X / N, Y)
-    assert net.relative_flatness_ != old
-    assert len(found) == 2
-
-
-def test_measuring_later_draws_no_random_numbers(monkeypatch):
-    values = []
+    state = torch.get_rng_state()
     for _ in range(2):
-        net = RelativeFlatnessRegularizedClassifier(
-            module__hidden_layer_sizes=(5, 5), module__activation="tanh", flatness_layer=0
-        )
-        net.set_params(max_epochs=1, verbose=0, random_state=0).partial_fit(X / N, Y)
-        torch.rand(len(values) + 1)  # the global state does not matter
-        state = torch.get_rng_state()
-        values.append(net.relative_flatness_)
-        assert torch.equal(state, torch.get_rng_state())
-    assert values[0] == values[1]
+        net.partial_fit(data, Y, sample_weight=weights)
+    assert torch.equal(state, torch.get_rng_state())
+    expected = measure("relative_flatness", net, X / N, Y, layer=0, sample_weight=weights)
+    data *= 100  # a buffer of the caller's, used again
+    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-6)
+    assert np.isfinite(net.constant_comparison_.loss)
 
 
-def test_fit_measures_once(monkeypatch):
-    found = _measurements(monkeypatch)
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0).fit(X, Y)
-    assert len(found) == 1
-    assert np.isfinite(net.relative_flatness_)
+def _step(net, path):
+    with torch.no_grad():
+        net.module_.output.weight.mul_(2)
+
+
+def _load(net, path):
+    net.save_params(f_params=path)
+    _step(net, path)
+    net.load_params(f_params=path)
+    net.relative_flatness_  # noqa: B018  of the same weights as before
+    other = clone(net).set_params(random_state=1).fit(X / N, Y)
+    other.save_params(f_params=path)
+    net.load_params(f_params=path)
 
 
 @pytest.mark.parametrize(
-    "params",
+    "change",
     [
-        {"flatness_layer": 0},
-        {"criterion__weight": torch.tensor([1.0, 5.0])},
-        {"module__activation": "tanh"},
+        _load,
+        _step,
+        lambda net, path: net.initialize(),
+        lambda net, path: net.set_params(module__activation="tanh"),
+        lambda net, path: net.module_.load_state_dict({
+            name: weights + 1 for name, weights in net.module_.state_dict().items()
+        }),
     ],
-    ids=["layer", "criterion", "module"],
+    ids=["load_params", "in place", "initialize", "set_params", "load_state_dict"],
 )
-def test_new_parameters_do_not_change_what_is_left_to_measure(params):
-    found = []
-    for reads_first in (True, False):
-        net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0, random_state=0)
-        net.partial_fit(X / N, Y)
-        if reads_first:
-            net.relative_flatness_  # noqa: B018
-        torch.manual_seed(0)  # skorch makes a new module
-        net.set_params(**params)
-        found.append(net.relative_flatness_)
-    assert found[0] == found[1]
-
-
-def test_scorer_gets_the_value_after_partial_fit():
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=30, verbose=0, random_state=0)
-    net.partial_fit(X / N, Y)
+def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0, random_state=0)
+    with pytest.raises(AttributeError, match="has no relative_flatness_ before fit"):
+        net.relative_flatness_  # noqa: B018
+    net.fit(X / N, Y)
     scorer = FlatnessScorer(data="train", at_minimum="ignore")
     assert scorer(net, X / N, Y) == -net.relative_flatness_
-    assert np.isfinite(net.constant_comparison_.loss)
+    change(net, tmp_path / "weights.pt")
+    for name in ("relative_flatness_", "constant_comparison_"):
+        assert not hasattr(net, name)
+    with pytest.raises(ValueError, match="the weights have changed since"):
+        scorer(net, X / N, Y)
+    assert net.fit(X / N, Y).relative_flatness_ > 0
+
+
+def test_parameters_of_the_measure_do_not_change_what_was_measured():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0).fit(X / N, Y)
+    before = net.relative_flatness_
+    net.set_params(flatness_layer=0, criterion__weight=torch.tensor([1.0, 5.0]))
+    assert net.relative_flatness_ == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])

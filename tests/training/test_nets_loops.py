@@ -33,7 +33,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     relative_flatness,
 )
-from relflat_sk.training._penalised_net import unwrap
+from relflat_sk.training._tasks import unwrap
 
 Classifier = RelativeFlatnessRegularizedClassifier
 

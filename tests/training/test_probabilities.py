@@ -85,6 +85,29 @@ def test_logarithm_of_the_probabilities(net, y):
     assert len(net.predict(X)) == N
 
 
+class OwnCrossEntropy(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+
+
+class OwnBinaryCrossEntropy(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.binary_cross_entropy_with_logits(output, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "criterion", "y"),
+    [(Classifier, OwnCrossEntropy, NAMES), (Binary, OwnBinaryCrossEntropy, Y > 0)],
+    ids=["classes", "binary"],
+)
+def test_criteria_of_ones_own_predict_as_those_of_torch(kind, criterion, y):
+    settings = SETTINGS | {"flatness_weight": 0}
+    expected, net = (kind(**settings, **own).fit(X, y) for own in ({}, {"criterion": criterion}))
+    assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-4)
+    assert_array_equal(net.predict(X), expected.predict(X))
+    assert_allclose(net.predict_log_proba(X), expected.predict_log_proba(X), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["classes", "binary", "labels"])
 def test_no_logarithm_of_zero(kind):
     estimator, y = {

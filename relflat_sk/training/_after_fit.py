@@ -1,0 +1,242 @@
+"""What a net records of its training data at the end of `fit`, and warnings if it ended badly."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from torch import nn
+
+from relflat_sk._losses import name_criterion
+from relflat_sk._models import describe
+from relflat_sk._random import fork_rng
+from relflat_sk._warnings import warn
+from relflat_sk.measures import (
+    ConstantComparison,
+    Flatness,
+    compare_with_constant,
+    criterion_has_curvature,
+    measure_layers,
+)
+from relflat_sk.training._convergence import missed_goal
+from relflat_sk.training._sample_weights import training_network
+
+# A net has collapsed if its best epoch had learned something, as a share of a constant's loss, and
+# if it lost this share of that gain. In 450 trainings with learning rates from 0.01 to 0.1 on five
+# data sets, noise cost at most 0.27 of it.
+_GAIN, _LOST = 0.25, 0.5
+# A net has hardly learned if its loss is below the best constant's by no more than this share.
+_HARDLY = 0.05
+# a stream that is read once, a criterion of the user's own: no reason for fit to fail
+_UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+
+# what is left to do for nets that are fitted inside of `measured_later`
+_LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
+
+
+@contextmanager
+def measured_later() -> Iterator[list[Callable[[], None]]]:
+    """Let the caller measure nets that are fitted inside the context, by the yielded functions."""
+    later: list[Callable[[], None]] = []
+    token = _LATER.set(later)
+    try:
+        yield later
+    finally:
+        _LATER.reset(token)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured on the training data, and a checksum of the weights at which."""
+
+    value: float
+    comparison: ConstantComparison
+    weights: int
+
+
+def checksum(module: nn.Module) -> int:
+    """Compute a number of parameters and buffers that tells whether they have changed."""
+    found = 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        numbers = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        found = zlib.crc32(numbers.data, found)
+    return found
+
+
+def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
+    """Measure a trained net, and check how its epochs `since` one ended, now or when asked to.
+
+    Without `since`, the net is measured only.
+    """
+    with fork_rng(None):  # the draw must not change what users draw next
+        seed = int(torch.randint(2**31 - 1, ()))
+    later = _LATER.get()
+    if later is not None:  # who measures later judges the depth as well
+        later.append(partial(_finish, net, dataset, seed, since))
+        return
+    _finish(net, dataset, seed, since)
+    if since is not None:
+        _check_goal(net, since)
+
+
+def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
+    """Measure a net, if nobody has handed over a measurement, and check its training."""
+    if net._record is None:
+        _measure(net, dataset, seed)
+    if since is not None:
+        _check_outcome(net, since)
+
+
+def _measure(net: Any, dataset: Any, seed: int) -> None:
+    """Measure the relative flatness on a data set; nan if it cannot be measured."""
+    name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
+    try:
+        network = training_network(net, dataset)
+        measured = measure_layers(network, [name], net._layers(), random_state=seed)
+    except (TypeError, ValueError) as error:
+        warn(f"relative_flatness_ could not be measured: {error}")
+        unknown = ConstantComparison(np.nan, np.nan)
+        net._record = Record(np.nan, unknown, checksum(net.module_))
+    else:
+        adopt(net, list(measured.values()))
+
+
+def adopt(net: Any, found: Sequence[Flatness]) -> None:
+    """Record measurements at a net's layers; warn of a dead net, or a vain penalty.
+
+    The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
+    """
+    value = sum(flatness.value for flatness in found)
+    net._record = Record(value, _compared(found[0]), checksum(net.module_))
+    if not _is_flat(net):
+        return
+    if not _is_curved(found[0]):
+        # of the class only: one warning for many nets at a line
+        warn(
+            f"the penalty of the {type(net).__name__} has no effect: "
+            f"{name_criterion(found[0].network.loss.criterion)} has no curvature at the "
+            "network's outputs, so that the flatness is 0 whatever the weights are. Train with "
+            "a loss that is twice differentiable, such as criterion=torch.nn.MSELoss, or with "
+            "flatness_weight=0."
+        )
+    elif _has_died(net):
+        warn(
+            f"the network of {describe(net)} is perfectly flat: it has probably died (its "
+            f"outputs are constant). {_advice(net)}"
+        )
+
+
+def _compared(measured: Flatness) -> ConstantComparison:
+    """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
+    try:
+        return compare_with_constant(measured)
+    except _UNKNOWN:
+        return ConstantComparison(np.nan, np.nan)
+
+
+def _is_curved(measured: Flatness) -> bool:
+    """Return whether the criterion has a curvature; True if this cannot be found out."""
+    try:
+        return criterion_has_curvature(measured.network)
+    except _UNKNOWN:
+        return True
+
+
+def _is_flat(net: Any) -> bool:
+    """Return whether a measured net has a penalty, and is perfectly flat."""
+    return bool(net.flatness_weight > 0 and net._record.value == 0)
+
+
+def _has_died(net: Any) -> bool:
+    """Return whether a measured net is perfectly flat, and no better than a constant."""
+    return _is_flat(net) and not net._record.comparison.beats_constant
+
+
+# -- how the training ended ----------------------------------------------------------------
+
+
+def _check_outcome(net: Any, since: int) -> None:
+    """Warn if training ended badly, unless that was said in other words.
+
+    It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
+    learned and the penalty can be the reason, see `_has_outweighed`.
+    """
+    losses = [epoch["train_loss"] for epoch in net.history[since:] if "train_loss" in epoch]
+    found = net._record.comparison
+    diverged = found.is_known and not math.isfinite(found.loss)
+    if diverged or not all(map(math.isfinite, losses[-1:])):
+        warn(f"the training of {describe(net)} has diverged: its loss is not finite.")
+    elif not losses or _has_died(net):
+        return
+    elif _has_collapsed(losses, found):
+        best = int(np.nanargmin(losses))
+        warn(
+            f"{describe(net)} ended much worse than it was: its training loss was "
+            f"{losses[best]:.3g} in epoch {since + best + 1} and {losses[-1]:.3g} in the last "
+            f"one, where the best constant prediction has {found.constant_loss:.3g}. "
+            f"{_advice(net)} skorch's callback Checkpoint(load_best=True) keeps the best "
+            "epoch."
+        )
+    elif found.is_known and not found.is_lower_by(_HARDLY) and _has_outweighed(net, since):
+        warn(
+            f"{describe(net)} has hardly learned, because its penalty was larger than its "
+            f"loss: its training loss is {found.loss:.4g}, where the best constant prediction "
+            f"has {found.constant_loss:.4g}. {_advice(net)}"
+        )
+
+
+def _has_collapsed(losses: Sequence[float], found: ConstantComparison) -> bool:
+    """Return whether a net lost much of what its best epoch had gained over the best constant.
+
+    The last epoch and the final weights must show it, because a callback may have restored the
+    weights of the best epoch.
+    """
+    last, best = min(losses[-1], found.loss), np.nanmin(losses)
+    gain = found.constant_loss - best
+    return bool(gain > _GAIN * abs(found.constant_loss) and last - best > _LOST * gain)
+
+
+def _has_outweighed(net: Any, since: int) -> bool:
+    """Return whether the penalty can have kept the net from learning.
+
+    It was larger than the loss in some epoch, and its limit allowed its gradient to be at least
+    as large as the loss's. With a lower limit, each step still lowers the loss.
+    """
+    limited = net.flatness_clip is not None and net.flatness_clip < 1
+    return not limited and any(
+        epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
+        for epoch in net.history[since:]
+    )
+
+
+def _check_goal(net: Any, since: int) -> None:
+    """Warn if the net has not reached its goal, as networks of scikit-learn do."""
+    goal = missed_goal(net, len(net.history) - since)
+    if goal:
+        # of the class only: one warning for many nets at a line that differ in their seeds
+        warn(
+            f"the {type(net).__name__} has not reached {goal} with max_epochs="
+            f"{net.max_epochs}. Train longer, or to a goal within reach.",
+            ConvergenceWarning,
+        )
+
+
+def _advice(net: Any) -> str:
+    """Say what helps against a training that ends badly."""
+    if not net.flatness_weight:
+        return "Use a lower learning rate."
+    limit = (
+        "a limit of the penalty (flatness_clip=0.5)"
+        if net.flatness_clip is None
+        else f"a smaller flatness_clip than {net.flatness_clip!r}"
+    )
+    return (
+        f"Use {limit}, a lower learning rate, or a flatness_weight below {net.flatness_weight!r}."
+    )

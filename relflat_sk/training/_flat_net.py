@@ -1,0 +1,759 @@
+"""A skorch net with a task and a flatness penalty, as a scikit-learn estimator."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import isfunction, signature
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sklearn.metrics import accuracy_score
+from sklearn.utils import ClassifierTags, RegressorTags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted
+from skorch.callbacks import EpochScoring
+from skorch.utils import to_numpy, to_tensor
+from torch import Size, Tensor, nn
+from torch.utils.data import Dataset
+
+from relflat_sk._checks import check_device, check_integer, check_number
+from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss, weighted_loss
+from relflat_sk._models import (
+    CRITERION_ALONE,
+    IGNORED,
+    DataOptions,
+    skorch_batches,
+    skorch_network,
+    to_network,
+)
+from relflat_sk._network import (
+    Network,
+    cast_inputs,
+    check_weights,
+    count_samples,
+    floating_parameter,
+    primary_output,
+    refuse_whole,
+    takes_whole,
+)
+from relflat_sk._numerics import full_precision, read_numbers
+from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
+from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
+from relflat_sk.measures import ConstantComparison, Flatness
+from relflat_sk.training._after_fit import Record, adopt, checksum, record_outcome
+from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
+from relflat_sk.training._mlp import MLP
+from relflat_sk.training._sample_weights import plain_batch, split_target, with_weights
+from relflat_sk.training._skorch_net import EpochMean, SkorchNet
+from relflat_sk.training._tasks import (
+    TASKS,
+    Task,
+    check_ending,
+    check_ignored,
+    check_measurable,
+    movable,
+    to_predictions,
+    unwrap,
+    with_class_weights,
+)
+
+# the attributes that `fit` learns from the data
+_LEARNED = (
+    "_knows_outputs",
+    "classes_",
+    "flat_target_",
+    "is_double_",
+    "multilabel_",
+    "n_features_in_",
+    "n_inputs_",
+    "n_outputs_",
+)
+
+
+@dataclass(slots=True)
+class _Training:
+    """The state of one training, with that of its current step.
+
+    A net drops it when the training ends, and leaves it out of copies and pickles.
+
+    Shapes: `sample_weight` (n,).
+    """
+
+    sample_weight: np.ndarray | None = None
+    labels_encoded: bool = False  # in `fit`, the net's own data sets hold targets
+    dataset: Any = None
+    penalty: RelativeFlatnessPenalty | None = None
+    output_shape: Size | None = None
+    output_checked: bool = False
+    # of the current step
+    recorded: bool = False
+    terms: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+
+
+def _if_task(suits: Callable[[Task], bool]) -> Callable[[Any], Any]:
+    """Let a net have a method only if its task suits."""
+    return available_if(lambda net: suits(net._task))  # type: ignore[no-any-return]
+
+
+class FlatNet(SkorchNet):
+    """Implementation of `RelativeFlatnessRegularizedNet`; see there for the parameters.
+
+    Penalty and sample weights enter in `infer` and `get_loss` only. Code that changes other parts
+    of skorch's training step (accelerate, gradient accumulation, the two passes of SAM) therefore
+    works together with this class.
+    """
+
+    flatness_weight: float
+    flatness_layer: Any
+    flatness_normalize: bool
+    flatness_probes: int
+    flatness_warmup: float
+    flatness_clip: float | None
+    random_state: Any
+
+    module_: Any
+    criterion_: Any
+
+    _fixed_task: ClassVar[str | None] = None
+    _training: _Training | None = None
+    # what `fit` measured on the training data
+    _record: Record | None = None
+    # None before a batch has shown it
+    _criterion_takes_whole: bool | None = None
+    # whether what the task knows comes from outputs, because the labels were in a Dataset
+    _knows_outputs = False
+    _rng_states: list[Tensor]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_training", None)  # a copy that a callback makes is not in training
+        return state
+
+    # -- fitting -------------------------------------------------------------------------
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, **fit_params: Any) -> "FlatNet":
+        """Train the net from its initial weights.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict, Dataset or DataLoader
+            Training inputs. Arrays on disk, such as zarr's, are read batch by batch.
+        y : array-like of shape (n,) or (n, n_outputs)
+            Labels, or the values of a regression. None if X is a Dataset (a stream included) or
+            a DataLoader, whose labels must be class indices or numbers.
+        sample_weight : array-like of shape (n,), optional
+            Weight of each sample in the loss and in the penalty. The loss of a batch is the
+            mean weighted by the weights in that batch, as in scikit-learn's networks. Weights
+            therefore act like repeated samples if one batch holds all the data.
+        **fit_params
+            Passed on to the module's forward, as in skorch.
+
+        Returns
+        -------
+        self
+            The fitted net.
+
+        Raises
+        ------
+        ValueError
+            If a parameter is out of its range, the data do not fit the task, or torch cannot use
+            the device.
+        TypeError
+            If X holds no numbers.
+        LayerNotFoundError
+            If `flatness_layer` names no layer.
+        """
+        restart = not (self.warm_start and self.initialized_)
+        with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
+            epochs = 0 if restart else len(self.history)
+            super().fit(inputs, targets, **fit_params)
+            self._learn_from_outputs()
+            record_outcome(self, self._state().dataset, since=epochs)
+        return self
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any = None,
+        classes: Any = None,
+        sample_weight: Any = None,
+        **fit_params: Any,
+    ) -> "FlatNet":
+        """Train the net further, from its current weights.
+
+        Parameters
+        ----------
+        X, y : array-like
+            As in `fit`. `relative_flatness_` is measured on the data of the last call.
+        classes : array of shape (n_classes,), optional
+            All classes, for the first call. If None, those in y.
+        sample_weight : array-like of shape (n,), optional
+            As in `fit`.
+        **fit_params
+            As in `fit`.
+
+        Returns
+        -------
+        self
+            The fitted net.
+
+        Raises
+        ------
+        ValueError, LayerNotFoundError
+            As in `fit`.
+        """
+        if fit_params.get("_routing_method") == "fit":  # skorch's fit calls it with checked data
+            super().partial_fit(X, y, **fit_params)
+            return self
+        restart = not self.initialized_
+        session = self._session(X, y, sample_weight, restart=restart, classes=classes)
+        with session as (inputs, targets):
+            super().partial_fit(inputs, targets, **fit_params)
+            self._learn_from_outputs()
+            record_outcome(self, self._state().dataset, since=None)
+        return self
+
+    @contextmanager
+    def _session(
+        self, X: Any, y: Any, sample_weight: Any, *, restart: bool, classes: Any = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Check everything, and train inside the context on the inputs and targets it yields."""
+        self._check_penalty()
+        self._check_task()
+        check_device(self.device)
+        check_stream(self, X, sample_weight)
+        X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
+        self._training = _Training(weights, labels_encoded=True)
+        self._record = None
+        self._criterion_takes_whole = None
+        try:
+            with self._own_random_state(restart=restart):
+                yield X, y
+        finally:
+            self._training = None
+
+    @contextmanager
+    def _own_random_state(self, *, restart: bool) -> Iterator[None]:
+        """Use the net's own random state inside the context, and restore torch's afterwards."""
+        if self.random_state is None:
+            yield
+            return
+        with fork_rng(self.device):
+            if restart or not hasattr(self, "_rng_states"):
+                seed_torch(draw_seed(self.random_state))
+            else:
+                set_states(self.device, self._rng_states)
+            yield
+            self._rng_states = get_states(self.device)
+
+    def _state(self) -> _Training:
+        """Return the state of the training, a new one for steps made outside of `fit`."""
+        if self._training is None:
+            self._training = _Training()
+        return self._training
+
+    def _prepare(
+        self, X: Any, y: Any, sample_weight: Any, reset: bool, classes: Any
+    ) -> tuple[Any, Any, np.ndarray | None]:
+        """Check data and weights, and learn from them; a fitted net survives bad data."""
+        labelled = y is not None or not isinstance(X, Dataset)
+        # initialize() may have been called by hand, and labels may come after a Dataset
+        reset = reset or (labelled and not self._knows_labels())
+        attributes = self.__dict__  # skorch's own __delattr__ would unregister components
+        learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
+        try:
+            X, y = self._learn(X, y, reset, classes)
+            if sample_weight is None:
+                return X, y, None
+            n = len(X) if isinstance(X, Dataset) else count_samples(X)  # type: ignore[arg-type]
+            return X, y, check_weights(sample_weight, n)
+        except (TypeError, ValueError):
+            attributes.update(learned)
+            raise
+
+    def _learn(self, X: Any, y: Any, reset: bool, classes: Any) -> tuple[Any, Any]:
+        """Check inputs and encode labels; with `reset`, learn sizes and classes first."""
+        X = check_inputs(self, X, reset=reset)
+        if y is None and isinstance(X, Dataset):
+            return X, None
+        if reset:
+            self._task.learn(self, y, classes)
+            self._check_ignored()
+        y = self._encode(y)
+        if hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
+            raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
+        return X, y
+
+    def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
+        """Split off the validation data as skorch does, together with the sample weights.
+
+        Targets get the network's precision.
+        """
+        state, weights = self._state(), self._state().sample_weight
+        if isinstance(y, np.ndarray) and y.dtype == np.float64:
+            parameter = floating_parameter(self.module_)
+            if parameter is None or parameter.dtype != torch.float64:
+                y = y.astype(np.float32)
+        for name in ("iterator_train", "iterator_valid") if weights is not None else ():
+            if self.get_params_for(name).get("collate_fn") is not None:
+                raise ValueError(
+                    "sample_weight travels with the labels of a batch, which "
+                    f"{name}__collate_fn may not expect. Leave out the collate function, or "
+                    "put the weights into a criterion of your own."
+                )
+        if weights is not None:
+            X = with_weights(self.get_dataset(X, y), weights)
+        state.dataset, valid = super().get_split_datasets(X, y, **fit_params)
+        return state.dataset, valid
+
+    # -- what fit measured ---------------------------------------------------------------
+
+    @property
+    def relative_flatness_(self) -> float:
+        """Relative flatness on the training data, at the weights that `fit` ended with."""
+        return self._read_record("relative_flatness_").value
+
+    @property
+    def constant_comparison_(self) -> ConstantComparison:
+        """Mean loss on the training data, with that of the best constant prediction."""
+        return self._read_record("constant_comparison_").comparison
+
+    def _read_record(self, name: str) -> Record:
+        """Return what `fit` measured; raise if the weights have changed since."""
+        if self._record is None:
+            raise AttributeError(f"{type(self).__name__} has no {name} before fit.")
+        if self._record.weights != checksum(self.module_):
+            raise AttributeError(
+                f"{name} was measured at the end of fit, and the weights have changed since. "
+                "Measure the network that it is now: relflat_sk.relative_flatness(net, X, y)."
+            )
+        return self._record
+
+    def adopt_flatness(self, found: Flatness) -> None:
+        """Take a measurement on the training data as the net's own, not to measure twice."""
+        adopt(self, [found])
+
+    # -- prediction ----------------------------------------------------------------------
+
+    def predict(self, X: Any) -> Any:
+        """Predict class labels, or the values of a regression.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
+            Inputs, with the features that the net was fitted with.
+
+        Returns
+        -------
+        array of shape (n,) or (n, n_outputs)
+            Labels as they were given to `fit`, or predicted values.
+        """
+        predicted = self._task.predict(self._predicted(X, to_predictions(self).function))
+        return predicted if self._gets_targets() else self._task.decode(self, predicted)
+
+    @_if_task(lambda task: task.estimator_type != "regressor")
+    def predict_proba(self, X: Any) -> Any:
+        """Predict the probability of each class.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
+            Inputs, with the features that the net was fitted with.
+
+        Returns
+        -------
+        array of shape (n, n_classes)
+            Probabilities, with columns in the order of `classes_`.
+        """
+        return self._task.probabilities(self._predicted(X, to_predictions(self).function))
+
+    @_if_task(lambda task: task.estimator_type == "classifier")
+    def predict_log_proba(self, X: Any) -> Any:
+        """Predict the logarithm of the probability of each class.
+
+        It is computed from the module's logits, and is finite also where a probability is too
+        small to be told from 0. If the module returns probabilities (`NLLLoss`, `BCELoss`) or
+        `predict_nonlinearity` is a function of your own, it is the logarithm of `predict_proba`.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
+            Inputs, with the features that the net was fitted with.
+
+        Returns
+        -------
+        array of shape (n, n_classes)
+            Natural logarithms, with columns in the order of `classes_`.
+        """
+        logarithm = to_predictions(self).logarithm
+        if logarithm is not None:
+            return self._predicted(X, logarithm)
+        with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
+            return np.log(self.predict_proba(X))
+
+    @_if_task(lambda task: task.estimator_type is not None)
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Compute a classifier's accuracy, or a regressor's coefficient of determination.
+
+        Parameters
+        ----------
+        X : array-like or sparse matrix of shape (n, ...), tensor, dict or Dataset
+            Inputs, with the features that the net was fitted with.
+        y : array-like of shape (n,) or (n, n_outputs)
+            True labels or values.
+        sample_weight : array of shape (n,), optional
+            Weight of each sample in the score.
+
+        Returns
+        -------
+        float
+            At most 1, which is a perfect prediction.
+        """
+        return self._task.score(y, self.predict(X), sample_weight)
+
+    def _predicted(self, X: Any, function: Any) -> Any:
+        """Apply a function to the module's outputs for all samples."""
+        outputs = self.forward_iter(check_inputs(self, X, reset=False))
+        return np.concatenate([to_numpy(function(output)) for output in outputs])
+
+    # -- the task: network, criterion and labels -----------------------------------------
+
+    @property
+    def _criterion_class(self) -> type:
+        return self.criterion if isinstance(self.criterion, type) else type(self.criterion)
+
+    @property
+    def _criterion_task(self) -> str | None:
+        row = TABLE.get(self._criterion_class)
+        return None if row is None else row.task
+
+    @property
+    def _task(self) -> Task:
+        return TASKS[self._fixed_task or self._criterion_task]
+
+    def _check_task(self) -> None:
+        """Refuse a criterion of another task than the estimator's."""
+        if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
+            raise ValueError(
+                f"{type(self).__name__} does {self._fixed_task}, but "
+                f"{self._criterion_class.__name__} is a {self._criterion_task} loss. Use "
+                "RelativeFlatnessRegularizedNet, which takes its task from the criterion."
+            )
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.estimator_type = self._task.estimator_type
+        tags.input_tags.sparse = True
+        tags.target_tags.required = tags.estimator_type is not None
+        if tags.estimator_type == "classifier":
+            tags.classifier_tags = ClassifierTags(multi_class=self._task is not TASKS["binary"])
+        elif tags.estimator_type == "regressor":
+            tags.regressor_tags = RegressorTags()
+            tags.target_tags.multi_output = True
+        return tags
+
+    @property
+    def _default_callbacks(self) -> list[tuple[str, Any]]:
+        """Record the penalty per epoch as well, and a classifier's accuracy."""
+        callbacks = super()._default_callbacks
+        for name in ("flatness_penalty", "flatness_clipped"):
+            callbacks.insert(-1, (name, EpochMean(name, on_train=True, find_best=False)))
+        if self._task.estimator_type == "classifier":
+            accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
+            callbacks.insert(-1, ("valid_acc", accuracy))
+        return callbacks
+
+    def _knows_labels(self) -> bool:
+        """Return whether the task has learned from labels, rather than from a Dataset."""
+        return hasattr(self, self._task.learned) and not self._knows_outputs
+
+    def _learn_from_outputs(self) -> None:
+        """After training on a Dataset, learn the classes from the number of outputs."""
+        shape = self._state().output_shape
+        if shape is not None and len(shape) <= 1:
+            self._task.learn_from_outputs(self, shape.numel())
+            self._knows_outputs = True
+
+    def _gets_targets(self) -> bool:
+        """Return whether labels come as targets: in training, its own data sets hold targets."""
+        return self._training is not None and self._training.labels_encoded
+
+    def _encode(self, y: Any) -> Any:
+        """Turn labels into the criterion's targets."""
+        # a net that was trained on a Dataset has met targets only
+        labels = self._knows_labels() and not self._gets_targets()
+        return self._task.encode(self, y) if labels else y
+
+    def _n_outputs(self) -> int | None:
+        return self._task.n_outputs(self) if self._knows_labels() else None
+
+    def initialize_module(self) -> "FlatNet":
+        """Make the module, sized from the data where its constructor asks for sizes."""
+        self._check_criterion()  # which tells the number of outputs
+        kwargs = self.get_params_for("module")
+        if isinstance(self.module, nn.Module) and not kwargs:
+            self.module_ = copy.deepcopy(self.module)
+            return self
+        sizes = {"n_features": getattr(self, "n_inputs_", None), "n_outputs": self._n_outputs()}
+        factory = type(self.module) if isinstance(self.module, nn.Module) else self.module
+        self.module_ = factory(**with_sizes(factory, kwargs, sizes))
+        # float64 as in scikit-learn's networks; users choose the dtype of their own modules
+        if factory is MLP and getattr(self, "is_double_", False) and str(self.device) == "cpu":
+            self.module_.double()
+        return self
+
+    def initialize_criterion(self) -> "FlatNet":
+        """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""
+        self._check_criterion()
+        parameter = floating_parameter(self.module_)
+        dtype = torch.float32 if parameter is None else parameter.dtype
+        kwargs = with_class_weights(self._criterion_class, self.get_params_for("criterion"), dtype)
+        made = self.initialized_instance(self.criterion, kwargs)
+        if type(made) is nn.NLLLoss:
+            made = ProbabilityNLLLoss(
+                weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
+            )
+        # class weights are float32 tensors, and data of float64 make an MLP of float64
+        if isinstance(made, nn.Module) and type(self.module_) is MLP:
+            made.to(dtype)
+        self.criterion_ = made
+        self._check_ignored()
+        weight = getattr(made, "weight", None)
+        of_classes = self._criterion_task == "classification" and self._knows_labels()
+        if of_classes and weight is not None and weight.numel() != len(self.classes_):
+            raise ValueError(
+                f"criterion__weight has {weight.numel()} number(s), but y has "
+                f"{self._task.describe(self)}: pass one weight for each class, in this order."
+            )
+        return self
+
+    def torch_compile(self, module: Any, name: str) -> Any:
+        """Compile a module, if asked to, but no criterion, which is to be differentiated twice."""
+        return module if name == "criterion" else super().torch_compile(module, name)
+
+    def _check_ignored(self) -> None:
+        """Refuse an index to ignore that the encoding of labels gives another meaning."""
+        criterion = getattr(self, "criterion_", None)
+        if self._task is TASKS["classification"] and criterion is not None and self._knows_labels():
+            check_ignored(getattr(criterion, "ignore_index", IGNORED), self.classes_)
+
+    def _check_criterion(self) -> None:
+        """Refuse a criterion of which a net can make no instance, such as a function."""
+        criterion = self.criterion
+        made = "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got"
+        if not callable(criterion):
+            raise TypeError(f"{made} {criterion!r}.")
+        if not isfunction(criterion):
+            return
+        try:  # a function may also make a criterion
+            signature(criterion).bind(**self.get_params_for("criterion"))
+        except TypeError:
+            raise TypeError(
+                f"{made} the function {criterion.__name__}. A net makes the criterion itself, as "
+                "skorch does. For a loss of your own, pass a class of torch.nn.Module whose "
+                "forward takes outputs and targets."
+            ) from None
+
+    # -- the penalty ---------------------------------------------------------------------
+
+    def _check_penalty(self) -> None:
+        """Refuse parameters that make no penalty, and optimizers that do not work with one."""
+        check_number("flatness_weight", self.flatness_weight, positive=False)
+        check_number("flatness_warmup", self.flatness_warmup, positive=False)
+        check_integer("flatness_probes", self.flatness_probes, minimum=1)
+        check_number("flatness_clip", self.flatness_clip, optional=True)
+        RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers
+        if any(isinstance(layer, nn.Module) for layer in self._layers()):
+            raise TypeError(
+                "flatness_layer must be a position or a dotted name, got a module. The net trains "
+                "a copy of its own, which does not contain that module. Pass the layer's name, as "
+                "listed by module.named_modules()."
+            )
+        optimizer = self.optimizer
+        searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
+        if self.flatness_weight > 0 and searches:
+            raise ValueError(
+                f"{optimizer.__name__} evaluates the objective several times per step and "
+                "compares the values, but the penalty may use new random probes each time, and "
+                "depends on the batch. Use another optimizer, such as SGD or Adam, or "
+                "flatness_weight=0."
+            )
+
+    def _layers(self) -> Any:
+        """Return the penalised layers in the form that measures take: a sequence or "all"."""
+        layer = self.flatness_layer
+        return layer if isinstance(layer, list | tuple) or layer == "all" else [layer]
+
+    def _penalty_settings(self) -> tuple[Any, bool, int]:
+        return self.flatness_layer, self.flatness_normalize, self.flatness_probes
+
+    def _penalty(self, state: _Training) -> RelativeFlatnessPenalty:
+        """Return the training's penalty, a new one if its settings have changed."""
+        settings, penalty = self._penalty_settings(), state.penalty
+        if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
+            penalty = state.penalty = RelativeFlatnessPenalty(*settings)
+        penalty.clip = self.flatness_clip
+        return penalty
+
+    def _penalty_weight(self) -> float:
+        """Return the weight of the penalty in the current epoch, warm-up included."""
+        if not self.flatness_warmup:
+            return float(self.flatness_weight)
+        epoch = max(1, len(self.history or ()))
+        return float(min(1.0, epoch / self.flatness_warmup) * self.flatness_weight)
+
+    # -- called by skorch in each step ---------------------------------------------------
+
+    def infer(self, x: Any, **fit_params: Any) -> Any:
+        """Run the module on a batch; record the penalised layers if gradients are enabled."""
+        module = self.module_
+        x = cast_inputs(to_tensor(x, device=self.device), module)
+        if not (torch.is_grad_enabled() and self.flatness_weight > 0):
+            return _full_precision(super().infer(x, **fit_params))
+        state, network = self._state(), unwrap(module)
+        penalty = self._penalty(state)
+        compiled = "_orig_mod" in module._modules
+        with penalty.capture_compiled(module, network) if compiled else penalty.capture(network):
+            output = _full_precision(super().infer(x, **fit_params))
+        state.recorded = True
+        return output
+
+    def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
+        """Compute the loss of a batch, with the penalty added in training."""
+        state = self._state()
+        recorded, state.recorded = state.recorded, False
+        criterion = Loss(unwrap(self.criterion_))
+        y_true, weight = split_target(y_true)
+        y_true = to_tensor(y_true, device=self.device)
+        whole = not isinstance(y_pred, Tensor) and self._takes_whole(criterion, y_pred, y_true)
+        if whole and weight is not None:
+            refuse_whole(self.criterion_, "sample_weight")
+        if whole and recorded:
+            refuse_whole(self.criterion_, "penalty")
+        penalty = share = None
+        if whole:
+            loss: Tensor = self.criterion_(y_pred, y_true)
+        else:
+            output = full_precision(primary_output(y_pred))
+            self._check_output(criterion, output)
+            target = criterion.read_target(output, y_true)
+            weight = None if weight is None else weight.to(output)
+
+            def loss_of(output: Tensor) -> Tensor:
+                if weight is not None:
+                    return weighted_loss(criterion, output, target.values, weight)
+                value: Tensor = self.criterion_(output, target.values)
+                return value
+
+            loss = loss_of(output)
+            if training and recorded and state.penalty is not None:
+                penalty = state.penalty.of_batch(
+                    criterion, output, target, weight, self._penalty_weight()
+                )
+                share = state.penalty.share_left(
+                    penalty, lambda: (loss, constant_loss(loss_of, output, weight))
+                )
+        if training and state.terms is None:  # the first pass of a step is at its first weights
+            state.terms = loss, penalty, share
+        if penalty is None:
+            return loss
+        return loss + (penalty if share is None else share * penalty)
+
+    def _takes_whole(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
+        """Return whether the criterion takes more than one tensor; tried on one batch."""
+        if self._criterion_takes_whole is None:
+            self._criterion_takes_whole = criterion.row is None and takes_whole(
+                criterion.criterion, y_pred, y_true
+            )
+        return self._criterion_takes_whole
+
+    def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
+        """Refuse outputs of another size than the labels need; at first, of another kind too."""
+        state, n_outputs = self._state(), self._n_outputs()
+        if n_outputs is None:
+            state.output_shape = y_pred.shape[1:]
+        elif y_pred.shape[1:].numel() != n_outputs:
+            raise ValueError(
+                f"y has {self._task.describe(self)}, which takes {n_outputs} output(s) for each "
+                f"sample, but the module returned shape {tuple(y_pred.shape)} for a batch. Give "
+                "the module's constructor an argument n_outputs, which is then set from y, or "
+                "pass all classes to partial_fit."
+            )
+        if not state.output_checked:
+            check_ending(criterion, y_pred)
+            state.output_checked = True
+
+    def evaluation_step(self, batch: Any, training: bool = False) -> Any:
+        """Run the module for its output alone, without keeping a graph for the penalty."""
+        try:
+            return movable(super().evaluation_step(batch, training=training))
+        finally:
+            state = self._training
+            if state is not None and state.recorded:
+                state.recorded, state.penalty = False, None
+
+    def validation_step(self, batch: Any, **fit_params: Any) -> Any:
+        """Compute output and loss of a validation batch, without what skorch cannot collect."""
+        step = super().validation_step(batch, **fit_params)
+        step["y_pred"] = movable(step["y_pred"])
+        return step
+
+    def notify(self, method_name: str, **cb_kwargs: Any) -> None:
+        """Call the callbacks, which get batches without sample weights."""
+        if "batch" in cb_kwargs:
+            cb_kwargs["batch"] = plain_batch(cb_kwargs["batch"])
+        super().notify(method_name, **cb_kwargs)
+
+    def on_batch_begin(self, net: Any, batch: Any = None, training: bool = False) -> None:
+        """Forget losses that were computed between steps."""
+        super().on_batch_begin(net, batch=batch, training=training)
+        self._state().terms = None
+
+    def on_batch_end(
+        self, net: Any, batch: Any = None, training: bool = False, **step: Any
+    ) -> None:
+        """Record the loss and the penalty of a training step separately."""
+        super().on_batch_end(net, batch=batch, training=training, **step)
+        terms, self._state().terms = self._state().terms, None
+        if not training or terms is None:
+            return
+        dtype = terms[0].dtype
+        numbers = [term.detach().to(dtype) for term in terms if term is not None]
+        loss, *others = read_numbers(*numbers)
+        # without a penalty or a limit, its number needs no tensor
+        penalty, left = [*others, *(0.0, 1.0)[len(others) :]]
+        self.history.record_batch("train_loss", loss)
+        self.history.record_batch("flatness_penalty", penalty * left)
+        self.history.record_batch("flatness_clipped", float(left < 1))
+
+
+# outside training, its loss is the criterion's
+CRITERION_ALONE.add(FlatNet.get_loss)
+
+
+@to_network.register
+def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
+    check_is_fitted(model, "module_")
+    if options.criterion is None:
+        check_measurable(model)
+    X = check_inputs(model, X, reset=False)
+    if isinstance(X, Dataset):
+        y = None  # the Dataset holds the labels
+    elif y is not None:
+        y = model._encode(y)
+    return skorch_network(model, skorch_batches(model, X, y, options), options)
+
+
+def _full_precision(output: Any) -> Any:
+    """Convert half-precision outputs to float32, for losses and numpy."""
+    if type(output) is tuple:
+        return tuple(map(_full_precision, output))
+    return full_precision(output) if isinstance(output, Tensor) else output
+
+
+def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:
+    """Compute the accuracy on the net's own data sets, which hold targets."""
+    targets = y if isinstance(y, np.ndarray) else np.asarray([np.asarray(t) for t in y])
+    return float(accuracy_score(targets, net.predict(X)))

@@ -1,0 +1,334 @@
+"""A skorch net with scikit-learn's rules for parameters, and batches that are cut from arrays."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from skorch import NeuralNet
+from skorch.callbacks import Callback, EpochTimer, PrintLog
+from skorch.utils import to_device
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from relflat_sk._checks import did_you_mean, gather_checks
+from relflat_sk._network import LoadedBatches
+from relflat_sk.training._array_loader import ArrayLoader, make_loader
+from relflat_sk.training._epoch_trainer import EPOCH_TRAINER, EpochTrainer, single_trainer
+
+# skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
+_UNFITTED: dict[str, Callable[[], Any]] = {
+    "history_": lambda: None,
+    "initialized_": lambda: False,
+    "virtual_params_": dict,
+}
+# parameters of scikit-learn's networks that have other names here
+_OTHER_NAMES = {
+    "activation": "module__activation",
+    "alpha": "optimizer__weight_decay",
+    "class_weight": "criterion__weight (an array), or sample_weight in fit",
+    "early_stopping": "callbacks=[skorch.callbacks.EarlyStopping()] with train_split="
+    "skorch.dataset.ValidSplit(5)",
+    "epochs": "max_epochs",
+    "hidden_layer_sizes": "module__hidden_layer_sizes",
+    "learning_rate_init": "lr",
+    "max_iter": "max_epochs",
+    "solver": "optimizer (a class)",
+}
+# torch's optimizers with an implementation in one kernel, on every device that torch 2.6 knows
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
+# a batch of a prediction has so many samples and input values at most, if it is not smaller
+_SAMPLES, _NUMBERS = 1024, 2**20
+# columns of the history that the net's own callbacks record on validation data
+_OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best")
+
+
+class SkorchNet(NeuralNet):
+    """Set nothing but parameters in the constructor, and cut batches out of arrays."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, default in _UNFITTED.items():
+            if self.__dict__[name] == default():
+                del self.__dict__[name]
+        self._is_made = True
+
+    def __getattr__(self, name: str) -> Any:
+        # skorch's __setattr__ takes a missing `initialized_` for a net under construction
+        if name in _UNFITTED and "_is_made" in self.__dict__:
+            return _UNFITTED[name]()
+        return object.__getattribute__(self, name)  # raises the usual AttributeError
+
+    def get_params(self, deep: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """List the public parameters; skorch lists attributes that begin with an underscore."""
+        found = super().get_params(deep=deep, **kwargs)
+        return {name: value for name, value in found.items() if not name.startswith("_")}
+
+    # -- the parts of a net --------------------------------------------------------------
+
+    @property
+    def _default_callbacks(self) -> list[tuple[str, Any]]:
+        """Record time and losses per epoch, and print them."""
+        return [
+            ("epoch_timer", EpochTimer()),
+            ("train_loss", EpochMean("train_loss", on_train=True)),
+            ("valid_loss", EpochMean("valid_loss")),
+            ("print_log", _PrintLog()),
+        ]
+
+    def initialize(self) -> Any:
+        """Make the parts of the net; say what was meant by names that skorch refuses."""
+        try:
+            return super().initialize()
+        except ValueError as error:
+            advice = _advice(self, _unknown_parameters(self))
+            if not advice:
+                raise
+            raise ValueError(f"{error}{advice}") from error
+
+    def initialize_callbacks(self) -> Any:
+        """Make the callbacks; refuse those that need validation data if there are none."""
+        if not isinstance(self.callbacks, list | None):
+            raise TypeError(
+                "callbacks must be a list, such as [StopAtLoss(0.1)], got "
+                f"{type(self.callbacks).__name__}."
+            )
+        super().initialize_callbacks()
+        for _, callback in self.callbacks_:
+            monitor = getattr(callback, "monitor", None)
+            if self.train_split is None and monitor in _OF_VALIDATION:
+                raise ValueError(
+                    f"the callback {type(callback).__name__} reads {monitor!r}, but no "
+                    "validation data are held out: train_split=None is the default here. Pass "
+                    "train_split=skorch.dataset.ValidSplit(5) to the net, or a monitor such as "
+                    "'train_loss' to the callback."
+                )
+        return self
+
+    def initialize_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer; refuse what is not a class."""
+        if not callable(self.optimizer):
+            raise TypeError(
+                "optimizer must be a class, such as torch.optim.Adam, which gets lr and the "
+                f"parameters optimizer__*, got {self.optimizer!r}."
+            )
+        return super().initialize_optimizer(*args, **kwargs)
+
+    def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> Any:
+        """Collect the arguments of an optimizer; ``fused=True`` where torch has that."""
+        args, kwargs = super().get_params_for_optimizer(prefix, named_parameters)
+        if _can_fuse(getattr(self, prefix), args[0], kwargs, self._parts()):
+            kwargs["fused"] = True
+        return args, kwargs
+
+    def _parts(self) -> list[nn.Module]:
+        """List the net's modules and criteria, and all modules inside of them."""
+        made = [value for name, value in vars(self).items() if name.endswith("_")]
+        return [part for one in made if isinstance(one, nn.Module) for part in one.modules()]
+
+    # -- batches -------------------------------------------------------------------------
+
+    def get_iterator(self, dataset: Any, training: bool = False) -> Any:
+        """Make the iterator over the batches of a data set.
+
+        It is the user's own if the data are a loader. Arrays are cut into batches without torch's
+        loader, unless the user chose a loader or passed it arguments such as `collate_fn`.
+        """
+        if isinstance(dataset, LoadedBatches):
+            return dataset.loader
+        name = "iterator_train" if training else "iterator_valid"
+        iterator, arguments = getattr(self, name), self.get_params_for(name)
+        if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
+            del arguments["shuffle"]
+        arguments["batch_size"] = _batch_size(arguments.get("batch_size", self.batch_size), dataset)
+        # accelerate takes torch's loader apart and makes its own of the parts
+        if iterator is DataLoader and getattr(self, "accelerator", None) is None:
+            return make_loader(dataset, arguments)
+        return iterator(dataset, **arguments)
+
+    def forward_iter(self, X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
+        """Yield the outputs of the module for each batch.
+
+        Batches of arrays are large where the `batch_size` of training does not matter to the
+        outputs, and the user chose no other for `iterator_valid`.
+        """
+        iterator = self.get_iterator(self.get_dataset(X), training=training)
+        if isinstance(X, LoadedBatches) and isinstance(iterator.sampler, RandomSampler):
+            raise ValueError(
+                "X is a data loader that gives the samples in random order, so that nobody knows "
+                "which prediction is whose. Pass a loader with shuffle=False, or loader.dataset."
+            )
+        chosen = self.get_params_for("iterator_valid")
+        if isinstance(iterator, ArrayLoader) and not (
+            training or chosen or any(map(knows_its_batch, self._parts()))
+        ):
+            iterator = iterator.enlarged(_SAMPLES, _NUMBERS)
+        for batch in iterator:
+            yield to_device(self.evaluation_step(batch, training=training), device=device)
+
+    # -- the training loop ---------------------------------------------------------------
+
+    def fit_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train for some epochs."""
+        try:
+            return super().fit_loop(*args, **kwargs)
+        finally:
+            self._epoch_trainer().release(self)
+
+    def _epoch_trainer(self) -> EpochTrainer:
+        """Return what trains the net's epochs, if its own loop need not."""
+        trainer = EPOCH_TRAINER.get() or self.__dict__.get("_single_trainer")
+        if trainer is None:
+            trainer = self.__dict__["_single_trainer"] = single_trainer()
+        return trainer
+
+    def run_single_epoch(
+        self, iterator: Any, training: bool, prefix: str, step_fn: Any, **fit_params: Any
+    ) -> None:
+        """Train or validate for an epoch."""
+        if iterator is None:
+            return
+        if training and self._epoch_trainer().train_epoch(self, iterator, fit_params):
+            return
+        with gather_checks():
+            super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_single_trainer", None)
+        return state
+
+
+# -- names of parameters -------------------------------------------------------------------
+
+
+def check_parameters(net: NeuralNet) -> None:
+    """Refuse names that are no parameters of a net or its parts, without making the net."""
+    unknown = _unknown_parameters(net)
+    if unknown:
+        names = ", ".join(unknown)
+        raise ValueError(f"__init__() got unexpected argument(s) {names}.{_advice(net, unknown)}")
+
+
+def _unknown_parameters(net: NeuralNet) -> list[str]:
+    """List the parameters of a net that neither its constructor nor a part of it takes."""
+    accepted = {name for kind in type(net).__mro__ for name in inspect.signature(kind).parameters}
+    # skorch learns the names of the last three only where it makes these parts
+    parts = (*net.prefixes_, "module", "criterion", "optimizer")
+    names = sorted(net.get_params(deep=False).keys() - accepted)
+    return [name for name in names if not name.startswith((*parts, "_")) and name[-1] != "_"]
+
+
+def _advice(net: NeuralNet, unknown: Sequence[str]) -> str:
+    """Say what is meant by unknown parameters: those of scikit-learn, or misspelt ones."""
+    known = net.get_params(deep=False).keys() - set(unknown)
+    similar = [did_you_mean(name, known) for name in unknown if name not in _OTHER_NAMES]
+    instead = [
+        f"in place of {name}, use {_OTHER_NAMES[name]}" for name in unknown if name in _OTHER_NAMES
+    ]
+    advice = f"\nWith nets of relflat_sk, {'; '.join(instead)}." if instead else ""
+    return f"{''.join(similar)}{advice}"
+
+
+# -- callbacks -----------------------------------------------------------------------------
+
+
+class EpochMean(Callback):
+    """Record the mean over an epoch's batches, as skorch's `PassthroughScoring` in less time."""
+
+    def __init__(self, name: str, *, on_train: bool = False, find_best: bool = True) -> None:
+        self.name = name
+        self.on_train = on_train
+        self.find_best = find_best
+
+    def initialize(self) -> "EpochMean":
+        """Forget the best score of an earlier training."""
+        self.best_score_ = math.inf
+        return self
+
+    def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Record the mean over the batches, weighted by their sizes."""
+        batches = [batch for batch in net.history[-1, "batches"] if self.name in batch]
+        if not batches:
+            return
+        size = "train_batch_size" if self.on_train else "valid_batch_size"
+        sizes = [batch[size] for batch in batches]
+        score = float(np.dot([batch[self.name] for batch in batches], sizes) / sum(sizes))
+        net.history.record(self.name, score)
+        if self.find_best:
+            is_best = score < self.best_score_  # nan is not
+            net.history.record(f"{self.name}_best", is_best)
+            self.best_score_ = score if is_best else self.best_score_
+
+
+class _PrintLog(PrintLog):
+    """skorch's table of epochs, which is laid out only if somebody sees it."""
+
+    def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
+        if net.verbose or self.sink is not print:
+            super().on_epoch_end(net, **kwargs)
+
+
+def listens(callback: Any, event: str) -> bool:
+    """Return whether a callback has a method for an event that is not skorch's empty one."""
+    method = getattr(callback, event)
+    return getattr(method, "__func__", method) is not getattr(Callback, event, None)
+
+
+# -- loaders and optimizers ----------------------------------------------------------------
+
+
+def knows_its_batch(part: nn.Module) -> bool:
+    """Return whether a module's output for a sample depends on the others in evaluation, too."""
+    return isinstance(part, _BatchNorm) and part.running_mean is None
+
+
+def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a loader can shuffle: not if a stream or a sampler determines the order."""
+    if isinstance(dataset, IterableDataset):
+        return False
+    if arguments.get("sampler") or arguments.get("batch_sampler"):
+        return False
+    try:
+        accepted = inspect.signature(iterator).parameters
+    except (TypeError, ValueError):  # a callable without signature
+        return True
+    names = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    return names or "shuffle" in accepted
+
+
+def _batch_size(size: Any, dataset: Any) -> Any:
+    """Return the number of samples in a batch, as torch's loader takes it."""
+    if isinstance(size, np.integer):
+        size = int(size)
+    if size != -1:
+        return size
+    if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"batch_size=-1 stands for all samples, but the {type(dataset).__name__} is a stream "
+            "without a length. Pass the number of samples in a batch."
+        )
+    return len(dataset)
+
+
+def _can_fuse(
+    optimizer: Any, groups: Any, arguments: Mapping[str, Any], parts: list[nn.Module]
+) -> bool:
+    """Return whether torch has a fused implementation, which rounds differently but does the same.
+
+    It takes no sparse gradients, which embeddings may have, and steps of SGD in half precision
+    differ by more than rounding.
+    """
+    if optimizer not in _FUSED or _IMPLEMENTATIONS & arguments.keys():
+        return False
+    if any(getattr(part, "sparse", False) for part in parts):
+        return False
+    return all(
+        p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
+        for group in groups
+        for p in group["params"]
+    )
