@@ -1,5 +1,7 @@
 """Every kind of model gives the same flatness as the bare module inside it."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,9 +25,10 @@ from relflat_sk import (
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
     relative_flatness,
 )
-from relflat_sk._models import DataOptions, final_estimator, name_layer, to_network
+from relflat_sk._models import DataOptions, describe, final_estimator, name_layer, to_network
 from relflat_sk.measures import evaluate
 
 CE = nn.CrossEntropyLoss()
@@ -54,48 +57,49 @@ def logits_of(net):
 def test_skorch_classifier_of_probabilities():
     net = fitted(NeuralNetClassifier)
     expected = relative_flatness(logits_of(net), X, Y, criterion=CE)
-    assert relative_flatness(net, X32, Y) == pytest.approx(expected, rel=1e-5)
-    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)  # float64 is cast
-    assert relative_flatness(net, X) == pytest.approx(expected, rel=1e-5)
+    for data in ((X32, Y), (X, Y), (X,)):  # float64 is cast
+        assert relative_flatness(net, *data) == pytest.approx(expected, rel=1e-5)
     earlier = relative_flatness(logits_of(net), X, Y, criterion=CE, layer=0)
     assert relative_flatness(net, X, Y, layer=0) == pytest.approx(earlier, rel=1e-3)
 
 
-def test_skorch_classifier_of_logits():
-    net = fitted(NeuralNetClassifier, module__tail=None, criterion=nn.CrossEntropyLoss)
-    expected = relative_flatness(net.module_, X, Y, criterion=CE)
-    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-6)
+class One(Softmaxed):
+    def __init__(self):
+        super().__init__(1, None)
 
 
-def test_skorch_criterion_parameters_count():
-    weight = torch.tensor([1.0, 5.0, 0.5])
-    net = fitted(NeuralNetClassifier, criterion__weight=weight)
-    expected = relative_flatness(logits_of(net), X, Y, criterion=nn.CrossEntropyLoss(weight))
-    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)
+class Tempered(NeuralNet):
+    def get_loss(self, y_pred, y_true, X=None, training=False):
+        return super().get_loss(y_pred / 3, y_true, X=X, training=training)
 
 
-def test_skorch_binary_classifier_and_regressor():
-    class One(Softmaxed):
-        def __init__(self):
-            super().__init__(1, None)
+WEIGHT = torch.tensor([1.0, 5.0, 0.5])
+POSITIVE = (Y > 0).astype(np.float32)
+LOGITS = {"criterion": nn.CrossEntropyLoss, "module__tail": None}
+# a net, its targets, and the criterion of the module's first three layers
+NETS = {
+    "logits": (partial(fitted, NeuralNetClassifier, **LOGITS), Y, CE),
+    "weights of classes": (
+        partial(fitted, NeuralNetClassifier, criterion__weight=WEIGHT),
+        Y, nn.CrossEntropyLoss(WEIGHT),
+    ),
+    "binary": (
+        partial(fitted, NeuralNetBinaryClassifier, One), POSITIVE, nn.BCEWithLogitsLoss(),
+    ),
+    "regressor": (partial(fitted, NeuralNetRegressor, One), POSITIVE[:, None], nn.MSELoss()),
+    "loss of its own": (
+        partial(fitted, Tempered, **LOGITS, train_split=None), Y, lambda z, y: CE(z / 3, y),
+    ),
+}  # fmt: skip
 
-    y = (Y > 0).astype(np.float32)
-    net = fitted(NeuralNetBinaryClassifier, One, y=y)
-    expected = relative_flatness(net.module_, X, y[:, None], criterion=nn.BCEWithLogitsLoss())
-    assert relative_flatness(net, X, y) == pytest.approx(expected, rel=1e-6)
-    net = fitted(NeuralNetRegressor, One, y=y[:, None])
-    expected = relative_flatness(net.module_, X, y[:, None], criterion=nn.MSELoss())
-    assert relative_flatness(net, X, y[:, None]) == pytest.approx(expected, rel=1e-6)
 
-
-def test_a_net_with_its_own_loss_is_differentiated():
-    class Tempered(NeuralNet):
-        def get_loss(self, y_pred, y_true, X=None, training=False):
-            return super().get_loss(y_pred / 3, y_true, X=X, training=training)
-
-    net = fitted(Tempered, criterion=nn.CrossEntropyLoss, module__tail=None, train_split=None)
-    expected = relative_flatness(net.module_, X, Y, criterion=lambda z, y: CE(z / 3, y))
-    assert relative_flatness(net, X, Y) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("kind", NETS)
+def test_the_criterion_is_the_net_s_own(kind):
+    make, y, criterion = NETS[kind]
+    net = make(y=y)
+    targets = y[:, None] if kind == "binary" else y
+    expected = relative_flatness(logits_of(net), X, targets, criterion=criterion)
+    assert relative_flatness(net, X, y) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -155,16 +159,10 @@ def test_nets_of_this_package_accept_labels_of_any_type():
 
 
 def test_pipelines_transform_their_inputs():
-    steps = [
-        ("scale", StandardScaler()),
-        ("nothing", "passthrough"),
-        (
-            "inner",
-            Pipeline([("columns", ColumnTransformer([("all", "passthrough", [0, 1, 2, 3])]))]),
-        ),
-        ("net", LogisticRegression()),
-    ]
-    model = Pipeline(steps).fit(X, Y)
+    columns = ColumnTransformer([("all", "passthrough", [0, 1, 2, 3])])
+    model = make_pipeline(
+        StandardScaler(), "passthrough", make_pipeline(columns), LogisticRegression()
+    ).fit(X, Y)
     expected = relative_flatness(model[-1], StandardScaler().fit_transform(X), Y)
     assert relative_flatness(model, X, Y) == pytest.approx(expected, rel=1e-12)
     assert relative_flatness(make_pipeline(model[-1]), X, Y) == relative_flatness(model[-1], X, Y)
@@ -275,3 +273,33 @@ def test_columns_of_estimators_keep_their_names_and_order():
         relative_flatness(model, frame[list("dcba")], Y)
     with pytest.warns(UserWarning, match="does not have valid feature names"):
         assert relative_flatness(model, X, Y) == relative_flatness(model, frame, Y)
+
+
+# -- descriptions in warnings ---------------------------------------------------------------
+
+
+def test_parameters_that_differ_from_the_defaults():
+    net = RelativeFlatnessRegularizedClassifier(
+        lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD, optimizer__momentum=0.9
+    )
+    assert describe(net) == (
+        "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
+        "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)"
+    )
+    assert describe(MLPClassifier(alpha=3)) == "MLPClassifier(alpha=3)"
+    assert describe(nn.Linear(2, 3)) == "Linear()"
+
+
+def test_defaults_of_parent_classes():
+    name = "RelativeFlatnessRegularizedBinaryClassifier"
+    assert describe(RelativeFlatnessRegularizedBinaryClassifier(verbose=0)) == f"{name}()"
+    assert describe(NeuralNetClassifier(nn.Linear)) == "NeuralNetClassifier(module=Linear)"
+
+
+def test_long_values_and_addresses_are_left_out():
+    net = RelativeFlatnessRegularizedClassifier(dataset=np.ones((5, 50)), callbacks=[object()])
+    text = describe(net)
+    assert len(text) < 200
+    assert "..." in text
+    assert "\n" not in text
+    assert "<object object>" in text

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import cache
 from inspect import signature
 
 import numpy as np
@@ -134,25 +135,13 @@ SGD_RESIDUAL_LOSSES = {
 def sgd(kind, loss):
     # a poor fit on purpose: samples on every branch of the piecewise losses
     return kind(
-        loss=loss,
-        epsilon=0.3,
-        learning_rate="constant",
-        eta0=0.05,
-        max_iter=3,
-        random_state=0,
+        loss=loss, epsilon=0.3, learning_rate="constant", eta0=0.05, max_iter=3, random_state=0
     )
 
 
 def mlp(kind, activation="relu", **parameters):
-    return kind(
-        hidden_layer_sizes=(6, 4),
-        activation=activation,
-        solver="lbfgs",
-        max_iter=40,
-        alpha=0.0,
-        random_state=0,
-        **parameters,
-    )
+    fixed = {"solver": "lbfgs", "max_iter": 40, "alpha": 0.0, "random_state": 0}
+    return kind(hidden_layer_sizes=(6, 4), activation=activation, **fixed, **parameters)
 
 
 HAS_POISSON = "loss" in signature(MLPRegressor).parameters
@@ -165,54 +154,30 @@ NEW_ATTRIBUTES = (
 )
 
 
+MULTINOMIAL = THREE, linear, cross_entropy, per_class
+LOGISTIC_CV = LogisticRegressionCV(Cs=[0.1, 1.0], cv=3, scoring="neg_log_loss", **NEW_ATTRIBUTES)
+RIDGES = Ridge(alpha=np.array([1.0, 2.0, 3.0]))
 # name -> (estimator, y, its linear predictor, its loss of (z, t), t of y)
 CASES = {
     "linear": (LinearRegression(), ONE_TARGET, linear, squared, columns),
     "linear-outputs": (LinearRegression(), THREE_TARGETS, linear, squared, columns),
     "linear-column": (LinearRegression(), ONE_TARGET[:, None], linear, squared, columns),
     "linear-no-intercept": (
-        LinearRegression(fit_intercept=False),
-        THREE_TARGETS,
-        linear,
-        squared,
-        columns,
+        LinearRegression(fit_intercept=False), THREE_TARGETS, linear, squared, columns,
     ),
     "ridge": (Ridge(), ONE_TARGET, linear, squared, columns),
-    "ridge-outputs": (
-        Ridge(alpha=np.array([1.0, 2.0, 3.0])),
-        THREE_TARGETS,
-        linear,
-        squared,
-        columns,
-    ),
+    "ridge-outputs": (RIDGES, THREE_TARGETS, linear, squared, columns),
     "ridge-cv": (RidgeCV(), ONE_TARGET, linear, squared, columns),
     "logistic-two": (LogisticRegression(), TWO, linear, logistic, per_class),
-    "logistic-three": (LogisticRegression(), THREE, linear, cross_entropy, per_class),
-    "logistic-no-intercept": (
-        LogisticRegression(fit_intercept=False),
-        THREE,
-        linear,
-        cross_entropy,
-        per_class,
-    ),
-    "logistic-cv": (
-        LogisticRegressionCV(
-            Cs=[0.1, 1.0],
-            cv=3,
-            scoring="neg_log_loss",
-            **NEW_ATTRIBUTES,
-        ),
-        THREE,
-        linear,
-        cross_entropy,
-        per_class,
-    ),
+    "logistic-three": (LogisticRegression(), *MULTINOMIAL),
+    "logistic-no-intercept": (LogisticRegression(fit_intercept=False), *MULTINOMIAL),
+    "logistic-cv": (LOGISTIC_CV, *MULTINOMIAL),
     "mlp-two": (mlp(MLPClassifier), TWO, layered, logistic, per_class),
     "mlp-three": (mlp(MLPClassifier, "tanh"), THREE, layered, cross_entropy, per_class),
     "mlp-labels": (mlp(MLPClassifier, "logistic"), LABELS, layered, logistic, columns),
     "mlp-one-target": (mlp(MLPRegressor), ONE_TARGET, layered, squared, columns),
     "mlp-outputs": (mlp(MLPRegressor, "identity"), THREE_TARGETS, layered, squared, columns),
-}
+}  # fmt: skip
 if HAS_POISSON:
     model = mlp(MLPRegressor, loss="poisson")
     CASES["mlp-counts"] = (model, COUNTS, layered, poisson, columns)
@@ -235,24 +200,30 @@ def outputs(model, inputs=X):
     return model.module(torch.as_tensor(inputs)).detach().numpy()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_module_is_the_estimators_linear_predictor(name):
-    estimator, y, predictor, *_ = CASES[name]
-    estimator.fit(X, y)
-    expected = predictor(estimator)
-    assert_allclose(outputs(to_torch(estimator)), expected, **EXACT)
-    assert expected.ndim == 2
+@cache
+def fitted(name):
+    estimator, y, *_ = CASES[name]
+    return estimator.fit(X, y)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_criterion_is_the_estimators_loss(name):
-    estimator, y, _, loss, targets = CASES[name]
-    model = to_torch(estimator.fit(X, y))
+def test_module_and_criterion_are_the_estimators(name):
+    _, y, predictor, loss, targets = CASES[name]
+    model = to_torch(fitted(name))
     z = outputs(model)
+    assert z.ndim == 2
+    assert_allclose(z, predictor(fitted(name)), **EXACT)
     value = model.criterion(tensor(z), tensor(model.encode_target(y)))
     assert value.dtype == torch.float64
     # torch's BCE with logits cancels for confident samples: 1e-15 off, absolutely
     assert_allclose(value.item(), loss(z, targets(y)).mean(), **EXACT)
+    assert isinstance(model.module[-1], nn.Linear)
+    assert not model.module.training
+    module, encode = (
+        pickle.loads(pickle.dumps(part)) for part in (model.module, model.encode_target)
+    )
+    assert_array_equal(module(torch.as_tensor(X)).detach(), z)
+    assert_array_equal(encode(y), model.encode_target(y))
 
 
 def test_every_loss_of_the_tables_is_among_the_cases():
@@ -283,8 +254,7 @@ def test_every_loss_of_the_tables_is_among_the_cases():
     ],
 )
 def test_link_leads_to_the_estimators_predictions(name, method, link):
-    estimator, y, *_ = CASES[name]
-    estimator.fit(X, y)
+    estimator = fitted(name)
     assert_allclose(link(outputs(to_torch(estimator))), getattr(estimator, method)(X), **EXACT)
 
 
@@ -305,24 +275,10 @@ def test_link_leads_to_the_estimators_predictions(name, method, link):
     ],
 )
 def test_criterion_is_the_loss_the_mlp_reports(name, factor, constant):
-    estimator, y, *_ = CASES[name]
-    estimator.fit(X, y)  # by L-BFGS without weight decay: loss_ belongs to the final weights
-    model = to_torch(estimator)
+    estimator = fitted(name)  # by L-BFGS without weight decay: loss_ belongs to the final weights
+    model, y = to_torch(estimator), CASES[name][1]
     value = model.criterion(tensor(outputs(model)), tensor(model.encode_target(y))).item()
     assert_allclose(factor * value + constant, estimator.loss_, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_last_layer_is_linear_and_gives_the_output(name):
-    estimator, y, *_ = CASES[name]
-    module = to_torch(estimator.fit(X, y)).module
-    last = list(module.modules())[-1]
-    seen = []
-    last.register_forward_hook(lambda layer, inputs, output: seen.append(output))
-    output = module(torch.as_tensor(X))
-    assert isinstance(last, nn.Linear)
-    assert seen[0] is output
-    assert not module.training
 
 
 def test_weights_are_copies_and_no_random_number_is_drawn():
@@ -338,27 +294,14 @@ def test_weights_are_copies_and_no_random_number_is_drawn():
         assert_array_equal(kept, original)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_everything_survives_pickling(name):
-    estimator, y, *_ = CASES[name]
-    model = to_torch(estimator.fit(X, y))
-    again = [pickle.loads(pickle.dumps(part)) for part in (model.module, model.encode_target)]
-    assert_array_equal(again[0](torch.as_tensor(X)).detach(), outputs(model))
-    assert_array_equal(again[1](y), model.encode_target(y))
+class Mine(Ridge):
+    pass
 
 
-def test_subclasses_are_converted_like_their_base_class():
-    class Mine(Ridge):
-        pass
-
-    estimator = Mine().fit(X, ONE_TARGET)
-    assert_allclose(outputs(to_torch(estimator)).ravel(), estimator.predict(X), **EXACT)
-
-
-def test_sparse_coefficients_are_converted():
-    estimator = SGDRegressor(random_state=0).fit(X, ONE_TARGET)
-    expected = estimator.predict(X)
-    model = to_torch(estimator.sparsify())
+@pytest.mark.parametrize("estimator", [Mine(), SGDRegressor(random_state=0)])
+def test_subclasses_and_sparse_coefficients_are_converted(estimator):
+    expected = estimator.fit(X, ONE_TARGET).predict(X)
+    model = to_torch(estimator.sparsify() if hasattr(estimator, "sparsify") else estimator)
     assert_allclose(outputs(model).ravel(), expected, **EXACT)
     assert model.encode_target(ONE_TARGET).shape == (60, 1)
 
@@ -417,21 +360,6 @@ def test_balanced_weights_ignore_classes_that_the_labels_lack():
     assert_allclose(model.criterion.weight, [4 / (2 * 3), 1.0, 4 / (2 * 1)], rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "estimator", [LogisticRegression(), SGDClassifier("log_loss", random_state=0)]
-)
-def test_balanced_weights_need_labels(estimator):
-    estimator.set_params(class_weight="balanced").fit(X, TWO)
-    with pytest.raises(ValueError, match=r'"balanced"\) weighs .* which takes labels: pass y'):
-        to_torch(estimator)
-
-
-def test_refuses_weight_zero_for_one_of_two_classes():
-    estimator = LogisticRegression(class_weight={"no": 0.0, "yes": 1.0}).fit(X, TWO)
-    with pytest.raises(ValueError, match="first of two classes has class weight 0"):
-        to_torch(estimator)
-
-
 # -- targets --------------------------------------------------------------------------------
 
 
@@ -461,18 +389,6 @@ def test_booleans_and_columns_are_labels_too():
     assert encode(positive).dtype == np.float64
 
 
-@pytest.mark.parametrize("name", ["logistic-two", "sgd-three-log_loss", "mlp-three"])
-@pytest.mark.parametrize(
-    ("labels", "shown"),
-    [(["b", "who?", "d"], r"\['d', 'who\?'\]|\['b', 'd', 'who\?'\]"), ([np.nan, 1], "1")],
-)
-def test_labels_unknown_in_fit_are_named(name, labels, shown):
-    estimator, y, *_ = CASES[name]
-    encode = to_torch(estimator.fit(X, y)).encode_target
-    with pytest.raises(ValueError, match=rf"not fitted on, such as .*{shown}.*; it knows \["):
-        encode(labels)
-
-
 def test_a_single_class_is_the_negative_class():
     estimator = mlp(MLPClassifier).fit(X, np.full(60, "only"))
     assert_array_equal(to_torch(estimator).encode_target(["only"]), [[0.0]])
@@ -484,13 +400,6 @@ def test_label_indicators_pass_through(convert):
     assert_array_equal(encode(convert(LABELS)), LABELS.astype(float))
 
 
-@pytest.mark.parametrize("labels", [LABELS[:, :2], LABELS + 1], ids=["shape", "values"])
-def test_refuses_other_matrices_than_label_indicators(labels):
-    encode = to_torch(mlp(MLPClassifier).fit(X, LABELS)).encode_target
-    with pytest.raises(ValueError, match=r"label indicator matrix of shape \(n, 3\)"):
-        encode(labels)
-
-
 @pytest.mark.parametrize("y", [ONE_TARGET, THREE_TARGETS], ids=["one", "three"])
 def test_regression_targets_become_columns(y):
     encode = to_torch(Ridge().fit(X, y)).encode_target
@@ -498,20 +407,31 @@ def test_regression_targets_become_columns(y):
     assert_array_equal(encode(y.tolist()), y.reshape(60, -1))
 
 
+NOT_FITTED_ON = r"not fitted on, such as .*{}.*; it knows \["
+
+
 @pytest.mark.parametrize(
-    ("fitted_on", "y", "message"),
+    ("name", "y", "message"),
     [
-        (THREE_TARGETS, ONE_TARGET, r"y has shape \(60,\), .* on 3 targets: expected \(n, 3\)"),
-        (ONE_TARGET, THREE_TARGETS, r"\(60, 3\), .* on 1 target: expected \(n, 1\)"),
-        (ONE_TARGET, np.full(60, np.nan), "y contains NaN"),
-        (ONE_TARGET, TWO, "could not convert string"),
+        *(
+            (name, labels, NOT_FITTED_ON.format(shown))
+            for name in ("logistic-two", "sgd-three-log_loss", "mlp-three")
+            for labels, shown in (
+                (["b", "who?", "d"], r"\['d', 'who\?'\]|\['b', 'd', 'who\?'\]"),
+                ([np.nan, 1], "1"),
+            )
+        ),
+        ("mlp-labels", LABELS[:, :2], r"label indicator matrix of shape \(n, 3\)"),
+        ("mlp-labels", LABELS + 1, r"label indicator matrix of shape \(n, 3\)"),
+        ("linear-outputs", ONE_TARGET, r"has shape \(60,\), .* on 3 targets: expected \(n, 3\)"),
+        ("linear", THREE_TARGETS, r"\(60, 3\), .* on 1 target: expected \(n, 1\)"),
+        ("linear", np.full(60, np.nan), "y contains NaN"),
+        ("linear", TWO, "could not convert string"),
     ],
-    ids=["too-few", "too-many", "nan", "strings"],
 )
-def test_refuses_other_regression_targets(fitted_on, y, message):
-    encode = to_torch(LinearRegression().fit(X, fitted_on)).encode_target
+def test_targets_that_do_not_fit(name, y, message):
     with pytest.raises(ValueError, match=message):
-        encode(y)
+        to_torch(fitted(name)).encode_target(y)
 
 
 # -- losses that torch lacks ----------------------------------------------------------------
@@ -568,21 +488,40 @@ def test_repr_shows_the_tube():
 # -- refusals -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["hinge", "perceptron", "epsilon_insensitive"])
-def test_refuses_piecewise_linear_losses_of_classifiers(loss):
-    estimator = sgd(SGDClassifier, loss).fit(X, TWO)
-    message = rf"SGDClassifier\(loss='{loss}'\) .* second derivative .* modified_huber"
+def of(estimator, y=TWO, **parameters):
+    return estimator.set_params(**parameters).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (
+                lambda loss=loss: of(sgd(SGDClassifier, loss)),
+                rf"SGDClassifier\(loss='{loss}'\) .* second derivative .* modified_huber",
+            )
+            for loss in ("hinge", "perceptron", "epsilon_insensitive")
+        ),
+        (
+            lambda: of(sgd(SGDRegressor, "epsilon_insensitive"), ONE_TARGET),
+            r"loss='epsilon_insensitive'\) .* work: huber, squared_eps.*, squared_error\.",
+        ),
+        *(
+            (
+                lambda model=model: of(model, class_weight="balanced"),
+                r'"balanced"\) weighs .* which takes labels: pass y',
+            )
+            for model in (LogisticRegression(), SGDClassifier(loss="log_loss", random_state=0))
+        ),
+        (
+            lambda: of(LogisticRegression(), class_weight={"no": 0.0, "yes": 1.0}),
+            "first of two classes has class weight 0",
+        ),
+    ],
+)
+def test_estimators_without_a_curvature(make, message):
     with pytest.raises(ValueError, match=message):
-        to_torch(estimator)
-
-
-def test_refuses_piecewise_linear_losses_of_regressors():
-    estimator = sgd(SGDRegressor, "epsilon_insensitive").fit(X, ONE_TARGET)
-    with pytest.raises(
-        ValueError,
-        match=r"loss='epsilon_insensitive'\) .* work: huber, squared_eps.*, squared_error\.",
-    ):
-        to_torch(estimator)
+        to_torch(make())
 
 
 @pytest.mark.parametrize(
@@ -608,18 +547,16 @@ def test_refuses_other_types_and_lists_what_works(other):
         to_torch(other)
 
 
-def test_refuses_what_stands_for_a_model():
-    with pytest.raises(
-        TypeError, match="pass a fitted instance, not the class LogisticRegression.$"
-    ):
-        relative_flatness(LogisticRegression, X, TWO)
-    with pytest.raises(
-        TypeError, match=r"in an object of type OrderedDict: load.*pass the module\.$"
-    ):
-        relative_flatness(torch.nn.Linear(5, 1).state_dict(), X, TWO)
-
-
-def test_a_single_sample_is_a_row():
-    model = LinearRegression().fit(X, X[:, 0])
-    with pytest.raises(ValueError, match=r"X is 1-D, of shape .*reshape\(1, -1\)"):
-        relative_flatness(model, X[0], [1.0])
+@pytest.mark.parametrize(
+    ("model", "X", "error", "message"),
+    [
+        (LogisticRegression, X, TypeError, "a fitted instance, not the class LogisticRegression.$"),
+        (nn.Linear(5, 1).state_dict(), X, TypeError,
+         r"in an object of type OrderedDict: load.*pass the module\.$"),
+        (fitted("linear"), X[0], ValueError, r"X is 1-D, of shape .*reshape\(1, -1\)"),
+    ],
+    ids=["class", "weights", "one sample"],
+)  # fmt: skip
+def test_refuses_what_stands_for_a_model_or_a_row(model, X, error, message):
+    with pytest.raises(error, match=message):
+        relative_flatness(model, X, [1.0])

@@ -9,6 +9,7 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from torch.utils.data import TensorDataset
 
 from relflat_sk import relative_flatness
+from tests.data_kinds import ComputedRows, memmap
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(500, 6)).astype(np.float32)
@@ -28,22 +29,6 @@ def to_numbers(X):
     return np.asarray(X).astype(float)
 
 
-class OnDisk:
-    """An array-like that is not in memory, for all that is known of it."""
-
-    def __init__(self, array):
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __getitem__(self, rows):
-        return self.array[rows]
-
-
-def mapped(tmp_path):
-    found = np.memmap(tmp_path / "X.dat", dtype=np.float32, mode="w+", shape=X.shape)
-    found[:] = X
-    return found
-
-
 STEPS = {
     "depends on all rows": [FunctionTransformer(of_all_rows)],
     "depends on all rows, later": [StandardScaler(), FunctionTransformer(of_all_rows)],
@@ -56,7 +41,7 @@ STEPS = {
 def test_values_are_those_of_an_array_in_memory(steps, kind, tmp_path):
     model = make_pipeline(*steps, LogisticRegression()).fit(X, Y)
     expected = float(relative_flatness(model, X, Y))
-    data = mapped(tmp_path) if kind == "mapped" else OnDisk(X)
+    data = memmap(tmp_path, X) if kind == "mapped" else ComputedRows(X)
     found = relative_flatness(model, data, Y, batch_size=32)
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
