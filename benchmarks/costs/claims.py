@@ -30,10 +30,10 @@ from optuna.trial import TrialState, create_trial
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search._claims import Draws, claim
+from relflat_sk.search._measure import write_record
 from relflat_sk.search._optuna_internals import add_trial
 from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._study import open_storage
-from relflat_sk.search._trial.recording import write_record
 
 N_PROCESSES = 2
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}

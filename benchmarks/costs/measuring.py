@@ -24,13 +24,13 @@ from benchmarks._harness.minima import EPOCHS, PROBLEMS, load
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk.fleet import Fleet, _measuring
-from relflat_sk.search._trial import recording
-from relflat_sk.search._trial.measuring import Measuring
+from relflat_sk.search import _measure
+from relflat_sk.search._measure import Measuring
 
 DEMO = "make demo"
 _TIMED = [
-    (recording, "record_measures"),
-    (recording, "record_held_out"),
+    (_measure, "record_measures"),
+    (_measure, "record_held_out"),
     (_measuring, "_measure_all"),
 ]
 LEAST = 0.95  # time of measure and scores one by one, over that with the stacked pass

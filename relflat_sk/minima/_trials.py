@@ -16,7 +16,7 @@ from sklearn.exceptions import NotFittedError
 from relflat_sk._checks import is_number
 from relflat_sk.minima._columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORES, STATUS
 
-MADE_WITH = "made_with"  # user attribute of a study: how its minima are made, part by part
+MADE_WITH = "provenance"  # user attribute of a study: how its minima are made, part by part
 UNITS = "units"  # the part with attributes of the table
 CURVES = "curves"  # user attribute of a trial: losses and flatness of its epochs, by column
 

@@ -1,8 +1,8 @@
 """Search for flat minima: train candidates, rank them by flatness, predict with the flattest."""
 
 from relflat_sk.search._flattest_within import flattest_within
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._search import FlatMinimaSearch
-from relflat_sk.search._trial import MinimaObjective
 from relflat_sk.search._workers import optimize_study
 
 __all__ = ["FlatMinimaSearch", "MinimaObjective", "flattest_within", "optimize_study"]

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from relflat_sk.search._optuna_internals import FIXED_VALUES, add_trial, fail_trial, trial_id_of
 from relflat_sk.search._optuna_reading import read_trials, trials_between
 from relflat_sk.search._optuna_views import OneTrialStudy, with_trials
-from relflat_sk.search._trial import Space
+from relflat_sk.search._space import Space
 
 
 def this_process() -> list[Any]:

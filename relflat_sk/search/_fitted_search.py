@@ -16,6 +16,8 @@ from sklearn.utils.validation import check_is_fitted
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measures, hold_functions
 from relflat_sk.minima import mark_depth_band, rank_minima, shorten_parameters
+from relflat_sk.search._objective import MinimaObjective
+from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._remeasure import (
     check_same,
     find_trial,
@@ -26,7 +28,7 @@ from relflat_sk.search._remeasure import (
 )
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import FlattestSoFar, candidate_table, check_table, cv_results
-from relflat_sk.search._trial import MinimaObjective, check_made_with, last_prefix
+from relflat_sk.search._weights import last_prefix
 
 # Predict with the best estimator of a search.
 

@@ -12,16 +12,11 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet import Fleet
 from relflat_sk.measures import find_measures
 from relflat_sk.minima import remeasured_key
-from relflat_sk.search._trial import (
-    ARTIFACT,
-    IN_FLEET,
-    DamagedWeightsError,
-    MinimaObjective,
-    check_made_with,
-    isolated,
-    measure_held_out,
-    replace_weights,
-)
+from relflat_sk.search._fit import isolated
+from relflat_sk.search._measure import measure_held_out
+from relflat_sk.search._objective import IN_FLEET, MinimaObjective
+from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._weights import ARTIFACT, DamagedWeightsError, replace_weights
 from relflat_sk.training import measured_later
 
 # Provide the estimator of a trial: from its saved weights, or trained again.

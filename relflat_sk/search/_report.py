@@ -36,9 +36,10 @@ from relflat_sk.plots import (
     color_column,
     require_matplotlib,
 )
+from relflat_sk.search._goal import own_goals
 from relflat_sk.search._results import listed
 from relflat_sk.search._study import without_password
-from relflat_sk.search._trial import last_prefix, last_step, own_goals
+from relflat_sk.search._weights import last_prefix, last_step
 
 # -- words -------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from scipy.stats import rankdata
 from relflat_sk._warnings import warn
 from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
 from relflat_sk.search._claims import is_cut_short, is_superseded
-from relflat_sk.search._trial import NO_MEASURE, SATURATED, Space, last_prefix
+from relflat_sk.search._goal import NO_MEASURE, SATURATED
+from relflat_sk.search._space import Space
+from relflat_sk.search._weights import last_prefix
 
 
 def listed(measure: Any) -> list[Any]:

@@ -18,8 +18,10 @@ from relflat_sk.fleet import fleet_size
 from relflat_sk.minima import DEPTH_BAND, check_depth_band
 from relflat_sk.search._claims import CandidateSampler, Draws, Grid, Plan, failed_trials
 from relflat_sk.search._fitted_search import FittedSearchMixin, RoutingMixin, route
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import measure_what_is_new
 from relflat_sk.search._results import FlattestSoFar, listed
+from relflat_sk.search._space import Space
 from relflat_sk.search._study import (
     Stopping,
     StorageGuard,
@@ -28,7 +30,7 @@ from relflat_sk.search._study import (
     log_level,
     open_storage,
 )
-from relflat_sk.search._trial import MinimaObjective, Space, check_store
+from relflat_sk.search._weights import check_store
 from relflat_sk.search._workers import Sweep, n_processes, train_all
 
 
@@ -105,7 +107,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
     estimator : estimator
         Any model that `relative_flatness` takes. Only minima can be ranked, so it should train
         long enough, see `goal`.
-    space : dict of str to list, distribution of Optuna or scipy, or callable
+    space : dict of str to list, distribution of Optuna, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data, see
         `MinimaObjective`.

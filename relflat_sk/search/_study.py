@@ -17,8 +17,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._checks import check_number
 from relflat_sk._warnings import warn
-from relflat_sk.minima import remeasured_key
+from relflat_sk.minima import MADE_WITH, remeasured_key
 from relflat_sk.search._claims import give_up_abandoned
+from relflat_sk.search._failures import explain, has_storage_failed
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._optuna_database import holding_own_trials
 from relflat_sk.search._optuna_internals import (
     file_of,
@@ -29,16 +31,9 @@ from relflat_sk.search._optuna_internals import (
 )
 from relflat_sk.search._optuna_journal import protect_journal
 from relflat_sk.search._optuna_views import StoppableStudy
-from relflat_sk.search._trial import (
-    MADE_WITH,
-    MinimaObjective,
-    check_made_with,
-    check_saved,
-    check_space,
-    explain,
-    has_storage_failed,
-    new_choices,
-)
+from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._space import check_space, new_choices
+from relflat_sk.search._weights import check_saved
 
 # Each attempt that fails has lost one step of making the tables to another process, and there are
 # fewer steps than attempts.

@@ -32,6 +32,9 @@ from relflat_sk.search._claims import (
     is_suspect,
 )
 from relflat_sk.search._clusters import WorkersDiedError, find_cluster, results_of
+from relflat_sk.search._failures import CallError
+from relflat_sk.search._fit import isolated
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._optuna_internals import (
     TELL_ERRORS,
     file_of,
@@ -42,7 +45,6 @@ from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._results import is_minimum
 from relflat_sk.search._study import Stopping, log_level
 from relflat_sk.search._transfer import ByPath, ByValue, packed, unpacked
-from relflat_sk.search._trial import CallError, MinimaObjective, isolated
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 

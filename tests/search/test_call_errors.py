@@ -19,7 +19,7 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
 )
-from relflat_sk.search._trial.failures import CallError, blame_storage, explain, is_of_storage
+from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)

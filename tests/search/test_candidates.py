@@ -14,7 +14,7 @@ from relflat_sk.search import _claims as claims_module
 from relflat_sk.search._claims import CandidateSampler, Draws, Grid, claim
 from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._optuna_views import with_trials
-from relflat_sk.search._trial.space import Space
+from relflat_sk.search._space import Space
 
 N = 200
 

@@ -28,7 +28,7 @@ from relflat_sk.search import _claims as processes_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search import _workers as workers_module
 from relflat_sk.search._claims import CandidateSampler, Draws, Grid, claim, give_up, is_cut_short
-from relflat_sk.search._trial.space import Space
+from relflat_sk.search._space import Space
 from relflat_sk.search._workers import train_in_processes
 from tests.processes import forkserver
 

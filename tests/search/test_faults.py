@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
+from relflat_sk.minima import MADE_WITH
 from relflat_sk.search import _study as study_module
 from tests.processes import forkserver
 from tests.search.faulty import (
@@ -308,7 +309,7 @@ def test_a_clock_that_is_set_back(make_storage, monkeypatch):
 def test_two_versions_on_one_study(make_storage, record):
     """An older version records nothing; a newer one may record more."""
     first = make_search(make_storage(), n_trials=2).fit(X, Y).study_
-    first.set_user_attr("made_with", (first.user_attrs["made_with"] | record) if record else None)
+    first.set_user_attr(MADE_WITH, (first.user_attrs[MADE_WITH] | record) if record else None)
     search = make_search(make_storage()).fit(X, Y)
     assert len(TRAINED) == len(set(TRAINED)) == len(CHOICES)
     assert search.minima_["state"].tolist() == ["complete"] * len(CHOICES)

@@ -20,8 +20,8 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
 )
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
-from relflat_sk.search._trial import MinimaObjective
 from relflat_sk.search._workers import Progress
 from tests.processes import forkserver
 

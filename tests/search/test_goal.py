@@ -34,8 +34,8 @@ from relflat_sk import (
     rank_minima,
 )
 from relflat_sk.minima._depth import depth_of, find_depth_band
+from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
-from relflat_sk.search._trial.goal import _is_at_plateau
 from relflat_sk.training import StopAtDepth
 
 X, Y = load_iris(return_X_y=True)

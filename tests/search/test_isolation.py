@@ -12,8 +12,8 @@ from threadpoolctl import threadpool_info
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
-from relflat_sk.search._trial import isolation
-from relflat_sk.search._trial.isolation import isolated
+from relflat_sk.search import _fit
+from relflat_sk.search._fit import isolated
 
 X, Y = load_digits(return_X_y=True)
 X, Y = (X[:300] / 16).astype(np.float32), Y[:300]
@@ -177,9 +177,9 @@ def test_each_isolation_has_its_number_of_threads():
 
 def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
     """Small candidates train in the time that it takes to find them."""
-    limit, limits = isolation.threadpool_limits, []
+    limit, limits = _fit.threadpool_limits, []
     monkeypatch.setattr(
-        isolation, "threadpool_limits", lambda **given: limits.append(given) or limit(**given)
+        _fit, "threadpool_limits", lambda **given: limits.append(given) or limit(**given)
     )
     objective = MinimaObjective(make_net(), X, Y, {"lr": [0.01]})
     objective(optuna.trial.FixedTrial({"lr": 0.01}))

@@ -11,7 +11,7 @@ from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
 
 from relflat_sk import MLP, FlatMinimaSearch, MinimaObjective, measure
-from relflat_sk.search._trial import measuring
+from relflat_sk.search import _measure
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -120,7 +120,7 @@ def test_the_loss_is_recorded_also_if_a_measure_fails(monkeypatch, tmp_path):
     def fails(*args, **kwargs):
         raise RuntimeError("cannot be measured")
 
-    monkeypatch.setattr(measuring, "measure_network", fails)
+    monkeypatch.setattr(_measure, "measure_network", fails)
     objective = MinimaObjective(make_net(), X, Y, {"batch_size": [10]}, artifact_store=tmp_path)
     trial = optuna.create_study().ask()
     with pytest.raises(RuntimeError, match="cannot be measured"):

@@ -48,8 +48,8 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
+from relflat_sk.search import _fit
 from relflat_sk.search._study import log_level
-from relflat_sk.search._trial import fitting, watching
 from tests.processes import run_script
 
 X, Y = load_iris(return_X_y=True)
@@ -614,7 +614,7 @@ def test_draws_go_on_as_they_would_have(tmp_path):
         (logistic({"C": [0.1, 0.2]}), (X, Y), r"not removed\. Put \[0\.01, 1\.0\] back"),
         (logistic({"tol": [0.1]}), (X, Y), r"was made over \['C'\]"),
         (logistic(measure="hessian_trace"), (X, Y), r"search, measure: \['relative_flatness'\]"),
-        (logistic(), (X_TEST, Y_TEST), r"data, X: \(75, 4\) \d+ then, \(75, 4\) \d+ now"),
+        (logistic(), (X_TEST, Y_TEST), r"data, X: \(75, 4\) \w+ then, \(75, 4\) \w+ now"),
         (logistic(), (X, NAMES[Y].astype(object)), "In cross-validation leave study_name out"),
     ],
 )
@@ -919,7 +919,7 @@ def test_the_pruner_stops_hopeless_nets(wrap):
     assert len(search.study_.trials[2].intermediate_values) == 1
     # nothing in the result holds on to the study
     net = search.best_estimator_.regressor_ if wrap else search.best_estimator_
-    reporter = watching._ReportToPruner
+    reporter = _fit._ReportToPruner
     for callbacks in (net.callbacks or [], [one for _, one in net.callbacks_]):
         assert not any(isinstance(one, reporter) for one in callbacks)
     assert b"ReportToPruner" not in pickle.dumps(search.best_estimator_)
@@ -1022,8 +1022,8 @@ def test_the_seconds_of_the_first_net_are_without_an_import(monkeypatch):
         "__init__",
         lambda *args, **kwargs: (made.append(1), initialize(*args, **kwargs))[1],
     )
-    monkeypatch.setattr(fitting, "seconds_used", lambda: clock.append(len(made)) or 0.0)
-    fitting._import_compiler.cache_clear()
+    monkeypatch.setattr(_fit, "seconds_used", lambda: clock.append(len(made)) or 0.0)
+    _fit._import_compiler.cache_clear()
     make_search(make_net(), {"lr": [0.02]}).fit(X, Y)
     assert clock == [1, 2]  # torch imports what it needs with its first optimizer
 

@@ -18,8 +18,7 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import EarlyStopping
 
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
-from relflat_sk.search._trial.continuation import check_space
-from relflat_sk.search._trial.space import Space
+from relflat_sk.search._space import Space, check_space
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 NET = NeuralNetClassifier(MLP)

@@ -19,7 +19,7 @@ from relflat_sk import (
     optimize_study,
 )
 from relflat_sk.fleet import _measuring
-from relflat_sk.search._trial.measuring import Measuring
+from relflat_sk.search._measure import Measuring
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(300, 6)  # more than run at once

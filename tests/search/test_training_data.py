@@ -22,8 +22,8 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     relative_flatness,
 )
-from relflat_sk.search._trial.learning_rate import scale_lr
-from relflat_sk.search._trial.training_data import vary_data
+from relflat_sk.search._data import vary_data
+from relflat_sk.search._fit import scale_lr
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)

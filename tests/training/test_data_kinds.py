@@ -20,7 +20,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._network.batches import RowSource
-from relflat_sk.search._trial.digests import digest
+from relflat_sk.search._provenance import digest
 from relflat_sk.training import _stored_rows
 from relflat_sk.training._stored_rows import StoredRows
 from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, zarr_array
@@ -157,9 +157,9 @@ def test_a_search(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path, monkeypatch):
-    from relflat_sk.search._trial import digests
+    from relflat_sk.search import _provenance
 
-    monkeypatch.setattr(digests, "_BLOCK", 20 * 16)  # bytes of 20 rows
+    monkeypatch.setattr(_provenance, "_ROWS", 20)
     inputs, _ = ARRAYS[kind](tmp_path, X, Y)
     found = digest(inputs)
     if kind == "computed":

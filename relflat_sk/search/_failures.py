@@ -12,16 +12,6 @@ from typing import Any
 import torch
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 
-__all__ = [
-    "CallError",
-    "blame_call",
-    "blame_storage",
-    "explain",
-    "failure_record",
-    "has_storage_failed",
-    "is_of_storage",
-]
-
 _ADVICE = {  # by words in the error
     ("disk is full", "no space left", "file too large", "disk quota", "disk i/o"): (
         "Free space on its disk."

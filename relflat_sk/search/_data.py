@@ -36,10 +36,8 @@ from skorch.dataset import get_len
 from torch.utils.data import Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
-from relflat_sk._network import as_row_source, is_on_disk
+from relflat_sk._network import as_row_source, check_weights, is_on_disk
 from relflat_sk._random import as_random_state
-
-__all__ = ["DATA_NAMES", "TrainingData", "is_data_name", "split_params", "vary_data"]
 
 PREFIX = "data__"
 DATA_NAMES = tuple(
@@ -211,3 +209,96 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Any:
         return _safe_indexing(data, rows)
     # otherwise arrays, sparse matrices, tensors
     return as_row_source(data).subset(rows) if is_on_disk(data) else data[rows]
+
+
+# -- checks before anything is trained ------------------------------------------------------------
+
+
+def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
+    """Refuse data that do not fit together: samples and labels, training and held-out data.
+
+    Shapes: `X_test`, `y_test` (n_test, ...).
+    """
+    if (X_test is None) != (y_test is None):
+        raise ValueError("X_test and y_test go together: give both or neither.")
+    for data, labels, names in ((X, y, ("X", "y")), (X_test, y_test, ("X_test", "y_test"))):
+        _check_lengths(data, labels, names)
+    if _length(X) == 1:
+        raise ValueError(
+            "X holds 1 sample, which a constant prediction fits, so that no network is better than "
+            "that. Pass more samples."
+        )
+    if X_test is None:
+        return
+    for name, train, test in (("X", X, X_test), ("y", y, y_test)):
+        one, other = _shape(train), _shape(test)
+        if one is not None and other is not None and one[1:] != other[1:]:
+            raise ValueError(
+                f"{name}_test must have the shape of {name} but for the number of samples, got "
+                f"{name} of shape {one} and {name}_test of shape {other}."
+            )
+    if classifier:
+        _check_classes(y, y_test)
+
+
+def check_fit_params(
+    X: Any, y: Any, fit_params: Mapping[str, Any] | None, prefix: str, *, classifier: bool
+) -> dict[str, Any]:
+    """Check the arguments of `fit`, and find the weights of samples among them."""
+    if fit_params is not None and not isinstance(fit_params, Mapping):
+        raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
+    given = {name: value for name, value in (fit_params or {}).items() if value is not None}
+    names = (f"{prefix}sample_weight", "sample_weight")
+    weights = next((given[name] for name in names if name in given), None)
+    if weights is not None:
+        weights = check_weights(weights, get_len(X))
+        if classifier and _shape(y) == (len(weights),):
+            classes = set(np.asarray(y)[weights > 0].tolist())
+            if len(classes) < 2:
+                raise ValueError(
+                    f"sample_weight is positive for one class only, {sorted(classes)}, and a "
+                    "constant prediction fits it. Give positive weights to samples of two classes."
+                )
+    return {"fit_params": given, "sample_weight": weights}
+
+
+def _check_lengths(data: Any, labels: Any, names: tuple[str, str]) -> None:
+    """Refuse samples and labels of unequal number, or none at all."""
+    n, n_labels = _length(data), _length(labels)
+    if n == 0:
+        raise ValueError(f"{names[0]} holds no samples.")
+    if n is not None and n_labels is not None and n != n_labels:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have as many samples as labels, got {n} samples in "
+            f"{names[0]} and {n_labels} labels in {names[1]}."
+        )
+
+
+def _check_classes(y: Any, y_test: Any) -> None:
+    """Refuse classes that are held out but not trained on."""
+    if _shape(y) is None or _shape(y_test) is None:
+        return
+    known, held_out = (set(np.ravel(np.asarray(one)).tolist()) for one in (y, y_test))
+    unknown = held_out - known
+    if unknown:
+        raise ValueError(
+            f"y_test holds classes that are not in y: {sorted(unknown, key=str)[:10]}. The loss "
+            "on them is not defined. Leave these samples out of X_test and y_test, or add "
+            "samples of these classes to X and y."
+        )
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array, data frame, tensor or sparse matrix; None for all others."""
+    shape = getattr(data, "shape", None)
+    if shape is None and isinstance(data, list) and data and not hasattr(data[0], "__len__"):
+        shape = (len(data),)
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of samples, None if it is not known without reading the data."""
+    shape = _shape(data)
+    if shape:
+        return shape[0]
+    return len(data) if isinstance(data, list) else None

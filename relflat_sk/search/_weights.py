@@ -1,4 +1,4 @@
-"""Save the weights of minima as files, and read them again.
+"""Save the weights of minima as files, and restore estimators from them without training.
 
 A file holds the `state_dict` of the network that is measured. For an estimator of scikit-learn,
 this is the module that `relflat_sk._models.sklearn_estimators.to_torch` makes of it.
@@ -9,35 +9,32 @@ checksum of the weights, which tells of files that were truncated or overwritten
 import io
 import tempfile
 import uuid
-import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import joblib
+import numpy as np
 import optuna
 import torch
 from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import FrozenTrial
+from sklearn.exceptions import ConvergenceWarning
+from skorch import NeuralNet
+from skorch.callbacks import Callback
 from torch import Tensor, nn
 
-from relflat_sk.search._trial.digests import digest
-from relflat_sk.search._trial.failures import blame_call, explain
-
-__all__ = [
-    "ARTIFACT",
-    "DamagedWeightsError",
-    "as_store",
-    "check_saved",
-    "check_store",
-    "load_weights",
-    "replace_weights",
-    "save_weights",
-]
+from relflat_sk._models import final_estimator
+from relflat_sk._random import seeded
+from relflat_sk.search._data import TrainingData
+from relflat_sk.search._failures import blame_call, explain
+from relflat_sk.search._provenance import digest
 
 ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
-CHECKSUM = "weights_checksum"  # and the one with the checksum of the weights
+CHECKSUM = "weights_hash"  # and the one with the checksum of the weights
 
 Weights = Mapping[str, Tensor]
 
@@ -136,7 +133,7 @@ def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
 def _checksum(weights: Weights) -> str:
     """Return a text, so that the table of minima does not take it for a measure."""
     parts = {name: digest(one) or repr(one) for name, one in weights.items()}
-    return f"{zlib.crc32(repr(parts).encode()):08x}"
+    return str(joblib.hash(parts))
 
 
 def load_weights(store: Any, trial: FrozenTrial) -> Weights:
@@ -160,3 +157,108 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     if trial.user_attrs.get(CHECKSUM, checksum) != checksum:
         raise damaged
     return weights
+
+
+_AROUND = ("regressor", "estimator")  # parameters of estimators around one other
+
+
+def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | None) -> Any:
+    """Fit an estimator without training its network, which gets its weights from a file.
+
+    The other steps of a pipeline are fitted, classes are learned and the network gets its size
+    from the data, as they were when the network was trained.
+    """
+    inner = last_step(estimator)
+    without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
+    with seeded(seed), without_training(inner, weights):
+        estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
+    fitted = final_estimator(estimator)
+    if isinstance(fitted, NeuralNet):
+        fitted.max_epochs, fitted.callbacks = inner.max_epochs, inner.callbacks
+        fitted.callbacks_ = [one for one in fitted.callbacks_ if not isinstance(one[1], _Load)]
+    else:
+        _set_coefficients(fitted, list(weights.values()))
+        if hasattr(inner, "max_iter"):
+            fitted.max_iter = inner.max_iter
+    return estimator
+
+
+def last_step(estimator: Any) -> Any:
+    """Find the unfitted estimator that is going to hold the network."""
+    if hasattr(estimator, "steps"):
+        return last_step(estimator.steps[-1][1])
+    for name in _AROUND:
+        inner = getattr(estimator, name, None)
+        if hasattr(inner, "fit"):
+            return last_step(inner)
+    return estimator
+
+
+def last_prefix(estimator: Any) -> str:
+    """Return what stands before the parameters of the estimator that holds the network."""
+    if hasattr(estimator, "steps"):
+        name, inner = estimator.steps[-1]
+    else:
+        names = (one for one in _AROUND if hasattr(getattr(estimator, one, None), "fit"))
+        name = next(names, "")
+        inner = getattr(estimator, name, None) if name else None
+    return f"{name}__{last_prefix(inner)}" if name else ""
+
+
+class _Load(Callback):
+    """Load the weights of a net at the beginning of its training."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
+        getattr(net.module_, "_orig_mod", net.module_).load_state_dict(self.weights)
+
+
+@contextmanager
+def _skorch_loads(net: NeuralNet, weights: Weights) -> Iterator[None]:
+    """Let a net load weights instead of training."""
+    before = net.max_epochs, net.callbacks
+    net.max_epochs, net.callbacks = 0, [_Load(weights)]
+    try:
+        yield
+    finally:
+        net.max_epochs, net.callbacks = before
+
+
+@contextmanager
+def _sklearn_sizes_arrays(estimator: Any, weights: Weights) -> Iterator[None]:
+    """Let a solver of scikit-learn make one step, so that all its arrays have their sizes."""
+    before = getattr(estimator, "max_iter", None)
+    if before is not None:
+        estimator.max_iter = 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            yield
+    finally:
+        if before is not None:
+            estimator.max_iter = before
+
+
+def _set_coefficients(estimator: Any, tensors: list[Tensor]) -> None:
+    """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
+
+    The weights of scikit-learn's MLPs are transposed.
+    """
+    arrays = [tensor.numpy() for tensor in tensors]
+    if hasattr(estimator, "coefs_"):
+        estimator.coefs_ = [
+            weight.T.astype(old.dtype)
+            for weight, old in zip(arrays[::2], estimator.coefs_, strict=True)
+        ]
+        estimator.intercepts_ = [
+            bias.astype(old.dtype)
+            for bias, old in zip(arrays[1::2], estimator.intercepts_, strict=True)
+        ]
+        return
+    weight, bias = arrays
+    estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
+    if np.size(estimator.intercept_) == bias.size:
+        old = np.asarray(estimator.intercept_)
+        estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

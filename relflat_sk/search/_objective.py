@@ -1,36 +1,142 @@
 """One trial, one minimum: train a candidate on all the data, measure and record it."""
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import optuna
+import torch
 from optuna.trial import FrozenTrial, TrialState
-from sklearn.base import is_classifier
+from sklearn.base import clone, is_classifier
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import Pipeline
+from skorch import NeuralNet
 
 from relflat_sk._checks import check_integer
-from relflat_sk._random import seeded
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
 from relflat_sk.minima import NO_REASON
-from relflat_sk.search._trial.arguments import check_data, check_fit_params, check_kind, check_order
-from relflat_sk.search._trial.directions import SIGNS, check_direction, check_directions
-from relflat_sk.search._trial.failures import failure_record
-from relflat_sk.search._trial.fitting import fit, prepare
-from relflat_sk.search._trial.goal import AUTO, check_goal
-from relflat_sk.search._trial.held_out import check_early_stopping, split_recorded, trained_rows
-from relflat_sk.search._trial.isolation import in_fleet, in_isolation
-from relflat_sk.search._trial.learning_rate import check_lr_scaling, scale_lr
-from relflat_sk.search._trial.measuring import Measuring
-from relflat_sk.search._trial.provenance import check_study_of
-from relflat_sk.search._trial.recording import check_names, record_trial, write_record
-from relflat_sk.search._trial.seeds import Seeds
-from relflat_sk.search._trial.space import Space
-from relflat_sk.search._trial.training_data import TrainingData, split_params, vary_data
-from relflat_sk.search._trial.weight_files import as_store, load_weights
-from relflat_sk.search._trial.weights import restore
-from relflat_sk.training import measured_later
+from relflat_sk.search._data import (
+    TrainingData,
+    check_data,
+    check_fit_params,
+    split_params,
+    vary_data,
+)
+from relflat_sk.search._failures import failure_record
+from relflat_sk.search._fit import (
+    check_early_stopping,
+    check_lr_scaling,
+    fit,
+    in_fleet,
+    in_isolation,
+    prepare,
+    scale_lr,
+    split_recorded,
+    trained_rows,
+)
+from relflat_sk.search._goal import AUTO, check_goal
+from relflat_sk.search._measure import Measuring, check_names, record_trial, write_record
+from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._space import Space
+from relflat_sk.search._weights import as_store, check_store, last_prefix, load_weights, restore
+from relflat_sk.training import check_parameters, measured_later
 
-__all__ = ["IN_FLEET", "MinimaObjective"]
+
+def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
+    """Refuse the arguments of an objective in another order."""
+    given = (estimator, X, y, space)
+    has_estimator_behind = any(hasattr(one, "get_params") for one in given[1:])
+    has_space_before = isinstance(X, Mapping) and hasattr(space, "shape")
+    if has_estimator_behind or has_space_before:
+        kinds = ", ".join(type(one).__name__ for one in given)
+        raise TypeError(
+            "MinimaObjective takes its first arguments in the order estimator, X, y, space, got "
+            f"{kinds}. Pass them in this order, or by name."
+        )
+
+
+def check_kind(estimator: Any, varied: Collection[str]) -> None:
+    """Refuse an estimator of which no candidate can be trained and measured.
+
+    Classes of the user's own are not refused: only their training shows what they are.
+    """
+    if isinstance(estimator, Pipeline):
+        name, last = estimator.steps[-1]
+        if not {name, "steps"} & set(varied):  # otherwise, candidates have another last step
+            inside = f"{name}__"
+            check_kind(last, [one.removeprefix(inside) for one in varied if inside in one])
+        return
+    package = type(estimator).__module__.partition(".")[0]
+    if package == "sklearn":
+        with suppress(NotFittedError):  # which is the only objection to a network
+            to_network(clone(estimator), None, None, DataOptions())
+    elif isinstance(estimator, NeuralNet) and package in {"skorch", "relflat_sk"}:
+        check_parameters(estimator)
+
+
+SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
+
+
+def check_direction(direction: Any) -> None:
+    """Refuse a direction that there is not."""
+    if direction not in SIGNS:
+        raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
+
+
+def check_directions(trial: Any, direction: str, n_measures: int) -> None:
+    """Refuse a study that optimises in other directions than an objective."""
+    study = getattr(trial, "study", None)
+    if study is None:
+        return
+    directions = [one.name.lower() for one in study.directions]
+    if directions != [direction] * n_measures:
+        raise ValueError(
+            f"the study's directions are {directions}, but this objective has {n_measures} "
+            f"measure(s), each to {direction}. Create the study with "
+            f"directions={[direction] * n_measures}."
+        )
+
+
+SEED = "seed"  # user attribute of a trial; a text, because a number would seem to be a measure
+
+
+class Seeds:
+    """The seeds of the trials of an objective.
+
+    With a `random_state`, the seed of a trial derives from it and from the drawn parameters, so
+    that a candidate has the same seed in each search. Without one, it derives from a draw from
+    torch's global random state and from the number of the trial, so that other searches have
+    other networks. Each trial records its seed.
+    """
+
+    def __init__(self, random_state: Any) -> None:
+        self.base = None if random_state is None else draw_seed(random_state)
+        self._drawn = int(torch.randint(2**31 - 1, ())) if random_state is None else 0
+
+    def begin(self, trial: Any, record: dict[str, Any]) -> int:
+        """Choose the seed of a trial that begins, and record it."""
+        if self.base is None:
+            seed = zlib.crc32(b"%d" % trial.number, self._drawn) >> 1
+        else:
+            seed = self._of_params(trial)
+        record[SEED] = str(seed)
+        return seed
+
+    def of(self, trial: Any) -> int | None:
+        """Return the seed of a trial."""
+        recorded = trial.user_attrs.get(SEED)
+        if recorded is not None:
+            return int(recorded)
+        return None if self.base is None else self._of_params(trial)
+
+    def _of_params(self, trial: Any) -> int:
+        assert self.base is not None
+        return zlib.crc32(repr(sorted(trial.params.items())).encode(), self.base) >> 1
+
 
 IN_FLEET = "in_fleet"  # user attribute of a trial: whether its net was trained with others
 
@@ -51,7 +157,7 @@ class MinimaObjective:
         Training data.
     y : array-like of shape (n,) or (n, n_outputs)
         Labels or values.
-    space : dict of str to list, distribution of Optuna or scipy, or callable
+    space : dict of str to list, distribution of Optuna, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data:
         ``data__train_size`` (number of samples, or their share), ``data__random_labels`` (share
@@ -171,7 +277,9 @@ class MinimaObjective:
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)  # names: one objective each
         self.measuring = Measuring(self.measures, layer, measure_params, device)
-        self.per_sample = check_fit_params(X, y, fit_params, estimator)
+        self.per_sample = check_fit_params(
+            X, y, fit_params, last_prefix(estimator), classifier=is_classifier(estimator)
+        )
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
@@ -183,7 +291,11 @@ class MinimaObjective:
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         """Train and measure one candidate."""
         check_directions(trial, self.direction, len(self.names))
-        check_study_of(trial, self)
+        study = getattr(trial, "study", None)
+        if study is not None and study.study_name not in self.checked:
+            check_made_with(study, self, own=trial.number)
+            check_store(self.artifact_store)
+            self.checked.add(study.study_name)
         return self.run(trial)[0]
 
     @in_isolation

@@ -1,0 +1,468 @@
+"""Fit one candidate: on all the data, seeded, one at a time, open to the pruner and to Ctrl-C."""
+
+import inspect
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+import numpy as np
+import optuna
+import torch
+from numpy.typing import NDArray
+from sklearn.base import clone
+from skorch import NeuralNet
+from skorch.callbacks import Callback
+from skorch.dataset import get_len
+from threadpoolctl import threadpool_limits
+from torch.nn.parameter import is_lazy
+from torch.utils.data import IterableDataset, Subset
+
+from relflat_sk._checks import is_number
+from relflat_sk._models import final_estimator
+from relflat_sk._network import find_layer
+from relflat_sk._random import seeded
+from relflat_sk.exceptions import LayerNotFoundError
+from relflat_sk.fleet import seconds_used
+from relflat_sk.measures import flatness_columns
+from relflat_sk.minima import CURVES
+from relflat_sk.search._data import TrainingData
+from relflat_sk.search._failures import CallError, blame_storage
+from relflat_sk.search._goal import add_goal
+from relflat_sk.search._weights import last_step
+from relflat_sk.training import EPOCH_TRAINER
+
+
+def prepare(
+    estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any, device: Any = None
+) -> Any:
+    """Clone an estimator and set it up for one candidate."""
+    estimator = clone(estimator)
+    estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
+    drop_default_splits(_nets(estimator))
+    check_early_stopping(estimator.get_params().items())
+    if device is not None and not any(name.split("__")[-1] == "device" for name in params):
+        for net in _nets(estimator):
+            net.set_params(device=str(device))
+    add_goal(estimator, goal)
+    if seed is not None:
+        unset = [
+            name
+            for name, value in estimator.get_params().items()
+            if name.split("__")[-1] == "random_state" and value is None
+        ]
+        estimator.set_params(**dict.fromkeys(unset, seed))
+    return estimator
+
+
+def fit(
+    estimator: Any,
+    data: TrainingData,
+    seed: int | None,
+    record: dict[str, Any],
+    layer: Any = -1,
+    trial: Any = None,
+) -> Any:
+    """Fit an estimator and record how long it took."""
+    if _nets(estimator):
+        _import_compiler()
+    started = seconds_used()
+    try:
+        with (
+            _interruptible(),
+            seeded(seed),
+            watched(_nets(estimator), estimator, layer, trial),
+            split_recorded(estimator, data.X_fit),
+        ):
+            estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
+    except KeyError as error:
+        explained = explain_missing_validation(error)
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        record["seconds"] = seconds_used() - started
+    record_curves(record, estimator)
+    return estimator
+
+
+@cache
+def _import_compiler() -> None:
+    """Import what the first optimizer of a process imports, so that no candidate's time has it."""
+    torch.optim.SGD([torch.zeros(1)])
+
+
+def _nets(estimator: Any) -> list[NeuralNet]:
+    """List the skorch nets among an estimator and its parameters."""
+    parts = [estimator, *estimator.get_params().values()]
+    return [part for part in parts if isinstance(part, NeuralNet)]
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the search: skorch would end only the training of one net."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    pressed = []
+
+    def remember(number: int, frame: Any) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+# -- one network at a time, with a number of threads that is always the same ---------------------
+
+# Torch has one random state for all threads of a process, and the number of threads that compute
+# changes the order of floating-point sums. A network would therefore depend on what else is trained
+# at the same time, and on where.
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_LOCK = threading.RLock()
+_NOT_ISOLATED = 0
+_N_THREADS: ContextVar[int | None] = ContextVar("n_threads", default=_NOT_ISOLATED)
+
+
+def in_fleet() -> bool:
+    """Return whether the nets of this thread are trained together with others."""
+    return EPOCH_TRAINER.get() is not None
+
+
+@contextmanager
+def isolated(n_threads: int | None) -> Iterator[None]:
+    """Compute alone in this process, with a number of threads.
+
+    A fleet computes alone as a whole: the trainings in it take turns. A context within one of the
+    same number of threads changes nothing: threadpoolctl takes 5 ms to find the libraries loaded.
+    """
+    if in_fleet() or n_threads == _N_THREADS.get():
+        yield
+        return
+    with _LOCK, _limited(n_threads):
+        outer = _N_THREADS.set(n_threads)
+        try:
+            yield
+        finally:
+            _N_THREADS.reset(outer)
+
+
+@contextmanager
+def _limited(n_threads: int | None) -> Iterator[None]:
+    """Limit the threads of torch, BLAS and OpenMP; None changes nothing."""
+    if n_threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)  # also for MKL inside torch, which has a limit of its own
+    try:
+        with threadpool_limits(limits=n_threads):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_isolation(method: Method) -> Method:
+    """Decorate a method to run in isolation, with the number of threads of its object."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with isolated(self.n_threads):
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+# -- watching the training of nets ---------------------------------------------------------------
+
+LAST = -1  # the position of the last layer, which each network has that can be measured at one
+
+
+class _Watcher(Callback):
+    """A callback of the search, which stays itself in copies of its net."""
+
+    def __deepcopy__(self, memo: Any) -> "_Watcher":
+        return self  # a copy of a trial would report to a copy of the study
+
+    def __sklearn_clone__(self) -> "_Watcher":
+        return self
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        return {}
+
+
+class _ReportToPruner(_Watcher):
+    """Report the training loss of each epoch to the study's pruner."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        self.trial = trial
+
+    def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
+        with blame_storage():
+            self.trial.report(net.history[-1, "train_loss"], len(net.history))
+            pruned = self.trial.should_prune()
+        if pruned:
+            raise optuna.TrialPruned
+
+
+class _FindLayer(_Watcher):
+    """Refuse a net without the layer that is going to be measured, before its first epoch."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Look for the layer, which is there as soon as the net is initialised."""
+        module = getattr(net.module_, "_orig_mod", net.module_)
+        if any(map(is_lazy, module.parameters())):
+            return  # its layers get their types from the first batch
+        try:
+            find_layer(module, self.layer)
+        except (LayerNotFoundError, TypeError) as error:
+            raise missing_layer(self.layer, error) from error
+
+
+def missing_layer(layer: Any, error: Exception) -> CallError:
+    """Return the error for a layer that a candidate does not have."""
+    return CallError(
+        f"layer={layer!r} cannot be measured: {error} Give the search a layer that each candidate "
+        "has. The candidate is not recorded, and those that were finished before are kept."
+    )
+
+
+@contextmanager
+def watched(nets: Sequence[NeuralNet], estimator: Any, layer: Any, trial: Any) -> Iterator[None]:
+    """Let nets be checked before their first epoch, and let the study's pruner stop them."""
+    watchers: list[_Watcher] = []
+    if layer != LAST:
+        watchers.append(_FindLayer(layer))
+    if _has_pruner(trial):
+        watchers.append(_ReportToPruner(trial))
+    nets = [net for net in nets if watchers and net.callbacks != "disable"]
+    for net in nets:
+        net.set_params(callbacks=[*(net.callbacks or []), *watchers])
+    yield
+    if nets:  # a TransformedTargetRegressor fits a copy of its net
+        for net in [*nets, final_estimator(estimator)]:
+            _remove_watchers(net)
+
+
+def _has_pruner(trial: Any) -> bool:
+    study = getattr(trial, "study", None)
+    if study is None or len(study.directions) > 1:
+        return False
+    return not isinstance(study.pruner, optuna.pruners.NopPruner)
+
+
+def _remove_watchers(net: Any) -> None:
+    others = [one for one in net.callbacks or [] if not isinstance(one, _Watcher)]
+    net.callbacks = others or None
+    if hasattr(net, "callbacks_"):
+        net.callbacks_ = [
+            (name, one) for name, one in net.callbacks_ if not isinstance(one, _Watcher)
+        ]
+
+
+# -- what nets hold out for validation: their `train_split` --------------------------------------
+
+# A search trains on all data. A `train_split` that the user chose stays, and so does skorch's own
+# default if a callback monitors validation, such as `EarlyStopping`. Other nets train on all data,
+# because skorch's classes hold a fifth out that nobody asked for. Candidates with a split are
+# measured on the samples that they are trained on. The `early_stopping` of scikit-learn's
+# estimators holds out samples that nobody can name afterwards, so that it is an error.
+
+
+def drop_default_splits(nets: Iterable[NeuralNet]) -> None:
+    """Let nets train on all data, unless their user or one of their callbacks needs a split."""
+    for net in nets:
+        if _is_default(net) and not any(map(_monitors_validation, _callbacks(net))):
+            net.set_params(train_split=None)
+
+
+def check_early_stopping(params: Iterable[tuple[str, Any]]) -> None:
+    """Refuse parameters by which an estimator of scikit-learn holds data out."""
+    for name, value in params:
+        if name.split("__")[-1] == "early_stopping" and isinstance(value, bool) and value:
+            raise ValueError(
+                f"{name}=True holds out a part of the data in each candidate, and does not tell "
+                "which, so that nothing can be measured on the samples that it is trained on. Set "
+                f"{name}=False: candidates stop at the search's goal, or by their tolerance. Or "
+                "search over a skorch net with train_split and EarlyStopping, which are kept."
+            )
+
+
+def _is_default(net: NeuralNet) -> bool:
+    """Return whether the split of a net is what skorch's own class sets without being asked."""
+    split = net.train_split
+    for kind in type(net).__mro__:
+        default = inspect.signature(kind).parameters.get("train_split")
+        if kind.__module__.startswith("skorch.") and default is not None:
+            other = default.default
+            return type(split) is type(other) and vars(split) == vars(other)
+    return False
+
+
+def _callbacks(net: NeuralNet) -> list[Any]:
+    given = [] if net.callbacks in (None, "disable") else net.callbacks
+    return [part[1] if isinstance(part, tuple) else part for part in given]
+
+
+def _monitors_validation(callback: Any) -> bool:
+    """Return whether a callback, or a class of callbacks, monitors more than the training loss."""
+    if isinstance(callback, type):
+        argument = inspect.signature(callback).parameters.get("monitor")
+        monitor = None if argument is None else argument.default
+    else:
+        monitor = getattr(callback, "monitor", None)
+    if isinstance(monitor, str):
+        return not monitor.startswith("train_loss")
+    return callable(monitor) and monitor is not inspect.Parameter.empty
+
+
+class _RecordedSplit:
+    """The `train_split` of a net, which remembers the rows that it leaves for training."""
+
+    rows: NDArray[np.intp] | None = None
+    n_samples = 0
+
+    def __init__(self, split: Any) -> None:
+        self.split = split
+
+    def __call__(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        trained, valid = self.split(dataset, *args, **kwargs)
+        if isinstance(trained, Subset) and trained.dataset is dataset:
+            self.rows = np.sort(np.asarray(trained.indices, dtype=np.intp))
+            self.n_samples = get_len(dataset)
+        return trained, valid
+
+    def __deepcopy__(self, memo: Any) -> "_RecordedSplit":
+        return self  # an estimator around the net fits a clone of it
+
+
+@contextmanager
+def split_recorded(estimator: Any, X: Any) -> Iterator[None]:
+    """Note in the net of an estimator which rows it is trained on, if it holds out others."""
+    net = last_step(estimator)
+    split = getattr(net, "train_split", None)
+    if not isinstance(net, NeuralNet) or split is None or isinstance(X, IterableDataset):
+        yield
+        return
+    net.train_split = recorded = _RecordedSplit(split)
+    try:
+        yield
+    finally:
+        net.train_split = split
+    fitted = final_estimator(estimator)  # a TransformedTargetRegressor fits a copy of its net
+    fitted.train_split = split
+    if recorded.rows is not None and recorded.n_samples == get_len(X):
+        fitted.trained_rows_ = recorded.rows
+
+
+def trained_rows(estimator: Any) -> NDArray[np.intp] | None:
+    """Return which rows of the data the network of an estimator was trained on.
+
+    Shapes: returns (n_trained,).
+    """
+    rows: NDArray[np.intp] | None = getattr(final_estimator(estimator), "trained_rows_", None)
+    return rows
+
+
+def explain_missing_validation(error: KeyError) -> Exception:
+    """Explain the error of a callback that reads a validation loss that nobody computes."""
+    missing = re.search(r"\bvalid\w*", str(error))
+    if missing is None:
+        return error
+    return ValueError(
+        f"{missing[0]!r} is missing: a callback reads it, but the net holds no data out. "
+        "A search drops skorch's default train_split unless a callback has an attribute `monitor`. "
+        "Pass a train_split of your own, such as skorch.dataset.ValidSplit(0.2)."
+    )
+
+
+# -- learning rates in proportion to batch sizes -------------------------------------------------
+
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
+
+
+def check_lr_scaling(lr_scaling: Any) -> None:
+    """Refuse a rule of scaling that there is not."""
+    if lr_scaling is not None and lr_scaling not in RULES:
+        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
+
+
+def scale_lr(estimator: Any, params: Mapping[str, Any], lr_scaling: str | None) -> dict[str, float]:
+    """Scale learning rates with the batch size, relative to the estimator's own batch size."""
+    if lr_scaling is None:
+        return {}
+    own = estimator.get_params()
+    found = {}
+    for name, size in params.items():
+        prefix, _, last = name.rpartition("batch_size")
+        if last or not (prefix == "" or prefix.endswith("__")) or "batch_size" not in name:
+            continue
+        rate = next((prefix + one for one in RATES if prefix + one in own), None)
+        before = own.get(name)
+        if rate is None or not _is_size(size) or not _is_size(before):
+            raise ValueError(
+                f"lr_scaling={lr_scaling!r} needs numbers for {name!r} and a learning rate beside "
+                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} "
+                "in the estimator. Give both as numbers, or leave lr_scaling out."
+            )
+        found[rate] = float(params.get(rate, own[rate]) * RULES[lr_scaling](size / before))
+    return found
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and value > 0  # -1 stands for all samples
+
+
+# -- how loss and flatness went ------------------------------------------------------------------
+
+MOST_EPOCHS = 200  # of longer trainings, epochs at equal distances, the first and the last
+LOSSES = ("train_loss", "valid_loss")
+
+
+def record_curves(record: dict[str, Any], estimator: Any) -> None:
+    """Record the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it."""
+    final = final_estimator(estimator)
+    if isinstance(final, NeuralNet):
+        curves = _curves_of_net(final)
+    else:
+        losses = list(getattr(final, "loss_curve_", []))
+        curves = {"epoch": range(1, len(losses) + 1), "train_loss": losses}
+    n_epochs = len(list(curves["epoch"]))
+    if n_epochs and len(curves) > 1:
+        kept = np.unique(np.linspace(0, n_epochs - 1, MOST_EPOCHS).round().astype(int))
+        record[CURVES] = {name: _short(np.asarray(values)[kept]) for name, values in curves.items()}
+
+
+def _curves_of_net(net: NeuralNet) -> dict[str, Any]:
+    """Return the columns of a net's history that are losses or flatness; small is flat."""
+    signs = {**dict.fromkeys(LOSSES, 1.0), **flatness_columns(net)}
+    recorded = {name for epoch in net.history for name in epoch}
+    columns = {
+        name: sign * np.array([epoch.get(name, np.nan) for epoch in net.history], dtype=np.float64)
+        for name, sign in signs.items()
+        if name in recorded
+    }
+    return {"epoch": range(1, len(net.history) + 1), **columns}
+
+
+def _short(values: Iterable[Any]) -> list[float | None]:
+    """Return values as JSON stores them: with six digits, None for those that are not finite."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
