@@ -111,7 +111,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     one: BaseException | None = error
     while one is not None:
         yield one
-        one = one.__cause__ or one.__context__
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
 def explain(error: BaseException) -> str:

@@ -78,7 +78,7 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST = 300  # characters; a longer text is cut, and ends in a checksum
 _DEEPEST = 6
-_ROWS = 4096  # rows of an array that are read at a time: it may be on disk
+_ROWS = 256  # rows of an array that are read at a time: it may be on disk
 _READS = 8  # a sample that is changed at random is hardly ever equal in all of them
 
 Record = dict[str, dict[str, str]]

@@ -164,7 +164,6 @@ def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path,
     found = digest(inputs)
     if kind == "computed":
         assert inputs.most == 20
-    monkeypatch.undo()
     assert found == digest(X)
 
 
