@@ -14,10 +14,12 @@ from torch import Tensor
 from relflat_sk.fleet._criterion import Criterion
 from relflat_sk.fleet._data import Data
 from relflat_sk.fleet._stack import Stack
-from relflat_sk.training import FEWEST_FOR_A_PROOF, ROUNDING_OF_A_PROOF, SHARE_OF_A_PROOF
 
 __all__ = ["losses_on_all"]
 
+SHARE_OF_A_PROOF = 16  # a proof takes one of so many samples
+FEWEST_FOR_A_PROOF = 256  # samples of a batch from which on a proof is cheaper than the batch
+ROUNDING_OF_A_PROOF = 1e-4
 _AT_ONCE = 256  # samples of each network in one pass
 
 

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import isfunction
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from relflat_sk._losses import name_criterion
 from relflat_sk._random import fork_rng
@@ -25,7 +29,7 @@ from relflat_sk.fleet._small import SmallStep, find_small_step, one_blas_thread
 from relflat_sk.fleet._stack import Stack
 from relflat_sk.fleet._stackable import NotStackable
 from relflat_sk.fleet._vmapped import Vmapped
-from relflat_sk.training import acts_alike, knows_its_batch
+from relflat_sk.training import knows_its_batch
 
 __all__ = ["Group"]
 
@@ -264,3 +268,34 @@ class Group:
     def release(self) -> None:
         """Forget the stack, because its members change or have ended."""
         self._stack = self._data = None
+
+
+def _is_from(definition: Any, *packages: str) -> bool:
+    """Return whether a class or function is defined in one of some packages."""
+    module = str(getattr(definition, "__module__", ""))
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def acts_alike(module: nn.Module) -> bool:
+    """Return whether a network is known to act in training as it does in evaluation."""
+    return not any(map(_asks_for_mode, module.modules()))
+
+
+def _asks_for_mode(part: nn.Module) -> bool:
+    if isinstance(part, _DropoutNd | _NormBase | nn.RReLU) or getattr(part, "dropout", False):
+        return True
+    others = [
+        kind
+        for kind in type(part).__mro__
+        if not _is_from(kind, "torch.nn", "relflat_sk", "builtins")
+    ]
+    if "forward" in vars(part) or any(_is_from(kind, "torch") for kind in others):
+        return True  # compiled to something that cannot be read
+    functions = [one for kind in others for one in vars(kind).values() if isfunction(one)]
+    return any({"training", "dropout"} & _names_in(one.__code__) for one in functions)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and functions in the code of a function."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)

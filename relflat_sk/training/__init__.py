@@ -13,12 +13,8 @@ from relflat_sk.training._after_fit import measured_later as measured_later
 
 # for the packages above, not public
 from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
-from relflat_sk.training._convergence import FEWEST_FOR_A_PROOF as FEWEST_FOR_A_PROOF
-from relflat_sk.training._convergence import ROUNDING_OF_A_PROOF as ROUNDING_OF_A_PROOF
-from relflat_sk.training._convergence import SHARE_OF_A_PROOF as SHARE_OF_A_PROOF
 from relflat_sk.training._convergence import StopAtDepth as StopAtDepth
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
-from relflat_sk.training._convergence import acts_alike as acts_alike
 from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
 from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
 from relflat_sk.training._epoch_trainer import OwnLoop as OwnLoop

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 from torch import Tensor, nn
 from torch.optim import LBFGS
@@ -160,7 +159,12 @@ class LightningFlatnessCallback(Callback):
                 hook.remove()
             return None if result is None else self._add(pl_module, result, outputs[0], batch)
 
-        self._open.enter_context(mock.patch.object(pl_module, "training_step", training_step))
+        own = vars(pl_module).get("training_step")
+        pl_module.training_step = training_step
+        if own is None:
+            self._open.callback(delattr, pl_module, "training_step")
+        else:
+            self._open.callback(setattr, pl_module, "training_step", own)
 
     def _network(self, pl_module: Any) -> nn.Module:
         """Return the network that makes the predictions."""

@@ -1,11 +1,9 @@
 """The flatness penalty and the history of relative flatness in the `Trainer` of Hugging Face."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +107,10 @@ class TransformersFlatnessCallback(TrainerCallback):
     ) -> None:
         self.criterion = criterion
         self._training = FlatTraining(layer, weight, clip, every, dataset)
-        self._open = ExitStack()
-        self._steps: Any = None  # the trainer's method for a step, with the penalty
+        self._open = ExitStack()  # of a training
+        self._pass: ExitStack | None = None  # of a forward pass that is recorded
+        self._awaits_pass = False
+        self._state: Callable[[], Any] = lambda: None
         self._checked = False
         self._penalties: list[Tensor] = []
         self._found: dict[str, float] = {}
@@ -131,8 +131,6 @@ class TransformersFlatnessCallback(TrainerCallback):
         ------
         ValueError
             If the trainer compiles the model or divides batches among devices.
-        RuntimeError
-            If no `Trainer` calls this method.
         """
         self._open.close()
         self._checked, self._penalties, self._found = False, [], {}
@@ -148,44 +146,48 @@ class TransformersFlatnessCallback(TrainerCallback):
                 f"the trainer divides each batch among {args.n_gpu} devices of one process. Start "
                 "one process per device with torchrun or accelerate, or use weight=0."
             )
-        self._add_to_steps(_calling_trainer(), kwargs["model"])
+        model: nn.Module = kwargs["model"]
+        # no event tells that a training has failed: its state then ends with the next one
+        self._state = weakref.ref(state)
+        for handle in (
+            model.register_forward_pre_hook(self._begin_pass),
+            model.register_forward_hook(self._end_pass, with_kwargs=True, always_call=True),
+        ):
+            self._open.callback(handle.remove)
 
-    def _add_to_steps(self, trainer: Any, model: nn.Module) -> None:
-        """Add the penalty in all steps of a trainer.
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the next forward pass of the model return the loss with the penalty.
 
-        No event of the trainer tells that a step has failed. So the model's forward method is not
-        replaced between two events, but within the trainer's method for a step.
+        Parameters
+        ----------
+        args, state, control : TrainingArguments, TrainerState, TrainerControl
+            Not used.
+        **kwargs
+            Not used.
         """
-        plain_step = trainer.training_step
+        self._awaits_pass = True
 
-        @wraps(plain_step)
-        def training_step(*inputs: Any, **named: Any) -> Any:
-            # left over from a training that failed, or put back by another callback at its end
-            is_over = self._steps is not training_step
-            if is_over or self not in trainer.callback_handler.callbacks:
-                return plain_step(*inputs, **named)
-            with self._penalised(model):
-                return plain_step(*inputs, **named)
+    # a step of several batches has a forward pass for each
+    on_substep_end = on_step_begin
 
-        self._steps = training_step
-        self._open.callback(setattr, self, "_steps", None)
-        self._open.enter_context(mock.patch.object(trainer, "training_step", training_step))
+    def _begin_pass(self, model: nn.Module, inputs: Any) -> None:
+        """Record the first forward pass of a step."""
+        if self._awaits_pass and self._state() is not None:
+            self._awaits_pass = False
+            self._pass = ExitStack()
+            self._pass.enter_context(self._training.penalty.capture(model))
 
-    @contextmanager
-    def _penalised(self, model: nn.Module) -> Iterator[None]:
-        """Let the next forward pass return the loss with the penalty."""
-        plain_forward = model.forward
-        with ExitStack() as replaced:
-
-            @wraps(plain_forward)
-            def forward(*inputs: Any, **named: Any) -> Any:
-                replaced.close()  # for one pass
-                with self._training.penalty.capture(model):
-                    output = plain_forward(*inputs, **named)
-                return self._with_penalty(model, output, named)
-
-            replaced.enter_context(mock.patch.object(model, "forward", forward))
-            yield
+    def _end_pass(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> Any:
+        """Add the penalty to the loss in the output of a pass that was recorded."""
+        recorded, self._pass = self._pass, None
+        if recorded is None:
+            return None
+        if output is None:  # the model has failed
+            with suppress(Exception):
+                recorded.close()
+            return None
+        recorded.close()
+        return self._with_penalty(model, output, named)
 
     def _with_penalty(self, model: nn.Module, output: Any, inputs: Mapping[str, Any]) -> Any:
         """Add the penalty to the loss in the output of the model."""
@@ -273,7 +275,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         kwargs["logs"].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the trainer its own method for steps back.
+        """Leave the model alone.
 
         Parameters
         ----------
@@ -283,20 +285,6 @@ class TransformersFlatnessCallback(TrainerCallback):
             Not used.
         """
         self._open.close()
-
-
-def _calling_trainer() -> Any:
-    """Return the trainer that calls a callback, which transformers does not pass."""
-    frame = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "training_step") and hasattr(caller, "callback_handler"):
-            return caller
-        frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError(
-        "the penalty is added to the steps of a transformers.Trainer, but none calls this "
-        "callback. Pass it as Trainer(..., callbacks=[callback]), or use weight=0."
-    )
 
 
 def _split_labels(batch: Any) -> tuple[dict[str, Any], Any]:

@@ -12,6 +12,7 @@ from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import IterableDataset
 
 from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
@@ -357,3 +358,18 @@ def test_nets_that_differ_in_their_seeds_warn_once_at_a_line(data, recwarn):
     for seed in range(3):
         make(StopAtLoss(1e-6), max_epochs=1, random_state=seed).fit(*data)
     assert len(recwarn) == 1
+
+
+class Once(IterableDataset):
+    def __init__(self, X):
+        self.samples = zip(torch.tensor(X), torch.arange(len(X)) % 3, strict=True)
+
+    def __iter__(self):
+        return self.samples
+
+
+@pytest.mark.parametrize("callback", [StopAtLoss(0.1), StopAtGradientNorm(0.1)])
+def test_refuses_a_stream_that_can_be_read_once(data, callback):
+    net = make(callback, module__n_features=4, module__n_outputs=3)
+    with pytest.raises(ValueError, match=r"0.1\) measures all training data .* stream Once"):
+        net.fit(Once(data[0]), None)
