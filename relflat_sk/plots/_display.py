@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
@@ -42,11 +43,12 @@ class Display(ABC):
         return figure_of(self.axes_[0])
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MinimaDisplay(Display):
     """Base class of displays that show minima, colored by one column."""
 
     minima: pd.DataFrame
-    color_by: str | None
+    color_by: str | None = None
 
     def plot(
         self,

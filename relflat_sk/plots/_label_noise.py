@@ -51,12 +51,10 @@ class LabelNoiseDisplay(Display):
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The first panel.
     axes_ : list of matplotlib.axes.Axes
         All panels, one for each measure.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The first panel, and its figure.
     """
 
     correlations: pd.DataFrame

@@ -58,27 +58,23 @@ class FlatnessGapDisplay(MinimaDisplay):
     ----------
     minima : pandas.DataFrame
         The table of minima; `relflat_sk.minima` describes its columns.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
     measure : str
         The column on the x axis.
     target : str
         The column on the y axis.
-    color_by : str or None, default=None
-        The column that colors the minima; None for one color.
     correlation : pandas.Series or None, default=None
         The row of `correlate` for `measure`; None for no title.
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The axes with the minima.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The axes with the minima, and their figure.
     """
 
-    minima: pd.DataFrame
     measure: str
     target: str
-    color_by: str | None = None
     correlation: "pd.Series[Any] | None" = None
 
     @classmethod
@@ -98,15 +94,15 @@ class FlatnessGapDisplay(MinimaDisplay):
         Parameters
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-            The minima; `relflat_sk.minima` describes the columns of a table.
+            The minima, see `relflat_sk.minima`.
         measure : str or callable, default="relative_flatness"
             The numeric column on the x axis, or the function of which it is the measure. The
             axis is logarithmic if it spans more than a decade.
         target : str or callable, default="generalization_gap"
             The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
-            The column that colors the minima. "auto" takes the batch size if it was varied, or
-            else the first parameter that was; None uses one color.
+            The column that colors the minima. "auto" takes a varied parameter, first of all the
+            batch size; None uses one color.
         random_state : int, RandomState, Generator or None, default=None
             Seed of the bootstrap behind the intervals.
         ax : matplotlib.axes.Axes or None, default=None
@@ -178,6 +174,8 @@ class MeasurePanelsDisplay(MinimaDisplay):
     ----------
     minima : pandas.DataFrame
         The table of minima; `relflat_sk.minima` describes its columns.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
     measures : list of str
         The columns on the x axes.
     target : str
@@ -185,24 +183,18 @@ class MeasurePanelsDisplay(MinimaDisplay):
     correlations : dict of str to pandas.Series or None
         The row of `correlate` for each measure; None for a measure with finite values at fewer
         than 3 minima.
-    color_by : str or None, default=None
-        The column that colors the minima; None for one color.
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The first panel.
     axes_ : list of matplotlib.axes.Axes
         All panels, in the order of the measures.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The first panel, and its figure.
     """
 
-    minima: pd.DataFrame
     measures: list[str]
     target: str
     correlations: "dict[str, pd.Series[Any] | None]"
-    color_by: str | None = None
 
     @classmethod
     def from_minima(
@@ -221,7 +213,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
         Parameters
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-            The minima; `relflat_sk.minima` describes the columns of a table.
+            The minima, see `relflat_sk.minima`.
         measures : str, callable, sequence of these or None, default=None
             The numeric columns on the x axes, or the functions of which they are the measures.
             Each axis is logarithmic if it spans more than a decade. None takes every measure of
@@ -229,8 +221,8 @@ class MeasurePanelsDisplay(MinimaDisplay):
         target : str or callable, default="generalization_gap"
             The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
-            The column that colors the minima. "auto" takes the batch size if it was varied, or
-            else the first parameter that was; None uses one color.
+            The column that colors the minima. "auto" takes a varied parameter, first of all the
+            batch size; None uses one color.
         random_state : int, RandomState, Generator or None, default=None
             Seed of the bootstrap behind the intervals.
         ax : matplotlib.axes.Axes or None, default=None
@@ -316,29 +308,25 @@ class MinimaRankingDisplay(MinimaDisplay):
     ----------
     minima : pandas.DataFrame
         The ranked table of minima, as `rank_minima` returns it.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
     by : str
         The column that ranks them, in the upper panel.
     target : str
         The column in the lower panel.
-    color_by : str or None, default=None
-        The column that colors the minima; None for one color.
     correlation : pandas.Series or None, default=None
         The row of `correlate` for `by` with `target`; None for no title.
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The upper panel, with the measure.
     target_ax_ : matplotlib.axes.Axes
         The lower panel, with the target.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The upper panel, with the measure, and its figure.
     """
 
-    minima: pd.DataFrame
     by: str
     target: str
-    color_by: str | None = None
     correlation: "pd.Series[Any] | None" = None
 
     @classmethod
@@ -366,8 +354,8 @@ class MinimaRankingDisplay(MinimaDisplay):
             The numeric column in the lower panel, in the same way. None takes the test loss or,
             if no minimum has one, the training loss.
         color_by : str or None, default="auto"
-            The column that colors the minima. "auto" takes the batch size if it was varied, or
-            else the first parameter that was; None uses one color.
+            The column that colors the minima. "auto" takes a varied parameter, first of all the
+            batch size; None uses one color.
         random_state : int, RandomState, Generator or None, default=None
             Seed of the bootstrap behind the intervals.
         ax : matplotlib.axes.Axes or None, default=None
@@ -460,25 +448,21 @@ class HyperparameterDisplay(MinimaDisplay):
     ----------
     minima : pandas.DataFrame
         The table of minima; `relflat_sk.minima` describes its columns.
+    color_by : str or None, default=None
+        The column that colors the minima; None for one color.
     axis : str
         The column of the hyper-parameter, on the x axis.
     measure : str
         The column on the y axis.
-    color_by : str or None, default=None
-        The column that colors the minima; None for one color.
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The axes with the minima.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The axes with the minima, and their figure.
     """
 
-    minima: pd.DataFrame
     axis: str
     measure: str
-    color_by: str | None = None
 
     @classmethod
     def from_minima(
@@ -496,7 +480,7 @@ class HyperparameterDisplay(MinimaDisplay):
         Parameters
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
-            The minima; `relflat_sk.minima` describes the columns of a table.
+            The minima, see `relflat_sk.minima`.
         axis : str or None, default=None
             The hyper-parameter, such as ``"batch_size"``. None takes the batch size if it was
             varied, or else the first parameter that was.

@@ -27,28 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LAYER_HEIGHT, LETTER_WIDTH = 0.28, 0.075  # inches
-# arguments that `from_estimator` passes itself, and their names there
-OWN_ARGUMENTS = {
-    "layer": "layers",
-    "layers": "layers",
-    "measure": "measures",
-    "measures": "measures",
-    "model": "estimator",
-    "X": "X",
-    "y": "y",
-}
+# arguments that `from_estimator` passes itself, where they have another name there
+OTHER_NAMES = {"layer": "layers", "measure": "measures", "model": "estimator"}
 # arguments of `flatness_report` that matplotlib would get, which has none of these names
 REPORT_ARGUMENTS = {
-    "batch_size",
-    "criterion",
-    "device",
-    "method",
-    "n_probes",
-    "process_group",
-    "random_state",
-    "rtol",
-    "sample_weight",
-    "weight_decay",
+    *("batch_size", "criterion", "device", "method", "n_probes", "process_group"),
+    *("random_state", "rtol", "sample_weight", "weight_decay"),
 }
 WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
@@ -68,12 +52,10 @@ class LayerFlatnessDisplay(EstimatorDisplay):
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The first panel.
     axes_ : list of matplotlib.axes.Axes
         All panels, one for each measure.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The first panel, and its figure.
     """
 
     report: pd.DataFrame
@@ -198,10 +180,10 @@ def _check_params(measure_params: Mapping[str, Any] | None) -> Mapping[str, Any]
             f"measure_params={measure_params!r}, expected None or a dict of further arguments of "
             'flatness_report, such as {"batch_size": 256}.'
         )
-    for name in OWN_ARGUMENTS.keys() & (measure_params or {}).keys():
+    for name in {"layers", "measures", "X", "y", *OTHER_NAMES}.intersection(measure_params or ()):
         raise ValueError(
             f"measure_params={measure_params!r} must not contain {name!r}: give it to "
-            f"from_estimator itself, as {OWN_ARGUMENTS[name]}=..."
+            f"from_estimator itself, as {OTHER_NAMES.get(name, name)}=..."
         )
     return measure_params or {}
 
@@ -222,10 +204,8 @@ class SharpnessKLDisplay(EstimatorDisplay):
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The axes with the curves.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The axes with the curves, and their figure.
 
     Notes
     -----

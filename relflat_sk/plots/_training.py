@@ -53,12 +53,10 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The upper panel, with the losses.
     flatness_ax_ : matplotlib.axes.Axes
         The lower panel, with the flatness.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The upper panel, with the losses, and its figure.
     """
 
     epochs: Floats
@@ -187,25 +185,21 @@ class TrainingCurvesDisplay(MinimaDisplay):
     ----------
     minima : pandas.DataFrame
         The table of minima, n rows.
+    color_by : str or None, default=None
+        The column of `minima` that colors the curves; None for one color.
     curves : dict of int to (ndarray, ndarray)
         Epochs and values, by the number of the trial.
     column : str
         The column of the history on the y axis.
-    color_by : str or None, default=None
-        The column of `minima` that colors the curves; None for one color.
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The axes with the curves.
-    figure_ : matplotlib.figure.Figure
-        Its figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The axes with the curves, and their figure.
     """
 
-    minima: pd.DataFrame
     curves: dict[int, tuple[Floats, Floats]]
     column: str
-    color_by: str | None = None
 
     @classmethod
     def from_minima(

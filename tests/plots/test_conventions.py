@@ -1,0 +1,145 @@
+"""What all displays promise: the convention of scikit-learn, units, and matplotlib on demand."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+from matplotlib import pyplot as plt
+from sklearn.datasets import load_iris
+from sklearn.preprocessing import scale
+
+import relflat_sk
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessGapDisplay,
+    HyperparameterDisplay,
+    LabelNoiseDisplay,
+    MinimaRankingDisplay,
+    RelativeFlatnessRegularizedRegressor,
+    SharpnessKLDisplay,
+)
+from tests.plots.drawings import noisy_table, points, table
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+X, Y = load_iris(return_X_y=True)
+X, Y = scale(X).astype(np.float32), Y.astype(np.float32)
+
+# what makes each display from a fitted search over a regressor, with axes and arguments
+DISPLAYS = {
+    "FlatnessGap": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
+    "Hyperparameter": lambda s, cls, **k: cls.from_minima(s, **k),
+    "LabelNoise": lambda s, cls, **k: cls.from_minima(noisy_table(), random_state=0, **k),
+    "MeasurePanels": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
+    "MinimaRanking": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
+    "TrainingCurves": lambda s, cls, **k: cls.from_minima(s, **k),
+    "FlatnessHistory": lambda s, cls, **k: cls.from_estimator(s, **k),
+    "LayerFlatness": lambda s, cls, **k: cls.from_estimator(s, X, Y, **k),
+    "SharpnessKL": lambda s, cls, **k: cls.from_estimator(
+        s, X, Y, alphas=[0.1, 0.2], n_draws=2, **k
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def search():
+    net = RelativeFlatnessRegularizedRegressor(max_epochs=12, verbose=0, random_state=0)
+    search = FlatMinimaSearch(net, {"batch_size": [16, 32, 64]}, goal=10.0, depth_band=None)
+    return search.fit(X, Y, X, Y)
+
+
+@pytest.fixture(params=DISPLAYS)
+def make(request, search):
+    kind = getattr(relflat_sk, f"{request.param}Display")
+    return lambda **arguments: DISPLAYS[request.param](search, kind, **arguments)
+
+
+def test_they_follow_the_convention_of_displays(make):
+    made = make()
+    assert made.ax_ in made.figure_.axes
+    figure, axes = plt.subplots(1, 2, figsize=(20, 8), layout="constrained")
+    assert made.plot(ax=axes[1]) is made
+    assert made.ax_ is axes[1]
+    assert made.figure_ is figure
+    figure.canvas.draw()
+    drawn = [panel for panel in figure.axes if panel is not axes[0]]
+    assert all(panel.get_position().x0 > axes[0].get_position().x1 for panel in drawn)
+    assert not axes[0].has_data()
+    restored = pickle.loads(pickle.dumps(made))
+    assert type(restored.plot()) is type(made)
+
+
+def test_they_draw_into_a_part_of_a_figure(make):
+    figure = plt.figure(layout="constrained", figsize=(16, 8))
+    left, right = figure.subfigures(1, 2)
+    made = make(ax=right.subplots())
+    assert made.figure_ is figure
+    assert not left.axes
+    figure.canvas.draw()
+
+
+def test_losses_of_regressors_have_no_unit(make):
+    made = make()
+    for ax in made.figure_.axes:
+        labels = ax.get_xlabel() + ax.get_ylabel()
+        assert "nats" not in labels.replace("KL divergence (nats", "")
+    if not isinstance(made, LabelNoiseDisplay):
+        labels = [ax.get_xlabel() + ax.get_ylabel() for ax in make(loss_unit="m²").figure_.axes]
+        assert "m²" in "".join(labels)
+
+
+def test_tables_and_studies_know_the_unit(search):
+    for source in (search.minima_, search.study_, search.minima_.query("converged")):
+        display = HyperparameterDisplay.from_minima(source)
+        assert display.ax_.get_ylabel() == "relative flatness κ"
+        assert "nats" not in FlatnessGapDisplay.from_minima(source).ax_.get_ylabel()
+    assert "nats" in FlatnessGapDisplay.from_minima(table()).ax_.get_ylabel()
+
+
+def test_they_say_how_to_install_matplotlib(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
+        make()
+
+
+def test_drawing_imports_matplotlib_and_importing_does_not():
+    code = (
+        "import sys, relflat_sk, pandas as pd\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib; matplotlib.use('Agg')\n"
+        "d = pd.DataFrame({'relative_flatness': [1., 2.], 'generalization_gap': [1., 2.]})\n"
+        "relflat_sk.FlatnessGapDisplay.from_minima(d)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["FlatnessGap", "LabelNoise", "MeasurePanels", "MinimaRanking"])
+def test_tables_stay_as_they_are_and_studies_are_accepted(name):
+    display = getattr(relflat_sk, f"{name}Display")
+    minima = noisy_table()
+    before = minima.copy(deep=True)
+    display.from_minima(minima, random_state=0)
+    pd.testing.assert_frame_equal(minima, before)
+    study = optuna.create_study()
+    for kappa in (1.0, 2.0, 3.0):
+        attributes = dict.fromkeys(["relative_flatness", "generalization_gap", "test_loss"], kappa)
+        attributes["random_labels"] = 0.1
+        study.add_trial(optuna.trial.create_trial(value=kappa, user_attrs=attributes))
+    made = display.from_minima(study, random_state=0)
+    if display is LabelNoiseDisplay:
+        assert made.correlations[["share", "kendall"]].to_numpy().tolist() == [[0.1, 1.0]]
+    else:
+        assert len(points(made.ax_)) == 3
+
+
+def test_an_error_leaves_no_empty_figure():
+    for display in (FlatnessGapDisplay, MinimaRankingDisplay):
+        for minima, color_by in [(table(), "seed"), (table(converged=False), None)]:
+            with pytest.raises(ValueError, match=r"color_by='seed'|None of the 12 candidates"):
+                display.from_minima(minima, color_by=color_by, random_state=0)
+    with pytest.raises(ValueError, match="estimator is an empty dict"):
+        SharpnessKLDisplay.from_estimator({}, X, Y)
+    assert plt.get_fignums() == []

@@ -1,0 +1,392 @@
+"""Displays of many minima: which of them are drawn, where, and in which color."""
+
+import pickle
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from numpy.testing import assert_allclose
+
+from relflat_sk import (
+    FlatnessGapDisplay,
+    HyperparameterDisplay,
+    LabelNoiseDisplay,
+    MeasurePanelsDisplay,
+    MinimaRankingDisplay,
+    correlate,
+    rank_minima,
+)
+from tests.plots.drawings import MEASURES, legend, lines, noisy_table, points, table, ticks
+
+GAP_AND_RANKING = [FlatnessGapDisplay, MinimaRankingDisplay]
+
+
+def lowest(made):
+    """The panel with the target on its y axis."""
+    return getattr(made, "target_ax_", made.ax_)
+
+
+# the gap, and the rank
+
+
+def test_the_gap_is_drawn_against_the_measure():
+    minima = table()
+    display = FlatnessGapDisplay.from_minima(minima, random_state=0)
+    assert_allclose(points(display.ax_), minima[["relative_flatness", "generalization_gap"]])
+    assert display.ax_.get_xlabel() == "relative flatness κ (nats)"
+    assert display.ax_.get_ylabel().startswith("test loss")
+    expected = correlate(minima, random_state=0).set_index("measure").loc["relative_flatness"]
+    title = display.ax_.get_title()
+    assert f"= {expected['pearson']:z.2f} [" in title
+    assert f"{expected['kendall']:z.2f} [{expected['kendall_low']:z.2f}" in title
+    assert "= 12" in title
+    assert title.startswith("relative flatness κ and test loss − training loss\n")  # noqa: RUF001
+    assert FlatnessGapDisplay.from_minima(table(2)).ax_.get_title() == ""
+
+
+def test_the_ranking_is_that_of_rank_minima():
+    minima = table()
+    display = MinimaRankingDisplay.from_minima(minima, random_state=0)
+    ranked = rank_minima(minima)
+    assert_allclose(points(display.ax_), ranked[["rank", "relative_flatness"]])
+    assert_allclose(points(display.target_ax_), ranked[["rank", "test_loss"]])
+    (mean,) = display.target_ax_.lines
+    assert_allclose(mean.get_ydata(), ranked["test_loss"].mean())
+    assert display.ax_.get_title().startswith("relative flatness κ and test loss\n")
+    assert all(float(tick).is_integer() for tick in display.target_ax_.get_xticks())
+    without_test = MinimaRankingDisplay.from_minima(table(test_loss=np.nan), random_state=0)
+    assert without_test.target == "train_loss"
+
+
+@pytest.mark.parametrize(
+    ("by", "ending"),
+    [("relative_flatness", "1 is flattest"), ("train_loss", "1 is best"), ("test_loss", "best")],
+)
+def test_the_label_says_what_rank_one_means(by, ending):
+    panel = MinimaRankingDisplay.from_minima(table(), by, random_state=0).target_ax_
+    assert panel.get_xlabel().endswith(ending)
+
+
+def test_a_wide_range_gets_a_logarithmic_axis_with_plain_numbers():
+    wide = table(spread=100.0)
+    assert MinimaRankingDisplay.from_minima(wide, random_state=0).ax_.get_yscale() == "log"
+    display = FlatnessGapDisplay.from_minima(wide, random_state=0)
+    display.figure_.canvas.draw()
+    assert display.ax_.get_xscale() == "log"
+    labels = [tick.get_text() for tick in display.ax_.xaxis.get_ticklabels(which="both")]
+    assert "10" in labels
+    assert all(float(label) > 0 for label in labels if label)
+    pickle.dumps(display.figure_)
+    wide.loc[0, "relative_flatness"] = -1.0
+    assert FlatnessGapDisplay.from_minima(wide, random_state=0).ax_.get_xscale() == "linear"
+
+
+@pytest.mark.parametrize("display", GAP_AND_RANKING)
+def test_every_batch_size_has_a_color_and_otherwise_there_is_one(display):
+    made = display.from_minima(table(), random_state=0)
+    made.figure_.canvas.draw()
+    bar = made.figure_.axes[-1]
+    assert bar.get_ylabel() == "batch size"
+    assert ticks(bar.yaxis) == ["8", "32", "128"]
+    assert len({tuple(color) for color in made.ax_.collections[0].get_facecolors()}) == 3
+    one = display.from_minima(table().drop(columns="param_batch_size"), random_state=0)
+    assert len(one.figure_.axes) == len(one.axes_)
+    assert display.from_minima(table(), color_by=None, random_state=0).color_by is None
+
+
+def test_many_numbers_get_a_color_scale_and_names_a_label_each():
+    lr = np.geomspace(1e-3, 1, 20)
+    minima = table(20, param_lr=lr, param_init=np.resize(["a", "b"], 20)).drop(
+        columns="param_batch_size"
+    )
+    scale = FlatnessGapDisplay.from_minima(minima, random_state=0)
+    assert scale.color_by == "param_lr"
+    assert scale.figure_.axes[-1].get_ylabel() == "lr"
+    assert scale.figure_.axes[-1].get_yscale() == "log"
+    names = FlatnessGapDisplay.from_minima(minima, color_by="param_init", random_state=0)
+    assert ticks(names.figure_.axes[-1].yaxis) == ["a", "b"]
+
+
+@pytest.mark.parametrize("display", GAP_AND_RANKING)
+def test_candidates_that_did_not_converge_are_crosses_and_failed_ones_are_counted(display):
+    minima = table()
+    minima.loc[[1, 2], "converged"] = False
+    minima.loc[1, "test_loss"] = 1e6  # diverged: must not squeeze the others into a corner
+    minima.loc[3, "state"] = "failed"
+    minima.loc[4, ["test_loss", "relative_flatness"]] = np.nan
+    minima["generalization_gap"] = minima["test_loss"] - minima["train_loss"]
+    panel = lowest(display.from_minima(minima, random_state=0))
+    assert len(points(panel)) == 8
+    assert len(points(panel, 1)) == 2
+    assert panel.get_ylim()[1] < 10
+    assert "not converged (2)" in legend(panel)
+    assert "failed or not finite, not drawn (2)" in legend(panel)
+
+
+def test_candidates_of_another_depth_are_crosses_too():
+    minima = table(converged=[False] * 2 + [True] * 10, depth=[20.0] * 9 + [500.0] * 3)
+    ranked = rank_minima(minima)
+    for display in (FlatnessGapDisplay, HyperparameterDisplay):
+        assert "not converged (2), at another depth (3)" in legend(display.from_minima(ranked).ax_)
+    panels = MeasurePanelsDisplay.from_minima(ranked, random_state=0).axes_
+    labels = {label for ax in panels for label in ax.get_legend_handles_labels()[1]}
+    assert "not converged, at another depth" in labels
+
+
+@pytest.mark.parametrize("display", GAP_AND_RANKING)
+@pytest.mark.parametrize("layout", ["constrained", None])
+def test_the_legend_stands_below_the_axes_or_inside_without_a_layout(display, layout):
+    minima = table()
+    minima.loc[1, "converged"] = False
+    made = display.from_minima(minima, random_state=0, ax=plt.subplots(layout=layout)[1])
+    made.figure_.canvas.draw()
+    panel = lowest(made)
+    place, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
+    if layout is None:
+        assert axes.y0 < place.y0 < place.y1 < axes.y1
+        return
+    labels = [*panel.get_xticklabels(), panel.xaxis.label]
+    assert 0 <= place.y0 < place.y1 < axes.y0
+    assert place.y1 < min(label.get_window_extent().y0 for label in labels if label.get_text())
+
+
+def test_arguments_reach_matplotlib():
+    minima = table(hessian_trace=np.arange(12.0), test_score=np.linspace(0.8, 0.9, 12))
+    made = FlatnessGapDisplay.from_minima(
+        minima, "hessian_trace", "test_score", s=99, cmap="cividis", random_state=0
+    )
+    assert_allclose(made.ax_.collections[0].get_sizes(), 99)
+    assert made.ax_.collections[0].get_cmap().name == "cividis"
+    assert made.ax_.get_xlabel() == "Hessian trace"
+    assert made.ax_.get_ylabel() == "held-out score"
+    assert made.plot(loss_unit="").ax_.get_xlabel() == "Hessian trace"
+
+
+# a panel for every measure
+
+
+def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
+    minima = noisy_table(l2_norm=np.geomspace(1, 1e4, 24))
+    display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
+    expected = correlate(minima, random_state=0).set_index("measure")
+    for name, panel in zip(MEASURES, display.axes_, strict=True):
+        assert_allclose(points(panel), minima[[name, "generalization_gap"]])
+        row = expected.loc[name]
+        tau = f"{row['kendall']:z.2f} [{row['kendall_low']:z.2f}, {row['kendall_high']:z.2f}]"
+        assert tau in panel.get_title()
+        assert "= 24" in panel.get_title()
+        assert panel.get_ylim() == display.ax_.get_ylim()
+    labels = [panel.get_xlabel() for panel in display.axes_]
+    assert labels == ["relative flatness κ (nats)", "Hessian trace", "L2 norm"]
+    assert [panel.get_xscale() for panel in display.axes_] == ["linear", "linear", "log"]
+    assert display.figure_.axes[-1].get_ylabel() == "batch size"
+
+
+def test_a_choice_of_measures_and_another_target():
+    minima = noisy_table(test_score=np.linspace(0.8, 0.9, 24))
+    display = MeasurePanelsDisplay.from_minima(
+        minima, ["l2_norm", "train_loss"], "test_score", color_by=None, random_state=0
+    )
+    assert display.measures == ["l2_norm", "train_loss"]
+    assert display.ax_.get_ylabel() == "held-out score"
+    assert len(display.figure_.axes) == 2
+    one = MeasurePanelsDisplay.from_minima(minima, "l2_norm", random_state=0, s=77, loss_unit="")
+    assert_allclose(one.ax_.collections[0].get_sizes(), 77)
+    assert one.ax_.get_ylabel().endswith("training loss")
+
+
+def test_panels_have_crosses_for_others_and_may_be_empty():
+    minima = noisy_table(hessian_trace=np.nan)
+    minima.loc[1, "converged"] = False
+    minima.loc[1, "generalization_gap"] = 1e6
+    minima.loc[2, "relative_flatness"] = np.nan
+    display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
+    first, empty, last = display.axes_
+    assert (len(points(first)), len(points(last)), len(points(last, 1))) == (22, 23, 1)
+    assert last.get_ylim()[1] < 2
+    assert not empty.collections
+    assert "not finite" in {text.get_text() for text in empty.texts}
+    assert "not converged" in legend(last)
+
+
+@pytest.mark.parametrize(("n", "shape"), [(1, (1, 1)), (4, (2, 2)), (6, (2, 3)), (20, (5, 4))])
+def test_panels_fill_their_rows(n, shape):
+    minima = table(measures=[f"measure_{i}" for i in range(n)]).drop(columns="relative_flatness")
+    display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
+    grid = display.ax_.get_subplotspec().get_gridspec()
+    assert (grid.nrows, grid.ncols) == shape
+    assert len(display.axes_) == n
+    assert sum(panel.get_ylabel() != "" for panel in display.axes_) == shape[0]
+
+
+def test_panels_in_narrow_axes_stand_below_each_other():
+    _, ax = plt.subplots(figsize=(4, 6))
+    display = MeasurePanelsDisplay.from_minima(noisy_table(), random_state=0, ax=ax)
+    grid = display.ax_.get_subplotspec().get_gridspec()
+    assert (grid.nrows, grid.ncols) == (3, 1)
+    assert [panel.get_ylabel() != "" for panel in display.axes_] == [False, True, False]
+
+
+# a measure against a hyper-parameter
+
+
+def named_table(n=12, **columns):
+    return table(n, **{"param_activation": np.repeat(["relu", "tanh"], n // 2), **columns})
+
+
+def test_a_measure_against_a_number():
+    minima = named_table()
+    display = HyperparameterDisplay.from_minima(minima)
+    assert display.axis == "param_batch_size"
+    assert display.color_by == "param_activation"
+    assert_allclose(points(display.ax_), minima[["param_batch_size", "relative_flatness"]])
+    medians = minima.groupby("param_batch_size")["relative_flatness"].median()
+    assert_allclose(lines(display.ax_)[0].get_ydata(), medians)
+    assert display.ax_.get_xscale() == "log"
+    assert ticks(display.ax_.xaxis) == ["8", "32", "128"]
+    assert legend(display.ax_) == ["median of the minima"]
+    many = named_table(20, param_batch_size=np.arange(20) + 1.0)
+    assert not lines(HyperparameterDisplay.from_minima(many, "batch_size", color_by=None).ax_)
+
+
+def test_a_measure_against_names():
+    minima = named_table(depth=20.0)
+    # failed before it had a name
+    minima.loc[0, ["param_activation", "depth", "state"]] = [np.nan, np.nan, "failed"]
+    ax = HyperparameterDisplay.from_minima(minima, "activation", "depth", color_by=None).ax_
+    assert ticks(ax.xaxis) == ["relu", "tanh"]
+    assert points(ax)[:, 0].tolist() == [0] * 5 + [1] * 6
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("activation", "depth")
+
+
+def test_names_without_minima_have_their_places():
+    """Such as an optimizer that never converged."""
+    names = ["sgd", "adam", "adamw"]
+    minima = table(param_optimizer=np.resize(names, 12))
+    minima["converged"] = minima["param_optimizer"] != "adam"
+    ax = HyperparameterDisplay.from_minima(minima, "optimizer", color_by=None).ax_
+    assert ticks(ax.xaxis) == names
+    assert points(ax)[:, 0].tolist() == [0, 2] * 4
+    assert points(ax, 1)[:, 0].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_one_name_and_many_names_are_written(n):
+    names = [f"name {i:02d}" for i in range(n)]
+    ax = HyperparameterDisplay.from_minima(table(40, param_name=np.resize(names, 40)), "name").ax_
+    assert ticks(ax.xaxis) == names
+
+
+# correlations by the share of random labels
+
+
+def test_the_correlation_at_each_share_of_random_labels_is_that_among_its_minima():
+    minima = noisy_table()
+    display = LabelNoiseDisplay.from_minima(minima, random_state=0)
+    expected = {
+        share: correlate(some, random_state=0).set_index("measure")
+        for share, some in minima.groupby("param_random_labels")
+    }
+    for name, panel in zip(MEASURES, display.axes_, strict=True):
+        line, *_ = lines(panel, epochs=3)
+        assert_allclose(line.get_xdata(orig=False), [0.0, 0.25, 0.5])
+        taus = [rows.loc[name, "kendall"] for rows in expected.values()]
+        assert_allclose(line.get_ydata(orig=False), taus)
+        assert panel.get_xlabel() == "share of random labels"
+    low, high = display.axes_[2].collections[0].get_segments()[2][:, 1]
+    assert_allclose([low, high], expected[0.5].loc["l2_norm", ["kendall_low", "kendall_high"]])
+
+
+def test_other_coefficients_and_other_columns():
+    minima = noisy_table().rename(columns={"param_random_labels": "depth"})
+    display = LabelNoiseDisplay.from_minima(
+        minima, "l2_norm", by="depth", coefficient="pearson", random_state=0, n_bootstrap=10
+    )
+    assert "Pearson" in display.ax_.get_ylabel()
+    assert display.ax_.get_xlabel() == "depth"
+    every = LabelNoiseDisplay.from_minima(minima, by="depth", random_state=0)
+    assert "depth" not in set(every.correlations["measure"])
+    recorded = minima.rename(columns={"depth": "param_data__random_labels"})
+    display = LabelNoiseDisplay.from_minima(recorded, random_state=0)
+    assert display.by == "param_data__random_labels"
+    assert display.ax_.get_xlabel() == "share of random labels"
+
+
+def test_shares_with_too_few_minima_are_left_out():
+    minima = noisy_table(l2_norm=np.nan)
+    minima.loc[minima.index[:6], "converged"] = False
+    display = LabelNoiseDisplay.from_minima(minima, random_state=0)
+    assert set(display.correlations["share"]) == {0.25, 0.5}
+    assert "not defined" in {text.get_text() for text in display.axes_[2].texts}
+
+
+# errors
+
+NOTHING = table(converged=False)
+CONSTANT = table().drop(columns="param_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("display", "minima", "arguments", "message"),
+    [
+        ("gap", table(), {"measure": "sharpness"}, "measure='sharpness' is not a column"),
+        ("gap", table(), {"target": "reason"}, "target='reason' is not numeric"),
+        ("gap", table(), {"color_by": "seed"}, "color_by='seed' is not a column of these"),
+        ("gap", table(), {"color_by": "batch_size"}, "Did you mean 'param_batch_size'"),
+        ("gap", NOTHING, {}, "None of the 12 candidates is a minimum, so"),
+        (
+            "gap",
+            table(test_loss=np.nan),
+            {},
+            "None of the 12 minima has a finite 'relative_flatness' and 'generalization_gap', .*"
+            r"Held-out data are needed: fit\(X, y, X_test, y_test\)",
+        ),
+        (
+            "gap",
+            table(relative_flatness=np.nan),
+            {"target": "train_loss"},
+            "None of the 12 minima has a finite 'relative_flatness' and 'train_loss', so there is "
+            r"nothing to draw\.$",
+        ),
+        ("panels", table(), {"measures": ["sharpness"]}, "measures='sharpness' is not a column"),
+        ("panels", table()[["train_loss", "generalization_gap"]], {}, "There are no measures to"),
+        ("panels", NOTHING, {}, "None of the 12 candidates is a minimum, so"),
+        ("axis", table(), {"axis": "width"}, "axis: 'width' is no parameter of these minima"),
+        ("axis", CONSTANT, {}, "No hyper-parameter was varied"),
+        ("axis", NOTHING, {}, "there is nothing to draw"),
+        (
+            "noise",
+            noisy_table(),
+            {"by": "noise"},
+            r"by: 'noise' is no parameter of these minima; there are \['batch_size', 'rand",
+        ),
+        ("noise", noisy_table(), {"by": "state"}, "by='state' is not numeric"),
+        (
+            "noise",
+            noisy_table(param_random_labels=np.arange(24)),
+            {},
+            "No value of 'param_random_labels' has 3 converged minima.*there are {0.0: 1, 1.0: 1",
+        ),
+        (
+            "noise",
+            noisy_table(),
+            {"coefficient": "tau"},
+            "coefficient='tau', expected one of pearson, spearman, kendall",
+        ),
+    ],
+)
+def test_refuses(display, minima, arguments, message):
+    kinds = {
+        "gap": FlatnessGapDisplay,
+        "panels": MeasurePanelsDisplay,
+        "axis": HyperparameterDisplay,
+        "noise": LabelNoiseDisplay,
+    }
+    with pytest.raises(ValueError, match=message):
+        kinds[display].from_minima(minima, **arguments)
+
+
+@pytest.mark.parametrize("display", [FlatnessGapDisplay, MeasurePanelsDisplay, LabelNoiseDisplay])
+def test_refuses_what_is_no_table(display):
+    with pytest.raises(TypeError, match="minima must be a pandas.DataFrame, an optuna.Study"):
+        display.from_minima([1, 2])

@@ -1,0 +1,171 @@
+"""Displays of trained models: which numbers are drawn, and where."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from relflat_sk import LayerFlatnessDisplay, SharpnessKLDisplay, flatness_report
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk.measures import sharpness_curve
+from tests.plots.drawings import legend, ticks
+
+X, y = load_iris(return_X_y=True)
+CE = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(scope="module")
+def model():
+    net = MLPClassifier((8, 6), max_iter=3000, random_state=0)
+    return make_pipeline(StandardScaler(), net).fit(X, y)
+
+
+def small_module(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers), torch.tensor(X, dtype=torch.float32), torch.tensor(y)
+
+
+def values(ax):
+    return ax.containers[0].lines[0].get_xdata(orig=False)
+
+
+def draw_report(values, stderr=0.0, layers=None):
+    layers = [f"layer{i}" for i in range(len(values))] if layers is None else layers
+    columns = {"layer": layers, "value": values, "stderr": stderr}
+    return LayerFlatnessDisplay(report=pd.DataFrame({"measure": "kappa", **columns})).plot().ax_
+
+
+def test_layers_are_drawn_in_forward_order_as_reported(model):
+    measures = ["relative_flatness", "hessian_trace", "l2_norm"]
+    display = LayerFlatnessDisplay.from_estimator(model, X, y, measures=measures)
+    report = flatness_report(model, X, y, measures=measures)
+    assert list(dict.fromkeys(display.report["measure"])) == measures
+    for name, panel in zip(measures, display.axes_, strict=True):
+        rows = report[report["measure"] == name]["value"].tolist()
+        # a value of the whole network has its own row
+        expected = [np.nan] * 3 + rows if name == "l2_norm" else [*rows, np.nan]
+        assert_allclose(values(panel), expected)
+    first = display.ax_
+    assert ticks(first.yaxis) == ["0: hidden0", "1: hidden1", "2: output", "whole network"]
+    bottom, top = first.get_ylim()
+    assert bottom > top  # the first layer is above
+    assert (first.get_xlabel(), first.get_ylabel()) == ("relative flatness κ (nats)", "layer")
+
+
+def test_layers_have_their_position_also_if_some_are_left_out_and_in_saved_reports(model):
+    display = LayerFlatnessDisplay.from_estimator(model, X, y, layers=["hidden1", -1])
+    assert ticks(display.ax_.yaxis) == ["1: hidden1", "2: output"]
+    saved = display.report.astype({"position": float})  # as pandas reads missing values
+    display = LayerFlatnessDisplay(report=saved).plot()
+    assert ticks(display.ax_.yaxis) == ["1: hidden1", "2: output"]
+    one = LayerFlatnessDisplay.from_estimator(model, X, y, layers=1)
+    assert one.report["layer"].tolist() == ["hidden1"]
+
+
+def test_arguments_reach_the_measures_and_matplotlib():
+    module, *data = small_module(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    params = {"criterion": CE, "method": "hutchinson", "n_probes": 3, "random_state": 0}
+    display = LayerFlatnessDisplay.from_estimator(
+        module, *data, measures="relative_flatness", layers=["0"], measure_params=params,
+        loss_unit="", markersize=9,
+    )  # fmt: skip
+    (row,) = display.report.itertuples()
+    ((low, _), (high, _)) = display.ax_.collections[0].get_segments()[0]
+    assert row.stderr > 0
+    assert_allclose([low, high], [row.value - row.stderr, row.value + row.stderr], rtol=1e-6)
+    assert display.ax_.get_xlabel() == "relative flatness κ"
+    assert display.ax_.containers[0].lines[0].get_markersize() == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"measure_params": {"layer": 0}},
+            ValueError,
+            "measure_params={'layer': 0} must not contain 'layer': .* itself, as layers=...",
+        ),
+        ({"measure_params": {"measures": []}}, ValueError, "contain 'measures': .* as measures="),
+        ({"measure_params": [0]}, TypeError, r"measure_params=\[0\], expected None or a dict"),
+        (
+            {"criterion": CE},
+            TypeError,
+            "no argument 'criterion': pass it in measure_params, as .*\"criterion\": ",
+        ),
+        ({"layers": []}, ValueError, "layers must name at least one layer"),
+        ({"measures": []}, ValueError, "measures must name at least one measure"),
+        ({"measures": 1}, TypeError, "measures must be a name or a list of names"),
+    ],
+    ids=str,
+)
+def test_bad_choices_of_layers_and_measures(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        LayerFlatnessDisplay.from_estimator(model, X, y, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scale"), [([1.0, 100.0], "log"), ([1.0, 5.0], "linear"), ([-1.0, 100.0], "linear")]
+)
+def test_the_scale_is_logarithmic_for_positive_values_over_a_decade(numbers, scale):
+    assert draw_report(numbers).get_xscale() == scale
+
+
+def test_long_names_are_shortened_and_missing_values_leave_a_gap():
+    names = ["encoder." + "block." * 12 + "weight", "head"]
+    ax = draw_report([np.nan, 2.0], stderr=np.nan, layers=names)
+    label = ticks(ax.yaxis)[0]
+    assert len(label) < 45
+    assert label.startswith("encoder.block")
+    assert label.endswith("block.weight")
+    assert_allclose(values(ax), [np.nan, 2.0])
+
+
+def test_curves_are_those_of_sharpness_curve():
+    alphas = [0.001, 0.01, 0.1]
+    models = {f"C = {C}": LogisticRegression(C=C, max_iter=5000).fit(X, y) for C in (0.1, 10)}
+    options = {"n_draws": 3, "random_state": 0}
+    display = SharpnessKLDisplay.from_estimator(models, X, y, alphas=alphas, **options)
+    for (name, model), container in zip(models.items(), display.ax_.containers, strict=True):
+        expected = sharpness_curve(to_network(model, X, y, DataOptions()), alphas, **options)
+        pd.testing.assert_frame_equal(display.curves[name], expected)
+        line, _, (bars,) = container.lines
+        assert_allclose(line.get_xdata(orig=False), expected["kl"])
+        assert_allclose(line.get_ydata(orig=False), expected["expected_sharpness"])
+        ends = np.array(bars.get_segments())[:, :, 1]
+        assert_allclose(np.diff(ends).ravel(), 2 * expected["stderr"])
+    ax = display.ax_
+    assert legend(ax) == list(models)
+    assert ax.get_ylabel() == "expected sharpness (nats)"
+    assert "KL divergence (nats)" in ax.get_xlabel()
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_one_model_needs_no_legend_and_a_module_its_criterion():
+    module, *data = small_module(nn.Linear(4, 3))
+    before = [p.clone() for p in module.parameters()]
+    display = SharpnessKLDisplay.from_estimator(
+        module, *data, alphas=[0.1], criterion=CE, random_state=0, loss_unit=""
+    )
+    assert display.ax_.get_legend() is None
+    assert display.ax_.get_ylabel() == "expected sharpness"
+    assert display.ax_.get_xscale() == "linear"  # one point
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match="criterion is needed for a bare module"):
+        SharpnessKLDisplay.from_estimator(module, *data)
+
+
+def test_many_curves_all_look_different():
+    curve = pd.DataFrame({"alpha": [0.1, 0.2], "kl": [2.0, 1.0], "stderr": 0.1})
+    curve["expected_sharpness"] = [-1.0, 1.0]
+    display = SharpnessKLDisplay(curves={str(i): curve for i in range(20)}).plot()
+    lines = [container.lines[0] for container in display.ax_.containers]
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}
+    assert len(looks) == 20
+    assert display.ax_.get_yscale() == "linear"

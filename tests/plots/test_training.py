@@ -1,0 +1,223 @@
+"""Displays of trainings: what of a history or a search is drawn."""
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch import NeuralNetClassifier
+from skorch.callbacks import EpochScoring
+from skorch.dataset import ValidSplit
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    FlatnessHistoryDisplay,
+    FlatnessScorer,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    TrainingCurvesDisplay,
+    relative_flatness,
+)
+from tests.plots.drawings import legend, lines
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+X, y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+SCORER = FlatnessScorer(at_minimum="ignore")
+ON_TRAIN = {"on_train": True, "use_caching": False}
+
+
+def regularized(**arguments):
+    return RelativeFlatnessRegularizedClassifier(verbose=0, random_state=0, **arguments)
+
+
+def plain_net(**arguments):
+    torch.manual_seed(0)
+    return NeuralNetClassifier(
+        MLP(4, 3, (8,)), criterion=nn.CrossEntropyLoss, verbose=0, train_split=None, **arguments
+    )
+
+
+# one net
+
+
+@pytest.fixture(scope="module")
+def net():
+    scoring = EpochScoring(SCORER, name="kappa", lower_is_better=False)
+    return regularized(max_epochs=4, train_split=ValidSplit(5), callbacks=[scoring]).fit(X, y)
+
+
+def test_losses_are_above_and_flatness_below_with_its_own_sign(net):
+    display = FlatnessHistoryDisplay.from_estimator(net)
+    upper, lower = display.ax_, display.flatness_ax_
+    for line, name in zip(upper.lines, ["train_loss", "valid_loss"], strict=True):
+        assert_array_equal(line.get_xdata(), [1, 2, 3, 4])
+        assert_allclose(line.get_ydata(), net.history[:, name])
+    drawn = {line.get_label(): line.get_ydata() for line in lower.lines}
+    assert_allclose(drawn["flatness penalty"], net.history[:, "flatness_penalty"])
+    assert_allclose(drawn["kappa"], -np.array(net.history[:, "kappa"]))
+    assert (drawn["kappa"] > 0).all()
+    assert [legend(upper), legend(lower)] == [["training loss", "validation loss"], list(drawn)]
+    assert (upper.get_ylabel(), lower.get_ylabel()) == ("loss (nats)", "flatness (nats)")
+    assert (lower.get_yscale(), lower.get_xlabel()) == ("log", "epoch")
+    assert len({line.get_color() for ax in (upper, lower) for line in ax.lines}) == 4
+
+
+@pytest.mark.parametrize(("scoring", "sign"), [(SCORER, -1), (relative_flatness, 1)])
+def test_any_skorch_net_that_recorded_flatness_has_a_history(scoring, sign):
+    net = plain_net(max_epochs=3, callbacks=[EpochScoring(scoring, name="kappa", **ON_TRAIN)])
+    display = FlatnessHistoryDisplay.from_estimator(net.fit(X, y))
+    assert list(display.losses) == ["train_loss"]
+    assert_allclose(display.flatness["kappa"], sign * np.array(net.history[:, "kappa"]))
+    assert (display.flatness["kappa"] > 0).all()
+
+
+def test_named_columns_are_drawn_unchanged(net):
+    display = FlatnessHistoryDisplay.from_estimator(net, columns="dur", loss_unit="", marker="*")
+    assert_allclose(display.flatness["dur"], net.history[:, "dur"])
+    assert display.flatness_ax_.get_ylabel() == "flatness"
+    assert display.flatness_ax_.lines[0].get_marker() == "*"
+
+
+def test_pipelines_and_searches_have_a_history():
+    search = GridSearchCV(regularized(max_epochs=2), {"flatness_weight": [0.1]}, cv=2)
+    pipeline = make_pipeline(StandardScaler(), search).fit(X, y)
+    assert FlatnessHistoryDisplay.from_estimator(pipeline).epochs.tolist() == [1, 2]
+
+
+def test_a_single_epoch_is_a_point_at_a_whole_number():
+    display = FlatnessHistoryDisplay.from_estimator(regularized(max_epochs=1).fit(X, y))
+    display.figure_.canvas.draw()
+    assert display.ax_.lines[0].get_marker() not in {"", "None", None}
+    low, high = display.flatness_ax_.get_xlim()
+    assert [t for t in display.flatness_ax_.get_xticks() if low <= t <= high] == [1]
+
+
+def test_many_epochs_are_small_dots_and_missing_values_gaps():
+    epochs = np.arange(1.0, 501)
+    kappa = np.where(epochs % 3 == 0, np.nan, epochs)
+    display = FlatnessHistoryDisplay(
+        epochs=epochs, losses={"train_loss": 1 / epochs}, flatness={"kappa": kappa}
+    ).plot()
+    (line,) = display.flatness_ax_.lines
+    assert line.get_marker() == "."
+    assert_allclose(line.get_ydata(), kappa)
+    assert display.flatness_ax_.get_yscale() == "log"
+
+
+def test_epochs_before_a_column_was_recorded_are_gaps():
+    net = plain_net(max_epochs=2).fit(X, y)
+    net.callbacks = [EpochScoring(SCORER, name="kappa", **ON_TRAIN)]
+    net.warm_start = True
+    net.initialize_callbacks()
+    net.partial_fit(X, y)
+    display = FlatnessHistoryDisplay.from_estimator(net)
+    assert np.isfinite(display.flatness["kappa"]).tolist() == [False, False, True, True]
+
+
+def test_refuses_estimators_without_a_history_of_flatness(net):
+    refused = [
+        (LogisticRegression(), {}, TypeError, "Only a skorch net has a history, got LogisticRegr"),
+        (regularized(), {}, NotFittedError, "has no epoch in its history: call fit first"),
+        (
+            plain_net(max_epochs=1).fit(X, y),
+            {},
+            ValueError,
+            r"no column of flatness.*there are \['dur', 'train_loss'\]",
+        ),
+        (net, {"columns": ["rho"]}, ValueError, r"columns: 'rho' is not in the history; there ar"),
+    ]
+    for estimator, arguments, error, message in refused:
+        with pytest.raises(error, match=message):
+            FlatnessHistoryDisplay.from_estimator(estimator, **arguments)
+
+
+# all candidates of a search
+
+
+@pytest.fixture(scope="module")
+def search():
+    """Two minima, and two nets that are far from the goal."""
+    scoring = EpochScoring(SCORER, name="relative_flatness", on_train=True)
+    net = regularized(module__hidden_layer_sizes=(6,), max_epochs=30, callbacks=[scoring])
+    space = {"lr": [0.02, 5e-4], "batch_size": [16, 32]}
+    return FlatMinimaSearch(net, space, goal=0.2, random_state=0).fit(X, y)
+
+
+def test_a_curve_for_every_candidate(search):
+    display = TrainingCurvesDisplay.from_minima(search)
+    assert sorted(display.curves) == [0, 1, 2, 3]
+    best = int(search.minima_["trial"][0])
+    losses = np.array(search.best_estimator_.history[:, "train_loss"])
+    epochs, values = display.curves[best]
+    assert_allclose(values, losses, rtol=1e-5)
+    assert epochs.tolist() == list(range(1, len(losses) + 1))
+    drawn = lines(display.ax_)
+    assert_allclose(drawn[0].get_ydata(), values)
+    assert drawn[0].get_color() == "black"
+    assert [line.get_linestyle() for line in drawn] == ["-", "-", ":", ":"]
+    assert sorted(legend(display.ax_)) == ["not ranked (2)", f"rank 1 (trial {best})"]
+    # a dot where each training ended
+    assert len(display.ax_.lines) == 8
+    assert display.ax_.lines[1].get_xdata().tolist() == [epochs[-1]]
+    assert (display.ax_.get_xlabel(), display.ax_.get_ylabel()) == ("epoch", "training loss (nats)")
+
+
+def test_flatness_along_training(search):
+    display = TrainingCurvesDisplay.from_minima(search, "relative_flatness", color_by="param_lr")
+    recorded = -np.array(search.best_estimator_.history[:, "relative_flatness"])
+    values = display.curves[int(search.minima_["trial"][0])][1]
+    assert_allclose(values, recorded, rtol=1e-5)
+    assert_allclose(values[-1], search.minima_["relative_flatness"][0], rtol=1e-4)
+    assert display.ax_.get_ylabel() == "relative flatness κ (nats)"
+    assert "lr" in [ax.get_ylabel() for ax in display.figure_.axes]
+    penalty = TrainingCurvesDisplay.from_minima(search, "flatness_penalty", color_by=None)
+    assert min(values.min() for _, values in penalty.curves.values()) >= 0
+
+
+def test_long_trainings_are_thinned_out():
+    model = regularized(
+        module__hidden_layer_sizes=(), flatness_weight=0, max_epochs=450, batch_size=150
+    )
+    search = FlatMinimaSearch(model, {"lr": [0.05]}, goal=None, refit=False).fit(X, y)
+    epochs, values = TrainingCurvesDisplay.from_minima(search).curves[0]
+    assert len(epochs) == len(values) == 200
+    assert (epochs[0], epochs[-1]) == (1, 450)
+
+
+def test_scikit_learns_networks_and_studies_have_curves():
+    space = {"alpha": [0.1, 1.0]}
+    objective = MinimaObjective(MLPClassifier((4,), max_iter=3000, tol=1e-3), X, y, space)
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler(space, seed=0))
+    study.optimize(objective)
+    ax = TrainingCurvesDisplay.from_minima(study).ax_
+    assert len(lines(ax)) == 2
+    assert ax.get_legend() is None or "rank 1" not in " ".join(legend(ax))
+
+
+def test_values_that_are_not_finite_are_gaps():
+    study = optuna.create_study()
+    curves = {"epoch": [1.0, 2.0, 3.0], "train_loss": [1.0, 0.5, None]}
+    attrs = {"relative_flatness": 1.0, "train_loss": 0.5, "curves": curves}
+    study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attrs))
+    display = TrainingCurvesDisplay.from_minima(study)
+    assert display.ax_.lines[1].get_xdata().tolist() == [2.0]
+
+
+def test_curves_that_there_are_not(search):
+    with pytest.raises(ValueError, match=r"no candidate has a curve of 'acc'; there are \['flatn"):
+        TrainingCurvesDisplay.from_minima(search, "acc")
+    with pytest.raises(TypeError, match="A table has no curves: pass the search itself"):
+        TrainingCurvesDisplay.from_minima(search.minima_)
+    regression = FlatMinimaSearch(LogisticRegression(max_iter=500), {"C": [1.0]}).fit(X, y)
+    with pytest.raises(ValueError, match=r"no candidate has a curve of 'train_loss'; there are \["):
+        TrainingCurvesDisplay.from_minima(regression)
