@@ -3,8 +3,6 @@
 # for the packages above, not public
 from relflat_sk.fleet._fleet import Fleet as Fleet
 from relflat_sk.fleet._fleet_training import fleet_training
-from relflat_sk.fleet._measuring import StackedMeasures as StackedMeasures
-from relflat_sk.fleet._measuring import measure_with_others as measure_with_others
 from relflat_sk.fleet._routine import seconds_used as seconds_used
 from relflat_sk.fleet._single import Single
 from relflat_sk.fleet._size import fleet_size as fleet_size

@@ -34,7 +34,6 @@ from relflat_sk.measures._scan import find_measured_layer as find_measured_layer
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._scorer import flatness_columns as flatness_columns
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
-from relflat_sk.measures._stacked_pass import plan_stacked_pass as plan_stacked_pass
 
 __all__ = [
     "Flatness",

@@ -1,21 +1,19 @@
 """Measure trained candidates, and record in their trials what the table of minima shows."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, final_estimator, to_network, to_network_with_source
 from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.fleet import measure_with_others
 from relflat_sk.measures import (
     Flatness,
     check_arguments,
@@ -28,7 +26,7 @@ from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer, trained_rows
 from relflat_sk.search._goal import Measured, record_verdict
 from relflat_sk.search._weights import save_weights
-from relflat_sk.training import RelativeFlatnessRegularizedNet, known_outputs
+from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 # arguments of measures that a search passes itself, and where users give them
 _OWN = {
@@ -82,28 +80,8 @@ class Measuring:
         """Measure a network, all measures together."""
         params = {**self.params, "random_state": seed}
         found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
-        return _by_name(found, names)
-
-    def with_others(
-        self, network: Network, names: Sequence[str]
-    ) -> tuple[dict[str, Flatness], Tensor | None]:
-        """Measure a network in one pass with others of a fleet that have ended with it.
-
-        Shapes: returns outputs (n, d).
-        """
-        different = list(dict.fromkeys(names))
-        stacked = None if self.params else measure_with_others(network, different, self.layer)
-        if stacked is None:
-            return {}, None
-        return _by_name(stacked.found, names), stacked.outputs
-
-
-def _by_name(
-    found: Mapping[tuple[str, str], Flatness], names: Sequence[str]
-) -> dict[str, Flatness]:
-    """Return results by the names of their measures."""
-    by_name = {name: result for (_, name), result in found.items()}
-    return {str(name): by_name[name] for name in names}
+        by_name = {name: result for (_, name), result in found.items()}
+        return {str(name): by_name[name] for name in names}
 
 
 TRAIN_LOSS = "train_loss"
@@ -127,17 +105,17 @@ def record_measures(
     names: Sequence[str],
     seed: int | None,
     measuring: Measuring,
-    found: Mapping[str, Flatness] | None = None,
 ) -> Measured:
     """Measure a network, and record the measures and the training loss.
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
     has a loss, which then takes a pass of its own.
     """
+    found: dict[str, Flatness] = {}
     error, train_loss = None, np.nan
     if _has_finite_weights(network.module):
         try:
-            found = found or measuring(network, names, seed)
+            found = measuring(network, names, seed)
             train_loss = found[names[0]].risk
         except Exception as caught:
             error = caught
@@ -152,10 +130,9 @@ def record_measures(
         raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
-    assert found
     for name, measured in found.items():
         record[name] = measured.value
-    return Measured(train_loss, dict(found))
+    return Measured(train_loss, found)
 
 
 def record_trial(
@@ -172,14 +149,13 @@ def record_trial(
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
         names, measuring = objective.measures, objective.measuring
-        found, outputs = measuring.with_others(network, names)
-        measured = record_measures(record, network, names, seed, measuring, found)
+        measured = record_measures(record, network, names, seed, measuring)
         if not measured.found:
             return [np.nan] * len(objective.names)
         if is_training_data and data.sample_weight is None:
             _hand_over(estimator, measured.found, measuring)
         held_out = objective.X_test, objective.y_test
-        record_held_out(record, estimator, measured.train_loss, data, *held_out, outputs)
+        record_held_out(record, estimator, measured.train_loss, data, *held_out)
     save_weights(objective.artifact_store, trial, network.module, record)
     values = {name: found.value for name, found in measured.found.items()}
     values["train_loss"] = measured.train_loss
@@ -208,19 +184,17 @@ def record_held_out(
     data: TrainingData,
     X_test: Any,
     y_test: Any,
-    outputs: Tensor | None = None,
 ) -> None:
     """Record the loss on held-out data, and the estimator's own scores.
 
-    Shapes: `X_test`, `y_test` (n_test, ...), `outputs` (n, d).
+    Shapes: `X_test`, `y_test` (n_test, ...).
     """
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
         weights = data.sample_weight
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
-        with nullcontext() if outputs is None else known_outputs(estimator, outputs):
-            record["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
+        record["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
         return
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):

@@ -31,7 +31,6 @@ from relflat_sk.training._sample_weights import split_target as split_target
 from relflat_sk.training._skorch_net import check_parameters as check_parameters
 from relflat_sk.training._skorch_net import knows_its_batch as knows_its_batch
 from relflat_sk.training._skorch_net import listens as listens
-from relflat_sk.training._tasks import known_outputs as known_outputs
 
 __all__ = [
     "MLP",

@@ -5,8 +5,7 @@ outputs, and turns outputs into predictions. It stores what it learns from the l
 in fitted attributes such as `classes_`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNet
-from skorch.utils import to_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -418,20 +416,6 @@ def _is_movable(part: Any) -> bool:
     if isinstance(part, tuple | list):
         return all(map(_is_movable, part))
     return isinstance(part, Tensor)
-
-
-@contextmanager
-def known_outputs(net: Any, outputs: Tensor) -> Iterator[None]:
-    """Let a net predict from outputs that its module has computed already."""
-
-    def forward_iter(X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
-        yield to_device(outputs, device=device)
-
-    net.__dict__["forward_iter"] = forward_iter
-    try:
-        yield
-    finally:
-        del net.__dict__["forward_iter"]
 
 
 # -- whether a module ends in logits or in probabilities -----------------------------------

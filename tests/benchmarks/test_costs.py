@@ -38,10 +38,6 @@ from tests.processes import ROOT
             marks=pytest.mark.scale,
         ),
         ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
-        (
-            "benchmarks.costs.measuring",
-            ["64-128-64-10, batch 32, measure and scores one by one / stacked"],
-        ),
         pytest.param(
             "benchmarks.costs.distributed",
             ["seconds of two processes / of one"],
@@ -49,7 +45,7 @@ from tests.processes import ROOT
         ),
     ],
     ids=[
-        *["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking", "measuring"],
+        *["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking"],
         "distributed",
     ],
 )
