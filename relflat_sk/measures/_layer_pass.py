@@ -62,15 +62,21 @@ class LayerPass:
 
         Shapes: returns (n, d, P).
         """
-        found = None
+        found = torch.zeros_like(self.offset)
         if self.summed_loss.requires_grad:
             (found,) = torch.autograd.grad(
-                self.summed_loss, self.offset, retain_graph=True, allow_unused=True
+                self.summed_loss, self.offset, retain_graph=True, materialize_grads=True
             )
-        found = torch.zeros_like(self.offset) if found is None else found
         if self.is_flat:  # also where tokens count as samples
             return found.reshape(len(self.features), -1, 1)
         return self.map.to_rows(found)
+
+    def apply(self, matrix: Tensor) -> Tensor:
+        """Apply a change of the weight to the features, for all samples or for each.
+
+        Shapes: `matrix` (d, m) or (n, d, m); returns (n, d, P).
+        """
+        return self.map.apply(self.features, matrix.to(self.features.dtype))
 
     def product(self, rows: Tensor) -> Tensor:
         """Compute products with the Hessians of the samples' losses in the layer's output.
@@ -84,45 +90,38 @@ class LayerPass:
 
         Shapes: `directions` (n, d, P); returns (n,).
         """
-        if len(directions) == 1:
-            return self._forms_one_by_one(directions)
+        products = self._product_together(directions) if len(directions) > 1 else None
+        if products is None:
+            products = [self.product(rows) for rows in directions]
+        pairs = zip(products, directions, strict=True)
+        return [(product.double() * rows).sum(dim=(1, 2)) for product, rows in pairs]
+
+    def _product_together(self, directions: Sequence[Tensor]) -> list[Tensor] | None:
         vectors = torch.stack([self._like_output(rows) for rows in directions])
         try:
-            products = self._products.product(vectors)
+            return [self.map.to_rows(product) for product in self._products.product(vectors)]
         except (RuntimeError, ValueError):
-            # a user's own autograd function need not allow torch.func.vmap
-            return self._forms_one_by_one(directions)
-        return [
-            (self.map.to_rows(product).double() * rows).sum(dim=(1, 2))
-            for product, rows in zip(products, directions, strict=True)
-        ]
+            return None  # a user's own autograd function need not allow torch.func.vmap
 
     def weight_product(self, matrix: Tensor, weights: Tensor) -> Tensor:
         """Multiply the Hessian of the batch's loss in the layer's weight with a matrix.
 
         Shapes: `matrix` (d, m), `weights` (n,); returns (d, m).
         """
-        return self.total(self.product(self.map.apply(self.features, self._like(matrix))), weights)
+        return self.total(self.product(self.apply(matrix)), weights)
 
     def total(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum outer products of rows with the features, over samples and positions.
 
         Shapes: `rows` (n, d, P), `weights` (n,); returns (d, m).
         """
-        rows = rows * weights[:, None, None]
-        return self.map.total(self.features, self._like(rows)).double()
+        rows = (rows * weights[:, None, None]).to(self.features.dtype)
+        return self.map.total(self.features, rows).double()
 
     @cached_property
     def _products(self) -> Curvature:
         """The curvature in the layer's output, by differentiating twice."""
         return product_curvature(self.summed_loss, self.offset)
-
-    def _forms_one_by_one(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Compute quadratic forms with one product for each direction."""
-        return [(self.product(rows).double() * rows).sum(dim=(1, 2)) for rows in directions]
-
-    def _like(self, array: Tensor) -> Tensor:
-        return array.to(self.features.dtype)
 
     def _like_output(self, rows: Tensor) -> Tensor:
         """Bring rows into shape and precision of the layer's output."""
@@ -140,22 +139,13 @@ class ClosedFormLayerPass(LayerPass):
 
     @property
     def n_stored(self) -> float:
-        """How many numbers products need without the network."""
         return self.features.numel() + 2 * self.offset.numel()
 
     def product(self, rows: Tensor) -> Tensor:
-        """Compute products with the Hessians of the samples' losses in the layer's output.
-
-        Shapes: `rows` (n, d, 1); returns (n, d, 1).
-        """
         return self.curvature.product(rows[:, :, 0])[:, :, None]
 
-    def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Compute quadratic forms of those Hessians.
-
-        Shapes: `directions` (n, d, 1); returns (n,).
-        """
-        return self._forms_one_by_one(directions)
+    def _product_together(self, directions: Sequence[Tensor]) -> None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ runs on the next one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import gather_checks, is_integer
-from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target, pull_back, warn_of_ending
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, pull_back, warn_of_ending
 from relflat_sk._network import (
     Batch,
     Layer,
@@ -47,6 +48,8 @@ from relflat_sk.measures._layer_pass import ClosedFormLayerPass, LayerPass, Many
 from relflat_sk.measures._quantities import ByClosedForm, ByGradients, ByProducts, LayerCurvature
 from relflat_sk.measures._results import Summary
 
+LayerT = TypeVar("LayerT", bound=LayerPass)
+
 
 @dataclass(frozen=True)
 class ForwardPass:
@@ -56,7 +59,7 @@ class ForwardPass:
     curvatures: list[LayerCurvature]
     sample_weight: Tensor
     divisor: float | Tensor
-    loss: Tensor
+    loss: float | Tensor
     output_shape: torch.Size
     link: str | None
     has_labels: bool
@@ -74,7 +77,7 @@ class ForwardPass:
         return self.sample_weight.repeat_interleave(repeats) if repeats > 1 else self.sample_weight
 
 
-def make_forward_pass(
+def _make_forward_pass(
     network: Network, batch: Batch, output: Tensor, records: Sequence[LayerRecord]
 ) -> ForwardPass:
     """Compute the losses of a batch, and choose how curvatures are computed."""
@@ -82,31 +85,37 @@ def make_forward_pass(
         _check_samples(record, output)
     with torch.enable_grad():
         output = full_precision(network.loss.classes_second(output, batch.y))
+    warn_of_ending(network.loss.criterion, find_ending(output))
     loss = network.loss.to(output.device, output.dtype)
-    target = _read_target(loss, output, batch)
-    link = find_link(output, records[-1].node)
-    warn_of_ending(loss.criterion, find_ending(output))
-    if target is None and loss.needs_target:
+    if batch.y is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
-    if target is not None:
+    target, losses = None, output.new_full((len(output),), torch.nan)
+    if batch.y is not None:
+        target = loss.read_target(output, batch.y)
         network.check_criterion(output, target.values)
-    weighted = batch.weight is not None
-    losses = _losses(loss, output, target, each=weighted)
+        with torch.enable_grad():
+            losses = loss.losses(output, target.values, each=batch.weight is not None)
     tail = Tail(loss, output, target, records[-1], _precise)
     curvatures = choose_curvatures(tail, records, _Ways(tail, losses))
     passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
     weights = sample_weight(batch, len(output), output.device)
-    each = loss.each_divisor(output, tail.relevant)
+
+    def total(each: float | Tensor) -> float | Tensor:
+        """Sum numbers of the samples in float64, in one operation if they have no weights."""
+        if not isinstance(each, Tensor):
+            return each * (len(weights) if batch.weight is None else weights.sum())
+        if batch.weight is None:
+            return each.detach().sum(dtype=weights.dtype)
+        return each.detach().double() @ weights
+
     return ForwardPass(
         layers={record.name: passes[record.name] for record in records},
         curvatures=curvatures,
         sample_weight=weights,
-        divisor=_sum(each.detach(), weights, weighted=weighted)
-        if isinstance(each, Tensor)
-        else each * (weights.sum() if weighted else len(weights)),
-        loss=_sum(losses.detach(), weights, weighted=weighted),
+        divisor=total(loss.each_divisor(output, tail.relevant)),
+        loss=total(losses),
         output_shape=output.shape[1:],
-        link=link,
+        link=find_link(output, records[-1].node),
         has_labels=target is not None,
     )
 
@@ -114,24 +123,6 @@ def make_forward_pass(
 def _precise(z: Tensor) -> Tensor:
     """Return outputs in float64, where probabilities close to one keep their distance from it."""
     return z.detach().double()
-
-
-def _read_target(loss: Loss, output: Tensor, batch: Batch) -> Target | None:
-    """Check the labels of a batch, if it has any."""
-    return None if batch.y is None else loss.read_target(output, batch.y)
-
-
-def _losses(loss: Loss, output: Tensor, target: Target | None, *, each: bool) -> Tensor:
-    """Compute the losses of the samples, nan without labels."""
-    if target is None:
-        return output.new_full((len(output),), torch.nan)
-    with torch.enable_grad():
-        return loss.losses(output, target.values, each=each)
-
-
-def _sum(values: Tensor, weights: Tensor, *, weighted: bool) -> Tensor:
-    """Sum numbers of the samples in float64, in one operation if they have no weights."""
-    return values.double() @ weights if weighted else values.sum(dtype=weights.dtype)
 
 
 def _check_samples(record: LayerRecord, output: Tensor) -> None:
@@ -154,50 +145,35 @@ class _Ways:
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
     ) -> LayerCurvature:
-        """Make the curvature of one layer with a closed form."""
-        return self._by_closed_form(ClosedFormLayerPass, record, features, curvature)
+        layer = self._layer(record, ClosedFormLayerPass, features, curvature=curvature)
+        return ByClosedForm(layer)
 
     def many_classes(
         self, record: LayerRecord, features: Tensor, curvature: ManyClasses
     ) -> LayerCurvature:
-        """Make the curvature of one layer with very many classes."""
-        return self._by_closed_form(ManyClassesLayerPass, record, features, curvature)
+        layer = self._layer(record, ManyClassesLayerPass, features, curvature=curvature)
+        return ByClosedForm(layer)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
     ) -> LayerCurvature:
-        """Make the curvature of the layers behind which the network is piecewise linear."""
         return ByGradients(self._layers(records), base, curvature)
 
     def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
-        """Make the curvature of all other layers."""
         return ByProducts(self._layers(records))
-
-    def _by_closed_form(
-        self,
-        kind: type[ClosedFormLayerPass],
-        record: LayerRecord,
-        features: Tensor,
-        curvature: ClosedForm,
-    ) -> LayerCurvature:
-        assert record.offset is not None
-        as_map = layer_map(record.layer)
-        return ByClosedForm(
-            kind(record.name, as_map, features, record.offset, self.losses, curvature)
-        )
 
     def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
         """Make layers without a closed form, for which labels are needed."""
         if self.tail.target is None:
             raise _labels_missing(self.tail.loss, records[0].name)
-        layers = {}
-        for record in records:
-            assert record.offset is not None
-            features, _ = record.check()
-            layers[record.name] = LayerPass(
-                record.name, layer_map(record.layer), features, record.offset, self.losses
-            )
-        return layers
+        return {one.name: self._layer(one, LayerPass, one.check()[0]) for one in records}
+
+    def _layer(
+        self, record: LayerRecord, kind: type[LayerT], features: Tensor, **more: Any
+    ) -> LayerT:
+        assert record.offset is not None
+        as_map = layer_map(record.layer)
+        return kind(record.name, as_map, features, record.offset, self.losses, **more)
 
 
 def _labels_missing(loss: Loss, layer: str) -> ValueError:
@@ -218,30 +194,11 @@ def scan(
 
     To be used within `borrowed`.
     """
-    runner = _Runner(network, layers, checked=checked)
+    runner = _Runner(network, layers, checked)
     with gather_checks():
         for batch in network.batches():
-            _visit(runner, batch, visits)
+            runner.run(batch, visits)
     return runner.order
-
-
-def _visit(
-    runner: "_Runner", batch: Batch, visits: Sequence[Callable[[ForwardPass], object]]
-) -> None:
-    """Run one batch, whose pass ends with this function."""
-    forward = runner.run(batch)
-    for visit in visits:
-        visit(forward)
-
-
-def run_first_batch(network: Network, layer: Layer) -> tuple[Batch, ForwardPass, list[str]]:
-    """Run the first batch, and check that the network can be measured at a layer.
-
-    To be used within `borrowed`.
-    """
-    runner, batch = _Runner(network, [layer]), next(iter(network.batches()))
-    forward = runner.run(batch)
-    return batch, forward, runner.order
 
 
 def find_measured_layer(network: Network, layer: Layer) -> str:
@@ -249,60 +206,44 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
 
     To be used within `borrowed`.
     """
-    (name,) = run_first_batch(network, layer)[1].layers
+    runner = _Runner(network, [layer], checked=True)
+    runner.run(next(iter(network.batches())))
+    (name,) = runner.names
     return name
 
 
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""
 
-    def __init__(
-        self, network: Network, layers: Sequence[Layer] | str, *, checked: bool = True
-    ) -> None:
+    def __init__(self, network: Network, layers: Sequence[Layer] | str, checked: bool) -> None:
         self.network = network
         self.layers = layers
         self.checked = checked
         self.order: list[str] = []
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._twice = True  # whether attention must allow a second derivative
         self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
         self._mixed: set[str] = set()  # layers behind which samples are mixed
         self._unused: set[str] = set()  # layers that the output does not depend on
         self._sizes: set[int] = set()  # of batches in which rows were found to be samples
 
-    def run(self, batch: Batch) -> ForwardPass:
-        """Run the network on one batch."""
-        if not self._names:
-            return self._run_first(batch)
-        output, records = self._record(self._names, batch)
-        forward = make_forward_pass(self.network, batch, output, records)
-        if self.checked:
-            self._check_rows(output, records)
-        return forward
-
-    def _run_first(self, batch: Batch) -> ForwardPass:
-        """Run the network on the first batch, and check the layers to record."""
-        output, records = self._find(batch)
-        self._names = [record.name for record in records]
-        if not self.checked:
-            return make_forward_pass(self.network, batch, output, records)
-        for record in records:
+    def run(self, batch: Batch, visits: Sequence[Callable[[ForwardPass], object]] = ()) -> None:
+        """Run one batch, whose pass ends with this function."""
+        is_first = not self.names
+        output, records = self._find(batch) if is_first else self._record(self.names, batch)
+        self.names = [record.name for record in records]
+        for record in records if is_first and self.checked else ():
             check_layer(self.network.module, record.name)
             check_linear(record, *few_rows(record, *record.check()))
             check_uses(record.name, self._elsewhere)
             check_unmixed(record.name, self._mixed)
-        forward = make_forward_pass(self.network, batch, output, records)
-        self._check_rows(output, records)
-        return forward
-
-    def _check_rows(self, output: Tensor, records: list[LayerRecord]) -> None:
-        """Refuse layers whose rows are no samples, in the first batch of each size.
-
-        A network may mix samples in some batches only: in those of two samples or more.
-        """
-        if len(output) not in self._sizes:
+        forward = _make_forward_pass(self.network, batch, output, records)
+        # a network may mix samples in some batches only: in those of two samples or more
+        if self.checked and len(output) not in self._sizes:
             self._sizes.add(len(output))
             check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
+        for visit in visits:
+            visit(forward)
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -344,9 +285,7 @@ class _Runner:
         if self.layers == "all":
             if not order:
                 find_layer(module, -1)  # raises: the network has none
-            rest = self._without_unused(self._without_shared(order, calls))
-            unmixed = [name for name in rest if name not in self._mixed]
-            return unmixed or rest  # a single layer says itself why it cannot be measured
+            return self._measurable(calls)
         names = [
             find_layer(module, layer, order) if is_integer(layer) else name
             for layer, name in zip(self.layers, guess, strict=True)
@@ -354,34 +293,27 @@ class _Runner:
         position = {name: at for at, name in enumerate(order)}
         return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
 
-    def _without_shared(self, order: list[str], calls: list[str]) -> list[str]:
-        """Leave out layers that cannot be measured because their weight is used several times."""
-        named = dict(self.network.module.named_modules())
-        shared = [
-            name
-            for name in order
-            if is_tied(name, named) or calls.count(name) > 1 or name in self._elsewhere
-        ]
-        if not shared:
-            return order
-        rest = [name for name in order if name not in shared]
-        if rest:
-            warn(
-                f"{', '.join(map(repr, shared))} left out: the weight is used in several places of "
-                "the network, so that the curvature in it is not that of one layer."
-            )
-        return rest or order  # a single layer says itself why it cannot be measured
-
-    def _without_unused(self, names: list[str]) -> list[str]:
-        """Leave out layers that the criterion does not depend on, such as a second head."""
-        unused = [name for name in names if name in self._unused]
-        rest = [name for name in names if name not in self._unused]
-        if rest and unused:
-            warn(
-                f"{', '.join(map(repr, unused))} left out: the criterion does not depend on the "
-                "layer's output, which the network returns beside its first output, for example."
-            )
-        return rest or names  # a single layer says itself why it cannot be measured
+    def _measurable(self, calls: list[str]) -> list[str]:
+        """Leave out layers that cannot be measured; a single one says itself why it cannot."""
+        named, names = dict(self.network.module.named_modules()), self.order
+        reasons = {
+            "the weight is used in several places of the network, so that the curvature in it is "
+            "not that of one layer": {
+                name
+                for name in names
+                if is_tied(name, named) or calls.count(name) > 1 or name in self._elsewhere
+            },
+            "the criterion does not depend on the layer's output, which the network returns beside "
+            "its first output, for example": self._unused,
+            None: self._mixed,
+        }
+        for reason, unfit in reasons.items():
+            rest = [name for name in names if name not in unfit]
+            if rest and reason is not None and len(rest) < len(names):
+                left_out = ", ".join(repr(name) for name in names if name in unfit)
+                warn(f"{left_out} left out: {reason}.")
+            names = rest or names
+        return names
 
 
 def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:

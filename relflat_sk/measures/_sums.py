@@ -2,258 +2,37 @@
 
 All layers and quantities share a pass over the data. Where the curvature comes from gradients,
 they share the backward passes too.
+
+An exact sum and one of probes are kept in the same way: as a sum over samples with the variance
+between a sample's probes, which is zero where nothing is drawn. Probes are drawn for each sample
+independently. The first pass draws two of them; the number of further probes follows from the
+variance between these.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._network import Network, Processes
+from relflat_sk._network import Network
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_pass import LayerPass
-from relflat_sk.measures._quantities import Key, LayerCurvature, Quantity
+from relflat_sk.measures._quantities import Key, Quantity
 from relflat_sk.measures._results import Summary
-from relflat_sk.measures._scan import ForwardPass, scan, summarize
-
-Quantities = Callable[[LayerPass], Mapping[Hashable, Quantity]]  # by name, at one layer
-
-
-class ExactSums:
-    """Exact sums of the quantities that take few enough backward passes or products per batch."""
-
-    def __init__(self, quantities: Quantities, most: float, *, per_sample: bool = False) -> None:
-        self.most = most
-        self.per_sample = per_sample
-        self.totals: dict[Key, Tensor] = {}
-        self.terms: dict[Key, list[Tensor]] = {}
-        self.methods: dict[Key, str] = {}
-        self.to_draw: dict[Key, float] = {}
-        self.too_late: set[Key] = set()
-        self._left_out: set[Key] = set()
-        self._quantities = quantities
-        self._known: dict[str, Mapping[Hashable, Quantity]] = {}
-
-    def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
-        for curvature in forward.curvatures:
-            affordable = self._affordable(curvature)
-            for key, found in curvature.sum_exactly(affordable):
-                layer = curvature.layers[key[0]]
-                weights, terms = forward.row_weights(layer), found.double()
-                total = affordable[key].sum_terms(layer, terms, weights)
-                self.totals[key] = self.totals[key] + total if key in self.totals else total
-                self.methods[key] = curvature.method
-                if self.per_sample:
-                    weighted = sum_rows(weights[:, None] * terms, len(forward))
-                    self.terms.setdefault(key, []).append(weighted)
-
-    def combine(self, processes: Processes) -> None:
-        """Add up the sums of all processes, after their passes over the data."""
-        if not processes.are_several:
-            return
-        every = processes.gather((set(self.totals), self.to_draw, self.too_late))
-        summed, drawn = ([set(one[at]) for one in every] for at in (0, 1))
-        to_sum, to_draw = set.intersection(*summed), set.intersection(*drawn)
-        mixed = set.union(*drawn, *(one[2] for one in every)) - to_draw
-        self.totals = {key: processes.sum(self.totals[key]) for key in sorted(to_sum, key=str)}
-        self.to_draw = {key: max(one[1][key] for one in every) for key in sorted(to_draw, key=str)}
-        self.too_late = mixed
-
-    def can_afford(self, n_passes: float) -> bool:
-        """Return whether a quantity is summed exactly."""
-        return n_passes <= self.most and self.most > 0 and math.isfinite(n_passes)
-
-    def _affordable(self, curvature: LayerCurvature) -> dict[Key, Quantity]:
-        """Return the quantities to sum, and leave the others out from this batch on."""
-        affordable = {}
-        for name, layer in curvature.layers.items():
-            if name not in self._known:
-                self._known[name] = self._quantities(layer)
-            for what, quantity in self._known[name].items():
-                key, n_passes = (name, what), curvature.n_passes(layer, quantity)
-                if key not in self._left_out and self.can_afford(n_passes):
-                    affordable[key] = quantity
-                elif key not in self._left_out:
-                    self._leave_out(key, quantity, n_passes)
-        return affordable
-
-    def _leave_out(self, key: Key, quantity: Quantity, n_passes: float) -> None:
-        """Note that a quantity is not summed exactly."""
-        self._left_out.add(key)
-        begun = self.totals.pop(key, None) is not None
-        self.terms.pop(key, None)
-        if quantity.has_products and begun:
-            self.too_late.add(key)
-        elif quantity.has_products:
-            self.to_draw[key] = n_passes
-
-
-def sum_rows(terms: Tensor, n: int) -> Tensor:
-    """Sum terms over the rows of each sample: its tokens, where those are a layer's rows.
-
-    Shapes: `terms` (n * t, k); returns (n, k).
-    """
-    return terms.reshape(n, -1, terms.shape[1]).sum(dim=1)
-
-
-# Sums of quantities over samples, estimated by random probes with standard errors.
-#
-# Probes are drawn for each sample independently. A pilot run estimates the variance between a
-# sample's probes; the number of probes follows from it.
-
-# probes for each sample in the pilot run
-PILOT = 2
-
-
-@dataclass
-class _Probes:
-    """Running mean and variance between a sample's probes, summed over samples or for each."""
-
-    total: Tensor | float = 0.0
-    scatter: Tensor | float = 0.0
-    done: int = 0
-    freedom: int = 0
-
-    def add(self, mean: Tensor, variance: Tensor, n_probes: int) -> None:
-        """Add a round of probes."""
-        self.total = self.total + n_probes * mean
-        self.scatter = self.scatter + (n_probes - 1) * variance
-        self.done += n_probes
-        self.freedom += n_probes - 1
-
-    def value(self) -> Tensor:
-        """Return the sum over samples (k,), or each sample's term (n, k)."""
-        return torch.as_tensor(self.total / self.done)
-
-    def variance(self) -> Tensor:
-        """Return the variance of that with one probe for each sample."""
-        return torch.as_tensor(self.scatter / self.freedom)
-
-    def stderr(self) -> Tensor:
-        """Return the standard error of the value."""
-        return (self.variance() / self.done).sqrt()
-
-    def n_needed(self, rtol: float) -> float:
-        """Return how many probes bring the standard error down to `rtol` of the value."""
-        values, variances = self.value(), self.variance()
-        at = int(values.argmax())  # one value, or the neuron that is least flat
-        value, variance = float(values[at]), float(variances[at])
-        if not math.isfinite(value) or variance == 0:
-            return 0.0
-        return variance / (rtol * value) ** 2 if value else math.inf
-
-
-class ProbeSums:
-    """Estimated sums of quantities, with as many probes as their standard errors need."""
-
-    def __init__(
-        self, quantities: Quantities, generator: torch.Generator, *, per_sample: bool = False
-    ) -> None:
-        self.generator = generator
-        self.per_sample = per_sample
-        self._quantities = quantities
-        self._known: dict[str, Mapping[Hashable, Quantity]] = {}
-        self._probes: dict[Key, _Probes] = {}
-        self._round: dict[Key, tuple[Tensor, Tensor]] = {}
-        self._terms: dict[Key, _Probes] = {}
-        self._round_terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
-
-    def add(self, forward: ForwardPass, keys: Sequence[Key], n_probes: int = PILOT) -> None:
-        """Draw probes for the samples of a batch."""
-        running: dict[Key, tuple[Tensor, Tensor]] = {}
-        for j in range(1, n_probes + 1):
-            for key, draw in self._draw(forward, keys):
-                mean, squares = running.get(key, (draw * 0, draw * 0))
-                shift = draw - mean
-                mean = mean + shift / j
-                running[key] = mean, squares + shift * (draw - mean)
-        for key, (mean, squares) in running.items():
-            weights = forward.row_weights(forward.layers[key[0]])
-            total, scatter = self._round.get(key, (0.0, 0.0))
-            self._round[key] = (
-                total + weights @ mean,
-                scatter + weights.square() @ squares / (n_probes - 1),
-            )
-            if self.per_sample:
-                column, n = weights[:, None], len(forward)
-                term = sum_rows((column * mean).double(), n)
-                variance = sum_rows(column.square() * squares.double() / (n_probes - 1), n)
-                self._round_terms.setdefault(key, []).append((term, variance))
-
-    def _draw(self, forward: ForwardPass, keys: Sequence[Key]) -> list[tuple[Key, Tensor]]:
-        """Draw one probe for each sample and quantity."""
-        drawn: list[tuple[Key, Tensor]] = []
-        for curvature in forward.curvatures:
-            wanted = {
-                key: self._quantity(forward, key) for key in keys if key[0] in curvature.layers
-            }
-            drawn += curvature.draw(wanted, self.generator).items()
-        return drawn
-
-    def _quantity(self, forward: ForwardPass, key: Key) -> Quantity:
-        """Return the quantity of some name."""
-        layer, name = key
-        if layer not in self._known:
-            self._known[layer] = self._quantities(forward.layers[layer])
-        return self._known[layer][name]
-
-    def close_round(self, processes: Processes, keys: Iterable[Key], n_probes: int = PILOT) -> None:
-        """Count a round of probes, when it was drawn for all samples."""
-        for key in keys:
-            total, variance = map(processes.sum, self._round[key])
-            self._probes.setdefault(key, _Probes()).add(total, variance, n_probes)
-        for key, batches in self._round_terms.items():
-            means, variances = map(torch.cat, zip(*batches, strict=True))
-            self._terms.setdefault(key, _Probes()).add(means, variances, n_probes)
-        self._round, self._round_terms = {}, {}
-
-    def refine(
-        self,
-        network: Network,
-        passes: Mapping[Key, float],
-        *,
-        most: int,
-        rtol: float,
-        or_exact: bool,
-    ) -> set[Key]:
-        """Add rounds of probes, each a pass over the data, until standard errors are small."""
-        left_out: set[Key] = set()
-        keys, done = list(passes), PILOT
-        while True:
-            needed = {key: self._probes[key].n_needed(rtol) for key in keys}
-            if or_exact:
-                left_out |= {key for key in keys if needed[key] > max(done, passes[key])}
-            keys = [key for key in keys if needed[key] > done and key not in left_out]
-            if not keys or done + 2 > most:
-                return left_out
-            missing = 1.05 * max(needed[key] for key in keys) - done
-            n_probes = int(min(max(missing, 2), most - done))
-            layers = list(dict.fromkeys(layer for layer, _ in keys))
-            scan(network, layers, partial(self.add, keys=keys, n_probes=n_probes))
-            self.close_round(network.processes, keys, n_probes)
-            done += n_probes
-
-    def sums(self) -> dict[Key, tuple[Tensor, Tensor]]:
-        """Return the sums over samples and their standard errors. Shapes: returns (k,)."""
-        return {key: (probes.value(), probes.stderr()) for key, probes in self._probes.items()}
-
-    def terms(self) -> dict[Key, tuple[Tensor, Tensor]]:
-        """Return the terms of the sums and their standard errors. Shapes: returns (n, k)."""
-        return {key: (probes.value(), probes.stderr()) for key, probes in self._terms.items()}
-
+from relflat_sk.measures._scan import ForwardPass, scan
 
 # most backward passes or products for one batch that an exact sum may take; "auto" may always
 # take that many, whatever the number of samples
 METHODS = {"auto": 64, "exact": math.inf, "hutchinson": 0}
 _MAX_PROBES = 10_000
+_PILOT = 2  # probes for each sample in the first pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mean:
     """The mean of a quantity, as the criterion averages.
 
@@ -267,18 +46,47 @@ class Mean:
     term_stderrs: Tensor | None = None
 
 
-class Summation:
-    """Means of quantities over the data, from sums that are filled batch by batch."""
+@dataclass
+class _Sum:
+    """A sum over samples (k,), or its terms (n, k), from one or several rounds of probes."""
+
+    value: Tensor
+    variance: Tensor  # with one probe for each sample
+    n_probes: int
+    freedom: int
+
+    def __add__(self, other: "_Sum") -> "_Sum":
+        n_probes, freedom = self.n_probes + other.n_probes, self.freedom + other.freedom
+        value = self.n_probes * self.value + other.n_probes * other.value
+        variance = self.freedom * self.variance + other.freedom * other.variance
+        return _Sum(value / n_probes, variance / freedom, n_probes, freedom)
+
+    @property
+    def stderr(self) -> Tensor:
+        """Standard error of the value."""
+        return (self.variance / self.n_probes).sqrt()
+
+    def n_needed(self, rtol: float) -> float:
+        """Return how many probes bring the standard error down to `rtol` of the value."""
+        at = int(self.value.argmax())  # one value, or the neuron that is least flat
+        value, variance = float(self.value[at]), float(self.variance[at])
+        if not math.isfinite(value) or variance == 0:
+            return 0.0
+        return variance / (rtol * value) ** 2 if value else math.inf
+
+
+class Sums:
+    """Means of the quantities that a function names at each layer, from passes over the data."""
 
     def __init__(
         self,
         network: Network,
-        quantities: Quantities,
+        choose: Callable[[LayerPass], Mapping[str, Quantity]],
         *,
-        method: str,
-        n_probes: int | None,
-        rtol: float,
         generator: torch.Generator,
+        method: str = "auto",
+        n_probes: int | None = None,
+        rtol: float = 0.01,
         per_sample: bool = False,
     ) -> None:
         if method not in METHODS:
@@ -287,87 +95,143 @@ class Summation:
         check_integer("n_probes", n_probes, minimum=2, optional=True, reason=reason)
         check_number("rtol", rtol)
         self.network = network
+        self.choose = choose
+        self.generator = generator
         self.method = method
         self.n_probes = n_probes
         self.rtol = rtol
         self.per_sample = per_sample
-        self._quantities = quantities
-        self._exact = ExactSums(quantities, METHODS[method], per_sample=per_sample)
-        self._probes = ProbeSums(quantities, generator, per_sample=per_sample)
-
-    def can_afford(self, n_passes: float) -> bool:
-        """Return whether a quantity is summed exactly, in the pass over the data itself."""
-        return self._exact.can_afford(n_passes)
+        self._quantities: dict[Key, Quantity] = {}
+        self._n_passes: dict[Key, float] = {}  # of an exact sum, in each batch
+        self._methods: dict[Key, str] = {}
+        self._exact: set[Key] = set()
+        self._totals: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
-        self._exact.add(forward)
-        self._probes.add(forward, list(self._exact.to_draw))
-
-    @property
-    def totals(self) -> dict[Key, Tensor]:
-        """The exact sums so far."""
-        return self._exact.totals
-
-    def adopt(self, totals: Mapping[Key, Tensor], method: str) -> None:
-        """Take exact sums over all the data that were made elsewhere."""
-        self._exact.totals = dict(totals)
-        self._exact.methods = dict.fromkeys(totals, method)
+        """Add a batch of the first pass."""
+        if not self._quantities:
+            self._plan(forward)
+        self._add(forward, self._quantities, _PILOT)
 
     def finish(self, summary: Summary) -> dict[Key, Mean]:
         """Compute means over the data, with as many further passes as the probes need."""
-        exact, divisor, n = self._exact, summary.divisor, summary.n_samples
-        exact.combine(self.network.processes)
-        means = {
-            key: Mean(total / divisor, torch.zeros_like(total), exact.methods[key])
-            for key, total in exact.totals.items()
-        }
-        for key, batches in exact.terms.items():
-            terms = torch.cat(batches) * (n / divisor)
-            means[key] = replace(means[key], terms=terms, term_stderrs=torch.zeros_like(terms))
-        to_sum = set(exact.too_late)
-        if exact.to_draw:
-            self._probes.close_round(self.network.processes, exact.to_draw)
-            most = self.n_probes or _MAX_PROBES
-            # n independent terms have standard errors of sqrt(n) times that of their mean
-            rtol = self.rtol / math.sqrt(n) if self.per_sample else self.rtol
-            dear = self._probes.refine(
-                self.network,
-                exact.to_draw,
-                most=most,
-                rtol=rtol,
-                or_exact=self.method == "auto",
-            )
-            for key, (value, stderr) in self._probes.sums().items():
-                means[key] = Mean(value / divisor, stderr / abs(divisor), "hutchinson")
-                if self.n_probes is None and key not in dear:
-                    _warn_if_loose(key, means[key], self.rtol, most, n if self.per_sample else 1)
-            for key, (terms, stderrs) in self._probes.terms().items():
-                scaled = terms * (n / divisor), stderrs * abs(n / divisor)
-                means[key] = replace(means[key], terms=scaled[0], term_stderrs=scaled[1])
-            to_sum |= dear
-        return means | self._sum_exactly(to_sum)
+        divisor, n = summary.divisor, summary.n_samples
+        sums, terms = self._close(_PILOT)
+        most = self.n_probes or _MAX_PROBES
+        # n independent terms have standard errors of sqrt(n) times that of their mean
+        rtol = self.rtol / math.sqrt(n) if self.per_sample else self.rtol
+        dear = self._refine(sums, terms, most, rtol)
+        if dear:
+            self._exact |= dear
+            exact_sums, exact_terms = self._pass(dear, 1)
+            sums |= exact_sums
+            terms |= exact_terms
+        means, scale = {}, n / divisor
+        for key, one in sums.items():
+            method = self._methods[key] if key in self._exact else "hutchinson"
+            means[key] = Mean(one.value / divisor, one.stderr / abs(divisor), method)
+            if key not in self._exact and self.n_probes is None:
+                _warn_if_loose(key, means[key], self.rtol, most, n if self.per_sample else 1)
+            if self.per_sample:
+                means[key].terms = scale * terms[key].value
+                means[key].term_stderrs = abs(scale) * terms[key].stderr
+        return means
 
-    def _sum_exactly(self, keys: Collection[Key]) -> dict[Key, Mean]:
-        """Sum some quantities exactly, in one more pass."""
-        if not keys:
-            return {}
+    def _plan(self, forward: ForwardPass) -> None:
+        """Decide which sums are exact, by the first batch."""
+        for curvature in forward.curvatures:
+            for name, layer in curvature.layers.items():
+                for what, quantity in self.choose(layer).items():
+                    self._quantities[name, what] = quantity
+                    self._n_passes[name, what] = curvature.n_passes(layer, quantity)
+                    self._methods[name, what] = curvature.method
+        every = self.network.processes.gather(self._n_passes)
+        self._n_passes = {key: max(one[key] for one in every) for key in self._n_passes}
+        most = METHODS[self.method]
+        self._exact = {key for key, n in self._n_passes.items() if n <= most and most > 0}
 
-        def only(layer: LayerPass) -> Mapping[Hashable, Quantity]:
-            found = self._quantities(layer)
-            return {what: found[what] for what in found if (layer.name, what) in keys}
+    def _add(self, forward: ForwardPass, keys: Collection[Key], n_probes: int) -> None:
+        """Add a batch to the sums of some quantities."""
+        for key, mean, variance in self._estimate(forward, keys, n_probes):
+            weights = forward.row_weights(forward.layers[key[0]])
+            total, scatter = self._totals.get(key, (0.0, 0.0))
+            squares = weights.square()
+            self._totals[key] = total + weights @ mean, scatter + squares @ variance
+            if self.per_sample:
+                found = weights[:, None] * mean, squares[:, None] * variance
+                rows = _sum_rows(found[0], len(forward)), _sum_rows(found[1], len(forward))
+                self._terms.setdefault(key, []).append(rows)
 
-        again = Summation(
-            self.network,
-            only,
-            method="exact",
-            n_probes=None,
-            rtol=self.rtol,
-            generator=self._probes.generator,
-            per_sample=self.per_sample,
-        )
-        layers = sorted({layer for layer, _ in keys})
-        return again.finish(summarize(self.network, layers, again.add))
+    def _estimate(
+        self, forward: ForwardPass, keys: Collection[Key], n_probes: int
+    ) -> Iterator[tuple[Key, Tensor, Tensor]]:
+        """Yield the samples' terms, and the variances between their probes. Shapes: (n, k)."""
+        for curvature in forward.curvatures:
+            wanted = {key: self._quantities[key] for key in keys if key[0] in curvature.layers}
+            exact = {key: quantity for key, quantity in wanted.items() if key in self._exact}
+            for key, terms in curvature.sum_exactly(exact):
+                yield key, terms.double(), torch.zeros_like(terms, dtype=torch.float64)
+            others = {key: quantity for key, quantity in wanted.items() if key not in exact}
+            found: dict[Key, tuple[Tensor, Tensor]] = {}
+            for j in range(1, n_probes + 1) if others else ():
+                for key, drawn in curvature.draw(others, self.generator):
+                    draw = drawn.double()
+                    mean, squares = found.get(key, (torch.zeros_like(draw),) * 2)
+                    shift = draw - mean
+                    mean = mean + shift / j
+                    found[key] = mean, squares + shift * (draw - mean)
+            for key, (mean, squares) in found.items():
+                yield key, mean, squares / (n_probes - 1)
+
+    def _close(self, n_probes: int) -> tuple[dict[Key, _Sum], dict[Key, _Sum]]:
+        """Return the sums of a pass, and their terms, when all samples were added."""
+        freedom, processes = max(n_probes - 1, 1), self.network.processes
+        sums, terms = {}, {}
+        for key in sorted(self._totals):  # in the same order in all processes
+            total, variance = map(processes.sum, self._totals[key])
+            sums[key] = _Sum(total, variance, n_probes, freedom)
+        for key, batches in self._terms.items():
+            each, variances = map(torch.cat, zip(*batches, strict=True))
+            terms[key] = _Sum(each, variances, n_probes, freedom)
+        self._totals, self._terms = {}, {}
+        return sums, terms
+
+    def _pass(
+        self, keys: Collection[Key], n_probes: int
+    ) -> tuple[dict[Key, _Sum], dict[Key, _Sum]]:
+        """Make one more pass for some quantities."""
+        layers = list(dict.fromkeys(layer for layer, _ in keys))
+        scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
+        return self._close(n_probes)
+
+    def _refine(
+        self, sums: dict[Key, _Sum], terms: dict[Key, _Sum], most: int, rtol: float
+    ) -> set[Key]:
+        """Draw more probes until standard errors are small; return what costs less exactly."""
+        dear: set[Key] = set()
+        keys, done = [key for key in sums if key not in self._exact], _PILOT
+        while True:
+            needed = {key: sums[key].n_needed(rtol) for key in keys}
+            if self.method == "auto":
+                dear |= {key for key in keys if needed[key] > max(done, self._n_passes[key])}
+            keys = [key for key in keys if needed[key] > done and key not in dear]
+            if not keys or done + 2 > most:
+                return dear
+            missing = 1.05 * max(needed[key] for key in keys) - done
+            n_probes = int(min(max(missing, 2), most - done))
+            more_sums, more_terms = self._pass(keys, n_probes)
+            sums |= {key: sums[key] + more for key, more in more_sums.items()}
+            terms |= {key: terms[key] + more for key, more in more_terms.items()}
+            done += n_probes
+
+
+def _sum_rows(terms: Tensor, n: int) -> Tensor:
+    """Sum terms over the rows of each sample: its tokens, where those are a layer's rows.
+
+    Shapes: `terms` (n * t, k); returns (n, k).
+    """
+    return terms.reshape(n, -1, terms.shape[1]).sum(dim=1)
 
 
 def _warn_if_loose(key: Key, mean: Mean, rtol: float, most: int, n_terms: int) -> None:

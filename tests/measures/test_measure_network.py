@@ -1,4 +1,4 @@
-"""How many passes over the data measures take, and that one pass gives the values of two."""
+"""How many passes over the data measures take together, and which of them apply."""
 
 import pytest
 import torch
@@ -8,13 +8,14 @@ from relflat_sk import get_measure_names
 from relflat_sk._losses import Loss
 from relflat_sk._network import Network, make_batches
 from relflat_sk.measures import measure_network
-from relflat_sk.measures._layer_measures import TRACE_LIKE, TraceMeasures
+from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from tests.measures.test_layer_kinds import CE, NETS, make
+from tests.measures.test_layer_kinds import CE, make
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
-TRACES = list(TRACE_LIKE)
+TRACES = [name for name, measure in TRACE_LIKE.items() if not measure.normalized]
+NORMALIZED = [name for name in TRACE_LIKE if name not in TRACES]
 
 
 class Counted(nn.Module):
@@ -41,23 +42,19 @@ def count_passes(network, measure):
     return (network.module.n_runs - before) / 3  # batches
 
 
-@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv", "residual", "transformer"])
-def test_six_traces_at_the_last_layer_take_one_pass(kind):
+@pytest.mark.parametrize(
+    ("kind", "names", "layers", "n_passes"),
+    [
+        *[(kind, TRACES, [-1], 1) for kind in ("mlp relu", "mlp tanh", "conv", "transformer")],
+        ("mlp relu", [*TRACES, "gradient_norm"], "all", 1),
+        ("mlp relu", [*TRACES, "eigenvalue_flatness", "hessian_max_eigenvalue"], [-1], 1),
+        # the first pass is for the features' spread
+        ("mlp relu", [*TRACES, "gradient_norm", *NORMALIZED], "all", 2),
+    ],
+)
+def test_measures_share_passes(kind, names, layers, n_passes):
     network = counted(kind)
-    assert len(TRACES) == 6
-    assert count_passes(network, lambda: measure_network(network, TRACES, [-1])) == 1
-
-
-def test_the_gradient_norm_shares_that_pass():
-    network = counted("mlp relu")
-    names = [*TRACES, "gradient_norm"]
-    assert count_passes(network, lambda: measure_network(network, names, "all")) == 1
-
-
-def test_eigenvalues_of_a_closed_form_share_that_pass():
-    network = counted("mlp relu")
-    names = [*TRACES, "eigenvalue_flatness", "hessian_max_eigenvalue"]
-    assert count_passes(network, lambda: measure_network(network, names, [-1])) == 1
+    assert count_passes(network, lambda: measure_network(network, names, layers)) == n_passes
 
 
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
@@ -79,30 +76,6 @@ def test_the_network_flatness_takes_eigenvalues_that_were_measured():
     assert count_passes(network, lambda: measure_network(network, names, **arguments)) == one
 
 
-@pytest.mark.parametrize("layers", ["all", [-1], [0]])
-@pytest.mark.parametrize("kind", list(NETS))
-def test_one_pass_gives_the_values_of_two(kind, layers, monkeypatch):
-    net, X, y = make(kind, n=12)
-    X[:, 0] = 0.7  # features that never vary
-    network = Network(net, Loss(CE), make_batches(X, y, batch_size=5))
-    one = measure_network(network, TRACES, layers)
-    monkeypatch.setattr(TraceMeasures, "_has_cheap_pairs", lambda *_: False)
-    two = measure_network(network, TRACES, layers)
-    assert one.keys() == two.keys()
-    for key, found in one.items():
-        assert found.value == pytest.approx(two[key].value, rel=1e-10), key
-        assert found.method == two[key].method
-        assert found.risk == pytest.approx(two[key].risk, rel=1e-12)
-
-
-def test_wide_layers_take_a_second_pass():
-    torch.manual_seed(0)
-    net = Counted(nn.Linear(50, 3).double())
-    X, y = torch.randn(12, 50).double(), torch.arange(12) % 3
-    network = Network(net, Loss(CE), make_batches(X, y, batch_size=4))
-    assert count_passes(network, lambda: measure_network(network, TRACES, [-1])) == 2
-
-
 class Alternating(nn.Module):
     """Has a closed form at its layer for the first batch, and none for the second."""
 
@@ -116,7 +89,7 @@ class Alternating(nn.Module):
         return z if len(x) == 4 else z.tanh()
 
 
-def test_a_network_that_changes_from_batch_to_batch_takes_a_further_pass():
+def test_a_network_may_change_from_batch_to_batch():
     torch.manual_seed(0)
     X, y = torch.randn(7, 4).double(), torch.arange(7) % 3
     network = Network(Alternating(), Loss(CE), make_batches(X, y, batch_size=4))
