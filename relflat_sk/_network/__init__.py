@@ -86,6 +86,7 @@ from relflat_sk._network.recording import (
     LayerRecord,
     Recorder,
     keep_graph,
+    kept_buffers,
     layer_input,
     record_order,
     record_tail,

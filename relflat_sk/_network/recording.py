@@ -11,12 +11,14 @@ None                 nothing but the order of the calls
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn.utils.parametrize import cached
 
 from relflat_sk._losses import Head
@@ -192,6 +194,12 @@ def record_tail(module: nn.Module, *names: str, twice: bool = False) -> Recorder
 # The last layer itself then runs without compilation.
 
 
+def kept_buffers() -> AbstractContextManager[Any]:
+    """Let compiled code keep what several backward passes need, when it is made and when run."""
+    manager: AbstractContextManager[Any] = functorch_config.patch(donated_buffer=False)
+    return manager
+
+
 class CompiledBody:
     """A network in front of its last layer, in compiled code."""
 
@@ -207,7 +215,8 @@ class CompiledBody:
         vars(self._twin)["received"] = received
         self._siblings[self._child] = self._twin
         try:
-            features = compiled(*args, **kwargs)
+            with kept_buffers():
+                features = compiled(*args, **kwargs)
         finally:
             self._siblings[self._child] = self._layer
         if len(received) != 1 or features is not received[0]:

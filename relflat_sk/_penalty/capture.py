@@ -14,6 +14,7 @@ from relflat_sk._network import (
     ReplacedForwards,
     explicit_attention,
     find_norms,
+    kept_buffers,
     watch_frozen,
     weight_layers,
 )
@@ -105,6 +106,15 @@ class Capture:
         if isinstance(self._plan, UnfinishedPlan):
             self._plan = self._plan.finish()
         return self._plan
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the network of the last forward pass."""
+        assert self._plan is not None
+        return self._plan.parts[0].parameters()
+
+    def kept_buffers(self) -> AbstractContextManager[Any]:
+        """Let the code of a compiled network keep what further backward passes need."""
+        return nullcontext() if self._body is None else kept_buffers()
 
     def check(self, output: Tensor) -> None:
         """Refuse a step without a forward pass, or whose output cannot be differentiated."""

@@ -1,199 +1,134 @@
-r"""Limit the penalty of a training step by the loss and by what the network has learned.
+r"""Limit the penalty of training steps, so that it is harmless and still effective.
 
 A dead network is perfectly flat, so that the published objective ``loss + weight * penalty`` has
-it as an attractor: with a large weight, training ends there. Under a limit ``c``, a step minimises
-:math:`L + s P` with `s` a constant in the differentiation, for a penalty at the last layer
+it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` and a
+limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{c}{5} \frac{L_0 - L}{|P|},\;
-    c \min_v \frac{\|\nabla_v L\|}{\|\nabla_v P\|}\Bigr)
-
-and for penalties at earlier layers
-
-.. math:: s = \min\Bigl(1,\; \frac{c}{50} \frac{\min(L, L_0 - L)}{|P|}\Bigr).
+.. math:: s = \min\Bigl(1,\; c \frac{L_0 - L}{|P|},\; 2 c \frac{G}{\|\nabla P\|}\Bigr) .
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
-no penalty. So a penalty cannot stop training before it has begun, as it can at the first layer of
-a convolutional network, and a dead network is no attractor. The share is small for earlier
-layers: where the network has many positions, a flat first layer costs test accuracy long before
-it costs training loss.
+no penalty. So a dead network is no attractor, and a penalty cannot stop training before it has
+begun. At a minimum, this is no limit.
 
-**Gradients.** Training must still reach a loss near zero. At the last layer, the gradients of loss
-and penalty are compared in three groups ``v`` of variables that need no pass through the network:
-the layer's weight, and a shift and a gain of each feature, as if there were a batch norm's weight
-and bias before the layer. The group with the least ratio decides. The shift and the gain matter
-because they sum over the batch. The gradients of the loss in the features of single samples point
-in many directions and cancel in the weights of the network below, while those of the penalty all
-shrink the features and add up. At earlier layers, gradients would need another pass through the
-network, and the small share of the loss does as well.
+**Gradients.** :math:`G` is the typical norm of the loss's gradient in this training, a moving
+average over steps. So no step is larger than those that training has shown to be stable. The
+loss's gradient of the same step would vanish at a minimum, which is where flatness is decided.
 
-At a linear layer, the gradients follow from those in its output, which take no pass through the
-layer: for the loss by its own backward pass, for the penalty from its closed form.
+Norms are those over all parameters. They take two backward passes, and are therefore taken in the
+first 8 steps and in every 8th step. In between, :math:`\|\nabla P\|` changes as :math:`|P|` does.
 
-Each step computes the limit anew. Where one limit was held for four or eight steps, networks that
-were trained at high rates lost accuracy.
+There is one formula for one net or several, over arrays of NumPy or torch.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch import Tensor
 
-from relflat_sk._losses import TotalSlopes, pull_back, total_slopes
-from relflat_sk._network import LayerRecord
-from relflat_sk._numerics import constant, full_precision, or_one, without_autocast
-from relflat_sk._penalty.head_gradients import gradients_at_head
+from relflat_sk._numerics import or_one
 
-__all__ = [
-    "AT_EARLIER_LAYERS",
-    "AT_LAST_LAYER",
-    "EarlierLayerLimit",
-    "LastLayerLimit",
-    "PenaltyLimit",
-    "constant_loss",
-]
+__all__ = ["PenaltyLimit", "constant_loss"]
 
-# The largest penalty, for a limit of 1, as a share of what the network has gained over a constant
-# output: benchmarks.worth.stability shows what it does.
-AT_LAST_LAYER = 1 / 5
-AT_EARLIER_LAYERS = 1 / 50
+# number of steps from one measurement of the norms to the next, and of first steps with one each
+_EVERY = 8
+_DECAY = 0.999
+# what a limit knows of past steps
+_STATE = ("steps", "_n_norms", "_typical", "_ratio")
 
 
-class PenaltyLimit(ABC):
-    """The limit of one training step."""
+class PenaltyLimit:
+    """The limits of the penalties of one net or of several, with what past steps have shown.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    Shapes: all arrays have those of the nets: () for one net, (k,) for several.
+    """
 
-    def share(self, penalty: Tensor, loss: Tensor, of_constant: Tensor) -> Tensor:
-        """Compute the share of a penalty that the limit leaves."""
-        gain = of_constant - loss.detach()
-        with without_autocast(penalty):
-            of_loss, of_penalty = self._compared(loss, penalty, gain)
-            ratios = _ratio(of_loss, of_penalty, self.limit)
-            # 0/0 is nan: where there is no penalty, there is nothing to limit
-            least = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin()
-        # a network that has gained less than nothing gets no penalty
-        return least.clamp(0, 1).to(penalty.dtype)
+    def __init__(self, clip: Any) -> None:
+        self.clip = clip
+        self.steps: Any = 0  # an integer, or a NumPy array of them
+        self._n_norms: Any = 0
+        self._typical: Any = 0.0  # the norm of the loss's gradient
+        # the norm of the penalty's gradient over the penalty; at first, there is no limit by it
+        self._ratio: Any = np.finfo(np.float64).tiny
 
-    @abstractmethod
-    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute numbers of the loss and the penalty, whose least ratio counts: (r,)."""
-
-
-class EarlierLayerLimit(PenaltyLimit):
-    """The limit of a penalty at any layers: a share of loss and gain."""
-
-    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        loss = loss.detach()
-        # a loss that can be negative does not tell how much is left to learn
-        room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        return AT_EARLIER_LAYERS * room, penalty.detach().abs()
-
-
-class LastLayerLimit(PenaltyLimit):
-    """The limit of a penalty at the last layer alone: a share of the gain, and of gradients."""
-
-    def __init__(self, limit: float, last: LayerRecord, *, tied: bool) -> None:
-        super().__init__(limit)
-        self._features = last.check()[0]
-        self._last = last
-        self._weight = last.map.kernel
-        self._compares_weight = not tied and self._weight.requires_grad
-
-    def _compared(self, loss: Tensor, penalty: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [part for pair in self._gradients(loss, penalty) for part in pair.unbind()]
-        # the norm of so many copies has the factor of the gain
-        copies = penalty.detach().expand(round(AT_LAST_LAYER**-2))
-        value, *norms = torch._foreach_norm([copies, *parts])
-        compared = torch.stack([gain, *norms[::2], value, *norms[1::2]]).view(2, -1)
-        return compared[0], compared[1]
-
-    def _gradients(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the gradients in each group of variables, of loss and penalty: (2, ...)."""
-        if not (self._compares_weight or self._features.requires_grad):
-            return []
-        if not penalty.requires_grad:
-            return []
-        head = self._last.head
-        if head is not None and getattr(penalty.grad_fn, "slot", None) is head.slot:
-            of_loss, weight = self._of_loss(loss), self._last.map.matrix
-            return gradients_at_head(
-                of_loss, head.slot, self._features, weight, in_weight=self._compares_weight
-            )
-        slopes = self._own_slopes(penalty)
-        if slopes is not None:
-            return self._gradients_at_linear(loss, slopes)
-        return self._gradients_by_autograd(loss, penalty)
-
-    def _own_slopes(self, penalty: Tensor) -> TotalSlopes | None:
-        """Return the slopes of a penalty in output, features and weight of a linear layer."""
-        slopes, node = total_slopes(penalty), penalty.grad_fn
-        if slopes is None or node is None or type(self._last.layer) is not nn.Linear:
-            return None
-        # the graph shows whether the slopes are in these or in something computed from them
-        of_output, of_features, of_weight = (source for source, _ in node.next_functions[:3])
-        weight = self._weight if self._weight.requires_grad else None
-        is_own = (
-            of_output is self._last.node
-            and of_features is self._features.grad_fn
-            and getattr(of_weight, "variable", None) is weight
-        )
-        return slopes if is_own else None
-
-    def _of_loss(self, loss: Tensor) -> Tensor | None:
-        """Compute the gradient of the loss in the layer's output."""
-        edge = GradientEdge(self._last.node, self._last.output_nr)
-        return pull_back([loss], [edge], [constant(1.0, loss)], create_graph=False)[0]
-
-    def _gradients_at_linear(self, loss: Tensor, slopes: TotalSlopes) -> list[Tensor]:
-        """Compute the gradients from those in the layer's output."""
-        features, weight = full_precision(self._features.detach()), self._weight.detach()
-        of_loss = self._of_loss(loss)
-        pair = torch.stack([torch.zeros_like(slopes.z) if of_loss is None else of_loss, slopes.z])
-        found: list[Tensor] = []
-        if self._features.requires_grad:
-            # gradients in the features, and these times the features
-            both = features.new_empty(2, *pair.shape[:2], features.shape[1])
-            both[0].flatten(0, 1).addmm_(pair.flatten(0, 1), full_precision(weight), beta=0)
-            both[0, 1].addcmul_(features, slopes.along[:, None], value=2)
-            torch.mul(both[0], features, out=both[1])
-            found += both.sum(dim=2)  # the gradients in shift and gain
-        if self._compares_weight:
-            in_weight = pair.transpose(1, 2) @ features
-            # the penalty depends on features and weight not only by the output
-            in_weight[1].add_(slopes.factor)
-            found.append(in_weight)
+    @classmethod
+    def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
+        """Join the limits of several nets, as arrays of the kind of another one."""
+        found = cls(_as_kind([one.clip for one in limits], like))
+        found.steps = np.array([one.steps for one in limits])
+        found._n_norms = np.array([one._n_norms for one in limits])
+        found._typical = _as_kind([float(one._typical) for one in limits], like)
+        found._ratio = _as_kind([float(one._ratio) for one in limits], like)
         return found
 
-    def _gradients_by_autograd(self, loss: Tensor, penalty: Tensor) -> list[Tensor]:
-        """Compute the gradients at a layer of any kind."""
-        variables = [(self._features, self._in_channels)]
-        variables += [(self._weight, lambda pair: [pair])] if self._compares_weight else []
-        variables = [(tensor, groups) for tensor, groups in variables if tensor.requires_grad]
-        tensors = [tensor for tensor, _ in variables]
-        of_loss = pull_back([loss], tensors, create_graph=False)
-        of_penalty = pull_back([penalty], tensors, create_graph=False)
-        found = []
-        for a, b, (_, groups) in zip(of_loss, of_penalty, variables, strict=True):
-            if b is not None:
-                pair = torch.stack([torch.zeros_like(b) if a is None else a, b])
-                found += groups(full_precision(pair))
+    def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
+        """Give the limits of several nets what these steps have shown."""
+        for name in _STATE:
+            values = getattr(self, name)
+            numbers = (values.cpu() if isinstance(values, Tensor) else values).tolist()
+            for one, value in zip(limits, numbers, strict=True):
+                setattr(one, name, value)
+
+    def copy(self) -> "PenaltyLimit":
+        """Copy the limit, for steps that are no part of the training."""
+        found = PenaltyLimit(self.clip)
+        vars(found).update(vars(self))  # arrays are replaced, and never changed
         return found
 
-    def _in_channels(self, pair: Tensor) -> list[Tensor]:
-        """Compute the gradients in a shift and a gain of the features from those in them."""
-        layer = self._last.map
-        features = full_precision(layer.channels(self._features.detach()))
-        columns = layer.channels(pair.flatten(0, 1)).reshape(2, *features.shape)
-        return list(torch.stack([columns, columns * features]).sum(dim=2))
+    def __getstate__(self) -> dict[str, Any]:
+        own = vars(self).items()
+        return {name: value.item() if hasattr(value, "item") else value for name, value in own}
+
+    @property
+    def _due(self) -> Any:
+        return (self.steps < _EVERY) | (self.steps % _EVERY == 0)
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the next step is one in which a net's norms are measured."""
+        return bool(np.any(self._due))
+
+    def share(self, gain: Any, penalty: Any, norms: tuple[Any, Any] | None = None) -> Any:
+        """Make a step: return the share of each weighted penalty that the limit leaves.
+
+        `gain` is the loss of a constant output minus the loss. `norms` are those of the gradients
+        of loss and weighted penalty, in a step that needs them.
+        """
+        xp: Any = torch if isinstance(penalty, Tensor) else np
+        size = abs(penalty)
+        if norms is not None:
+            of_loss, of_penalty = norms
+            due = self._due
+            self._n_norms = self._n_norms + due
+            # a debiased moving average
+            rate = (1 - _DECAY) / (1 - _DECAY**self._n_norms)
+            typical = self._typical + (of_loss - self._typical) * _as_kind(rate, penalty)
+            self._typical = _where(due, typical, self._typical)
+            self._ratio = _where(due, of_penalty / size, self._ratio)
+        self.steps = self.steps + 1
+        largest = (self.clip * gain).clip(max=2 * self.clip * self._typical / self._ratio)
+        # divided by zero: where there is no penalty, there is nothing to limit
+        return xp.nan_to_num(largest / size, nan=1.0, neginf=1.0).clip(0, 1)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor, factor: float) -> Tensor:
-    """Compute a ratio times a factor in a single operation."""
-    return torch.addcdiv(constant(0.0, denominator), numerator, denominator, value=factor)
+def _as_kind(values: Any, like: Any) -> Any:
+    """Return numbers as an array of the kind of another one; a single number as it is."""
+    if np.ndim(values) == 0:
+        return values
+    if isinstance(like, Tensor):
+        return torch.as_tensor(values, dtype=torch.float64).to(like)
+    return np.asarray(values, dtype=like.dtype)
+
+
+def _where(due: Any, new: Any, old: Any) -> Any:
+    """Return the new numbers of nets that are due, if they are finite, and the old ones else."""
+    xp: Any = torch if isinstance(new, Tensor) else np
+    usable = xp.isfinite(new)
+    if not np.all(due):
+        usable = usable & (torch.as_tensor(due).to(new.device) if xp is torch else due)
+    return xp.where(usable, new, old)
 
 
 def constant_loss(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number, gather_checks
@@ -22,7 +23,7 @@ from relflat_sk._network import (
     primary_output,
     warn_unless_mean,
 )
-from relflat_sk._numerics import full_precision, without_autocast
+from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
@@ -56,7 +57,8 @@ class RelativeFlatnessPenalty:
         Factor of the penalty.
     clip : float or None, default=None
         Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`;
-        0.5 is a good value. The penalty is scaled down to it.
+        0.5 is a good value. The penalty is scaled down to it, by what its past calls have shown:
+        use one penalty for one training.
         None: no limit, as published. Without a limit, a large weight can end in a dead network,
         which is perfectly flat. With it, the weight hardly matters once it is large enough.
 
@@ -131,7 +133,7 @@ class RelativeFlatnessPenalty:
         self.probes = probes
         self.weight = weight
         self.clip = clip
-        self._limit: PenaltyLimit | None = None
+        self.limit = PenaltyLimit(clip)
         self._checked: Any = None  # a criterion
         self._capture = Capture()
 
@@ -288,8 +290,6 @@ class RelativeFlatnessPenalty:
             self._checked = loss.criterion
         plan, recorder = self._capture.finish(output, weighted=sample_weight is not None)
         records = [recorder[name] for name in plan.layers]
-        if self.clip is not None:
-            self._limit = plan.limit(self.clip, records[-1])
         with without_autocast(output):
             return batch_flatness(
                 loss,
@@ -322,5 +322,26 @@ class RelativeFlatnessPenalty:
         Tensor of shape () or None
             From 0 to 1, a constant in the differentiation; None without a limit.
         """
-        limit, self._limit = self._limit, None
-        return None if limit is None else limit.share(penalty, *losses())
+        if self.clip is None:
+            return None
+        self.limit.clip = self.clip
+        loss, of_constant = losses()
+        with without_autocast(penalty):
+            norms = None
+            if self.limit.needs_norms:
+                parameters = [p for p in self._capture.parameters() if p.requires_grad]
+                with self._capture.kept_buffers():
+                    norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
+            share: Tensor = self.limit.share(of_constant - loss.detach(), penalty.detach(), norms)
+            return share.to(penalty.dtype)
+
+
+def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Compute the norm of a gradient over all parameters, and keep the graph."""
+    if not value.requires_grad:
+        return torch.zeros_like(value)
+    found = torch.autograd.grad(
+        value, parameters, constant(1.0, value), retain_graph=True, allow_unused=True
+    )
+    norm: Tensor = nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
+    return norm.to(value.device)

@@ -20,10 +20,8 @@ from relflat_sk._network import (
     is_large_head,
     keep_graph,
     layer_input,
-    users_of_weight,
 )
 from relflat_sk._penalty.first_pass import FirstPass, check_is_of_pass
-from relflat_sk._penalty.limit import EarlierLayerLimit, LastLayerLimit, PenaltyLimit
 
 __all__ = ["Plan", "UnfinishedPlan", "find_names", "make_recorder"]
 
@@ -41,7 +39,6 @@ class Plan:
     earlier: bool
     explicit: list[nn.Module]
     twice: list[str] | None
-    tied: bool
     first: FirstPass | None
 
     @classmethod
@@ -73,7 +70,6 @@ class Plan:
             # a penalty at the last layer differentiates no other part of the network again
             explicit=_behind(penalised, order, named, explicit) if earlier else [],
             twice=penalised if earlier else None,
-            tied=any(users_of_weight(name, named) for name in last),
             first=first,
         )
 
@@ -84,12 +80,6 @@ class Plan:
             and asked == self.asked
             and [part._modules for part in self.parts] == self.children
         )
-
-    def limit(self, clip: float, last: LayerRecord) -> PenaltyLimit:
-        """Make the limit of a training step."""
-        if self.earlier:
-            return EarlierLayerLimit(clip)
-        return LastLayerLimit(clip, last, tied=self.tied)
 
     def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
         """Make a recorder of the layers of a training step."""

@@ -203,7 +203,7 @@ class Chain:
 
         Shapes: `weights, gradients, buffers` (k, ...).
         """
-        self._weights, self._gradients = weights, gradients
+        self._weights, self.gradients = weights, gradients
         for step in self._steps:
             if isinstance(step, _Linear):
                 step.bind(weights, gradients)
@@ -217,11 +217,11 @@ class Chain:
         layers = {}
         for step in self._steps:
             if isinstance(step, _Linear):
-                step.bind(leaves, self._gradients)
+                step.bind(leaves, self.gradients)
             inputs, x = x, step.forward(x)
             if isinstance(step, _Linear):
                 layers[step.name] = Traced(inputs, x, step.weight)
-        return Trace(layers, leaves, self._gradients)
+        return Trace(layers, leaves, self.gradients)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with the features and the weight of the last layer.

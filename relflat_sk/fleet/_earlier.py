@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relflat_sk._penalty import AT_EARLIER_LAYERS, n_shared
+from relflat_sk._penalty import PenaltyLimit, n_shared
 from relflat_sk.fleet._chain import Chain
 from relflat_sk.fleet._criterion import Criterion
 from relflat_sk.fleet._data import Batch
-from relflat_sk.fleet._limit import share_left
+from relflat_sk.fleet._limit import limited_gradients
 from relflat_sk.fleet._member import Member
 from relflat_sk.fleet._probe import Probe
 from relflat_sk.fleet._signs import Signs
@@ -66,9 +66,9 @@ class EarlierPenalty(ABC):
         body: Chain | Vmapped,
         batch: Batch,
         factors: Tensor,
-        limits: Tensor | None,
+        limit: PenaltyLimit | None,
     ) -> Tensor:
-        """Compute the gradients of a batch. Shapes: `factors`, `limits` (k,); returns (3, k)."""
+        """Compute the gradients of a batch. Shapes: `factors` (k,); returns (3, k)."""
         scale = factors / self._divisor
         with torch.enable_grad():
             trace = body.trace(batch.inputs)
@@ -87,20 +87,15 @@ class EarlierPenalty(ABC):
             total = total + term.value
             tensors = [z, phi, weight]
             slopes = [term.z, term.of_phi * phi.detach(), term.of_weight @ term.rows]
-        share = self._share(loss.value, total, z.detach(), batch, limits)
-        each = share.view(-1, 1, 1)
-        trace.backward([z, value, *tensors], [loss.z, share, *(each * slope for slope in slopes)])
-        return torch.stack([loss.value, total, share])
 
-    def _share(
-        self, loss: Tensor, total: Tensor, z: Tensor, batch: Batch, limits: Tensor | None
-    ) -> Tensor:
-        """Return the shares that the limit leaves."""
-        if limits is None:
-            return torch.ones_like(loss)
-        gain = self._criterion.gain(loss, z, batch)
-        room = torch.where(loss > 0, torch.minimum(gain, loss), gain)
-        return share_left(limits, AT_EARLIER_LAYERS * room[None], total.abs()[None])
+        def differentiate(of_loss: Any, of_penalty: Any) -> None:
+            outer = [of_penalty * slope for slope in slopes]
+            of_value = (of_penalty * torch.ones_like(value)[:, None, None]).view(-1)
+            trace.backward([z, value, *tensors], [of_loss * loss.z, of_value, *outer])
+
+        gain = None if limit is None else self._criterion.gain(loss.value, z.detach(), batch)
+        share = limited_gradients(limit, trace.gradients, differentiate, gain, total)
+        return torch.stack([loss.value, total, share])
 
 
 class _BySlopes(EarlierPenalty):

@@ -7,12 +7,14 @@ from inspect import isfunction
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from relflat_sk._losses import name_criterion
+from relflat_sk._penalty import PenaltyLimit
 from relflat_sk._random import fork_rng
 from relflat_sk.fleet._chain import Chain, find_chain
 from relflat_sk.fleet._criteria import find_criterion
@@ -32,6 +34,8 @@ from relflat_sk.fleet._vmapped import Vmapped
 from relflat_sk.training import knows_its_batch
 
 __all__ = ["Group"]
+
+Array = np.ndarray[Any, Any]
 
 _FUSED_ON = ("cpu", "cuda")
 
@@ -81,7 +85,7 @@ class Group:
                 f" labels of {labels.dtype} and shape {tuple(labels.shape)})"
             )
         if not found.earlier:
-            return LastPenalty(self._criterion, found.divisor, found.learns_features)
+            return LastPenalty(self._criterion, found.divisor)
         return make_earlier_penalty(self._criterion, found, net.flatness_probes)
 
     def _find_small_step(self, net: Any, module: nn.Module, x: Tensor) -> SmallStep | None:
@@ -108,7 +112,8 @@ class Group:
             with torch.no_grad(), fork_rng(x.device):
                 if self._penalty is not None:
                     self._penalty.start([member], [len(x)])
-                self._step(batch, *self._penalty_settings([member], batch.shares))
+                factors = self._factors([member], batch.shares)
+                self._step(batch, factors, self._limit([member], batch.shares))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
             raise NotStackable(f"torch.func cannot stack it: {text}") from error
@@ -176,37 +181,42 @@ class Group:
 
         The function returns what is recorded.
         """
-        if self._small is not None and len(members) == 1:
+        alone = self._small is not None and len(members) == 1
+        limit = self._limit(members, np.zeros(1) if alone else data.inputs)
+        if self._small is not None and alone:
             self._small.bind(stack.weights, stack.gradients)
-            net = members[0].net
-            settings = {"factor": net._penalty_weight(), "limit": net.flatness_clip}
+            settings = {"factor": members[0].net._penalty_weight(), "limit": limit}
             with one_blas_thread():
                 yield data.arrays(), partial(self._small, **settings)
-            return
-        self._body.bind(stack.weights, stack.gradients, stack.buffers)
-        factors, limits = self._penalty_settings(members, data.inputs)
-        yield data, lambda batch: self._step(batch, factors, limits)
+        else:
+            self._body.bind(stack.weights, stack.gradients, stack.buffers)
+            factors = self._factors(members, data.inputs)
+            yield data, lambda batch: self._step(batch, factors, limit)
+        if limit is not None:
+            limit.unstack([member.limit for member in members])
 
-    def _step(self, batch: Batch, factors: Tensor | None, limits: Tensor | None) -> Tensor:
+    def _step(self, batch: Batch, factors: Tensor | None, limit: PenaltyLimit | None) -> Tensor:
         """Compute the gradients of a batch; return losses, penalties and shares of them."""
         if self._penalty is not None and factors is not None:
             body: Any = self._body
-            return self._penalty.step(body, batch, factors, limits)
+            return self._penalty.step(body, batch, factors, limit)
         z, _, _ = self._body.forward(batch.inputs)
         slopes = self._criterion.slopes(z, batch)
         self._body.backward(slopes.z)
         return slopes.value[None]
 
-    def _penalty_settings(
-        self, members: Sequence[Member], like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the weights and the limits of the penalties in this epoch."""
+    def _factors(self, members: Sequence[Member], like: Tensor) -> Tensor | None:
+        """Return the weights of the penalties in this epoch."""
         if self._penalty is None:
-            return None, None
-        factors = torch.tensor([m.net._penalty_weight() for m in members], dtype=torch.float64)
-        clips = [m.net.flatness_clip for m in members]
-        limits = None if clips[0] is None else torch.tensor(clips, dtype=torch.float64).to(like)
-        return factors.to(like), limits
+            return None
+        weights = [member.net._penalty_weight() for member in members]
+        return torch.tensor(weights, dtype=torch.float64).to(like)
+
+    def _limit(self, members: Sequence[Member], like: Tensor | Array) -> PenaltyLimit | None:
+        """Return the limits of the penalties."""
+        if self._penalty is None or members[0].net.flatness_clip is None:
+            return None
+        return PenaltyLimit.stack([member.limit for member in members], like)
 
     def evaluates(self, member: Member) -> bool:
         """Return whether the loss of a member on all its data can be computed in the stack."""
@@ -257,7 +267,7 @@ class Group:
         weights, buffers = stack.of(positions)
         gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self._body.bind(weights, gradients, buffers)
-        settings = self._penalty_settings(members, data.inputs)
+        settings = self._factors(members, data.inputs), self._limit(members, data.inputs)
         with torch.no_grad():
             return gradient_norms(
                 list(gradients.values()),

@@ -1,17 +1,48 @@
-"""The limit of penalties, for many networks at once; see `relflat_sk._penalty.limit`."""
+"""The gradients of losses and limited penalties, for many networks at once."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["share_left"]
+from relflat_sk._penalty import PenaltyLimit
+
+__all__ = ["limited_gradients"]
 
 
-def share_left(limits: Tensor, of_loss: Tensor, of_penalty: Tensor) -> Tensor:
-    """Return the shares of penalties that the limit leaves.
+def limited_gradients(
+    limit: PenaltyLimit | None,
+    gradients: Mapping[str, Tensor],
+    differentiate: Callable[[Any, Any], None],
+    gain: Tensor | None,
+    penalty: Tensor,
+) -> Tensor:
+    """Compute the gradients of losses plus limited penalties; return the penalties' shares.
 
-    Shapes: `limits` (k,), `of_loss, of_penalty` (r, k); returns (k,).
+    `differentiate` writes sums of both to `gradients`, with factors for each of them.
+
+    Shapes: `gradients` (k, ...), `gain`, `penalty` (k,); returns (k,).
     """
-    ratios = of_loss / of_penalty
-    # 0/0 is nan: where there is no penalty, there is nothing to limit
-    least = ratios.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.inf).amin(0)
-    return (limits * least).clamp_(0, 1)
+    if limit is None:
+        differentiate(1.0, 1.0)
+        return torch.ones_like(penalty)
+    if not limit.needs_norms:
+        share: Tensor = limit.share(gain, penalty)
+        differentiate(1.0, share.view(-1, 1, 1))
+        return share
+    tensors = list(gradients.values())
+    differentiate(1.0, 0.0)
+    of_loss = [tensor.clone() for tensor in tensors]
+    differentiate(0.0, 1.0)
+    share = limit.share(gain, penalty, (_norms(of_loss), _norms(tensors)))
+    for own, tensor in zip(of_loss, tensors, strict=True):
+        tensor.mul_(share.view(-1, *[1] * (tensor.ndim - 1))).add_(own)
+    return share
+
+
+def _norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Compute the norm of each network over all tensors: (k,)."""
+    norms = [torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in tensors]
+    found: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return found

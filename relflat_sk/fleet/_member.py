@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from relflat_sk._network import cast_inputs
+from relflat_sk._penalty import PenaltyLimit
 from relflat_sk.fleet._stackable import NotStackable, Parts, check_stackable
 from relflat_sk.fleet._updates import find_update
 from relflat_sk.training import ArrayLoader, StopAtGradientNorm, split_target
@@ -108,6 +109,12 @@ class Member:
     def is_penalised(self) -> bool:
         """Whether the net is trained with a penalty."""
         return bool(self.net.flatness_weight > 0)
+
+    @property
+    def limit(self) -> PenaltyLimit:
+        """The limit of the net's penalty."""
+        limit: PenaltyLimit = self.net._penalty_limit()
+        return limit
 
     def draw(self) -> None:
         """Draw what is random in the next epoch from torch's global random state."""

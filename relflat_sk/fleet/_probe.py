@@ -41,7 +41,6 @@ class Probe:
     earlier: Mapping[str, int] = field(default_factory=dict)
     is_piecewise_linear: bool = True
     divisor: float = 1.0
-    learns_features: bool = True
 
 
 def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
@@ -94,7 +93,6 @@ def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
         {record.name: record.check()[0].shape[-1] for record in earlier},
         "gradients" in ways,
         float(each),
-        recorder[order[-1]].check()[0].requires_grad,
     )
 
 

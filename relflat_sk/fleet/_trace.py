@@ -31,7 +31,7 @@ class Trace:
         gradients: Mapping[str, Tensor],
     ) -> None:
         self.layers = layers
-        self._leaves, self._gradients = leaves, gradients
+        self._leaves, self.gradients = leaves, gradients
 
     @property
     def last(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +42,8 @@ class Trace:
     def backward(self, tensors: Sequence[Tensor], outer: Sequence[Tensor]) -> None:
         """Compute the gradients of the weights."""
         leaves = list(self._leaves.values())
-        found = torch.autograd.grad(tensors, leaves, outer, materialize_grads=True)
+        found = torch.autograd.grad(
+            tensors, leaves, outer, retain_graph=True, materialize_grads=True
+        )
         for name, gradient in zip(self._leaves, found, strict=True):
-            self._gradients[name].copy_(gradient)
+            self.gradients[name].copy_(gradient)

@@ -68,7 +68,7 @@ class Vmapped:
 
         Shapes: `weights, gradients, buffers` (k, ...).
         """
-        self._weights, self._gradients, self._buffers = weights, gradients, buffers
+        self._weights, self.gradients, self._buffers = weights, gradients, buffers
 
     def _call(self, weights: Tensors, buffers: Tensors, x: Tensor) -> tuple[Tensor, ...]:
         self._found.clear()
@@ -92,7 +92,7 @@ class Vmapped:
         z, phi, inputs = vmap(self._call_moved)(leaves, buffers, x, moves)
         layers = {name: Traced(inputs[name], moves[name], weights[name]) for name in moves}
         layers[str(self._last)] = Traced(phi, z, weights[str(self._last)])
-        return Trace(layers, leaves, self._gradients)
+        return Trace(layers, leaves, self.gradients)
 
     def _call_moved(
         self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors
@@ -154,17 +154,17 @@ class Vmapped:
         Shapes: `z` (k, n, d), `phi` (k, n, m), `weight` (k, d, m).
         """
         self._backward(self._outputs[-1], phi)
-        self._gradients[f"{self._last}.weight"].copy_(weight)
-        if f"{self._last}.bias" in self._gradients:
-            torch.sum(z, 1, out=self._gradients[f"{self._last}.bias"])
+        self.gradients[f"{self._last}.weight"].copy_(weight)
+        if f"{self._last}.bias" in self.gradients:
+            torch.sum(z, 1, out=self.gradients[f"{self._last}.bias"])
 
     def _backward(self, tensor: Tensor, outer: Tensor) -> None:
         """Compute the gradients of what a tensor depends on; the others are zero."""
         leaves = list(self._leaves.values())
         found: Any = [None] * len(leaves)
         if tensor.requires_grad:
-            found = torch.autograd.grad(tensor, leaves, outer, allow_unused=True)
-        for to, gradient in zip(self._gradients.values(), found, strict=True):
+            found = torch.autograd.grad(tensor, leaves, outer, retain_graph=True, allow_unused=True)
+        for to, gradient in zip(self.gradients.values(), found, strict=True):
             if gradient is None:
                 to.zero_()
             else:

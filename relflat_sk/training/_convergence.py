@@ -1,6 +1,8 @@
 """Callbacks that stop training at convergence, for any skorch net."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -259,7 +261,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     loss = training_network(net, dataset).loss
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
     divisor = 0.0
-    with borrowed(net.module_), torch.enable_grad():
+    with borrowed(net.module_), torch.enable_grad(), _kept_limit(net):
         for X, y in map(unpack_data, net.get_iterator(dataset, training=False)):
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
@@ -273,6 +275,20 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
                     total.add_(grad, alpha=1 if summed else share)
             divisor += share
     return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
+
+
+@contextmanager
+def _kept_limit(net: Any) -> Iterator[None]:
+    """Leave the limit of the penalty as it is, because these are no steps of the training."""
+    limit = getattr(net, "_limit", None)  # nets of others have none
+    if limit is None:
+        yield
+        return
+    net._limit = limit.copy()
+    try:
+        yield
+    finally:
+        net._limit = limit
 
 
 def _divisor(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> float:

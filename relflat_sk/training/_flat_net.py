@@ -39,7 +39,7 @@ from relflat_sk._network import (
     takes_whole,
 )
 from relflat_sk._numerics import full_precision, read_numbers
-from relflat_sk._penalty import RelativeFlatnessPenalty, constant_loss
+from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures import ConstantComparison, Flatness
 from relflat_sk.training._after_fit import Record, adopt, checksum, record_outcome
@@ -118,6 +118,7 @@ class FlatNet(SkorchNet):
 
     _fixed_task: ClassVar[str | None] = None
     _training: _Training | None = None
+    _limit: PenaltyLimit | None = None  # a new network gets a new one
     # what `fit` measured on the training data
     _record: Record | None = None
     # None before a batch has shown it
@@ -492,6 +493,7 @@ class FlatNet(SkorchNet):
     def initialize_module(self) -> "FlatNet":
         """Make the module, sized from the data where its constructor asks for sizes."""
         self._check_criterion()  # which tells the number of outputs
+        self._limit = None
         kwargs = self.get_params_for("module")
         if isinstance(self.module, nn.Module) and not kwargs:
             self.module_ = copy.deepcopy(self.module)
@@ -594,8 +596,41 @@ class FlatNet(SkorchNet):
         settings, penalty = self._penalty_settings(), state.penalty
         if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
             penalty = state.penalty = RelativeFlatnessPenalty(*settings)
-        penalty.clip = self.flatness_clip
+        penalty.clip, penalty.limit = self.flatness_clip, self._penalty_limit()
         return penalty
+
+    def _penalty_limit(self) -> PenaltyLimit:
+        """Return the limit of the penalty, with what past steps of the network have shown."""
+        if self._limit is None:
+            self._limit = PenaltyLimit(self.flatness_clip)
+        self._limit.clip = self.flatness_clip
+        return self._limit
+
+    def save_params(self, *args: Any, **kwargs: Any) -> None:
+        """Save parameters, as skorch does; the optimizer's file gets what the limit knows.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As in skorch.
+        """
+        if self._limit is not None and hasattr(self, "optimizer_"):
+            self.optimizer_.param_groups[0]["flatness_limit"] = self._limit.__getstate__()
+        super().save_params(*args, **kwargs)
+
+    def load_params(self, *args: Any, **kwargs: Any) -> None:
+        """Load parameters, as skorch does, with what the limit knew.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As in skorch.
+        """
+        super().load_params(*args, **kwargs)
+        groups = self.optimizer_.param_groups if hasattr(self, "optimizer_") else []
+        saved = groups[0].pop("flatness_limit", None) if groups else None
+        if saved is not None:
+            vars(self._penalty_limit()).update(saved)
 
     def _penalty_weight(self) -> float:
         """Return the weight of the penalty in the current epoch, warm-up included."""
@@ -644,7 +679,9 @@ class FlatNet(SkorchNet):
             def loss_of(output: Tensor) -> Tensor:
                 if weight is not None:
                     return weighted_loss(criterion, output, target.values, weight)
-                value: Tensor = self.criterion_(output, target.values)
+                # compiled code cannot be differentiated several times
+                measure = unwrap(self.criterion_) if recorded else self.criterion_
+                value: Tensor = measure(output, target.values)
                 return value
 
             loss = loss_of(output)

@@ -60,10 +60,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step. The penalty is scaled down to it, so that a large
-        weight does not end in a dead network, which is perfectly flat. At the last layer, it is
-        the largest norm of the penalty's gradient as a share of the loss's gradient; see Notes.
-        None: no limit, as published.
+        Limit of the penalty in each step: half of the largest norm of the penalty's gradient, in
+        units of the typical norm of the loss's gradient in this training; see Notes. The penalty
+        is scaled down to the limit, so that a large weight does not end in a dead network, which
+        is perfectly flat. None: no limit, as published.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state.
@@ -138,13 +138,18 @@ class RelativeFlatnessRegularizedNet(FlatNet):
 
     Notes
     -----
-    The limit `flatness_clip` compares the penalty with what the network has gained in the batch
-    over a constant output, its mean output. At the last layer, the penalty is at most
-    `flatness_clip` / 5 of this gain, and its gradient is at most `flatness_clip` of the loss's
-    gradient. The gradients are compared in the layer's weight, and in a shift and a gain of the
-    features that it receives. If an earlier layer is penalised, the penalty is at most
-    `flatness_clip` / 50 of the gain and of the loss. Nothing of this takes a pass through the
-    network, but the criterion is called once more, for the constant output.
+    With the limit `flatness_clip`, the penalty :math:`P = \lambda \kappa / (2 m)` of a step is
+    multiplied by
+
+    .. math:: \min\Bigl(1,\; c \, \frac{L_0 - L}{|P|},\; 2 c \, \frac{G}{\|\nabla P\|}\Bigr) ,
+
+    where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
+    batch, and :math:`G` a moving average of :math:`\|\nabla L\|` over the steps. A network that
+    has learned nothing gets no penalty, and no step is larger than training has shown to be
+    stable. The limit does not vanish at a minimum, where flatness is decided. The norms are those
+    over all parameters. They take two backward passes, in the first 8 steps and in every 8th
+    step; in between, :math:`\|\nabla P\|` is taken to change as :math:`|P|` does. The criterion is
+    called once more in each step, for the mean output.
 
     References
     ----------

@@ -1,6 +1,5 @@
 """A training step of one network, with the penalty at its last layer and the limit."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -11,7 +10,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 
-from relflat_sk._penalty import AT_LAST_LAYER
+from relflat_sk._penalty import PenaltyLimit
 from relflat_sk.fleet._chain import list_layers
 from relflat_sk.fleet._data import ArrayBatch
 from relflat_sk.fleet._small.criteria import (
@@ -81,10 +80,13 @@ class SmallStep:
             {name: tensor[0].numpy() for name, tensor in tensors.items()}
             for tensors in (weights, gradients)
         ]
+        self._gradients = list(arrays[1].values())
         for layer in self._linear:
             layer.bind(*arrays)
 
-    def __call__(self, batch: ArrayBatch, factor: float, limit: float | None) -> tuple[float, ...]:
+    def __call__(
+        self, batch: ArrayBatch, factor: float, limit: PenaltyLimit | None
+    ) -> tuple[float, ...]:
         """Compute the gradients of a batch."""
         z, target, _, shares = batch
         for layer in (*self._before, *self._layers):
@@ -96,60 +98,53 @@ class SmallStep:
             return (loss,)
         scale = shares * (factor / (self._divisor * 2 * last.x.shape[1]))
         term = self._criterion.curvature(z, last.x, last.weight, scale)
-        room = np.inf
-        if limit is not None and len(z) > 1:
-            room = AT_LAST_LAYER * (self._criterion.constant_loss(z, target, shares) - loss)
-        share = self._backward_with(last, of_z, term, room, limit)
+        if limit is None:
+            self._backward_with(last, of_z, term, 1.0)
+            return loss, term.value, 1.0
+        gain = np.float64(np.inf)
+        if len(z) > 1:
+            gain = np.float64(self._criterion.constant_loss(z, target, shares) - loss)
+        share = self._limited(last, of_z, term, gain, limit)
         return loss, term.value, share
+
+    def _limited(
+        self, last: Linear, of_z: Array, term: Term, gain: np.float64, limit: PenaltyLimit
+    ) -> float:
+        """Compute all gradients; return the share of the penalty's that the limit leaves."""
+        value = np.float64(term.value)
+        if not limit.needs_norms:
+            share = float(limit.share(gain, value).item())
+            self._backward_with(last, of_z, term, share)
+            return share
+        self._backward_with(last, np.zeros_like(of_z), term, 1.0)
+        of_penalty = [gradient.copy() for gradient in self._gradients]
+        self._backward(last.backward(of_z, needed=len(self._layers) > 1))
+        norms = _norm(self._gradients), _norm(of_penalty)
+        share = float(limit.share(gain, value, norms).item())
+        for gradient, of_term in zip(self._gradients, of_penalty, strict=True):
+            np.add(gradient, share * of_term, out=gradient)
+        return share
 
     def _backward(self, outer: Array) -> None:
         """Compute the gradients before the last layer, from that in its features."""
         for i in reversed(range(len(self._layers) - 1)):
             outer = self._layers[i].backward(outer, needed=i > 0)
 
-    def _backward_with(
-        self, last: Linear, of_z: Array, term: Term, room: float, limit: float | None
-    ) -> float:
-        """Compute all gradients; return the share of the penalty's that the limit leaves."""
-        n, learns_features = len(of_z), len(self._layers) > 1
-        to_weight = last.to_weight
-        np.matmul(of_z.T, last.x, out=to_weight)
-        term_to_weight = term.z.T @ last.x
-        term_to_weight += term.weight
-        of_phi = np.concatenate((of_z, term.z)) @ last.weight if learns_features else None
-        if of_phi is not None:
-            of_phi[n:] += term.of_phi * last.x
-        share = 1.0
-        if limit is not None:
-            compared = [(to_weight, term_to_weight)]
-            if of_phi is not None:
-                through = of_phi.reshape(2, n, -1)
-                shift, gain = np.add.reduce(through, 1), np.einsum("tnm,nm->tm", through, last.x)
-                compared += [(shift[0], shift[1]), (gain[0], gain[1])]
-            share = _share_left(limit, (room, term.value), compared)
-        of_z += share * term.z
+    def _backward_with(self, last: Linear, of_z: Array, term: Term, share: float) -> None:
+        """Compute the gradients of the loss and a share of those of the penalty."""
+        of_z = of_z + share * term.z
+        np.matmul(of_z.T, last.x, out=last.to_weight)
+        last.to_weight += share * term.weight
         last.backward_to_bias(of_z)
-        term_to_weight *= share
-        to_weight += term_to_weight
-        if of_phi is not None:
-            self._backward(of_phi[:n] + share * of_phi[n:])
-        return share
+        if len(self._layers) > 1:
+            of_phi = of_z @ last.weight
+            of_phi += (share * term.of_phi) * last.x
+            self._backward(of_phi)
 
 
-def _share_left(
-    limit: float, values: tuple[float, float], gradients: Sequence[tuple[Array, Array]]
-) -> float:
-    """Return the share of a penalty that its limit leaves; see `relflat_sk.fleet._limit`."""
-    pairs = [values, *((_norm(of_loss), _norm(of_term)) for of_loss, of_term in gradients)]
-    # where there is no penalty, there is nothing to limit
-    ratios = (of_loss / of_term for of_loss, of_term in pairs if of_term > 0)
-    least = min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
-    return min(max(limit * least, 0.0), 1.0)
-
-
-def _norm(array: Array) -> float:
-    flat = array.ravel()
-    return math.sqrt(np.dot(flat, flat))
+def _norm(arrays: Sequence[Array]) -> np.float64:
+    """Compute the norm over all arrays."""
+    return np.float64(sum(np.dot(array.ravel(), array.ravel()) for array in arrays) ** 0.5)
 
 
 @cache
