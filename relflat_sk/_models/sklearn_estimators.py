@@ -83,7 +83,7 @@ class SquaredEpsilonInsensitiveLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of predictions."""
-        losses = _squared_epsilon_insensitive(input - target, self.epsilon)
+        losses = _squared_tube(input - target, self.epsilon)
         return _reduce(losses, self.reduction)
 
 
@@ -119,41 +119,33 @@ class MarginLoss(nn.Module):
         return _reduce(losses, self.reduction)
 
 
-def _modified_huber(margin: Tensor) -> Tensor:
-    return torch.where(margin < -1, -4 * margin, _squared_hinge(margin))
+def _squared_tube(residual: Tensor, epsilon: float) -> Tensor:
+    return torch.relu(residual.abs() - epsilon).square()
 
 
 def _squared_hinge(margin: Tensor) -> Tensor:
     return torch.relu(1 - margin).square()
 
 
-def _squared_error(margin: Tensor) -> Tensor:
-    return (1 - margin).square()
-
-
-def _huber(margin: Tensor, delta: float) -> Tensor:
-    return F.huber_loss(margin, torch.ones_like(margin), reduction="none", delta=delta)
-
-
-def _squared_epsilon_insensitive(residual: Tensor, epsilon: float) -> Tensor:
-    return torch.relu(residual.abs() - epsilon).square()
-
-
-def _squared_epsilon_insensitive_margin(margin: Tensor, epsilon: float) -> Tensor:
-    return _squared_epsilon_insensitive(1 - margin, epsilon)
-
-
 # From the name of a loss to a function of the estimator, whose parameters some losses need. For
 # classifiers the function returns a class, which is called with the class weights.
 # scikit-learn codes classes as -1 and 1: the residual of a classifier is 1 - margin, up to sign.
 SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
-    "huber": lambda sgd: partial(MarginLoss, partial(_huber, delta=sgd.epsilon)),
-    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
-    "modified_huber": lambda sgd: partial(MarginLoss, _modified_huber),
-    "squared_epsilon_insensitive": lambda sgd: partial(
-        MarginLoss, partial(_squared_epsilon_insensitive_margin, epsilon=sgd.epsilon)
+    "huber": lambda sgd: partial(
+        MarginLoss,
+        lambda margin: F.huber_loss(
+            margin, torch.ones_like(margin), reduction="none", delta=sgd.epsilon
+        ),
     ),
-    "squared_error": lambda sgd: partial(MarginLoss, _squared_error),
+    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
+    "modified_huber": lambda sgd: partial(
+        MarginLoss,
+        lambda margin: torch.where(margin < -1, -4 * margin, _squared_hinge(margin)),
+    ),
+    "squared_epsilon_insensitive": lambda sgd: partial(
+        MarginLoss, lambda margin: _squared_tube(1 - margin, sgd.epsilon)
+    ),
+    "squared_error": lambda sgd: partial(MarginLoss, lambda margin: (1 - margin).square()),
     "squared_hinge": lambda sgd: partial(MarginLoss, _squared_hinge),
 }
 SGD_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
@@ -201,14 +193,10 @@ def class_weights(estimator: Any, y: Any) -> Array | None:
             f'{type(estimator).__name__}(class_weight="balanced") weighs classes by their '
             "frequencies, which takes labels: pass y."
         )
-    return _balanced_weights(np.bincount(class_indices(y, classes), minlength=len(classes)))
-
-
-def _balanced_weights(counts: Array) -> Array:
-    """Weigh classes inversely to their counts, so that the samples' mean weight is 1."""
+    counts = np.bincount(class_indices(y, classes), minlength=len(classes))
     present = counts > 0
     weights = np.ones(len(counts))  # a class without samples may have any weight
-    weights[present] = counts.sum() / (present.sum() * counts[present])
+    weights[present] = counts.sum() / (present.sum() * counts[present])  # 1 in the samples' mean
     return weights
 
 

@@ -27,15 +27,6 @@ from relflat_sk._network.borrowing import (
     has_own_forward,
 )
 from relflat_sk._network.explicit_layers import ExplicitLayers, find_norms
-from relflat_sk._network.graph import (
-    check_thrice,
-    depends_on,
-    find_ending,
-    find_faster_step,
-    find_link,
-    has_fused_attention,
-    is_piecewise_linear,
-)
 from relflat_sk._network.layer_checks import (
     WeightWatch,
     check_linear,
@@ -91,4 +82,15 @@ from relflat_sk._network.recording import (
     record_order,
     record_tail,
 )
-from relflat_sk._network.tail import Tail, choose_curvatures, is_large_head
+from relflat_sk._network.tail import (
+    Tail,
+    check_thrice,
+    choose_curvatures,
+    depends_on,
+    find_ending,
+    find_faster_step,
+    find_link,
+    has_fused_attention,
+    is_large_head,
+    is_piecewise_linear,
+)

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from relflat_sk._network.borrowing import ReplacedForwards
-from relflat_sk._network.graph import depends_on, find_link
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
+from relflat_sk._network.tail import depends_on, find_link
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes

@@ -75,28 +75,23 @@ def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
             except _REFUSALS as error:
                 refusals.append(f"{type(error).__name__}: {error}")
     if not found:
+        mapped = isinstance(output, Mapping)
+        returned = f"a {type(output).__name__} of {len(output)}"
+        part = "the entry 'logits'" if mapped else "its first entry"
         raise ValueError(
-            f"the module returned {_describe(output)}, and {name_criterion(criterion)} can take "
-            f"neither {_describe_part(output)} ({refusals[0]}) nor the whole output "
-            f"({refusals[1]})."
+            f"the module returned "
+            f"{f'a mapping with the names {list(output)}' if mapped else returned}, "
+            f"and {name_criterion(criterion)} can take neither {part} ({refusals[0]}) nor the "
+            f"whole output ({refusals[1]})."
         )
-    return True in found and not (False in found and _equal(found[False], found[True]))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two losses are equal."""
-    both = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return both and one.shape == other.shape and torch.equal(one, other)
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, Mapping):
-        return f"a mapping with the names {list(output)}"
-    return f"a {type(output).__name__} of {len(output)}"
-
-
-def _describe_part(output: Any) -> str:
-    return "the entry 'logits'" if isinstance(output, Mapping) else "its first entry"
+    losses = list(found.values())
+    are_equal = (
+        len(losses) == 2
+        and all(isinstance(loss, Tensor) for loss in losses)
+        and losses[0].shape == losses[1].shape
+        and torch.equal(*losses)
+    )
+    return True in found and not are_equal
 
 
 def refuse_whole(criterion: Any, by: str) -> NoReturn:
@@ -322,14 +317,10 @@ def best_constant_loss(network: Network, shape: torch.Size, link: str | None) ->
         output = torch.empty((n, *shape), dtype=torch.float64, device=device)
         target, weight = network.loss.check_target(output, batch.y), sample_weight(batch, n, device)
         if network.loss.row is not None and target.ndim == 1 and not target.is_floating_point():
-            target, weight = _merge_equal(target, weight)
+            # losses are computed for all classes of a label
+            target, positions = torch.unique(target, return_inverse=True)
+            weight = weight.new_zeros(len(target)).index_add_(0, positions, weight)
         targets.append(target)
         weights.append(weight)
     labels, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
     return constant_risk(network.loss, labels, counts, shape, link)
-
-
-def _merge_equal(labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the weights of samples of one class: losses are computed for all classes of a label."""
-    classes, positions = torch.unique(labels, return_inverse=True)
-    return classes, weight.new_zeros(len(classes)).index_add_(0, positions, weight)

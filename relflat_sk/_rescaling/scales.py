@@ -268,8 +268,10 @@ _MIXES = (
 )
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call, whether it was given by position or by name."""
+def _argument(walk: Walk, node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a step, given to its module, by position or by name."""
+    if node.op == "call_module":
+        return getattr(walk.modules[str(node.target)], name)
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
@@ -305,33 +307,23 @@ def _pool(walk: Walk, node: fx.Node) -> Scale:
     return scale
 
 
-def _pad_module(walk: Walk, node: fx.Node) -> Scale:
-    return _if_zero(walk, node, walk.modules[str(node.target)].value, _pool)
-
-
-def _pad_function(walk: Walk, node: fx.Node) -> Scale:
-    return _if_zero(walk, node, _argument(node, 3, "value"), _keep_uniform)
-
-
-def _if_zero(walk: Walk, node: fx.Node, value: Any, rule: Rule) -> Scale:
-    """Apply a rule to padding if it pads with zeros."""
+def _pad(walk: Walk, node: fx.Node) -> Scale:
+    """Keep the scale if the padding is zero; modules pad within channels."""
+    value = _argument(walk, node, 3, "value")
     if isinstance(value, fx.Node) or value:
         raise walk.refusal(node, f"pads a rescaled value with {value!r}")
-    return rule(walk, node)
+    return (_pool if node.op == "call_module" else _keep_uniform)(walk, node)
 
 
-def _flatten_module(walk: Walk, node: fx.Node) -> Scale:
-    module = walk.modules[str(node.target)]
-    return _flatten(walk, node, module.start_dim, module.end_dim)
-
-
-def _flatten_function(walk: Walk, node: fx.Node) -> Scale:
-    return _flatten(
-        walk, node, _argument(node, 1, "start_dim", 0), _argument(node, 2, "end_dim", -1)
+def _flatten(walk: Walk, node: fx.Node) -> Scale:
+    start, end = (
+        _argument(walk, node, 1, "start_dim", 0),
+        _argument(walk, node, 2, "end_dim", -1),
     )
+    return _flatten_axes(walk, node, start, end)
 
 
-def _flatten(walk: Walk, node: fx.Node, start: Any, end: Any) -> Scale:
+def _flatten_axes(walk: Walk, node: fx.Node, start: Any, end: Any) -> Scale:
     """Return where neurons lie after the axes behind that of the samples are flattened."""
     scale = walk.only_input(node)
     if scale.is_uniform:
@@ -351,7 +343,7 @@ def _view(walk: Walk, node: fx.Node) -> Scale:
     keeps_samples = len(shape) == 2 and (
         _is_sample_count(shape[0]) or (shape[0] == -1 and isinstance(shape[1], int))
     )
-    return _flatten(walk, node, 1 if keeps_samples else None, -1)
+    return _flatten_axes(walk, node, 1 if keeps_samples else None, -1)
 
 
 def _is_sample_count(node: Any) -> bool:
@@ -374,14 +366,16 @@ def _reduce(walk: Walk, node: fx.Node) -> Scale:
     scale = walk.only_input(node)
     if scale.is_uniform:
         return scale
-    dims = _argument(node, 1, "dim")
+    dims = _argument(walk, node, 1, "dim")
     dims = (dims,) if isinstance(dims, int) else dims
     if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
         raise walk.refusal(node, _MIXES)
     if scale.layout == "channels":
         dims = {dim % scale.ndim for dim in dims}
         if not dims & {0, 1}:
-            ndim = scale.ndim if _argument(node, 2, "keepdim", False) else scale.ndim - len(dims)
+            ndim = (
+                scale.ndim if _argument(walk, node, 2, "keepdim", False) else scale.ndim - len(dims)
+            )
             return Scale(scale.values, "last" if ndim == 2 else "channels", ndim)
     elif scale.layout == "last" and max(dims) < -1:
         return scale
@@ -408,7 +402,7 @@ def _norm(walk: Walk, node: fx.Node) -> Scale:
 
 def _sum(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale that two values share; a number has scale 1, unless it is zero."""
-    operands = (_argument(node, 0, "input"), _argument(node, 1, "other"))
+    operands = (_argument(walk, node, 0, "input"), _argument(walk, node, 1, "other"))
     return _same(walk, node, [part for part in operands if isinstance(part, fx.Node) or part])
 
 
@@ -427,36 +421,30 @@ def _same(walk: Walk, node: fx.Node, operands: Sequence[Any]) -> Scale:
         raise walk.refusal(
             node,
             "puts values together that are rescaled by different factors ("
-            + ", ".join(_short(scale) for scale in scales)
+            + ", ".join(
+                f"{scale.values[0]:.10g}" if scale.is_uniform else f"{len(scale.values)} neurons"
+                for scale in scales
+            )
             + ")",
         )
     return scales[0]
 
 
-def _short(scale: Scale) -> str:
-    """Describe a scale for error messages."""
-    return f"{scale.values[0]:.10g}" if scale.is_uniform else f"{len(scale.values)} neurons"
-
-
 def _multiply(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale of a value that is multiplied by a number, or by a value with scale 1."""
-    if isinstance(_argument(node, 0, "input"), int | float):
+    if isinstance(_argument(walk, node, 0, "input"), int | float):
         return walk.scales[node.all_input_nodes[0]]
     return _multiply_first(walk, node)
 
 
 def _multiply_first(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale of the first operand; a second one may mix neurons by broadcasting."""
+    if node.kwargs.get("rounding_mode") is not None:  # of a division
+        raise walk.refusal(node, "rounds a rescaled value")
     scale = walk.only_input(node)
     if not scale.is_uniform and len(node.all_input_nodes) > 1:
         raise walk.refusal(node, _MIXES)
     return scale
-
-
-def _divide(walk: Walk, node: fx.Node) -> Scale:
-    if node.kwargs.get("rounding_mode") is not None:
-        raise walk.refusal(node, "rounds a rescaled value")
-    return _multiply_first(walk, node)
 
 
 def _one(walk: Walk, node: fx.Node) -> Scale:
@@ -503,10 +491,8 @@ _RULES: dict[Rule, tuple[Any, ...]] = {  # modules, functions and names of tenso
         *("permute", "transpose", "movedim", "unsqueeze", "chunk", "split", "unbind", "narrow"),
         *("select", "expand", "expand_as", "repeat", "unflatten", "t"),
     ),
-    _pad_module: (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-    _pad_function: (F.pad,),
-    _flatten_module: (nn.Flatten,),
-    _flatten_function: (torch.flatten, "flatten"),
+    _pad: (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, F.pad),
+    _flatten: (nn.Flatten, torch.flatten, "flatten"),
     _view: (torch.reshape, "reshape", "view"),
     _reduce: (
         *(torch.mean, torch.sum, torch.amax, torch.amin, torch.squeeze),
@@ -515,8 +501,7 @@ _RULES: dict[Rule, tuple[Any, ...]] = {  # modules, functions and names of tenso
     _sum: (operator.add, operator.sub, torch.add, torch.sub, "add", "add_", "sub", "sub_"),
     _join: (torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum),
     _multiply: (operator.mul, torch.mul, "mul"),
-    _multiply_first: ("mul_",),
-    _divide: (operator.truediv, torch.div, "div", "div_"),
+    _multiply_first: ("mul_", operator.truediv, torch.div, "div", "div_"),
     _one: ("size", "dim", "numel"),
     _attribute: (getattr,),
 }

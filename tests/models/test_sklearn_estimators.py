@@ -1,7 +1,6 @@
 """Tests for scikit-learn estimators as modules: every estimator, loss and target encoding."""
 
 import copy
-import pickle
 from functools import cache
 from inspect import signature
 
@@ -31,7 +30,6 @@ from torch import nn
 from relflat_sk import relative_flatness
 from relflat_sk._models.sklearn_estimators import (
     SGD_CLASSIFICATION_LOSSES,
-    SGD_REGRESSION_LOSSES,
     MarginLoss,
     SquaredEpsilonInsensitiveLoss,
     _convert,
@@ -219,16 +217,6 @@ def test_module_and_criterion_are_the_estimators(name):
     assert_allclose(value.item(), loss(z, targets(y)).mean(), **EXACT)
     assert isinstance(model.module[-1], nn.Linear)
     assert not model.module.training
-    module, encode = (
-        pickle.loads(pickle.dumps(part)) for part in (model.module, model.encode_target)
-    )
-    assert_array_equal(module(torch.as_tensor(X)).detach(), z)
-    assert_array_equal(encode(y), model.encode_target(y))
-
-
-def test_every_loss_of_the_tables_is_among_the_cases():
-    assert set(SGD_LOSSES) == set(SGD_CLASSIFICATION_LOSSES)
-    assert set(SGD_RESIDUAL_LOSSES) == set(SGD_REGRESSION_LOSSES)
 
 
 @pytest.mark.parametrize(

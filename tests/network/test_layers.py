@@ -14,9 +14,9 @@ from relflat_sk import (
     flatness_report,
     relative_flatness,
 )
-from relflat_sk._network.graph import find_link
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_tail
+from relflat_sk._network.tail import find_link
 from tests import oracles
 from tests.penalty.every_draw import assert_right_on_average
 
