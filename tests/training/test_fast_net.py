@@ -9,7 +9,6 @@ import scipy.sparse
 import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
-from skorch import NeuralNet
 from skorch.callbacks import Callback, PassthroughScoring
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
@@ -86,14 +85,6 @@ def test_validation_and_prediction_keep_the_order():
     assert orders.epochs(training=False) == [list(held_out)] * 3
     batches = [batch[:, 0] for batch, _ in net.get_iterator(net.get_dataset(X))]
     assert torch.cat(batches).tolist() == list(range(N))
-
-
-@pytest.mark.parametrize("kind", NETS)
-def test_shuffle_is_a_parameter(kind):
-    assert kind().get_params()["iterator_train__shuffle"] is True
-    net = clone(kind(iterator_train__shuffle=False))
-    assert net.get_params()["iterator_train__shuffle"] is False
-    assert clone(net.set_params(iterator_train__shuffle=True)).iterator_train__shuffle is True
 
 
 def test_shuffle_can_be_searched():
@@ -208,95 +199,7 @@ def test_fused_steps_equal_others_up_to_rounding(kind, arguments):
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)
 
 
-class _Scaled(RelativeFlatnessRegularizedClassifier):
-    """Train with a gradient scaler, as mixed precision needs it."""
-
-    def initialize_optimizer(self, *args, **kwargs):
-        super().initialize_optimizer(*args, **kwargs)
-        self.scaler_ = torch.amp.GradScaler("cpu")
-        return self
-
-    def train_step(self, batch, **fit_params):
-        self._zero_grad_optimizer()
-        loss = self.get_loss(self.infer(batch[0]), batch[1], training=True)
-        self.scaler_.scale(loss).backward()
-        self.scaler_.step(self.optimizer_)
-        self.scaler_.update()
-        return {"loss": loss, "y_pred": None}
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_gradient_scaler_works_with_fused_optimizers(optimizer):
-    weights = []
-    for choice in ({}, {"optimizer__fused": False}):
-        net = _Scaled(optimizer=optimizer, max_epochs=5, random_state=0, verbose=0, **choice)
-        weights.append(nn.utils.parameters_to_vector(net.fit(X / N, Y).module_.parameters()))
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
-
-
 # -- the loop ----------------------------------------------------------------------------
-
-
-class _SkorchLoop(RelativeFlatnessRegularizedClassifier):
-    """The same net with the loop as skorch has it."""
-
-    run_single_epoch = NeuralNet.run_single_epoch
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
-@pytest.mark.parametrize("weights", [None, np.arange(N) + 1.0])
-@pytest.mark.usefixtures("own_loop")
-def test_the_loop_is_that_of_skorch(weights, optimizer):
-    weighing = weights is not None
-    split = None if weighing else ValidSplit(4)
-    nets = [
-        kind(
-            max_epochs=3, batch_size=6, optimizer=optimizer, train_split=split, random_state=0
-        ).set_params(verbose=0)
-        for kind in (RelativeFlatnessRegularizedClassifier, _SkorchLoop)
-    ]
-    ours, skorchs = (net.fit(X / N, Y, sample_weight=weights) for net in nets)
-    torch.testing.assert_close(
-        ours.module_.state_dict(), skorchs.module_.state_dict(), rtol=0, atol=0
-    )
-    for own, other in zip(ours.history, skorchs.history, strict=True):
-        assert own.keys() == other.keys()
-        assert [set(b) for b in own["batches"]] == [set(b) for b in other["batches"]]
-        assert {**own, "dur": 0} == {**other, "dur": 0}
-
-
-class _Notified(Callback):
-    """Count the calls of one method."""
-
-    def __init__(self):
-        self.calls = []
-
-    def on_batch_end(self, net, training=False, **kwargs):
-        self.calls.append(training)
-
-
-class _Adds(Callback):
-    """Add another callback in the second epoch."""
-
-    def __init__(self, other):
-        self.other = other
-
-    def on_epoch_begin(self, net, **kwargs):
-        if len(net.history) == 2:
-            net.callbacks_.append(("added", self.other))
-
-
-def test_callbacks_are_called_whatever_they_are():
-    own, added, replaced = _Notified(), _Notified(), Callback()
-    gradients = []
-    replaced.on_grad_computed = lambda net, **kwargs: gradients.append(net)
-    net = RelativeFlatnessRegularizedClassifier(
-        max_epochs=3, batch_size=5, callbacks=[own, replaced, _Adds(added)], verbose=0
-    )
-    net.set_params(train_split=ValidSplit(4)).fit(X, Y)
-    assert own.calls == [True, True, True, False] * 3  # 15 samples in training
-    assert added.calls == own.calls[:8]
-    assert len(gradients) == 9
 
 
 class _Counts(RelativeFlatnessRegularizedClassifier):

@@ -5,7 +5,6 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from skorch import NeuralNetClassifier
-from skorch.dataset import ValidSplit
 from skorch.helper import predefined_split
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -112,21 +111,6 @@ def test_a_stream_that_is_read_once_is_trained_and_not_measured():
     assert net.history[-1, "flatness_penalty"] > 0
 
 
-@pytest.mark.parametrize(
-    ("params", "fit_params", "message"),
-    [
-        ({"batch_size": -1}, {}, "batch_size=-1 stands for all samples, but the Stream is"),
-        ({"train_split": ValidSplit(3)}, {}, "holds out a share .*predefined_split"),
-        ({}, {"sample_weight": np.ones(N)}, "one weight for each sample, but the Stream is a str"),
-    ],
-)
-def test_what_needs_a_length_is_refused_before_training(params, fit_params, message):
-    net = make(**params)
-    with pytest.raises(ValueError, match=message):
-        net.fit(Stream(), **fit_params)
-    assert not net.history
-
-
 # -- data loaders --------------------------------------------------------------------------
 
 
@@ -151,19 +135,6 @@ def test_a_plain_net_of_skorch_is_measured_on_a_data_loader():
     net = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
     net.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
     assert_allclose(relative_flatness(net, _loader()), relative_flatness(net, X, Y), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"batch_size": 10}, "with batch_size=30, which makes the .* net has batch_size=10"),
-        ({"iterator_train__num_workers": 2}, "so that iterator_train__num_workers of the net has"),
-        ({"train_split": ValidSplit(3)}, "holds out a share"),
-    ],
-)
-def test_parameters_that_a_data_loader_would_leave_without_effect(params, message):
-    with pytest.raises(ValueError, match=message):
-        make(**params).fit(_loader())
 
 
 def test_no_prediction_in_random_order():

@@ -17,7 +17,6 @@ from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
-    StopAtLoss,
     relative_flatness,
 )
 
@@ -285,12 +284,6 @@ def test_a_misspelt_parameter_comes_with_the_one_that_was_meant():
     assert str(caught.value).count("Did you mean") == 1
 
 
-def test_callbacks_are_in_a_list():
-    net = RelativeFlatnessRegularizedClassifier(callbacks=StopAtLoss(0.1), **SETTINGS)
-    with pytest.raises(TypeError, match="callbacks must be a list, such as .* got StopAtLoss"):
-        net.fit(X, Y)
-
-
 @pytest.mark.parametrize("kind", [np.array, list, np.float32], ids=["array", "list", "float32"])
 def test_weights_of_classes_may_be_arrays(kind):
     weights = [1.0, 2.0, 0.5]
@@ -310,19 +303,6 @@ def test_the_weight_of_the_positive_class_may_be_a_number(weight):
         for given in (torch.tensor([3.0]), weight)
     )
     assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
-
-
-@pytest.mark.parametrize("weights", ["balanced", {0: 1.0, 1: 2.0, 2: 0.5}], ids=["name", "dict"])
-def test_weights_of_classes_must_be_numbers(weights):
-    net = RelativeFlatnessRegularizedClassifier(criterion__weight=weights, **SETTINGS)
-    with pytest.raises(TypeError, match="criterion__weight must be .*order of classes_, got .*bal"):
-        net.fit(X, Y)
-
-
-def test_weights_of_classes_are_as_many_as_the_classes():
-    net = RelativeFlatnessRegularizedClassifier(criterion__weight=[1.0, 2.0], **SETTINGS)
-    with pytest.raises(ValueError, match=r"criterion__weight has 2 .* classes \[0, 1, 2\]"):
-        net.fit(X, Y)
 
 
 def test_the_arguments_of_a_criterion_of_the_users_own_stay_as_they_are():

@@ -1,21 +1,18 @@
 """Nets that are trained to be flat: what a step minimises, and how they live in scikit-learn."""
 
 import copy
-import io
 import pickle
-import warnings
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
-from sklearn.datasets import load_digits, load_iris, make_friedman1
-from sklearn.model_selection import GridSearchCV, cross_val_score
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler, scale
+from sklearn.datasets import load_digits, make_friedman1
+from sklearn.model_selection import cross_val_score
+from sklearn.preprocessing import scale
 from skorch import NeuralNetClassifier
-from skorch.callbacks import Callback, Checkpoint, EarlyStopping, EpochScoring
+from skorch.callbacks import Callback, Checkpoint, EpochScoring
 from skorch.dataset import ValidSplit
 from skorch.helper import SliceDataset
 from torch import nn
@@ -233,13 +230,6 @@ def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
     assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
 
 
-def test_records_the_flatness_of_the_training_part():
-    net = make(train_split=ValidSplit(5)).fit(X, NAMES)
-    train, _ = ValidSplit(5)(net.get_dataset(X, INDEX))
-    truth = relative_flatness(net, X[train.indices], NAMES[train.indices])
-    assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
-
-
 # -- tasks -------------------------------------------------------------------------------
 
 
@@ -446,51 +436,7 @@ def test_nll_takes_probabilities_as_in_skorch():
         make(criterion=nn.NLLLoss).fit(X, NAMES)
 
 
-@pytest.mark.parametrize(
-    ("kind", "criterion"),
-    [(Classifier, nn.MSELoss), (Binary, nn.CrossEntropyLoss), (Regressor, nn.BCEWithLogitsLoss)],
-)
-def test_fixed_tasks_refuse_other_criteria(kind, criterion):
-    net = make(kind, criterion=criterion)
-    with pytest.raises(ValueError, match=f"{criterion.__name__} is a .* loss. Use Relative"):
-        net.fit(X, INDEX > 0)
-    usual = {"Regressor": nn.MSELoss}.get(kind.__name__[-9:], kind().criterion)
-    net.set_params(criterion=usual).fit(X, INDEX > 0)  # and nothing is broken
-
-
 # -- as scikit-learn estimators ----------------------------------------------------------
-
-
-def test_grid_search_in_a_pipeline():
-    inputs, labels = load_iris(return_X_y=True)
-    grid = {
-        "batch_size": [16, 64],
-        "lr": [0.01, 0.03],
-        "flatness_weight": [0.0, 0.1],
-        "module__hidden_layer_sizes": [(8,), (4, 4)],
-    }
-    name = "relativeflatnessregularizedclassifier__"
-    search = GridSearchCV(
-        make_pipeline(StandardScaler(), make(max_epochs=6)),
-        {name + key: values for key, values in grid.items()},
-        cv=2,
-        error_score="raise",
-    ).fit(inputs, np.array(["se", "ve", "vi"])[labels])
-    best = {key.removeprefix(name): value for key, value in search.best_params_.items()}
-    net = search.best_estimator_[-1]
-    assert search.best_score_ > 0.7  # six epochs
-    assert {key: net.get_params()[key] for key in grid} == best
-    assert (
-        tuple(m.out_features for m in net.module_ if isinstance(m, nn.Linear))[:-1]
-        == best["module__hidden_layer_sizes"]
-    )
-
-
-def test_cross_validation_in_parallel():
-    net = make(max_epochs=5)
-    serial = cross_val_score(net, X, NAMES, cv=3)
-    parallel = cross_val_score(net, X, NAMES, cv=3, n_jobs=2)
-    assert serial.tolist() == parallel.tolist()
 
 
 def test_clone_forgets_and_pickle_remembers():
@@ -670,15 +616,6 @@ def test_a_failed_fit_leaves_the_net_as_it_was():
     assert net.predict(X).tolist() == before
 
 
-def test_save_and_load_params():
-    net, file = make().fit(X, NAMES), io.BytesIO()
-    net.save_params(f_params=file)
-    file.seek(0)
-    other = make(random_state=1, max_epochs=0).fit(X, NAMES)
-    other.load_params(f_params=file)
-    assert other.predict_proba(X).tolist() == net.predict_proba(X).tolist()
-
-
 def test_a_module_instance_is_not_trained_itself():
     module = MLP(4, 3)
     before = copy.deepcopy(module.state_dict())
@@ -687,12 +624,6 @@ def test_a_module_instance_is_not_trained_itself():
     assert not [name for name, m in module.named_modules() if m._forward_hooks]
     same(clone(net).fit(X, NAMES), net)
     same(net.fit(X, NAMES), clone(net).fit(X, NAMES))
-
-
-def test_a_float64_module():
-    net = make(Regressor, module=MLP(4, 1).double()).fit(X, VALUES)
-    assert next(net.module_.parameters()).dtype == torch.float64
-    assert net.predict(X).dtype == np.float64
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["chain", "module"])
@@ -752,30 +683,6 @@ def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring):
         assert net.history[-1, "valid_acc"] == net.history[-1, "accuracy False"]
 
 
-def test_flatness_as_epoch_scoring():
-    def flatness(net, inputs, targets):
-        return relative_flatness(net, inputs, targets)
-
-    scoring = EpochScoring(flatness, name="flatness", on_train=True, use_caching=False)
-    net = make(callbacks=[scoring]).fit(X, NAMES)
-    assert net.history[-1, "flatness"] == pytest.approx(net.relative_flatness_, rel=1e-9)
-
-
-def test_early_stopping():
-    stopping = EarlyStopping(monitor="valid_loss", patience=2, threshold=10, threshold_mode="abs")
-    net = make(callbacks=[stopping], train_split=ValidSplit(5), max_epochs=50).fit(X, NAMES)
-    assert len(net.history) == 3
-
-
-def test_checkpoints_are_whole_nets(tmp_path):
-    checkpoint = Checkpoint(dirname=tmp_path, monitor=None, f_pickle="net.pkl")
-    net = make(callbacks=[checkpoint]).fit(X, NAMES)
-    with open(tmp_path / "net.pkl", "rb") as file:
-        saved = pickle.load(file)
-    assert saved.predict(X).tolist() == net.predict(X).tolist()
-    assert set(saved.predict(X)) <= {"x", "y", "z"}
-
-
 class Interrupt(Callback):
     def __init__(self, method):
         self.method = method
@@ -814,111 +721,12 @@ def spoilt(value):
     return bad
 
 
-@pytest.mark.parametrize(
-    ("inputs", "y", "message"),
-    [
-        (spoilt(np.nan), NAMES, "contains NaN"),
-        (spoilt(np.inf), NAMES, "contains infinity"),
-        (torch.tensor(spoilt(np.nan)), NAMES, "contains NaN or infinity"),
-        ({"x": spoilt(np.nan)}, NAMES, "contains NaN or infinity"),
-        (X, NAMES[:-1], "X has 42 samples, y has 41 labels"),
-        (X[:0], NAMES[:0], r"0 sample\(s\)"),
-        (torch.tensor(X[:0]), NAMES[:0], "nothing to learn from"),
-        (X[:, 0], NAMES, "Expected 2D array, got 1D"),
-        (torch.tensor(X[:, 0]), NAMES, r"X must have shape \(n_samples, n_features"),
-        (X, ["x"] * 42, r"at least two classes in y, got one class: \['x'\]"),
-        (X, None, "requires y to be passed, but the target y is None"),
-        (X, VALUES, "Unknown label type: continuous"),
-        (X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
-        (X, X[:, :2], "y should be a 1d array"),
-        (np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_refuses_data(inputs, y, message):
-    with pytest.raises(ValueError, match=message):
-        make().fit(inputs, y)
-
-
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        (np.where(INDEX == 0, np.nan, VALUES), "Input y contains NaN"),
-        (np.where(INDEX == 0, np.inf, VALUES), "Input y contains infinity"),
-        (VALUES[:-1], "X has 42 samples, y has 41 labels"),
-        (NAMES, "could not convert string to float"),
-        (None, "requires y to be passed"),
-    ],
-    ids=["nan", "inf", "length", "strings", "none"],
-)
-def test_regressors_refuse_targets(y, message):
-    with pytest.raises(ValueError, match=message):
-        make(Regressor).fit(X, y)
-
-
-def test_binary_classifiers_refuse_three_classes():
-    with pytest.raises(ValueError, match="Only binary classification is supported"):
-        make(Binary).fit(X, NAMES)
-
-
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        (
-            {"flatness_weight": -1},
-            ValueError,
-            "flatness_weight must be a finite number of at least 0, got -1",
-        ),
-        ({"flatness_weight": np.inf}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_weight": np.nan}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_weight": "1"}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_warmup": -1}, ValueError, "flatness_warmup must be a finite"),
-        ({"flatness_warmup": True}, ValueError, "flatness_warmup must be a finite"),
-        ({"flatness_probes": 0}, ValueError, "flatness_probes must be a positive integer, got 0"),
-        ({"flatness_layer": "nope"}, LayerNotFoundError, "no layer 'nope'. Layers with a weight"),
-        ({"flatness_layer": 2}, LayerNotFoundError, "there is no layer 2"),
-        (
-            {"flatness_layer": "activation0"},
-            LayerNotFoundError,
-            "'activation0' is a ReLU, which has no weight",
-        ),
-        ({"flatness_layer": []}, ValueError, "at least one layer"),
-        ({"flatness_layer": None}, TypeError, "layer must be an int"),
-        (
-            {"flatness_layer": nn.Linear(2, 2)},
-            TypeError,
-            "a position or a dotted name, got a module",
-        ),
-    ],
-    ids=str,
-)
-def test_refuses_arguments(params, error, message):
-    net = make(**params)  # nothing happens before fit
-    with pytest.raises(error, match=message):
-        net.fit(X, NAMES)
-
-
 def test_takes_numbers_of_numpy():
     numbers = {"flatness_weight": np.float32(0.5), "flatness_layer": np.int64(0)}
     numbers |= {"flatness_probes": np.int64(2), "flatness_warmup": np.int32(2)}
     stop = StopAtLoss(np.float64(1e-9), every=np.int64(2))
     net = make(callbacks=[stop], **numbers).fit(X, NAMES)
     same(net, make(**{name: number.item() for name, number in numbers.items()}).fit(X, NAMES))
-
-
-@pytest.mark.parametrize(
-    ("kind", "y", "n_outputs"),
-    [
-        (Classifier, NAMES, 2),
-        (Classifier, NAMES, 5),
-        (Binary, INDEX > 0, 2),
-        (Regressor, VALUES, 2),
-        (Regressor, X[:, :2], 1),
-    ],
-)
-def test_refuses_a_module_with_other_outputs(kind, y, n_outputs):
-    with pytest.raises(ValueError, match=rf"y has .* which takes \d output.*\(16, {n_outputs}\)"):
-        make(kind, module__n_outputs=n_outputs).fit(X, y)
 
 
 def test_squeezed_outputs_are_not_broadcast():
@@ -930,47 +738,6 @@ def test_squeezed_outputs_are_not_broadcast():
         net = make(Regressor, module=Squeezed).fit(X, y)
         expected = make(Regressor).fit(X, y)  # by formulas, so equal up to rounding
         assert_close(net.module_.state_dict(), expected.module_.state_dict(), rtol=1e-4, atol=1e-6)
-
-
-def test_labels_in_a_data_set_must_fit_the_outputs():
-    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX + 1))
-    net = make(module__n_features=4, module__n_outputs=3)
-    with pytest.raises(ValueError, match="y must hold class indices from 0 to 2"):
-        net.fit(dataset)
-
-
-def test_a_data_set_cannot_size_the_network():
-    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
-    match = (
-        r"needs n_features and n_outputs, .* no data yet, and a Dataset or DataLoader .*"
-        r"Pass module__n_features=\.\.\., module__n_outputs=\.\.\."
-    )
-    with pytest.raises(ValueError, match=match):
-        make().fit(dataset)
-    with pytest.raises(ValueError, match=match):
-        make().initialize()
-
-
-@pytest.mark.parametrize(
-    "value", ["adam", torch.optim.SGD([torch.zeros(1)], lr=0.1)], ids=["name", "made"]
-)
-def test_an_optimizer_is_a_class(value):
-    with pytest.raises(TypeError, match="optimizer must be a class, such as torch.optim.Adam.*got"):
-        make(optimizer=value).fit(X, NAMES)
-
-
-@pytest.mark.parametrize("factory", [make, RelativeFlatnessRegularizedNet], ids=["own", "any"])
-@pytest.mark.parametrize(
-    ("criterion", "got"),
-    [
-        ("cross_entropy", "'cross_entropy'"),
-        (nn.functional.cross_entropy, "the function cross_entropy. A net makes"),
-    ],
-    ids=["name", "function"],
-)
-def test_a_criterion_is_a_class(factory, criterion, got):
-    with pytest.raises(TypeError, match=f"such as torch.nn.CrossEntropyLoss, got {got}"):
-        factory(criterion=criterion).fit(X, NAMES)
 
 
 def test_a_function_may_make_the_criterion():
@@ -1093,11 +860,6 @@ def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
     assert f"and {losses[-1]:.3g} in the last" in str(caught[0].message)
 
 
-def test_warns_of_a_regressor_that_ends_much_worse():
-    with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) ended much worse"):
-        trained(-1.0, Regressor, max_epochs=100).fit(X, VALUES)
-
-
 def test_warns_of_a_net_that_its_penalty_kept_from_learning():
     message = (
         r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
@@ -1141,13 +903,6 @@ def test_warns_of_a_net_that_diverges():
     assert not np.isfinite(net.relative_flatness_)
     with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) has diverged"):
         make(Regressor, optimizer=torch.optim.SGD, lr=1e8, max_epochs=1).fit(X, VALUES)
-
-
-def test_a_net_that_diverges_is_not_flat():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = make(optimizer=torch.optim.SGD, lr=1e8).fit(X, NAMES)
-    assert not np.isfinite(net.relative_flatness_) or net.relative_flatness_ > 1
 
 
 @pytest.mark.slow

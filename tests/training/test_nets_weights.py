@@ -258,12 +258,6 @@ def test_refuses_weights(weights, message):
     assert net.predict(X).tolist() == before
 
 
-def test_refuses_a_collate_function():
-    net = make(iterator_train__collate_fn=torch.utils.data.default_collate).fit(X, NAMES)
-    with pytest.raises(ValueError, match="which iterator_train__collate_fn may not expect"):
-        net.fit(X, NAMES, sample_weight=WEIGHTS)
-
-
 def test_training_goes_on_with_other_weights():
     net = make(batch_size=-1).partial_fit(X, NAMES, sample_weight=WEIGHTS)
     net.partial_fit(X, NAMES).partial_fit(X, NAMES, sample_weight=WEIGHTS)
