@@ -8,13 +8,6 @@ from torch import nn
 from relflat_sk.training._flat_net import FlatNet
 from relflat_sk.training._mlp import MLP
 
-__all__ = [
-    "RelativeFlatnessRegularizedBinaryClassifier",
-    "RelativeFlatnessRegularizedClassifier",
-    "RelativeFlatnessRegularizedNet",
-    "RelativeFlatnessRegularizedRegressor",
-]
-
 
 class RelativeFlatnessRegularizedNet(FlatNet):
     r"""Train a network to a flat minimum: a skorch net with a flatness penalty.
@@ -277,9 +270,35 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
         The network's class, or an instance to copy. Ends in one logit, or one per label.
     criterion : type or nn.Module, default=torch.nn.BCEWithLogitsLoss
         A loss for two classes.
-    **arguments
-        Any other parameter of `RelativeFlatnessRegularizedNet`, such as `flatness_weight`,
-        `flatness_layer`, `random_state`, `lr` and `max_epochs`.
+    flatness_weight : float, default=0.1
+        Weight of the flatness penalty; 0 to train without it.
+    flatness_layer : int, str, sequence of these, or "all", default=-1
+        The penalised layer, by position or name.
+    flatness_normalize : bool, default=False
+        Whether to measure features in units of their standard deviations.
+    flatness_probes : int, default=1
+        Random probes per sample at hidden layers.
+    flatness_warmup : int, default=0
+        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
+    flatness_clip : float or None, default=0.5
+        Limit of the penalty in each step; None: no limit.
+    random_state : int, RandomState or None, default=None
+        Makes `fit` reproducible.
+    optimizer : type, default=torch.optim.Adam
+        Class of the torch optimizer.
+    lr : float, default=0.003
+        Learning rate.
+    max_epochs : int, default=30
+        Number of passes over the training data.
+    batch_size : int, default=32
+        Number of samples per training step; -1 for all samples.
+    iterator_train__shuffle : bool, default=True
+        Whether to shuffle the training samples in each epoch.
+    train_split : callable or None, default=None
+        How to hold out validation data; nothing is held out by default.
+    **skorch_arguments
+        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
+        ``module__...`` and ``optimizer__...``.
 
     See Also
     --------
@@ -300,10 +319,44 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
 
     _fixed_task = "binary"
 
-    def __init__(
-        self, module: Any = MLP, *, criterion: Any = nn.BCEWithLogitsLoss, **arguments: Any
+    def __init__(  # noqa: PLR0913
+        self,
+        module: Any = MLP,
+        *,
+        criterion: Any = nn.BCEWithLogitsLoss,
+        flatness_weight: float = 0.1,
+        flatness_layer: Any = -1,
+        flatness_normalize: bool = False,
+        flatness_probes: int = 1,
+        flatness_warmup: int = 0,
+        flatness_clip: float | None = 0.5,
+        random_state: Any = None,
+        optimizer: Any = torch.optim.Adam,
+        lr: float = 0.003,
+        max_epochs: int = 30,
+        batch_size: int = 32,
+        iterator_train__shuffle: bool = True,
+        train_split: Any = None,
+        **skorch_arguments: Any,
     ) -> None:
-        super().__init__(module, criterion=criterion, **arguments)
+        super().__init__(
+            module,
+            criterion=criterion,
+            flatness_weight=flatness_weight,
+            flatness_layer=flatness_layer,
+            flatness_normalize=flatness_normalize,
+            flatness_probes=flatness_probes,
+            flatness_warmup=flatness_warmup,
+            flatness_clip=flatness_clip,
+            random_state=random_state,
+            optimizer=optimizer,
+            lr=lr,
+            max_epochs=max_epochs,
+            batch_size=batch_size,
+            iterator_train__shuffle=iterator_train__shuffle,
+            train_split=train_split,
+            **skorch_arguments,
+        )
 
 
 class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
@@ -317,13 +370,35 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in one output per column of y.
     criterion : type or nn.Module, default=torch.nn.MSELoss
         A regression loss.
+    flatness_weight : float, default=0.1
+        Weight of the flatness penalty; 0 to train without it.
+    flatness_layer : int, str, sequence of these, or "all", default=-1
+        The penalised layer, by position or name.
+    flatness_normalize : bool, default=False
+        Whether to measure features in units of their standard deviations.
+    flatness_probes : int, default=1
+        Random probes per sample at hidden layers.
+    flatness_warmup : int, default=0
+        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
+    flatness_clip : float or None, default=0.5
+        Limit of the penalty in each step; None: no limit.
+    random_state : int, RandomState or None, default=None
+        Makes `fit` reproducible.
+    optimizer : type, default=torch.optim.Adam
+        Class of the torch optimizer.
     lr : float, default=0.01
         Learning rate. Numbers take larger steps and more epochs to fit than classes.
     max_epochs : int, default=50
         Number of passes over the training data.
-    **arguments
-        Any other parameter of `RelativeFlatnessRegularizedNet`, such as `flatness_weight`,
-        `flatness_layer` and `random_state`.
+    batch_size : int, default=32
+        Number of samples per training step; -1 for all samples.
+    iterator_train__shuffle : bool, default=True
+        Whether to shuffle the training samples in each epoch.
+    train_split : callable or None, default=None
+        How to hold out validation data; nothing is held out by default.
+    **skorch_arguments
+        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
+        ``module__...`` and ``optimizer__...``.
 
     See Also
     --------
@@ -340,13 +415,41 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
 
     _fixed_task = "regression"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: Any = MLP,
         *,
         criterion: Any = nn.MSELoss,
+        flatness_weight: float = 0.1,
+        flatness_layer: Any = -1,
+        flatness_normalize: bool = False,
+        flatness_probes: int = 1,
+        flatness_warmup: int = 0,
+        flatness_clip: float | None = 0.5,
+        random_state: Any = None,
+        optimizer: Any = torch.optim.Adam,
         lr: float = 0.01,
         max_epochs: int = 50,
-        **arguments: Any,
+        batch_size: int = 32,
+        iterator_train__shuffle: bool = True,
+        train_split: Any = None,
+        **skorch_arguments: Any,
     ) -> None:
-        super().__init__(module, criterion=criterion, lr=lr, max_epochs=max_epochs, **arguments)
+        super().__init__(
+            module,
+            criterion=criterion,
+            flatness_weight=flatness_weight,
+            flatness_layer=flatness_layer,
+            flatness_normalize=flatness_normalize,
+            flatness_probes=flatness_probes,
+            flatness_warmup=flatness_warmup,
+            flatness_clip=flatness_clip,
+            random_state=random_state,
+            optimizer=optimizer,
+            lr=lr,
+            max_epochs=max_epochs,
+            batch_size=batch_size,
+            iterator_train__shuffle=iterator_train__shuffle,
+            train_split=train_split,
+            **skorch_arguments,
+        )

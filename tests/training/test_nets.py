@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from inspect import signature
 
 import numpy as np
 import pandas as pd
@@ -515,6 +516,14 @@ def test_parameters_are_public_and_settable():
         net.set_params(flatness_wieght=1)
     with pytest.raises(ValueError, match="unexpected argument.s. flatness_wieght"):
         make(flatness_wieght=1).fit(X, NAMES)
+
+
+@pytest.mark.parametrize("kind", [Net, Classifier, Binary, Regressor])
+def test_signatures_show_all_parameters(kind):
+    parameters = signature(kind).parameters
+    usual = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    assert usual.keys() == signature(Net).parameters.keys() - {"skorch_arguments"}
+    assert usual.items() <= kind().get_params(deep=False).items()
 
 
 def test_repr():

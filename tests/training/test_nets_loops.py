@@ -67,7 +67,6 @@ def penalties(net):
         ("eager", "all"),
         ("aot_eager", -1),
         pytest.param("inductor", -1, marks=pytest.mark.slow),
-        pytest.param("inductor", 0, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
