@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import issparse
 from sklearn.model_selection import train_test_split
-from sklearn.utils import _safe_indexing
 from skorch.dataset import get_len
 from torch.utils.data import Dataset, Subset
 
@@ -92,45 +91,12 @@ def vary_data(  # noqa: PLR0913
     fit_params: Mapping[str, Any] | None = None,
     sample_weight: Any = None,
 ) -> TrainingData:
-    """Choose samples and shuffle labels.
+    """Choose samples and shuffle labels; X and y stay themselves if nothing varies.
 
-    Parameters
-    ----------
-    X : array-like of shape (n, ...)
-        All samples.
-    y : array-like of shape (n, ...)
-        Their labels or values.
-    train_size : int or float, optional
-        Number of samples to choose, or their share; all if None.
-    random_labels : float, default=0.0
-        Share of the chosen samples' labels that are shuffled among each other.
-    confusion_size : int, default=0
-        Number of further samples to train on, with shuffled labels.
-    random_state : int, default=0
-        Seed.
-    stratify : bool, default=False
-        Whether the classes have the same shares among the chosen samples as among all.
-    fit_params : mapping, optional
-        Arguments of `fit`; those with one value for each sample are chosen with the samples.
-    sample_weight : array-like of shape (n,), optional
-        Weights of all samples, for measures.
+    Arguments of `fit` with one value for each sample are chosen with the samples. `stratify` says
+    whether the classes have the same shares among the chosen samples as among all.
 
-    Returns
-    -------
-    TrainingData
-        The data to train on and to measure on; X and y themselves if nothing varies.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, or there are too few samples.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> data = vary_data(np.arange(10), np.arange(10), train_size=5, confusion_size=3)
-    >>> len(data.X), len(data.X_fit), bool((data.X == data.y).all())
-    (5, 8, True)
+    Shapes: `X`, `y` (n, ...), `sample_weight` (n,).
     """
     if not is_number(random_labels) or not 0 <= random_labels <= 1:
         raise ValueError(f"data__random_labels must be a share from 0 to 1, got {random_labels!r}.")
@@ -205,10 +171,11 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Any:
         return {name: _take(values, rows) for name, values in data.items()}
     if isinstance(data, tuple):
         return tuple(_take(values, rows) for values in data)
-    if hasattr(data, "iloc") or isinstance(data, list):
-        return _safe_indexing(data, rows)
-    # otherwise arrays, sparse matrices, tensors
-    return as_row_source(data).subset(rows) if is_on_disk(data) else data[rows]
+    if isinstance(data, list):
+        return [data[row] for row in rows]
+    # frames, arrays, sparse matrices, tensors
+    held = getattr(data, "iloc", data)
+    return as_row_source(data).subset(rows) if is_on_disk(data) else held[rows]
 
 
 # -- checks before anything is trained ------------------------------------------------------------
@@ -221,8 +188,15 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
     """
     if (X_test is None) != (y_test is None):
         raise ValueError("X_test and y_test go together: give both or neither.")
-    for data, labels, names in ((X, y, ("X", "y")), (X_test, y_test, ("X_test", "y_test"))):
-        _check_lengths(data, labels, names)
+    for data, labels, suffix in ((X, y, ""), (X_test, y_test, "_test")):
+        n, n_labels = _length(data), _length(labels)
+        if n == 0:
+            raise ValueError(f"X{suffix} holds no samples.")
+        if n is not None and n_labels is not None and n != n_labels:
+            raise ValueError(
+                f"X{suffix} and y{suffix} must have as many samples as labels, got {n} samples in "
+                f"X{suffix} and {n_labels} labels in y{suffix}."
+            )
     if _length(X) == 1:
         raise ValueError(
             "X holds 1 sample, which a constant prediction fits, so that no network is better than "
@@ -260,18 +234,6 @@ def check_fit_params(
                     "constant prediction fits it. Give positive weights to samples of two classes."
                 )
     return {"fit_params": given, "sample_weight": weights}
-
-
-def _check_lengths(data: Any, labels: Any, names: tuple[str, str]) -> None:
-    """Refuse samples and labels of unequal number, or none at all."""
-    n, n_labels = _length(data), _length(labels)
-    if n == 0:
-        raise ValueError(f"{names[0]} holds no samples.")
-    if n is not None and n_labels is not None and n != n_labels:
-        raise ValueError(
-            f"{names[0]} and {names[1]} must have as many samples as labels, got {n} samples in "
-            f"{names[0]} and {n_labels} labels in {names[1]}."
-        )
 
 
 def _check_classes(y: Any, y_test: Any) -> None:

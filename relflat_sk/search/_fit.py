@@ -193,10 +193,17 @@ LAST = -1  # the position of the last layer, which each network has that can be 
 
 
 class _Watcher(Callback):
-    """A callback of the search, which stays itself in copies of its net."""
+    """Refuse a net without the layer to measure, and report to the study's pruner.
+
+    It stays itself in copies of its net: a copy of a trial would report to a copy of the study.
+    """
+
+    def __init__(self, layer: Any, trial: optuna.Trial | None) -> None:
+        self.layer = layer
+        self.trial = trial
 
     def __deepcopy__(self, memo: Any) -> "_Watcher":
-        return self  # a copy of a trial would report to a copy of the study
+        return self
 
     def __sklearn_clone__(self) -> "_Watcher":
         return self
@@ -204,36 +211,25 @@ class _Watcher(Callback):
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         return {}
 
-
-class _ReportToPruner(_Watcher):
-    """Report the training loss of each epoch to the study's pruner."""
-
-    def __init__(self, trial: optuna.Trial) -> None:
-        self.trial = trial
+    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Look for the layer, which is there as soon as the net is initialised."""
+        module = getattr(net.module_, "_orig_mod", net.module_)
+        if self.layer == LAST or any(map(is_lazy, module.parameters())):
+            return  # the layers of a lazy module get their types from the first batch
+        try:
+            find_layer(module, self.layer)
+        except (LayerNotFoundError, TypeError) as error:
+            raise missing_layer(self.layer, error) from error
 
     def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Report the training loss of the epoch."""
+        if self.trial is None:
+            return
         with blame_storage():
             self.trial.report(net.history[-1, "train_loss"], len(net.history))
             pruned = self.trial.should_prune()
         if pruned:
             raise optuna.TrialPruned
-
-
-class _FindLayer(_Watcher):
-    """Refuse a net without the layer that is going to be measured, before its first epoch."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Look for the layer, which is there as soon as the net is initialised."""
-        module = getattr(net.module_, "_orig_mod", net.module_)
-        if any(map(is_lazy, module.parameters())):
-            return  # its layers get their types from the first batch
-        try:
-            find_layer(module, self.layer)
-        except (LayerNotFoundError, TypeError) as error:
-            raise missing_layer(self.layer, error) from error
 
 
 def missing_layer(layer: Any, error: Exception) -> CallError:
@@ -247,18 +243,18 @@ def missing_layer(layer: Any, error: Exception) -> CallError:
 @contextmanager
 def watched(nets: Sequence[NeuralNet], estimator: Any, layer: Any, trial: Any) -> Iterator[None]:
     """Let nets be checked before their first epoch, and let the study's pruner stop them."""
-    watchers: list[_Watcher] = []
-    if layer != LAST:
-        watchers.append(_FindLayer(layer))
-    if _has_pruner(trial):
-        watchers.append(_ReportToPruner(trial))
-    nets = [net for net in nets if watchers and net.callbacks != "disable"]
+    watcher = _Watcher(layer, trial if _has_pruner(trial) else None)
+    nets = [net for net in nets if net.callbacks != "disable"]
+    if layer == LAST and watcher.trial is None:
+        nets = []
     for net in nets:
-        net.set_params(callbacks=[*(net.callbacks or []), *watchers])
+        net.set_params(callbacks=[*(net.callbacks or []), watcher])
     yield
-    if nets:  # a TransformedTargetRegressor fits a copy of its net
-        for net in [*nets, final_estimator(estimator)]:
-            _remove_watchers(net)
+    # a TransformedTargetRegressor fits a copy of its net
+    for net in [*nets, final_estimator(estimator)] if nets else []:
+        net.callbacks = [one for one in net.callbacks or [] if one is not watcher] or None
+        if hasattr(net, "callbacks_"):
+            net.callbacks_ = [pair for pair in net.callbacks_ if pair[1] is not watcher]
 
 
 def _has_pruner(trial: Any) -> bool:
@@ -266,15 +262,6 @@ def _has_pruner(trial: Any) -> bool:
     if study is None or len(study.directions) > 1:
         return False
     return not isinstance(study.pruner, optuna.pruners.NopPruner)
-
-
-def _remove_watchers(net: Any) -> None:
-    others = [one for one in net.callbacks or [] if not isinstance(one, _Watcher)]
-    net.callbacks = others or None
-    if hasattr(net, "callbacks_"):
-        net.callbacks_ = [
-            (name, one) for name, one in net.callbacks_ if not isinstance(one, _Watcher)
-        ]
 
 
 # -- what nets hold out for validation: their `train_split` --------------------------------------

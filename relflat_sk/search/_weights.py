@@ -43,12 +43,23 @@ class DamagedWeightsError(ValueError):
     """A file of weights cannot be read, or holds other weights than were saved."""
 
 
+class _Folder(FileSystemArtifactStore):
+    """A folder of files, named in errors by its path."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __repr__(self) -> str:
+        return repr(str(self.path))
+
+
 def as_store(store: Any) -> Any:
     """Make an artifact store of a folder; return a store as it is."""
     if isinstance(store, str | Path):
         with suppress(OSError):  # `check_store` tells what is wrong
             Path(store).mkdir(parents=True, exist_ok=True)
-        return FileSystemArtifactStore(store)
+        return _Folder(store)
     if store is None or (hasattr(store, "open_reader") and hasattr(store, "write")):
         return store
     raise TypeError(
@@ -67,14 +78,8 @@ def check_store(store: Any) -> None:
         store.remove(name)
     except Exception as error:
         raise ValueError(
-            f"artifact_store={_place(store)} cannot be written to: {explain(error)} Nothing was "
-            "trained."
+            f"artifact_store={store!r} cannot be written to: {explain(error)} Nothing was trained."
         ) from error
-
-
-def _place(store: Any) -> str:
-    """Name the folder of a store, or the store."""
-    return repr(str(getattr(store, "_base_path", store)))
 
 
 def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
@@ -93,7 +98,7 @@ def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
     except ArtifactNotFound:
         raise ValueError(
             f"the weights of trial {trial.number}, artifact {artifact!r}, are not in "
-            f"artifact_store={_place(store)}. Give the artifact_store that the search was run with."
+            f"artifact_store={store!r}. Give the artifact_store that the search was run with."
         ) from None
     return file
 
@@ -105,7 +110,7 @@ def save_weights(
     if store is None:
         return
     weights = module.state_dict()
-    what = f"the weights of trial {trial.number} cannot be saved in {_place(store)}"
+    what = f"the weights of trial {trial.number} cannot be saved in {store!r}"
     advice = "Free space there, or give another artifact_store."
     with blame_call(what, advice), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"minimum_{trial.number}.pt"
@@ -147,7 +152,7 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
         content = io.BytesIO(file.read())
     damaged = DamagedWeightsError(
         f"the weights of trial {trial.number} are damaged: file {trial.user_attrs[ARTIFACT]!r} in "
-        f"{_place(store)} was truncated or overwritten."
+        f"{store!r} was truncated or overwritten."
     )
     try:
         weights: Weights = torch.load(content, weights_only=True, map_location="cpu")
