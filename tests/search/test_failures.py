@@ -9,7 +9,7 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import scale
 
-from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
@@ -92,13 +92,6 @@ def test_several_objectives_are_resumed(tmp_path):
         single.fit(X, Y)
 
 
-@pytest.mark.slow
-def test_several_objectives_in_processes():
-    table = search_for_both(6, n_jobs=2).fit(X, Y).minima_
-    assert len(table) == 6
-    assert table["pareto"].any()
-
-
 def test_other_samplers_have_one_objective():
     search = search_for_both(3, sampler=TPESampler(seed=0)).fit(X, Y)
     assert len(search.study_.directions) == 1
@@ -122,8 +115,3 @@ def test_the_worst_of_a_front_does_not_count():
     table = search.minima_
     assert set(table["param_lr"]) == {0.05, 1e10}
     assert not table.loc[table["param_lr"] == 1e10, "pareto"].any()
-
-
-def test_train_loss_alone_is_no_measure():
-    with pytest.raises(ValueError, match="measures must name a measure beside 'train_loss'"):
-        MinimaObjective(LogisticRegression(), X, Y, {"C": [1.0]}, measures=["train_loss"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from optuna.trial import TrialState, create_trial
 from sklearn.datasets import load_iris
-from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
@@ -142,11 +141,6 @@ def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(t
     np.testing.assert_array_equal(again.predict_proba(X), np.load(tmp_path / "predicted.npy"))
 
 
-def test_separate_searches_without_a_random_state_differ():
-    losses = [unseeded(refit=False).fit(X, Y).minima_["train_loss"].tolist() for _ in range(2)]
-    assert not set(losses[0]) & set(losses[1])
-
-
 def test_torchs_random_state_decides_where_there_is_no_other():
     losses = []
     for seed in (1, 1, 2):
@@ -192,11 +186,6 @@ def test_trials_without_an_estimator(number, match):
     search = make_search(Fails(max_iter=1000), {"C": [1.0, 9.0]}).fit(X, Y)
     with pytest.raises(ValueError, match=match):
         search.get_estimator(number)
-
-
-def test_before_fit():
-    with pytest.raises(NotFittedError):
-        make_search(*ESTIMATORS["net"]).get_estimator(0)
 
 
 def test_the_time_to_refit(tmp_path):

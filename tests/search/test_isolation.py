@@ -62,19 +62,6 @@ def test_jobs_of_a_study_give_the_same_table(random_state):
     assert tables[0] == tables[1]
 
 
-def test_unseeded_parts_of_a_net_are_seeded_by_the_objective_in_every_thread():
-    net = make_net()  # its random_state is None
-    tables = []
-    for n_jobs in (1, 4):
-        objective = MinimaObjective(net, X, Y, {"lr": [0.001, 0.002, 0.003]}, random_state=0)
-        study = optuna.create_study(pruner=NopPruner())
-        for lr in (0.001, 0.002, 0.003):
-            study.enqueue_trial({"lr": lr})
-        study.optimize(objective, n_trials=3, n_jobs=n_jobs)
-        tables.append({trial.params["lr"]: trial.value for trial in study.trials})
-    assert tables[0] == tables[1]
-
-
 class Wide(nn.Module):
     """A network large enough for torch to use several threads."""
 

@@ -13,7 +13,6 @@ from relflat_sk import (
     MeasurePanelsDisplay,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
-    StopAtLoss,
     correlate,
     register_measure,
 )
@@ -31,10 +30,6 @@ def coefficients(model, X, y, *, order=2):
 
 def largest_weight(model, X, y):
     return float(np.abs(model.coef_).max()), 0.0
-
-
-def weights_of_net(net, X, y):
-    return float(sum(p.detach().square().sum() for p in net.module_.parameters()))
 
 
 @pytest.fixture(autouse=True)
@@ -147,22 +142,6 @@ def test_worker_processes_know_functions_and_registered_names():
     assert one["squares"].tolist() == two["squares"].tolist()
     assert (two["registered"] == 2 * two["squares"]).all()
     assert np.isfinite(two["registered"]).all()
-
-
-def test_fleets_measure_with_functions():
-    net = RelativeFlatnessRegularizedClassifier(
-        flatness_weight=0, max_epochs=60, verbose=0, module__hidden_layer_sizes=(4,),
-        callbacks=[StopAtLoss(0.5)],
-    )  # fmt: skip
-    data, space = X.astype(np.float32), {"lr": [0.05, 0.1], "random_state": [0, 1]}
-    tables = [
-        FlatMinimaSearch(net, space, measure=weights_of_net, fleet=fleet, refit=False)
-        .fit(data, Y)
-        .minima_.sort_values("trial")
-        for fleet in (None, 4)
-    ]
-    one, fleet = (table["weights_of_net"].to_numpy() for table in tables)
-    assert fleet == pytest.approx(one, rel=1e-4)
 
 
 def test_a_measure_that_is_not_finite_is_no_minimum():

@@ -22,8 +22,7 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
-from skorch import NeuralNetClassifier
-from skorch.callbacks import EarlyStopping, EpochTimer, LRScheduler
+from skorch.callbacks import EpochTimer, LRScheduler
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -35,7 +34,6 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
-    measure,
 )
 from relflat_sk.search._provenance import (
     MADE_WITH,
@@ -199,13 +197,6 @@ def test_choices_of_the_same_name_with_other_parameters_are_refused(stored):
         search(0.7, **stored).fit(X, Y)
 
 
-def test_a_study_for_remeasuring_is_of_the_same_estimator(stored, tmp_path):
-    search = logistic(artifact_store=tmp_path / "minima", **stored).fit(X, Y)
-    search.set_params(estimator__fit_intercept=False)
-    with pytest.raises(ValueError, match="fit_intercept: the default then, False now"):
-        search.remeasure(["l2_norm"], X, Y)
-
-
 # -- goes on -----------------------------------------------------------------------------------
 
 
@@ -292,13 +283,6 @@ def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
         logistic(**parameters).fit(X, Y, X_TEST[::-1], Y_TEST)
     # and a session without them goes on
     assert logistic(**parameters).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
-
-
-def test_a_measure_that_no_minimum_has_is_a_column_of_nan(stored):
-    logistic(**stored).fit(X, Y)
-    with pytest.warns(FlatnessWarning, match=r"l2_norm of trials \[0, 1\] stay nan"):
-        later = logistic(measure=["relative_flatness", "l2_norm"], **stored).fit(X, Y)
-    assert later.minima_["l2_norm"].isna().tolist() == [True, True]
 
 
 def test_without_weights_nan_is_explained(stored):
@@ -467,23 +451,6 @@ def test_the_objective_refuses_a_study_of_something_else(stored):
     assert "failed" not in again.trials[-1].user_attrs
 
 
-def test_the_objective_takes_over_a_study_of_ones_own():
-    study = optuna.create_study()
-    study.add_trial(optuna.trial.create_trial(value=1.0))
-    objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": [0.1]})
-    with pytest.warns(FlatnessWarning, match="or of another program"):
-        study.optimize(objective, n_trials=2)
-
-
-def test_measures_of_kept_weights_are_those_of_the_network(stored, tmp_path):
-    parameters = {"artifact_store": tmp_path / "minima", **stored}
-    logistic(**parameters).fit(X, Y)
-    later = logistic(measure=["relative_flatness", "hessian_trace"], **parameters).fit(X, Y)
-    best = later.best_estimator_
-    found = later.minima_["hessian_trace"][0]
-    np.testing.assert_allclose(found, measure("hessian_trace", best, X, Y), rtol=1e-5)
-
-
 # -- descriptions ------------------------------------------------------------------------------
 
 VALUES = """
@@ -648,13 +615,6 @@ def test_descriptions_are_equal_if_training_is(name):
     one, same, other = map(describe, SAME_AND_OTHER[name])
     assert one == same != other
     assert len(one) < 330
-
-
-def test_nested_estimators_are_described():
-    net = NeuralNetClassifier(MLP, module__n_features=4, callbacks=[("stop", EarlyStopping())])
-    text = describe(make_pipeline(StandardScaler(with_mean=False), net))
-    assert "sklearn.StandardScaler(with_mean=False)" in text
-    assert "['stop', skorch.EarlyStopping()]" in text
 
 
 def test_digests_are_of_numbers_in_any_layout():

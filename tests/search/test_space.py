@@ -9,6 +9,7 @@ import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FixedTrial, TrialState, create_trial
+from scipy import stats
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
@@ -135,12 +136,9 @@ def test_functions_may_read_the_choices_of_a_grid():
         assert Space({"n": [1, 2], "lr": function}).grid() == [{"n": 1}, {"n": 2}]
 
 
-def test_a_function_that_draws_its_own_name_is_recorded_once():
+def test_values_of_functions_are_recorded_unless_they_are_drawn():
     trial = study_of(Space({"lr": lambda trial: trial.suggest_float("lr", 0.1, 1)})).trials[0]
     assert "param_lr" not in trial.user_attrs
-
-
-def test_functions_may_return_numpy_scalars():
     trial = study_of(Space({"lr": lambda trial: np.float64(0.5)})).trials[0]
     assert trial.user_attrs["param_lr"] == 0.5
 
@@ -170,11 +168,21 @@ def test_values_of_a_trial_that_failed_while_drawing():
         ({"optimizer": SGD}, TypeError, r"goes into a list: \[SGD\]"),
         ({"lr": {0.1, 0.2}}, TypeError, "must be a list of choices"),
         ({"lr": None}, TypeError, "must be a list of choices"),
+        (
+            {"C": stats.loguniform(0.1, 1)},
+            TypeError,
+            r"of optuna, not of scipy, .*\(low, high, log",
+        ),
     ],
 )
 def test_bad_forms_are_refused(space, error, match):
     with pytest.raises(error, match=match):
         Space(space)
+
+
+class TakesAnything(torch.nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
 
 
 NESTED = Pipeline([
@@ -198,12 +206,15 @@ NESTED = Pipeline([
         (NESTED, "net__regressor__module__hidden_layer_sizes"),
         (NESTED, "scale__with_mean"),
         (NESTED, "scale"),
+        (NeuralNetClassifier(TakesAnything), "module__whatever"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_names_that_an_estimator_has(estimator, name):
     net = NeuralNetClassifier(MLP, criterion=torch.nn.CrossEntropyLoss)
     Space({name: [1]}).check(net if estimator is NET else estimator)
+    # arguments of a part that varies are left to training
+    Space({"optimizer": [SGD, Adam], "optimizer__betas": [(0.9, 0.99)]}).check(NET)
 
 
 @pytest.mark.parametrize(
@@ -229,40 +240,9 @@ def test_names_that_an_estimator_has(estimator, name):
     ],
 )
 def test_unknown_names_are_refused(estimator, name, match):
-    with pytest.raises(ValueError, match=f"space names '{name}', but {match}"):
+    with pytest.raises(ValueError, match=f"space names '{name}', but {match}") as caught:
         Space({name: [1]}).check(estimator)
-
-
-def test_names_of_parts_are_not_listed():
-    """skorch's callbacks alone would be a page."""
-    with pytest.raises(ValueError, match="It has") as caught:
-        Space({"nothing": [1]}).check(NeuralNetClassifier(MLP))
-    assert "callbacks__" not in str(caught.value)
-    assert "'max_epochs'" in str(caught.value)
-
-
-def test_arguments_of_a_part_that_varies_are_left_to_training():
-    Space({"optimizer": [SGD, Adam], "optimizer__betas": [(0.9, 0.99)]}).check(NET)
-    space = Space({
-        "net__regressor__optimizer": [Adam],
-        "net__regressor__optimizer__betas": [(0.9, 0.99)],
-    })
-    space.check(NESTED)
-
-
-class TakesAnything(torch.nn.Module):
-    def __init__(self, **arguments):
-        super().__init__()
-
-
-def test_modules_with_any_arguments_take_any_name():
-    Space({"module__whatever": [1]}).check(NeuralNetClassifier(TakesAnything))
-
-
-@pytest.mark.parametrize("estimator", [NeuralNetClassifier, None, "net"])
-def test_what_is_no_estimator_is_refused(estimator):
-    with pytest.raises(TypeError, match="estimator must be an instance of a scikit-learn"):
-        Space({"lr": [0.1]}).check(estimator)
+    assert "callbacks__" not in str(caught.value)  # skorch's callbacks alone would be a page
 
 
 def test_the_same_space_goes_on_with_its_study():
@@ -282,40 +262,8 @@ def test_another_function_does_not_go_on_with_a_study():
         check_space(Space({"b": lambda trial: 5 + trial.suggest_int("x", 0, 1)}), study)
 
 
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        ({"lr": [0.1, 0.3]}, r"choices can be added, but not removed\. Put \[0.2\] back"),
-        ({"lr": FloatDistribution(0.1, 0.2)}, "Optuna cannot change that within a study"),
-        ({"lr": [0.1, 0.2], "n": [1]}, r"made over \['lr'\], this space is over \['lr', 'n'\]"),
-        ({"n": [1]}, "give this search a study_name of its own"),
-    ],
-)
-def test_another_space_does_not_go_on_with_a_study(other, match):
-    with pytest.raises(ValueError, match=match):
-        check_space(Space(other), study_of(Space({"lr": [0.1, 0.2]})))
-
-
-@pytest.mark.parametrize("kind", [FloatDistribution, IntDistribution])
-def test_a_narrower_range_does_not_go_on_with_a_study(kind):
-    """The best of all trials may lie outside of it."""
-    study = study_of(Space({"n": kind(2, 8)}))
-    for low, high in [(3, 8), (2, 7)]:
-        with pytest.raises(ValueError, match="ranges can be wider, but not narrower. Give this"):
-            check_space(Space({"n": kind(low, high)}), study)
-
-
-def test_another_scale_does_not_go_on_with_a_study():
-    study = study_of(Space({"lr": FloatDistribution(0.1, 0.2)}))
-    with pytest.raises(ValueError, match=r"cannot change that .*\. Draw this parameter as the"):
-        check_space(Space({"lr": FloatDistribution(0.1, 0.2, log=True)}), study)
-
-
-def test_fewer_parameters_than_the_study_has():
-    with pytest.raises(ValueError, match="was made over"):
-        check_space(Space({"lr": [0.1]}), study_of(Space({"lr": [0.1], "n": [1]})))
-
-
+CHOICES = {"lr": [0.1, 0.2]}
+FLOATS, INTEGERS = {"n": FloatDistribution(2, 8)}, {"n": IntDistribution(2, 8)}
 DRAWN = {"lr": [0.1, 0.2], "n": [3, 4]}
 COMPUTED = {"lr": [0.1, 0.2], "n": lambda trial: 3}
 OTHER_NAME = {"lr": [0.1, 0.2], "n": lambda trial: trial.suggest_int("m", 3, 4)}
@@ -324,6 +272,14 @@ OTHER_NAME = {"lr": [0.1, 0.2], "n": lambda trial: trial.suggest_int("m", 3, 4)}
 @pytest.mark.parametrize(
     ("before", "now", "match"),
     [
+        (CHOICES, {"lr": [0.1, 0.3]}, r"can be added, but not removed\. Put \[0.2\] back"),
+        (CHOICES, {"lr": FloatDistribution(0.1, 0.2)}, "Optuna cannot change that within a study"),
+        (CHOICES, {"n": [1]}, "give this search a study_name of its own"),
+        (CHOICES, DRAWN, r"made over \['lr'\], this space is over \['lr', 'n'\]"),
+        (DRAWN, CHOICES, "was made over"),
+        (FLOATS, {"n": FloatDistribution(3, 8)}, "ranges can be wider, but not narrower. Give"),
+        (INTEGERS, {"n": IntDistribution(2, 7)}, "ranges can be wider, but not narrower. Give"),
+        (FLOATS, {"n": FloatDistribution(2, 8, log=True)}, r"\. Draw this parameter as the study"),
         (DRAWN, COMPUTED, r"over \['lr', 'n'\], this space is over \['lr', 'n \(computed\)'\]"),
         (COMPUTED, DRAWN, r"over \['lr', 'n \(computed\)'\], this space is over \['lr', 'n'\]"),
         (COMPUTED, {"lr": [0.1, 0.2]}, r"over \['lr', 'n \(computed\)'\], this .* over \['lr'\]"),
@@ -337,7 +293,7 @@ OTHER_NAME = {"lr": [0.1, 0.2], "n": lambda trial: trial.suggest_int("m", 3, 4)}
         ),
     ],
 )
-def test_values_that_are_computed_are_not_those_that_were_drawn(before, now, match):
+def test_another_space_does_not_go_on_with_a_study(before, now, match):
     """Otherwise the best parameters of earlier trials would be those of another function."""
     with pytest.raises(ValueError, match=match):
         check_space(Space(now), study_of(Space(before)))

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from optuna.distributions import FloatDistribution, IntDistribution
 from scipy.sparse import csr_matrix
 from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
@@ -165,31 +164,20 @@ def test_a_confusion_set_is_trained_on_but_not_measured():
     assert table["train_loss"][60] > table["train_loss"][0]
 
 
-def test_data_names_can_be_drawn_and_seeded():
-    space = {
-        "data__train_size": IntDistribution(30, 120),
-        "data__random_labels": FloatDistribution(0.0, 0.3),
-        "data__random_state": [1, 2],
-        "alpha": [0.1],
-    }
-    search = FlatMinimaSearch(Ridge(), space, n_trials=3, depth_band=None, random_state=0)
-    search.fit(X[:, :3], X[:, 3])
-    assert search.minima_["param_data__train_size"].between(30, 120).all()
-    assert search.minima_["converged"].all()
-
-
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
-def test_too_large_a_confusion_set_fails_its_trial_alone():
-    space = {"data__confusion_size": [0, 10]}
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space).fit(X, Y)
-    assert "0 are left" in search.minima_["reason"][1]
-
-
-def test_unknown_data_names():
-    with pytest.raises(
-        ValueError, match=r"space names 'data__size', but the names that vary the data are"
-    ):
-        MinimaObjective(Ridge(), X, Y, {"data__size": [3]})
+@pytest.mark.parametrize(
+    ("space", "settings", "match"),
+    [
+        ({"data__size": [3]}, {}, "space names 'data__size', but the names that vary the data are"),
+        (
+            {"lr": [0.1]},
+            {"lr_scaling": "log"},
+            r"lr_scaling must be None or one of \['linear', 'sqrt'\], got 'log'",
+        ),
+    ],
+)
+def test_names_that_there_are_not(space, settings, match):
+    with pytest.raises(ValueError, match=match):
+        MinimaObjective(net(), X, Y, space, **settings)
 
 
 # -- learning rates ----------------------------------------------------------------------------
@@ -256,8 +244,3 @@ def test_scaling_in_a_search():
     assert_allclose(table["param_scaled_lr"], 0.01 / 16 * table["param_batch_size"])
     assert search.best_estimator_.lr == table["param_scaled_lr"][0]
     assert net().lr == 0.01
-
-
-def test_bad_scaling():
-    with pytest.raises(ValueError, match=r"must be None or one of \['linear', 'sqrt'\], got 'log'"):
-        MinimaObjective(net(), X, Y, {"lr": [0.1]}, lr_scaling="log")
