@@ -69,10 +69,8 @@ def representativeness(  # noqa: PLR0913
     ----------
     model : nn.Module or fitted estimator
         Any model that `relative_flatness` measures.
-    X : array-like of n samples
-        Inputs as the model takes them.
-    y : array-like of shape (n, ...)
-        Labels as the model was trained with.
+    X, y : array-like of n samples
+        Inputs and labels as the model was trained with.
     layer : int, str or nn.Module, default=-1
         The layer whose features are smoothed, see `relative_flatness`.
     delta : float, optional
@@ -91,12 +89,8 @@ def representativeness(  # noqa: PLR0913
         are new to it. Only then is the result about new data; see Notes.
     n_draws : int, default=8
         Draws of the smoothing, each a pair of opposite moves.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Decides splits and draws, which differ from call to call if None, but not fits: the
         estimator has its own random state.
@@ -266,10 +260,8 @@ def generalization_bound(  # noqa: PLR0913
     ----------
     model : nn.Module or fitted estimator
         Any model that `relative_flatness` measures.
-    X : array-like of n samples
-        Inputs of the sample S that the model was trained on.
-    y : array-like of shape (n, ...)
-        Labels of S, as the model was trained with.
+    X, y : array-like of n samples
+        Inputs and labels of the sample S that the model was trained on.
     layer : int, str or nn.Module, default=-1
         A layer that receives one vector of m features for each sample, see
         `relative_flatness`.
@@ -278,30 +270,20 @@ def generalization_bound(  # noqa: PLR0913
     smoothing : Smoothing, optional
         Another kernel, a bandwidth for all samples, weights of the samples or noise on their
         labels. With weights, mean loss, flatness and robustness have them, too.
-    n_splits : int, default=10
-        Random splits for the representativeness, at least 2.
-    test_size : float, default=0.25
-        Share of the samples that each split holds out.
-    refit : bool, default=False
-        Fit a clone of the estimator to the rest of each split. Without it, the result is no
-        estimate of the risk on new data; see `representativeness`.
-    n_draws : int, default=8
-        Draws of the smoothing, each a pair of opposite moves.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    n_splits, test_size, refit, n_draws : optional
+        See `representativeness`. Without `refit`, the result is no estimate of the risk on new
+        data.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Decides splits and draws, see `representativeness`.
 
     Returns
     -------
     GeneralizationBound
-        Frozen, with `empirical_risk`, `representativeness`, `flatness_term`, `label_term`, their
-        sum `total`, `robustness`, `gap_bound`, `delta`, `bandwidth`, and `stderr` of the total;
-        all but delta and bandwidth in the unit of the loss.
+        Frozen, with the mean loss on S `empirical_risk`, the `representativeness`, the
+        `flatness_term`, a `label_term`, their sum `total` with its `stderr`, the measured
+        `robustness`, the `gap_bound`, and `delta` or `bandwidth`.
 
     Raises
     ------
@@ -321,19 +303,17 @@ def generalization_bound(  # noqa: PLR0913
     .. math:: \mathcal{E}_{emp} + n^{-2/(4+m)} \left( \frac{\kappa}{2m} + C_1 +
         \frac{C_2}{\sqrt\Delta} \right)
 
-    up to higher orders, with probability :math:`1 - \Delta`. The theorem assumes that labels are
-    locally constant (see `label_constancy`), and that the features have a density with two
-    derivatives. C1 and C2 depend on that density, which is unknown. They bound the
-    representativeness, so an estimate of the representativeness takes their place here. So
-    `total` is an estimate of a bound, not a guarantee.
+    up to higher orders, with probability :math:`1 - \Delta`, if labels are locally constant (see
+    `label_constancy`) and the features have a density with two derivatives. C1 and C2 depend on
+    that density, which is unknown, and bound the representativeness. An estimate of the latter
+    takes their place here, so that `total` is an estimate of a bound, not a guarantee.
 
     By Theorem 10 of [2]_, the gap is at most :math:`\epsilon + \epsilon'` for a model that is
     :math:`\epsilon`-feature robust on a sample that is :math:`\epsilon'`-representative.
     `gap_bound` has the measured robustness and the estimated representativeness in their place,
-    and no expansion in delta. By Definition 9 of [2]_, the distributions around the samples may
-    be of features and labels: with noise on the labels, representativeness and robustness have
-    noisy labels, and the rise of the loss by the labels alone is a term of its own. The flatness
-    term is always that of the labels as they are.
+    and no expansion in delta. With noise on the labels (Definition 9 of [2]_), representativeness
+    and robustness have noisy labels, the flatness term has the labels as they are, and
+    `label_term` is the rise of the loss by the labels alone.
 
     A Gaussian kernel density estimate moves all features by the same noise, of deviation h. Its
     flatness term is :math:`\tfrac{h^2}{2} \, \mathrm{mean}_i \mathrm{Tr}(W^\top B_i W)`,

@@ -76,10 +76,8 @@ def label_constancy(  # noqa: PLR0913
     ValueError
         If y holds regression targets instead of classes, `n_neighbors` is not a positive
         integer below the number of samples, or `by` is neither "labels" nor "loss".
-    LayerNotFoundError
-        If there is no such layer.
-    TypeError
-        If there is no network in the model.
+    LayerNotFoundError, TypeError
+        If there is no such layer, or no network in the model.
 
     Notes
     -----

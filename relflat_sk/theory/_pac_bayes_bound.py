@@ -114,12 +114,8 @@ def pac_bayes_bound(  # noqa: PLR0913
         values between 1e-6 and 8 if None.
     n_draws : int, default=1000
         Draws of noise with which the error on the sample is estimated at the chosen sigma.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Decides the noise, which differs from call to call if None.
 

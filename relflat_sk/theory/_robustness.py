@@ -43,10 +43,8 @@ def feature_robustness(  # noqa: PLR0913
     ----------
     model : nn.Module or fitted estimator
         Any model that `relative_flatness` measures.
-    X : array-like of n samples
-        Inputs as the model takes them.
-    y : array-like of shape (n, ...)
-        Labels as the model was trained with.
+    X, y : array-like of n samples
+        Inputs and labels as the model was trained with.
     delta : float
         How far features are moved, as a share of their norm.
     layer : int, str or nn.Module, default=-1
@@ -73,19 +71,15 @@ def feature_robustness(  # noqa: PLR0913
         The true labels at moved features (P21, equation 4): from an array of shape (n, m) to
         labels of the shape of `y`, as the criterion takes them; classes by their number. If
         None, labels are constant around each sample.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Decides the draws, which differ from call to call if None.
 
     Returns
     -------
     robustness : float
-        The mean rise, in the unit of the loss; 1/n is in. Small is robust.
+        The rise in the unit of the loss, averaged over n samples. Small is robust.
     stderr : float
         Its standard error from the random draws, 0 if there are none. The choice of samples
         does not count in it.
@@ -95,10 +89,8 @@ def feature_robustness(  # noqa: PLR0913
     ValueError
         If an argument is out of its range, or does not fit the layer, or `labelling` gives labels
         of other class weights.
-    LayerNotFoundError
-        If there is no such layer.
-    TypeError
-        If there is no network in the model.
+    LayerNotFoundError, TypeError
+        If there is no such layer, or no network in the model.
 
     Warns
     -----
@@ -197,39 +189,31 @@ def neuron_robustness(  # noqa: PLR0913
     ----------
     model : nn.Module or fitted estimator
         Any model that `relative_flatness` measures.
-    X : array-like of n samples
-        Inputs as the model takes them.
-    y : array-like of shape (n, ...)
-        Labels as the model was trained with.
+    X, y : array-like of n samples
+        Inputs and labels as the model was trained with.
     delta : float
         How far each feature is moved, as a share of its value.
     layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         The layers that receive the features. They must receive one vector for each sample;
         "all" leaves out others with a warning.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Seeds the random probes of the flatness, where it is not exact.
 
     Returns
     -------
     DataFrame
-        One row for each layer and neuron: `layer`, `neuron`, `robustness` (the rise of the mean
-        loss, 1/n is in) and `flatness_term`, ``delta^2 / 2 rho(j)``.
+        One row for each layer and neuron: `layer`, `neuron`, `robustness` (the rise of the loss,
+        averaged over n samples) and `flatness_term`, ``delta^2 / 2 rho(j)``.
 
     Raises
     ------
     ValueError
         If an argument is out of its range, or a layer receives more than one vector for each
         sample.
-    LayerNotFoundError
-        If there is no such layer.
-    TypeError
-        If there is no network in the model.
+    LayerNotFoundError, TypeError
+        If there is no such layer, or no network in the model.
 
     Warns
     -----

@@ -77,10 +77,8 @@ def worst_feature_robustness(  # noqa: PLR0913
     ----------
     model : nn.Module or fitted estimator
         Any model that `relative_flatness` measures.
-    X : array-like of n samples
-        Inputs as the model takes them.
-    y : array-like of shape (n, ...)
-        Labels as the model was trained with.
+    X, y : array-like of n samples
+        Inputs and labels as the model was trained with.
     delta : float
         How far features are moved at most, as a share of their norm.
     layer : int, str or nn.Module, default=-1
@@ -94,12 +92,8 @@ def worst_feature_robustness(  # noqa: PLR0913
     n_restarts : int, default=2
         Ascents from random orthogonal matrices, beside those from the identity and its negative.
         Not used with `matrices`.
-    criterion : torch loss, optional
-        Needed for a bare module; an estimator knows its own.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
     random_state : int, RandomState or None, default=None
         Decides the random starts, which differ from call to call if None.
 
@@ -107,16 +101,14 @@ def worst_feature_robustness(  # noqa: PLR0913
     -------
     WorstRobustness
         Frozen, with `value`, `rise`, `fall`, `matrix` and `flatness_bound`; all but the matrix
-        in the unit of the loss, 1/n is in.
+        in the unit of the loss, averaged over n samples.
 
     Raises
     ------
     ValueError
         If an argument is out of its range, or data, labels and model do not fit together.
-    LayerNotFoundError
-        If there is no such layer.
-    TypeError
-        If there is no network in the model.
+    LayerNotFoundError, TypeError
+        If there is no such layer, or no network in the model.
 
     Warns
     -----
@@ -178,7 +170,7 @@ def worst_feature_robustness(  # noqa: PLR0913
             starts = [identity, -identity]
             starts += haar_matrices(site.size, n_restarts, generator).to(identity)
             found = [_ascend(risk, start, 1.0, n_steps) for start in starts]
-            # a minimum of a convex loss is where the features stay
+            # the loss often falls most near the features as they are
             falls = [_ascend(risk, start, -1.0, n_steps) for start in (still, *starts)]
         else:
             given = check_matrices(matrices, site.size, identity.device)
