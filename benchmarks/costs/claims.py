@@ -18,7 +18,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +30,6 @@ from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search._claims import Draws, claim
 from relflat_sk.search._measure import write_record
-from relflat_sk.search._optuna_internals import add_trial
-from relflat_sk.search._optuna_reading import read_trials
 from relflat_sk.search._study import open_storage
 
 N_PROCESSES = 2
@@ -53,10 +50,10 @@ def as_worker(worker: int) -> Any:
     return mock.patch.object(claims_module, "this_process", return_value=elsewhere(worker))
 
 
-def record(trial: optuna.Trial) -> float:
+def record(study: optuna.Study, trial: optuna.Trial) -> None:
     """Record what a search records of a minimum."""
     write_record(trial, ATTRIBUTES)
-    return trial.number
+    study.tell(trial, trial.number)
 
 
 # -- all at the same moment -------------------------------------------------------------------
@@ -94,20 +91,23 @@ def claim_at_once(n_workers: int) -> tuple[int, int]:
     Returns the number of different candidates that they hold, and of withdrawn trials.
     """
     study, together = optuna.create_study(), Together(n_workers)
-    plan = Draws(2 * n_workers)
+    plan, add_trial = Draws(2 * n_workers, {}), claims_module._add_trial
     study.sampler = optuna.samplers.RandomSampler(seed=0)
 
-    def add_with_others(study: optuna.Study, template: Any) -> int:
+    def add_with_others(*arguments: Any) -> list[Any]:
         together.wait()
-        return add_trial(study, template)
+        return add_trial(*arguments)
+
+    def of_this_thread() -> list[Any]:
+        return elsewhere(threading.get_ident())
 
     def work() -> None:
         claim(study, plan, uuid.uuid4().hex)
         together.leave()
 
     with (
-        as_worker(0),
-        mock.patch.object(claims_module, "add_trial", add_with_others),
+        mock.patch.object(claims_module, "this_process", of_this_thread),
+        mock.patch.object(claims_module, "_add_trial", add_with_others),
     ):
         workers = [threading.Thread(target=work) for _ in range(n_workers)]
         for worker in workers:
@@ -115,7 +115,7 @@ def claim_at_once(n_workers: int) -> tuple[int, int]:
         for worker in workers:
             worker.join()
     trials = study.get_trials(deepcopy=False)
-    held = {t.system_attrs["candidate"] for t in trials if t.state == TrialState.RUNNING}
+    held = {t.user_attrs["candidate"] for t in trials if t.state == TrialState.RUNNING}
     return len(held), sum(trial.state == TrialState.FAIL for trial in trials)
 
 
@@ -146,14 +146,14 @@ def work(storage: str, study_name: str, workers: Sequence[int], n_trials: int) -
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.load_study(study_name=study_name, storage=open_storage(storage))
     study.sampler = optuna.samplers.RandomSampler()
-    plan, times, rng = Draws(n_trials), Times([], []), random.Random(workers[0])
+    plan, times, rng = Draws(n_trials, {}), Times([], []), random.Random(workers[0])
     # by the simulated time at which a worker acts next
     queue: list[tuple[float, int, Any]] = [(0.0, worker, None) for worker in workers]
     while queue:
         now, worker, claimed = heapq.heappop(queue)
         if claimed is not None:
             started = time.perf_counter()
-            claimed.optimize(record, n_trials=1)
+            record(study, claimed)
             times.records.append(time.perf_counter() - started)
         started = time.perf_counter()
         with as_worker(worker):
@@ -180,7 +180,7 @@ def share(kind: str, storage: str, n_workers: int, n_trials: int) -> list[Budget
     seconds = time.perf_counter() - started
     trials = study.get_trials(deepcopy=False)
     complete = Counter(
-        trial.system_attrs["candidate"] for trial in trials if trial.state == TrialState.COMPLETE
+        trial.user_attrs["candidate"] for trial in trials if trial.state == TrialState.COMPLETE
     )
     n_withdrawn = len(trials) - complete.total()
     claims, records = (
@@ -207,8 +207,8 @@ def fill(study: optuna.Study, n_trials: int) -> None:
         study.add_trial(
             create_trial(
                 value=0.0,
-                user_attrs=ATTRIBUTES | {"process": elsewhere(number), "sweep": "sweep"},
-                system_attrs={"candidate": number},
+                user_attrs=ATTRIBUTES
+                | {"process": elsewhere(number), "sweep": "sweep", "candidate": str(number)},
             )
         )
 
@@ -229,11 +229,11 @@ def by_size(kind: str, storage: str, sizes: Sequence[int], rounds: int) -> None:
         for worker in range(rounds):
             started = time.perf_counter()
             with as_worker(worker):
-                claimed = claim(study, Draws(size + rounds), "sweep")
+                claimed = claim(study, Draws(size + rounds, {}), "sweep")
             times.claims.append(time.perf_counter() - started)
             assert claimed is not None
             started = time.perf_counter()
-            claimed.optimize(record, n_trials=1)
+            record(study, claimed)
             times.records.append(time.perf_counter() - started)
         medians = [f"{1000 * statistics.median(part):.1f}" for part in times]
         rows.append([str(size), *medians, f"{1000 * seconds / n_read:.2f}" if n_read else ""])
@@ -241,25 +241,19 @@ def by_size(kind: str, storage: str, sizes: Sequence[int], rounds: int) -> None:
 
 
 def by_running(kind: str, storage: str, n_running: int) -> None:
-    """Print the time to read a study in which many trials run: their states only, and all."""
+    """Print the time to read a study in which many trials run."""
     study = optuna.create_study(study_name=uuid.uuid4().hex, storage=open_storage(storage))
     for number in range(n_running):
         attributes = {"process": elsewhere(number), "sweep": "sweep"}
         template = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
-        add_trial(study, template)
-    read_trials(study)
-    milliseconds = []
-    for read in (read_trials, partial(optuna.Study.get_trials, deepcopy=False)):
-        times = []
-        for _ in range(5):
-            started = time.process_time()
-            read(study)
-            times.append(time.process_time() - started)
-        milliseconds.append(f"{1000 * statistics.median(times):.1f} ms")
-    print(
-        f"\n{kind}: {n_running} trials that run are read in {milliseconds[0]} on the CPU at a "
-        f"claim, and in {milliseconds[1]} by Optuna"
-    )
+        study.add_trial(template)
+    times = []
+    for _ in range(5):
+        started = time.process_time()
+        study.get_trials(deepcopy=False)
+        times.append(time.process_time() - started)
+    milliseconds = 1000 * statistics.median(times)
+    print(f"\n{kind}: {n_running} trials that run are read in {milliseconds:.1f} ms on the CPU")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -116,9 +116,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def explain(error: BaseException) -> str:
     """Return the root of an error and what to do about it."""
-    *_, root = _chain(error)
+    chain = list(_chain(error))
+    *_, root = [one for one in chain if str(one).strip("()")] or chain
     lines = str(root).splitlines() or [repr(root)]
     text = f"{type(root).__name__}: {lines[0]}"
-    known = (text + str(error)).lower()
+    known = " ".join(map(str, [text, *chain])).lower()
     advice = [one for words, one in _ADVICE.items() if any(word in known for word in words)]
     return " ".join([text.rstrip(".") + ".", *advice[:1]])

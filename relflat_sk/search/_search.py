@@ -8,8 +8,8 @@ from typing import Any
 
 import optuna
 from optuna.samplers import NSGAIIISampler, NSGAIISampler
-from optuna.storages import InMemoryStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.trial import FrozenTrial
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
 from relflat_sk._checks import check_integer
@@ -23,15 +23,15 @@ from relflat_sk.search._remeasure import measure_what_is_new
 from relflat_sk.search._results import FlattestSoFar, listed
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import (
-    Stopping,
     StorageGuard,
     check_resumable,
+    file_of,
     in_memory,
     log_level,
     open_storage,
 )
 from relflat_sk.search._weights import check_store
-from relflat_sk.search._workers import Sweep, n_processes, train_all
+from relflat_sk.search._workers import Stopping, Sweep, n_processes, train_all
 
 
 def check_arguments(search: Any) -> None:
@@ -80,14 +80,11 @@ def plan_candidates(search: Any, space: Space) -> Plan:
     return Draws(int(search.n_trials), space.distributions())
 
 
-def create_study(search: Any, folder: str) -> optuna.Study:
+def create_study(search: Any, storage: BaseStorage) -> optuna.Study:
     """Create the study of a search, or open the one to resume."""
-    storage = search.storage
-    if storage is None and n_processes(search.n_jobs):
-        storage = JournalStorage(JournalFileBackend(str(Path(folder) / "journal.log")))
     return optuna.create_study(
         directions=["minimize"] * n_objectives(search),
-        storage=open_storage(storage),
+        storage=storage,
         pruner=search.pruner or optuna.pruners.NopPruner(),
         study_name=search.study_name,
         load_if_exists=search.study_name is not None,
@@ -107,7 +104,7 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
     estimator : estimator
         Any model that `relative_flatness` takes. Only minima can be ranked, so it should train
         long enough, see `goal`.
-    space : dict of str to list, distribution of Optuna, or callable
+    space : dict of str to list, distribution of Optuna or scipy, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial. Names that begin with ``data__`` vary the training data, see
         `MinimaObjective`.
@@ -357,21 +354,31 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         check_store(objective.artifact_store)
         temporary = tempfile.TemporaryDirectory()
         with log_level(quiet), temporary as folder, StorageGuard(self) as guard:
-            study = guard.study = create_study(self, folder)
+            jobs = n_processes(self.n_jobs)
+            own_journal = Path(folder) / "journal.log" if jobs else None
+            storage = open_storage(own_journal if self.storage is None else self.storage)
+            study = guard.study = create_study(self, storage)
             own_sampler = self.sampler is not None
-            check_resumable(study, objective, n_objectives(self), own_sampler=own_sampler)
+            check_resumable(study, storage, objective, n_objectives(self), own_sampler=own_sampler)
             measure_what_is_new(study, objective)
-            guard.remember_attributes()
+            guard.remember(study)
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
                 None if seeds[0] is None else int(seeds[0]), objective.space
             )
             plan = plan_candidates(self, objective.space)
             if self.retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
-            sweep = Sweep(objective, plan, quiet, self.fleet, stopping)
+            sweep = Sweep(
+                study, storage, objective, plan,
+                quiet=quiet, fleet=self.fleet, stopping=stopping, file=file_of(self.storage),
+            )  # fmt: skip
             flattest = FlattestSoFar(self.refit, self.depth_band)
-            jobs = n_processes(self.n_jobs)
-            interrupted = train_all(study, sweep, jobs, flattest.offer, progress=self.verbose > 0)
+
+            def keep(trial: FrozenTrial, estimator: Any) -> None:
+                guard.known[trial.number] = trial
+                flattest.offer(trial, estimator)
+
+            interrupted = train_all(sweep, jobs, keep, progress=self.verbose > 0)
             if self.storage is None and jobs:
                 study = in_memory(study)  # its journal is deleted with the folder
         self.study_ = study

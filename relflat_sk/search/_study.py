@@ -1,8 +1,10 @@
 """Open a study and its storage, check that a search may resume it, copy it into memory."""
 
+import json
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import SystemRandom
@@ -10,27 +12,16 @@ from types import TracebackType
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk._checks import check_number
 from relflat_sk._warnings import warn
 from relflat_sk.minima import MADE_WITH, remeasured_key
 from relflat_sk.search._claims import give_up_abandoned
 from relflat_sk.search._failures import explain, has_storage_failed
 from relflat_sk.search._objective import MinimaObjective
-from relflat_sk.search._optuna_database import holding_own_trials
-from relflat_sk.search._optuna_internals import (
-    file_of,
-    is_journal,
-    last_known,
-    other_studies,
-    widen_choices,
-)
-from relflat_sk.search._optuna_journal import protect_journal
-from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import check_space, new_choices
 from relflat_sk.search._weights import check_saved
@@ -92,15 +83,20 @@ def _open(storage: Any) -> BaseStorage:
                 f"there is no folder {str(folder)!r} for the storage {file!r}: make it first, or "
                 "give a file in another folder."
             )
-        is_journal_file = Path(file).suffix in _OF_JOURNALS
-        storage = (
-            JournalStorage(JournalFileBackend(file)) if is_journal_file else f"sqlite:///{file}"
-        )
+        if Path(file).suffix in _OF_JOURNALS:
+            return JournalStorage(WholeLinesJournal(file))
+        storage = f"sqlite:///{file}"
     if isinstance(storage, str):
-        storage = RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
-    opened = optuna.storages.get_storage(storage)
-    protect_journal(opened)
-    return holding_own_trials(opened)
+        return RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
+    return InMemoryStorage() if storage is None else storage
+
+
+def file_of(storage: Any) -> Path | None:
+    """Return the file that a search's argument `storage` names."""
+    if is_file(storage):
+        return Path(storage)
+    name = storage.removeprefix("sqlite:///") if isinstance(storage, str) else ""
+    return None if name in ("", storage, ":memory:") else Path(name.partition("?")[0])
 
 
 def is_file(storage: Any) -> bool:
@@ -121,8 +117,71 @@ def _engine_arguments(url: str) -> dict[str, Any]:
     return found
 
 
+class WholeLinesJournal(JournalFileBackend):
+    """A journal file to which lines are written as a whole, or not at all.
+
+    Optuna writes to the end of the file, whatever is there. If the disk is full or a process is
+    killed, half a line stays behind, the next line is appended to it, and nobody can read the
+    file any more. If the file was deleted, Optuna creates one that begins in the middle.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lock = JournalFileSymlinkLock(path)
+        super().__init__(path, lock_obj=self.lock)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append lines, after the last whole one."""
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        left = memoryview(lines.encode())
+        self.lock.acquire()
+        try:
+            with open(self.path, "r+b", buffering=0) as file:
+                end = _end_of_lines(file)
+                file.truncate(end)
+                file.seek(end)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                    os.fsync(file.fileno())
+                except BaseException:
+                    file.truncate(end)
+                    raise
+        finally:
+            self.lock.release()
+
+
+def _end_of_lines(file: Any) -> int:
+    """Return where the last whole line of a file ends."""
+    end: int = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 65536)
+        file.seek(begin)
+        found: int = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+class SearchStudy(optuna.Study):
+    """A second object for a study, whose `stop` says that a search is to end.
+
+    Callbacks and samplers call it outside of `Study.optimize`, where Optuna's own raises.
+    """
+
+    def __init__(self, study: optuna.Study) -> None:
+        self.__setstate__(study.__getstate__())  # as a copy by pickle, but for the storage
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End the search after the candidates that are in training."""
+        self.stopped = True
+
+
 def check_resumable(
     study: optuna.Study,
+    storage: BaseStorage,
     objective: MinimaObjective,
     n_objectives: int = 1,
     *,
@@ -141,13 +200,14 @@ def check_resumable(
     check_made_with(study, objective)
     wider = new_choices(objective.space, study)
     drawn = own_sampler or objective.space.grid() is None
-    if wider and drawn and is_journal(study):
+    if wider and (drawn or not isinstance(storage, JournalStorage)):
         raise ValueError(
-            f"study {name!r} has fewer choices for {sorted(wider)} than this space, and is in a "
-            "journal, to which choices can be added only if the space has nothing but choices and "
-            "no sampler is given. Give this search a study_name of its own."
+            f"study {name!r} has fewer choices for {sorted(wider)} than this space. Optuna takes "
+            "further choices in a journal only, if the space has nothing but choices and no "
+            "sampler is given. Give this search a study_name of its own. To keep the minima of "
+            f"{name!r}, copy its trials into a study with all choices first: docs/searching.md "
+            "shows how."
         )
-    widen_choices(study, wider)
     attributes = study.user_attrs
     needed = {one for one in objective.names[:n_objectives] if one in objective.measures}
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
@@ -162,34 +222,45 @@ def check_resumable(
                 f"call remeasure({lacking}) on a search with the measures of that study."
             )
     if study.study_name.startswith(_UNNAMED):
-        _warn_of_same(study)
+        _warn_of_same(study, storage)
 
 
-def _warn_of_same(study: optuna.Study) -> None:
+def _warn_of_same(study: optuna.Study, storage: BaseStorage) -> None:
     """Warn if a new study trains again what another one in its storage holds already."""
     if study.get_trials(deepcopy=False):
         return
     made = study.user_attrs[MADE_WITH]
-    others = other_studies(study).items()
-    same = [name for name, attributes in others if attributes.get(MADE_WITH) == made]
+    others = optuna.get_all_study_summaries(storage, include_best_trial=False)
+    same = [
+        (other.datetime_start, other.study_name)
+        for other in others
+        if other.study_name != study.study_name
+        and other.user_attrs.get(MADE_WITH) == made
+        and other.datetime_start is not None
+    ]
     if same:
+        _, newest = max(same)
         warn(
-            f"the storage holds study {same[-1]!r} of the same estimator, data and settings. "
+            f"the storage holds study {newest!r} of the same estimator, data and settings. "
             "Without a study_name, this search does not resume it, but trains all candidates in a "
-            f"new study, {study.study_name!r}. To resume it, pass study_name={same[-1]!r}."
+            f"new study, {study.study_name!r}. To resume it, pass study_name={newest!r}."
         )
 
 
-def in_memory(study: optuna.Study) -> optuna.Study:
-    """Copy a study from its storage into memory."""
+def in_memory(
+    study: optuna.Study,
+    trials: Iterable[FrozenTrial] | None = None,
+    attributes: dict[str, Any] | None = None,
+) -> optuna.Study:
+    """Copy a study from its storage into memory, or what is known of it without the storage."""
     copied = optuna.create_study(
         directions=study.directions,
         study_name=study.study_name,
         sampler=study.sampler,
         pruner=study.pruner,
     )
-    copied.add_trials(study.get_trials())
-    for name, value in study.user_attrs.items():
+    copied.add_trials(study.get_trials() if trials is None else trials)
+    for name, value in (study.user_attrs if attributes is None else attributes).items():
         copied.set_user_attr(name, value)
     return copied
 
@@ -212,21 +283,20 @@ def log_level(quiet: bool) -> Iterator[None]:
                 optuna.logging.set_verbosity(before)
 
 
-# Explain failures of a storage, and hold what was finished before.
-
-
 class StorageGuard:
-    """A context in which a search uses its storage."""
+    """A context in which a search uses its storage: explains failures, and holds what it knows."""
 
     def __init__(self, search: Any) -> None:
         self.search = search
         self.study: optuna.Study | None = None
-        self._attributes: dict[str, Any] = {}
+        self.known: dict[int, FrozenTrial] = {}  # finished trials, by number
+        self.attributes: dict[str, Any] = {}
 
-    def remember_attributes(self) -> None:
-        """Read the attributes of the study, such as how its minima are made, before training."""
-        if self.study is not None:
-            self._attributes = self.study.user_attrs
+    def remember(self, study: optuna.Study) -> None:
+        """Read what a study holds before training."""
+        self.attributes = study.user_attrs
+        finished = (trial for trial in study.get_trials() if trial.state.is_finished())
+        self.known = {trial.number: trial for trial in finished}
 
     def __enter__(self) -> "StorageGuard":
         return self
@@ -239,15 +309,15 @@ class StorageGuard:
     ) -> None:
         if error is None or not has_storage_failed(error):
             return
+        storage = self.search.storage
         if self.study is None:
-            storage = self.search.storage
             raise ValueError(
                 f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
                 f"{explain(error)} Expected the URL of a database, a file whose name ends in .db, "
                 ".sqlite or .log (a journal), a Path, or an optuna storage. Nothing was trained."
             ) from error
-        self.search.study_ = _rescue(self.study, self._attributes)
-        file = file_of(self.study)
+        self.search.study_ = self._rescue(self.study)
+        file = file_of(storage)
         reason = explain(error)
         if file is not None and not file.exists():
             reason = f"{file} was deleted or moved. Put it back, or give another storage."
@@ -257,6 +327,14 @@ class StorageGuard:
             "trained again. Those that this process knows are in `study_` of the search, in "
             "memory, for `rank_minima` or `optuna.copy_study`."
         ) from error
+
+    def _rescue(self, study: optuna.Study) -> optuna.Study:
+        """Copy a study into memory, or what this process knows of it."""
+        try:
+            return in_memory(study)
+        except Exception:  # whatever a broken storage raises
+            known = [self.known[number] for number in sorted(self.known)]
+            return in_memory(study, known, self.attributes)
 
 
 def without_password(storage: Any, *, unread: str) -> str:
@@ -273,60 +351,3 @@ def without_password(storage: Any, *, unread: str) -> str:
         return make_url(storage).render_as_string(hide_password=True)
     except ArgumentError:
         return unread
-
-
-def _rescue(study: optuna.Study, known: dict[str, Any]) -> optuna.Study:
-    """Copy a study into memory, or what this process has read of it."""
-    try:
-        return in_memory(study)
-    except Exception:  # whatever a broken storage raises
-        trials, attributes = last_known(study)
-    copied = optuna.create_study(directions=study.directions, study_name=study.study_name)
-    copied.add_trials(trials)
-    for name, value in (known | attributes).items():
-        copied.set_user_attr(name, value)
-    return copied
-
-
-# End a search early: after a time, or when one of the user's callbacks asks for it.
-
-# user attribute of a study: the sweeps that a callback has ended, which all their processes read
-STOPPED = "stopped_sweeps"
-
-
-class Stopping:
-    """When a sweep is to end, although there are candidates left."""
-
-    def __init__(
-        self,
-        timeout: float | None = None,
-        callbacks: Sequence[Callable[[optuna.Study, FrozenTrial], Any]] | None = None,
-    ) -> None:
-        check_number("timeout", timeout, optional=True)
-        self.callbacks = [] if callbacks is None else callbacks
-        if not isinstance(self.callbacks, list | tuple) or not all(map(callable, self.callbacks)):
-            raise TypeError(
-                "callbacks must be a list of functions of a study and a trial, as in "
-                f"Study.optimize, got {callbacks!r}."
-            )
-        # the clock that all processes of a machine share
-        self.deadline = None if timeout is None else time.time() + timeout
-
-    def __getstate__(self) -> dict[str, Any]:
-        # worker processes call none, but look whether one has ended the sweep
-        return self.__dict__ | {"callbacks": [None] * bool(self.callbacks)}
-
-    def is_due(self, study: optuna.Study, sweep: str) -> bool:
-        """Return whether no candidate is to begin."""
-        if self.deadline is not None and time.time() >= self.deadline:
-            return True
-        return bool(self.callbacks) and sweep in study.user_attrs.get(STOPPED, [])
-
-    def call(self, study: optuna.Study, trial: FrozenTrial, sweep: str) -> None:
-        """Call the callbacks."""
-        view = StoppableStudy(study)
-        for callback in self.callbacks:
-            callback(view, trial)
-        if view.stopped:
-            before = study.user_attrs.get(STOPPED, [])
-            study.set_user_attr(STOPPED, [*before, sweep])

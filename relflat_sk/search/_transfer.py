@@ -7,21 +7,18 @@ sends a class by its name only, and the other process does not know the name.
 
 import io
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cloudpickle
 import numpy as np
-import skorch.net
+import torch
+from skorch import NeuralNet
+from torch import Tensor
 
 from relflat_sk._network import mapped_file
-
-_LOCK = threading.Lock()
 
 
 class ByValue:
@@ -96,13 +93,37 @@ def unpacked(content: bytes | None) -> Any:
 
 def _dumps(value: Any) -> bytes:
     buffer = io.BytesIO()
-    with _nets_pickle_by_value():
-        cloudpickle.dump(value, buffer)
+    _Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
-@contextmanager
-def _nets_pickle_by_value() -> Iterator[None]:
-    """Let skorch nets pickle their modules by cloudpickle."""
-    with _LOCK, mock.patch.object(skorch.net, "pickle", cloudpickle):
-        yield
+class _Pickler(cloudpickle.Pickler):
+    """Pickles by cloudpickle what skorch nets pickle by Python's pickle: their torch parts."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, NeuralNet):
+            return _make_net, (type(obj), *_split_net(obj))
+        if type(obj) is Tensor and obj.is_cuda:
+            return _on_device, (obj.detach().cpu(), obj.device.type)
+        return super().reducer_override(obj)
+
+
+def _split_net(net: NeuralNet) -> tuple[Any, dict[str, Any]]:
+    """Return what a net pickles itself, and its torch parts."""
+    prefixes = tuple(net.cuda_dependent_attributes_)
+    parts = {name: value for name, value in vars(net).items() if name.startswith(prefixes)}
+    without = object.__new__(type(net))
+    vars(without).update({name: one for name, one in vars(net).items() if name not in parts})
+    return without.__getstate__(), parts
+
+
+def _make_net(kind: type, state: Any, parts: dict[str, Any]) -> Any:
+    net: Any = object.__new__(kind)
+    net.__setstate__(state)
+    vars(net).update(parts)
+    return net
+
+
+def _on_device(tensor: Tensor, device: str) -> Tensor:
+    """Return a tensor on its device, if this machine has it."""
+    return tensor.to(device) if torch.cuda.is_available() else tensor

@@ -4,71 +4,359 @@ import copy
 import logging
 import os
 import socket
+import threading
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, suppress
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
+from functools import cache
 from itertools import count
+from math import isnan
+from pathlib import Path
 from typing import Any
 
 import joblib
 import optuna
 import torch
 from joblib import Parallel, delayed
-from joblib.externals.loky.process_executor import TerminatedWorkerError
+from joblib.parallel import get_active_backend
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from relflat_sk._checks import check_integer
+from relflat_sk._checks import check_integer, check_number
 from relflat_sk.fleet import Fleet, fleet_size
-from relflat_sk.search._claims import (
-    Plan,
-    claim,
-    end_with_parent,
-    give_up,
-    give_up_abandoned,
-    is_cut_short,
-    is_suspect,
-)
-from relflat_sk.search._clusters import WorkersDiedError, find_cluster, results_of
+from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
 from relflat_sk.search._failures import CallError
 from relflat_sk.search._fit import isolated
 from relflat_sk.search._objective import MinimaObjective
-from relflat_sk.search._optuna_internals import (
-    TELL_ERRORS,
-    file_of,
-    is_shared_by_threads,
-    read_trial,
-)
-from relflat_sk.search._optuna_views import StoppableStudy
 from relflat_sk.search._results import is_minimum
-from relflat_sk.search._study import Stopping, log_level
+from relflat_sk.search._study import SearchStudy, log_level
 from relflat_sk.search._transfer import ByPath, ByValue, packed, unpacked
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
+_LOG = logging.getLogger("relflat_sk")
+# user attribute of a study: the sweeps that a callback has ended, which all their processes read
+STOPPED = "stopped_sweeps"
 
-class Run:
-    """The objective of `Study.optimize` for one trial, which holds the trained estimator."""
+OnFinished = Callable[[FrozenTrial, Any], None]
+Found = list[tuple[FrozenTrial, bytes | None]]
 
-    def __init__(self, objective: MinimaObjective) -> None:
+
+class Stopping:
+    """When a sweep is to end, although there are candidates left."""
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        callbacks: Sequence[Callable[[optuna.Study, FrozenTrial], Any]] | None = None,
+    ) -> None:
+        check_number("timeout", timeout, optional=True)
+        self.callbacks = [] if callbacks is None else callbacks
+        if not isinstance(self.callbacks, list | tuple) or not all(map(callable, self.callbacks)):
+            raise TypeError(
+                "callbacks must be a list of functions of a study and a trial, as in "
+                f"Study.optimize, got {callbacks!r}."
+            )
+        # the clock that all processes of a machine share
+        self.deadline = None if timeout is None else time.time() + timeout
+
+    def __getstate__(self) -> dict[str, Any]:
+        # worker processes call none, but look whether one has ended the sweep
+        return self.__dict__ | {"callbacks": [None] * bool(self.callbacks)}
+
+    def is_due(self, study: optuna.Study, sweep: str) -> bool:
+        """Return whether no candidate is to begin."""
+        if self.deadline is not None and time.time() >= self.deadline:
+            return True
+        return bool(self.callbacks) and sweep in study.user_attrs.get(STOPPED, [])
+
+    def call(self, study: SearchStudy, trial: FrozenTrial, sweep: str) -> None:
+        """Call the callbacks."""
+        for callback in self.callbacks:
+            callback(study, trial)
+        before = study.user_attrs.get(STOPPED, []) if study.stopped else []
+        if study.stopped and sweep not in before:
+            study.set_user_attr(STOPPED, [*before, sweep])
+
+
+class Sweep:
+    """One call of `FlatMinimaSearch.fit`: claims candidates and trains them.
+
+    Worker processes hold copies of it, which share its name.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        storage: BaseStorage,
+        objective: MinimaObjective,
+        plan: Plan,
+        *,
+        quiet: bool = True,
+        fleet: int | str | None = None,
+        stopping: Stopping | None = None,
+        file: Path | None = None,
+    ) -> None:
+        self.study = SearchStudy(study)
+        self.storage = storage
         self.objective = objective
-        self.estimator: Any = None
-        self.call_error: CallError | None = None
+        self.plan = plan
+        self.quiet = quiet
+        self.fleet = fleet
+        self.stopping = stopping or Stopping()
+        self.file = file  # of the study, which all workers must reach
+        self.suspects = True  # whether candidates are tried that a process died of
+        self.name = uuid.uuid4().hex
+        self.process_id = os.getpid()
 
-    def __call__(self, trial: optuna.Trial) -> Sequence[float]:
-        """Train and measure a candidate."""
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"objective": self.objective_to_send()}
+
+    def __sizeof__(self) -> int:
+        # joblib sends what seems large to dask once, not with each task
+        return 10**6
+
+    def objective_to_send(self) -> MinimaObjective:
+        """Return the objective in the form in which other processes get it."""
+        objective = copy.copy(self.objective)
+        for name in ("estimator", "space"):
+            setattr(objective, name, ByValue(getattr(objective, name)))
+        # joblib maps large arrays into the memory of all workers
+        for name in ("X", "y", "X_test", "y_test"):
+            setattr(objective, name, ByPath.wrap(getattr(objective, name)))
+        return objective
+
+    def n_open(self) -> int:
+        """Count the candidates left and those that this sweep is training."""
+        trials = self.study.get_trials(deepcopy=False)
+        running = sum(trial.state == TrialState.RUNNING and self.owns(trial) for trial in trials)
+        return len(self.plan.left(trials)) + running
+
+    def owns(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial belongs to this sweep."""
+        return bool(trial.user_attrs.get("sweep") == self.name)
+
+    def is_due(self) -> bool:
+        """Return whether the sweep is to end, although there are candidates left."""
+        return self.study.stopped or self.stopping.is_due(self.study, self.name)
+
+    def train_one(self, on_finished: OnFinished) -> bool:
+        """Claim a candidate and train it in this process; return whether there was one."""
+        if self.is_due():
+            return False
+        trial = claim(self.study, self.plan, self.name, suspects=self.suspects)
+        if trial is None:
+            return False
+        # Another process may take this one for dead (its machine slept, say) and give the trial
+        # up. The candidate is trained again, and this result is dropped.
+        with suppress(UpdateFinishedTrialError):
+            state, values, estimator = self._run(trial)
+            told = self.study.tell(trial, values, state, skip_if_finished=True)
+            if told.state == state:
+                _log(told)
+                on_finished(told, estimator)
+            if estimator is None:
+                torch.cuda.empty_cache()  # the next candidate may fit, if this one needed too much
+        return True
+
+    def _run(self, trial: optuna.Trial) -> tuple[TrialState, Sequence[float] | None, Any]:
+        """Train and measure the candidate of a trial."""
         try:
-            found, self.estimator = self.objective.run(trial)
-        except CallError as error:
-            self.call_error = error
+            with _heartbeat(self.storage, trial):
+                found, estimator = self.objective.run(trial)
+        except (CallError, UpdateFinishedTrialError):
             raise
+        except optuna.TrialPruned:
+            return TrialState.PRUNED, None, None
+        except Exception:  # which the trial has recorded
+            return TrialState.FAIL, None, None
         values = found if isinstance(found, tuple) else (found,)
         # with one direction, the first measure alone, so that any sampler and pruner works
-        return values[: len(trial.study.directions)]
+        values = values[: len(self.study.directions)]
+        if any(map(isnan, values)):
+            return TrialState.FAIL, None, estimator
+        return TrialState.COMPLETE, values, estimator
+
+    def train_left(self, on_finished: OnFinished, at_most: int | None = None) -> None:
+        """Train the candidates left in this process."""
+        numbers = count() if at_most is None else iter(range(at_most))
+
+        def train() -> bool:
+            return next(numbers, None) is not None and self.train_one(on_finished)
+
+        train_together(train, self.study, self.objective, self.fleet)
 
 
-# What a progress bar says of a search: the flattest minimum, goals reached, failures.
+@contextmanager
+def _heartbeat(storage: BaseStorage, trial: optuna.Trial) -> Iterator[None]:
+    """Tell the storage regularly that a trial is alive, if the storage has a heartbeat."""
+    if not isinstance(storage, RDBStorage) or storage.get_heartbeat_interval() is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def beat() -> None:
+        while True:
+            with suppress(Exception):  # the next one may succeed
+                storage.record_heartbeat(id_of(trial))
+            if ended.wait(storage.get_heartbeat_interval()):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _log(trial: FrozenTrial) -> None:
+    """Say in Optuna's log how a trial ended, as `Study.optimize` does."""
+    logger = optuna.logging.get_logger("optuna.study")
+    if trial.state == TrialState.COMPLETE:
+        found = f"values: {trial.values} and parameters: {trial.params}"
+        logger.info(f"Trial {trial.number} finished with {found}.")
+    else:
+        reason = trial.user_attrs.get("reason", "")
+        logger.warning(f"Trial {trial.number} ended as {trial.state.name}: {reason}")
+
+
+# -- several nets at a time ----------------------------------------------------------------------
+
+
+def train_together(
+    train: Callable[[], bool],
+    study: optuna.Study,
+    objective: MinimaObjective,
+    fleet: int | str | None,
+) -> None:
+    """Train candidates until there is none left, several at a time if their nets can be stacked."""
+    size = fleet_size(fleet)
+    reason = None if size is None else _why_one_by_one(study, objective.estimator)
+    if size is not None and reason is None:
+        with isolated(objective.n_threads):
+            Fleet(size, auto=fleet == "auto").run(train)
+        return
+    if reason is not None:
+        _LOG.log(logging.INFO if fleet == "auto" else logging.WARNING, reason)
+    while train():
+        pass
+
+
+def _why_one_by_one(study: optuna.Study, estimator: Any) -> str | None:
+    """Return why candidates are trained one by one, before any is trained."""
+    parts = [estimator, *estimator.get_params().values()]
+    if not any(isinstance(part, RelativeFlatnessRegularizedNet) for part in parts):
+        return f"trained one by one: {type(estimator).__name__} holds no net of relflat_sk"
+    with ThreadPoolExecutor(1) as other:
+        if other.submit(study.get_trials, deepcopy=False).exception() is not None:
+            return "trained one by one: an SQLite database in memory has one thread"
+    return None
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def n_processes(n_jobs: int | None) -> int:
+    """Return the number of worker processes that train; 0 if this process does."""
+    if n_jobs == 0:
+        raise ValueError("n_jobs == 0 has no meaning: give a number of processes, or -1.")
+    if n_jobs is None or n_jobs == 1:
+        return 0
+    found = int(joblib.effective_n_jobs(n_jobs))
+    return found if found > 1 else 0
+
+
+def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> None:
+    """Train all candidates left in worker processes, because threads share torch's random state.
+
+    If a worker dies, the candidates that were in training are tried once more, one at a time and
+    after all others, so that another death can only be the candidate's own.
+    """
+    sweep.objective_to_send()  # refuses data that no other process can read
+    while not sweep.is_due():
+        trials = give_up_abandoned(sweep.study)
+        fresh, suspects = sweep.plan.split(trials)
+        sweep.suspects = not fresh
+        if not (fresh or suspects):
+            return
+        n_left = len(fresh) or 1
+        n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
+        death = None
+        try:
+            with closing(_results(sweep, -(-n_left // n), n, n_jobs)) as results:
+                for found in results:
+                    for trial, estimator in found:
+                        on_finished(trial, unpacked(estimator))
+        except (BrokenProcessPool, CancelledError) as error:  # CancelledError: of dask
+            death = error
+        # no worker trains any more: what seems to be running was killed, on whichever machine
+        killed = give_up(sweep.study, sweep.owns, _blame if sweep.suspects else _suspect)
+        if death is not None and not killed:
+            raise death
+
+
+def _suspect(trial: FrozenTrial) -> dict[str, Any]:
+    return {"killed": True}
+
+
+def _blame(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the attributes of a trial that was killed though nothing else trained."""
+    reason = "the process that trained was killed twice, perhaps for lack of memory"
+    return {"killed": True, "reason": reason, "failed": True}
+
+
+def _results(sweep: Sweep, n_tasks: int, n: int, n_jobs: int) -> Generator[Found, None, None]:
+    """Yield what tasks of n candidates each have found, as soon as joblib's backend can."""
+    backend, _ = get_active_backend()
+    in_turn = backend.supports_return_generator
+    at_once = n_tasks if in_turn else 4 * n_jobs  # ray's backend returns all results together
+    parallel = Parallel(n_jobs, return_as="generator_unordered" if in_turn else "list")
+    for first in range(0, n_tasks, at_once):
+        numbers = range(first, min(first + at_once, n_tasks))
+        yield from parallel(delayed(_train_in_worker)(sweep, n) for _ in numbers)
+
+
+def _train_in_worker(sweep: Sweep, n: int) -> Found:
+    """Claim n candidates and train them in a worker process, which may be on another machine."""
+    if sweep.file is not None and not sweep.file.exists():
+        raise CallError(
+            f"the study's file {sweep.file.absolute()} is not on worker {socket.gethostname()}. "
+            "Give the search a storage that all workers reach: the URL of a database server, or a "
+            "file ending in .log in a folder that all machines share."
+        )
+    _end_with_parent(sweep.process_id)
+    found: list[tuple[FrozenTrial, Any]] = []
+    sweep.study.sampler.reseed_rng()  # otherwise every worker would draw the same values
+    with log_level(sweep.quiet):
+        sweep.train_left(lambda *result: found.append(result), n)
+    return [(trial, packed(estimator)) for trial, estimator in found]
+
+
+@cache  # one thread is enough
+def _end_with_parent(process_id: int) -> None:
+    """Let the calling process end soon after its parent, if that is the search's process.
+
+    A process that is killed cannot end its workers. Without their parent, they would train their
+    candidates to the end, for nobody. (On Windows, they still do.)
+    """
+
+    def watch() -> None:
+        while os.getppid() == process_id:
+            time.sleep(1)
+        os._exit(1)
+
+    if os.getppid() == process_id:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+# -- a whole search ------------------------------------------------------------------------------
 
 
 class Progress:
@@ -101,258 +389,34 @@ class Progress:
         )
 
 
-# Train the candidates of a search in worker processes, here or on a cluster.
-
-Found = list[tuple[FrozenTrial, bytes | None]]
-
-
-def n_processes(n_jobs: int | None) -> int:
-    """Return the number of worker processes that train."""
-    if n_jobs == 0:
-        raise ValueError("n_jobs == 0 has no meaning: give a number of processes, or -1.")
-    if n_jobs is None or n_jobs == 1:
-        return 0
-    cluster = find_cluster()
-    if cluster is None:
-        found = int(joblib.effective_n_jobs(n_jobs))
-        return found if found > 1 else 0
-    return n_jobs if n_jobs > 0 else cluster.n_workers()
-
-
-def train_in_processes(study: optuna.Study, sweep: Any, n_jobs: int, on_finished: Any) -> None:
-    """Train all candidates left in worker processes, because threads share torch's random state."""
-    sweep.objective_to_send()  # refuses data that no other process can read
-    while not sweep.is_due(study) and (n_left := sweep.n_left(study)):
-        n_killed, death = sweep.n_killed(study), None
-        n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
-        try:
-            with closing(_results(study, sweep, -(-n_left // n), n, n_jobs)) as results:
-                for found in results:
-                    for trial, estimator in found:
-                        on_finished(trial, unpacked(estimator))
-        except (TerminatedWorkerError, WorkersDiedError) as error:
-            death = error
-        # no worker trains any more: what seems to be running was killed, on whichever machine
-        trials = study.get_trials(deepcopy=False)
-        give_up(study, sweep.owns, partial(_blame, trials=trials))
-        if death is not None and sweep.n_killed(study) == n_killed:
-            raise death
-
-
-def _results(
-    study: optuna.Study, sweep: Any, n_tasks: int, n: int, n_jobs: int
-) -> Generator[Found, None, None]:
-    """Yield what tasks of n candidates each have found, as soon as a task has ended."""
-    cluster = find_cluster()
-    if cluster is not None:
-        cluster.send(_train_on_cluster, (sweep, study))
-        yield from results_of(cluster, n_tasks, n, n_jobs)
-        return
-    tasks = (delayed(sweep.train_some_in_worker)(study, n) for _ in range(n_tasks))
-    yield from Parallel(n_jobs=n_jobs, return_as="generator_unordered")(tasks)
-
-
-def _train_on_cluster(sent: tuple[Any, optuna.Study], n: int) -> Found:
-    """Train n candidates in a worker process that may be on another machine."""
-    sweep, study = sent
-    file = file_of(study)
-    if file is not None and not file.exists():
-        raise CallError(
-            f"the study's file {file.absolute()} is not on worker {socket.gethostname()}. Give the "
-            "search a storage that all workers reach: the URL of a database server, or a file "
-            "ending in .log in a folder that all machines share."
-        )
-    found: Found = sweep.train_some_in_worker(study, n)
-    return found
-
-
-def _blame(trial: FrozenTrial, trials: list[FrozenTrial]) -> dict[str, Any]:
-    """Return the attributes of a killed trial: its candidate is tried again once."""
-    if not is_suspect(trial, trials):
-        return {"killed": True}
-    reason = "the process that trained was killed twice, perhaps for lack of memory"
-    return {"killed": True, "reason": reason, "failed": True}
-
-
-# Train the candidates of a process together, as far as their nets can be stacked.
-
-_LOG = logging.getLogger("relflat_sk")
-
-
-def train_together(
-    train: Callable[[], bool],
-    study: optuna.Study,
-    estimator: Any,
-    fleet: int | str | None,
-    n_threads: int | None,
-) -> None:
-    """Train candidates until there is none left, several at a time."""
-    size = fleet_size(fleet)
-    reason = None if size is None else _why_not(study, estimator)
-    if size is None or reason is not None:
-        if reason is not None:
-            _LOG.log(logging.INFO if fleet == "auto" else logging.WARNING, reason)
-        while train():
-            pass
-        return
-    with isolated(n_threads):
-        Fleet(size, auto=fleet == "auto").run(train)
-
-
-def _why_not(study: optuna.Study, estimator: Any) -> str | None:
-    """Return why candidates are trained one by one, before any is trained."""
-    parts = [estimator, *estimator.get_params().values()]
-    if not any(isinstance(part, RelativeFlatnessRegularizedNet) for part in parts):
-        return f"trained one by one: {type(estimator).__name__} holds no net of relflat_sk"
-    if not is_shared_by_threads(study):
-        return "trained one by one: an SQLite database in memory has one thread"
-    return None
-
-
-# Train the candidates of a search, in this process or in several worker processes.
-
-OnFinished = Callable[[FrozenTrial, Any], None]
-
-
-class Sweep:
-    """One call of `FlatMinimaSearch.fit`: claims candidates and trains them.
-
-    Worker processes hold copies of it, which share its name.
-    """
-
-    def __init__(
-        self,
-        objective: MinimaObjective,
-        plan: Plan,
-        quiet: bool,
-        fleet: int | str | None = None,
-        stopping: Stopping | None = None,
-    ) -> None:
-        self.fleet = fleet
-        self.stopping = stopping or Stopping()
-        self.objective = objective
-        self.plan = plan
-        self.quiet = quiet
-        self.name = uuid.uuid4().hex
-        self.process_id = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"objective": self.objective_to_send()}
-
-    def objective_to_send(self) -> MinimaObjective:
-        """Return the objective in the form in which other processes get it."""
-        objective = copy.copy(self.objective)
-        for name in ("estimator", "space"):
-            setattr(objective, name, ByValue(getattr(objective, name)))
-        # joblib maps large arrays into the memory of all workers, and so does ray
-        for name in ("X", "y", "X_test", "y_test"):
-            setattr(objective, name, ByPath.wrap(getattr(objective, name)))
-        return objective
-
-    def n_left(self, study: optuna.Study) -> int:
-        """Count the candidates left, while no process of this sweep trains."""
-        return self.plan.n_left(give_up_abandoned(study))
-
-    def n_killed(self, study: optuna.Study) -> int:
-        """Count the trials of this sweep whose process died."""
-        trials = study.get_trials(deepcopy=False)
-        return sum("killed" in trial.user_attrs and self.owns(trial) for trial in trials)
-
-    def n_open(self, study: optuna.Study) -> int:
-        """Count the candidates left and those that this sweep is training."""
-        trials = study.get_trials(deepcopy=False)
-        running = sum(trial.state == TrialState.RUNNING and self.owns(trial) for trial in trials)
-        return self.plan.n_left(trials) + running
-
-    def owns(self, trial: FrozenTrial) -> bool:
-        """Return whether a trial belongs to this sweep."""
-        return bool(trial.user_attrs.get("sweep") == self.name)
-
-    def is_due(self, study: optuna.Study) -> bool:
-        """Return whether the sweep is to end, although there are candidates left."""
-        return self.stopping.is_due(study, self.name)
-
-    def train_one(self, study: optuna.Study, on_finished: OnFinished) -> bool:
-        """Claim a candidate and train it in this process."""
-        claimed = None if self.is_due(study) else claim(study, self.plan, self.name)
-        if claimed is None:
-            return False
-        run = Run(self.objective)
-        try:
-            claimed.optimize(
-                run,
-                n_trials=1,
-                catch=(Exception,),
-                callbacks=[lambda _, trial: on_finished(trial, run.estimator)],
-            )
-        except TELL_ERRORS:
-            # Another process took this one for dead (its machine slept, say) and gave the trial
-            # up. The candidate is trained again, and this result is dropped.
-            if not is_cut_short(read_trial(study, claimed.trial_id)):
-                raise
-        if run.call_error is not None:
-            raise run.call_error
-        if run.estimator is None:
-            torch.cuda.empty_cache()  # the next candidate may fit, if this one ran out of memory
-        return not claimed.stopped
-
-    def train_left(
-        self, study: optuna.Study, on_finished: OnFinished, at_most: int | None = None
-    ) -> None:
-        """Train the candidates left in this process."""
-        numbers = count() if at_most is None else iter(range(at_most))
-
-        def train() -> bool:
-            return next(numbers, None) is not None and self.train_one(study, on_finished)
-
-        objective = self.objective
-        train_together(train, study, objective.estimator, self.fleet, objective.n_threads)
-
-    def train_some_in_worker(
-        self, study: optuna.Study, n: int
-    ) -> list[tuple[FrozenTrial, bytes | None]]:
-        """Claim candidates and train them in a worker process."""
-        end_with_parent(self.process_id)
-        found: list[tuple[FrozenTrial, Any]] = []
-        study.sampler.reseed_rng()  # otherwise every worker would draw the same values
-        with log_level(self.quiet):
-            self.train_left(study, lambda *result: found.append(result), n)
-        return [(trial, packed(estimator)) for trial, estimator in found]
-
-
-def train_all(
-    study: optuna.Study, sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool
-) -> bool:
-    """Train all candidates left."""
-    so_far = Progress(study.get_trials(deepcopy=False) if progress else ())
-    with tqdm(total=sweep.n_open(study), desc="minima", unit="net", disable=not progress) as bar:
+def train_all(sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool) -> bool:
+    """Train all candidates left; return whether Ctrl-C ended it."""
+    so_far = Progress(sweep.study.get_trials(deepcopy=False) if progress else ())
+    with tqdm(total=sweep.n_open(), desc="minima", unit="net", disable=not progress) as bar:
 
         def show(trial: FrozenTrial, estimator: Any) -> None:
             # other searches may train candidates of the same study, or give them up
             if progress:
-                bar.total = bar.n + 1 + sweep.n_open(study)
+                bar.total = bar.n + 1 + sweep.n_open()
             so_far.add(trial)
             bar.set_postfix_str(str(so_far), refresh=False)
             bar.update()
             on_finished(trial, estimator)
-            sweep.stopping.call(study, trial, sweep.name)
+            sweep.stopping.call(sweep.study, trial, sweep.name)
 
         try:
             if n_jobs:
-                train_in_processes(study, sweep, n_jobs, show)
+                train_in_processes(sweep, n_jobs, show)
             else:
-                sweep.train_left(study, show)
+                sweep.train_left(show)
         except KeyboardInterrupt:
-            give_up(study, sweep.owns)  # the trials that were running
+            give_up(sweep.study, sweep.owns)  # the trials that were running
             return True
         except Exception:
             with suppress(Exception):  # the storage may be what failed
-                give_up(study, sweep.owns)
+                give_up(sweep.study, sweep.owns)
             raise
     return False
-
-
-# Optimize a study of one's own, and train the nets of several trials together.
 
 
 def optimize_study(
@@ -426,7 +490,7 @@ def optimize_study(
     check_integer("n_trials", n_trials, minimum=1, optional=True)
     stopping = Stopping(timeout, callbacks)
     caught = catch if isinstance(catch, type) else tuple(catch)
-    view, begun = StoppableStudy(study), set[int]()
+    view, begun = SearchStudy(study), set[int]()
     numbers = count() if n_trials is None else iter(range(n_trials))
 
     def run(trial: optuna.Trial) -> Any:
@@ -440,7 +504,7 @@ def optimize_study(
         return True
 
     try:
-        train_together(train, study, objective.estimator, fleet, objective.n_threads)
+        train_together(train, view, objective, fleet)
     except BaseException:  # Optuna has noted the end of trials that raise, not that of the others
         give_up(study, lambda trial: trial.number in begun)
         raise

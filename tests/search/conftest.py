@@ -1,6 +1,7 @@
 """Optuna's messages stay away, and its log level is given back; storages of each kind."""
 
 from functools import partial
+from pathlib import Path
 
 import optuna
 import pytest
@@ -46,7 +47,7 @@ def postgresql(postgresql_server):
 
 @pytest.fixture(params=[*FILES, "postgresql"])
 def make_storage(request, tmp_path):
-    """A function that opens the same storage each time, also in another process."""
+    """A function that returns the same storage each time, also in another process."""
     if request.param == "postgresql":
         return partial(str, request.getfixturevalue("postgresql").url)
-    return partial(FILES[request.param][0], tmp_path)
+    return partial(Path, tmp_path / FILES[request.param])

@@ -14,22 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-
-
-def sqlite(folder: Path) -> str:
-    return f"sqlite:///{folder / 'minima.db'}"
-
-
-def journal(folder: Path) -> JournalStorage:
-    path = str(folder / "minima.log")
-    # who is killed while it holds the lock leaves it behind: for 30 s by default
-    lock = JournalFileSymlinkLock(path, grace_period=3)
-    return JournalStorage(JournalFileBackend(path, lock_obj=lock))
-
-
-FILES = {"sqlite": (sqlite, "minima.db"), "journal": (journal, "minima.log")}
+FILES = {"sqlite": "minima.db", "journal": "minima.log"}
 
 # -- PostgreSQL ----------------------------------------------------------------------------------
 

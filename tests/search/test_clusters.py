@@ -24,8 +24,7 @@ from relflat_sk import (
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._names import _REGISTERED
 from relflat_sk.search._claims import is_cut_short, this_process
-from relflat_sk.search._clusters import WorkersDiedError, find_cluster, results_of
-from relflat_sk.search._workers import Sweep, n_processes
+from relflat_sk.search._workers import Sweep
 from tests.data_kinds import KINDS
 from tests.processes import forkserver
 from tests.search.test_claims import Dies
@@ -191,26 +190,6 @@ def test_data_that_are_not_in_memory_reach_the_workers(engine, kind, tmp_path):
     np.testing.assert_allclose(*tables, rtol=1e-5)
 
 
-def add(data, n):
-    return [data + n]
-
-
-def test_data_that_die_with_a_worker_of_dask_are_sent_again(dask, monkeypatch):
-    client, sent = dask["client"], []
-    with parallel_config(**dask):
-        cluster = find_cluster()
-    scatter = cluster._scatter
-    monkeypatch.setattr(cluster, "_scatter", lambda: sent.append(1) or scatter())
-    cluster.send(add, 10)
-    (holder,) = client.who_has(cluster._shared)[cluster._shared.key]
-    os.kill(client.run(os.getpid, workers=[holder])[holder], signal.SIGKILL)
-    found = []
-    with pytest.raises(WorkersDiedError, match="a worker of dask died, and the data with it"):
-        found += results_of(cluster, 4, 1, 2)
-    assert found == [[], [], [11], [11]]
-    assert len(sent) == 2  # both tasks lost the same copy
-
-
 def test_grid_search_with_the_scorer(engine):
     net = RelativeFlatnessRegularizedClassifier(
         flatness_weight=0, max_epochs=20, lr=0.05, verbose=0, random_state=0
@@ -258,15 +237,3 @@ def test_cross_validation_of_a_search_on_dask(dask):
     with parallel_config(**dask):
         found = cross_val_score(search, X, Y, cv=2, n_jobs=2)
     assert found.tolist() == cross_val_score(search.set_params(n_jobs=1), X, Y, cv=2).tolist()
-
-
-@pytest.mark.scale
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [({}, 2), ({"num_cpus": 2}, 1), ({"num_gpus": 1}, 1), ({"resources": {"slot": 2}}, 2)],
-    ids=str,
-)
-def test_workers_that_ray_has_room_for(ray, arguments, expected):
-    with parallel_config(**ray, ray_remote_args=arguments):
-        assert n_processes(-1) == expected
-        assert n_processes(5) == 5

@@ -276,7 +276,7 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
 
 def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
     """Sums in another order change a net within rounding, which is no other net."""
-    stored = {"storage": tmp_path / "minima.db", "study_name": "sweep"}
+    stored = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     space = {"lr": [0.01, 0.02, 0.03]}
     first = make_search(space=space, fleet=3, **stored).fit(X, y)
     assert all(trial.user_attrs["in_fleet"] for trial in first.study_.trials)

@@ -1,7 +1,6 @@
 """Tasks on a cluster whose workers die, and data that are sent by the path of their file."""
 
 import pickle
-from collections import deque
 
 import numpy as np
 import pytest
@@ -10,85 +9,13 @@ from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.search import _workers as in_processes
-from relflat_sk.search._clusters import Cluster, WorkersDiedError, find_cluster, results_of
+from relflat_sk.search import _workers
 from relflat_sk.search._transfer import ByPath
 from relflat_sk.search._workers import n_processes
 from tests.data_kinds import KINDS
 
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
-
-
-class Scripted(Cluster):
-    """A cluster whose workers die at some of the tasks."""
-
-    def __init__(self, dies_at):
-        super().__init__(None)
-        self.dies_at, self.running = dies_at, deque()
-        self.n_begun = self.most = self.n_closed = self.n_released = 0
-
-    def n_workers(self):
-        return 2
-
-    def send(self, function, data):
-        self.function, self.data = function, data
-
-    def submit(self, n):
-        self.running.append(self.n_begun)
-        self.n_begun += 1
-        self.most = max(self.most, len(self.running))
-
-    def wait(self):
-        task = self.running.popleft()
-        if task in self.dies_at:
-            raise WorkersDiedError(f"worker of task {task} died")
-        return self.function(self.data, task)
-
-    def release_idle(self):
-        self.n_released += 1
-
-    def close(self):
-        self.n_closed += 1
-
-
-def run(dies_at, n_tasks=6, n_jobs=2):
-    cluster, found = Scripted(dies_at), []
-    cluster.send(lambda data, n: [data + n], 10)
-    try:
-        found += results_of(cluster, n_tasks, 1, n_jobs)
-    except WorkersDiedError as error:
-        found.append(str(error))
-    assert cluster.n_closed == 1
-    return cluster, found
-
-
-def test_all_tasks_are_done_and_as_many_at_a_time_as_asked_for():
-    cluster, found = run(dies_at=())
-    assert found == [[10], [11], [12], [13], [14], [15]]
-    assert (cluster.n_begun, cluster.most, cluster.n_released) == (6, 2, 2)
-
-
-def test_a_death_ends_nothing_else_and_is_raised_at_the_end():
-    cluster, found = run(dies_at={1})
-    assert found == [[10], [], [12], [13], [14], [15], "worker of task 1 died"]
-    assert cluster.n_begun == 6
-
-
-def test_workers_that_all_die_end_the_tasks():
-    cluster, found = run(dies_at=range(100), n_tasks=100)
-    assert found[-1] == "worker of task 2 died"  # more than there are at a time
-    assert cluster.n_begun < 6
-
-
-def test_tasks_begin_before_the_caller_uses_a_result():
-    cluster = Scripted(())
-    cluster.send(lambda data, n: [n], None)
-    results = results_of(cluster, 5, 1, 2)
-    next(results)
-    assert cluster.n_begun == 3
-    results.close()
-    assert cluster.n_closed == 1
 
 
 def test_a_search_in_threads_finds_what_one_in_processes_finds():
@@ -185,26 +112,28 @@ def test_a_search_in_two_processes_reads_data_of_all_kinds(kind, request, tmp_pa
     np.testing.assert_allclose(*(table.loc[[0.1, 0.2]] for table in tables), rtol=1e-5)
 
 
-def test_without_a_cluster_joblib_counts():
-    assert find_cluster() is None
-    assert [n_processes(n) for n in (None, 1, 3)] == [0, 0, 3]
+@pytest.mark.parametrize(("n_jobs", "expected"), [(None, 0), (1, 0), (3, 3)])
+def test_how_many_processes_train(n_jobs, expected):
+    assert n_processes(n_jobs) == expected
+
+
+def test_no_processes_are_refused():
     with pytest.raises(ValueError, match="n_jobs == 0 has no meaning: give a number of processes"):
         n_processes(0)
 
 
 def test_a_file_that_a_worker_does_not_reach_is_explained(monkeypatch, tmp_path):
     """As on another machine; here the file is moved before the first task."""
-    cluster = Scripted(())
+    train = _workers.train_in_processes
 
-    def send(function, data):
-        (tmp_path / "minima.db").rename(tmp_path / "moved.db")
-        cluster.function, cluster.data = function, data
+    def train_without_file(sweep, n_jobs, on_finished):
+        sweep.file = tmp_path / "moved.db"
+        train(sweep, n_jobs, on_finished)
 
-    monkeypatch.setattr(cluster, "send", send)
-    monkeypatch.setattr(in_processes, "find_cluster", lambda: cluster)
+    monkeypatch.setattr(_workers, "train_in_processes", train_without_file)
     search = FlatMinimaSearch(
         LogisticRegression(), {"C": [0.1, 1.0]}, n_jobs=2, storage=tmp_path / "minima.db"
     )
-    match = r"the study's file .*minima.db is not on worker .*the URL of a database server"
+    match = r"the study's file .*moved.db is not on worker .*the URL of a database server"
     with pytest.raises(RuntimeError, match=match):
         search.fit(X, Y)

@@ -18,8 +18,8 @@ from sklearn.linear_model import LogisticRegression
 from benchmarks.costs.engines import on_dask, on_ray
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._claims import is_cut_short, is_gone
+from relflat_sk.search._study import open_storage
 from tests.processes import forkserver, run_module
-from tests.search.storages import sqlite
 
 N_TRIALS = 50
 EVERY = 10  # finished trials between two kills
@@ -73,7 +73,7 @@ def search_and_kill(is_due, make_storage, *arguments):
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     context = forkserver()
-    study = optuna.create_study(storage=make_storage(), study_name="sweep")
+    study = optuna.create_study(storage=open_storage(make_storage()), study_name="sweep")
     workers = [begin(context, make_storage, *arguments) for _ in range(2)]
     n_killed = 0
     while any(worker.exitcode is None for worker in workers):
@@ -147,7 +147,7 @@ def search_waiting(folder, n_jobs, context=nullcontext):
         n_jobs=n_jobs,
         depth_band=None,  # C determines the depth
         refit=False,
-        storage=sqlite(folder),
+        storage=folder / "minima.db",
         study_name="sweep",
         random_state=0,
     )
@@ -181,7 +181,7 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
     module, context = ENGINES[engine]
     pytest.importorskip(module, reason=f"needs the extra {engine}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(storage=sqlite(tmp_path), study_name="sweep")
+    study = optuna.create_study(storage=open_storage(tmp_path / "minima.db"), study_name="sweep")
     main = forkserver().Process(target=search_waiting, args=(tmp_path, 2, context))
     main.start()
     wait_until(lambda: len(study.get_trials(states=(TrialState.RUNNING,))) == 2)
@@ -202,7 +202,7 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("url", [False, True])
 def test_quick_run_of_the_benchmark(tmp_path, url):
-    options = ["--url", sqlite(tmp_path), "--only", "overhead"] if url else []
+    options = ["--url", f"sqlite:///{tmp_path / 'minima.db'}", "--only", "overhead"] if url else []
     done = run_module("benchmarks.costs.search", "--quick", *options)
     assert done.returncode == 0, done.stderr
     *_, budgets = done.stdout.strip().split("\n\n")

@@ -171,7 +171,7 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
 
 def test_arguments_are_checked():
     study = make_study()
-    with pytest.raises(TypeError, match=r"must be a MinimaObjective, got a function.*stacked_tr"):
+    with pytest.raises(TypeError, match=r"must be a MinimaObjective, got a function.*fleet_tr"):
         optimize_study(study, lambda trial: 0.0, 1)
     with pytest.raises(ValueError, match="n_trials must be"):
         optimize_study(study, make_objective(), 0)

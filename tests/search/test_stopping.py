@@ -8,8 +8,8 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
-from relflat_sk.search import _study as stopping_module
-from relflat_sk.search._study import Stopping
+from relflat_sk.search import _workers as stopping_module
+from relflat_sk.search._workers import Stopping
 
 X, Y = load_iris(return_X_y=True)
 C = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -26,9 +26,6 @@ class Clock:
     def __init__(self, ticks):
         self.ticks = iter(ticks)
         self.now = 0.0
-
-    def monotonic(self):
-        return 0.0
 
     def time(self):
         self.now = next(self.ticks, self.now)
