@@ -33,7 +33,7 @@ from relflat_sk.measures import flatness_columns
 from relflat_sk.minima import CURVES
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import CallError, blame_storage
-from relflat_sk.search._goal import add_goal
+from relflat_sk.search._goal import add_goal, callbacks_of
 from relflat_sk.search._weights import last_step
 from relflat_sk.training import EPOCH_TRAINER
 
@@ -276,7 +276,7 @@ def _has_pruner(trial: Any) -> bool:
 def drop_default_splits(nets: Iterable[NeuralNet]) -> None:
     """Let nets train on all data, unless their user or one of their callbacks needs a split."""
     for net in nets:
-        if _is_default(net) and not any(map(_monitors_validation, _callbacks(net))):
+        if _is_default(net) and not any(map(_monitors_validation, callbacks_of(net))):
             net.set_params(train_split=None)
 
 
@@ -301,11 +301,6 @@ def _is_default(net: NeuralNet) -> bool:
             other = default.default
             return type(split) is type(other) and vars(split) == vars(other)
     return False
-
-
-def _callbacks(net: NeuralNet) -> list[Any]:
-    given = [] if net.callbacks in (None, "disable") else net.callbacks
-    return [part[1] if isinstance(part, tuple) else part for part in given]
 
 
 def _monitors_validation(callback: Any) -> bool:

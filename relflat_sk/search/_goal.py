@@ -60,14 +60,18 @@ def check_goal(goal: Any, estimator: Any) -> None:
 
 def own_goals(net: NeuralNet) -> list[Any]:
     """List the callbacks of a net that stop its training at a goal."""
-    callbacks = [] if net.callbacks in (None, "disable") else net.callbacks
-    parts = [part[1] if isinstance(part, tuple) else part for part in callbacks]
     kinds = (StopAtLoss, StopAtGradientNorm)
     return [
-        part
-        for part in parts
-        if isinstance(part, kinds) or (isinstance(part, type) and issubclass(part, kinds))
+        one
+        for one in callbacks_of(net)
+        if isinstance(one, kinds) or (isinstance(one, type) and issubclass(one, kinds))
     ]
+
+
+def callbacks_of(net: NeuralNet) -> list[Any]:
+    """List the callbacks that a net was given, without their names."""
+    given = [] if net.callbacks in (None, "disable") else net.callbacks
+    return [one[1] if isinstance(one, tuple) else one for one in given]
 
 
 def add_goal(estimator: Any, goal: Any) -> None:

@@ -81,26 +81,6 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
 SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
 
 
-def check_direction(direction: Any) -> None:
-    """Refuse a direction that there is not."""
-    if direction not in SIGNS:
-        raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
-
-
-def check_directions(trial: Any, direction: str, n_measures: int) -> None:
-    """Refuse a study that optimises in other directions than an objective."""
-    study = getattr(trial, "study", None)
-    if study is None:
-        return
-    directions = [one.name.lower() for one in study.directions]
-    if directions != [direction] * n_measures:
-        raise ValueError(
-            f"the study's directions are {directions}, but this objective has {n_measures} "
-            f"measure(s), each to {direction}. Create the study with "
-            f"directions={[direction] * n_measures}."
-        )
-
-
 SEED = "seed"  # user attribute of a trial; a text, because a number would seem to be a measure
 
 
@@ -141,7 +121,97 @@ class Seeds:
 IN_FLEET = "in_fleet"  # user attribute of a trial: whether its net was trained with others
 
 
-class MinimaObjective:
+class _Candidates:
+    """Train, restore and measure candidates, as an objective says."""
+
+    estimator: Any
+    X: Any
+    y: Any
+    X_test: Any
+    y_test: Any
+    space: Space
+    names: tuple[str, ...]  # of the objectives: measures, and "train_loss"
+    measures: tuple[str, ...]
+    measuring: Measuring
+    per_sample: dict[str, Any]
+    direction: str
+    artifact_store: Any
+    lr_scaling: str | None
+    goal: Any
+    seeds: Seeds
+    n_threads: int | None
+
+    @in_isolation
+    def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
+        """Train and measure one candidate, and return the trained estimator as well."""
+        record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
+        try:
+            params = self.space.suggest(trial)
+            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
+                record[f"param_scaled_{name}"] = lr
+            record[IN_FLEET] = in_fleet()
+            seed = self.seeds.begin(trial, record)
+            with measured_later() as later:
+                estimator = self.train(params, seed, record, trial)
+            found = record_trial(record, trial, estimator, self.data(params), self, seed)
+            for check in later:
+                check()
+            if not np.isfinite(found).all():
+                record["failed"] = True
+            write_record(trial, record)
+        except optuna.TrialPruned:
+            write_record(trial, record | {"reason": NO_REASON[TrialState.PRUNED]})
+            raise
+        except Exception as error:
+            write_record(trial, record | failure_record(error))
+            raise
+        values = tuple(SIGNS[self.direction] * value for value in found)
+        return (values[0] if len(values) == 1 else values), estimator
+
+    @in_isolation
+    def train(
+        self,
+        params: Mapping[str, Any],
+        seed: int | None,
+        record: dict[str, Any] | None = None,
+        trial: Any = None,
+    ) -> Any:
+        """Train the estimator with one combination of parameters, on all the data."""
+        record = {} if record is None else record
+        layer = self.measuring.layer
+        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
+
+    @in_isolation
+    def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
+        """Restore a trained candidate from its saved weights, without training."""
+        weights = load_weights(self.artifact_store, trial)
+        data, seed = self.data(params), self.seeds.of(trial)
+        estimator = self._prepare(params, seed)
+        with split_recorded(estimator, data.X_fit):
+            return restore(estimator, weights, data, seed)
+
+    @in_isolation
+    def measure(
+        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
+    ) -> dict[str, Flatness]:
+        """Measure a trained candidate, all measures in as few passes over the data as possible."""
+        seed, data = self.seeds.of(trial), data.only(trained_rows(estimator))
+        with seeded(seed):
+            return self.measuring(self.measuring.network(estimator, data), names, seed)
+
+    def data(self, params: Mapping[str, Any]) -> TrainingData:
+        """Choose the data that a candidate is trained and measured on."""
+        stratify = is_classifier(self.estimator)
+        arguments = split_params(params)[1] | self.per_sample
+        return vary_data(self.X, self.y, **arguments, stratify=stratify)
+
+    def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
+        own = split_params(params)[0]
+        own |= scale_lr(self.estimator, own, self.lr_scaling)
+        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)
+
+
+class MinimaObjective(_Candidates):
     """Train one candidate per trial, and measure its minimum: for `optuna.Study.optimize`.
 
     Each trial clones the estimator, sets the parameters that the trial draws and trains on all
@@ -265,7 +335,8 @@ class MinimaObjective:
     ) -> None:
         check_order(estimator, X, y, space)
         check_integer("n_threads", n_threads, minimum=1, optional=True)
-        check_direction(direction)
+        if direction not in SIGNS:
+            raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
         check_goal(goal, estimator)
         check_lr_scaling(lr_scaling)
         self.estimator = estimator
@@ -275,7 +346,7 @@ class MinimaObjective:
         check_kind(estimator, self.space.entries)
         check_early_stopping(self.space.possible(estimator))
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
-        self.names, self.measures = check_names(measures)  # names: one objective each
+        self.names, self.measures = check_names(measures)
         self.measuring = Measuring(self.measures, layer, measure_params, device)
         self.per_sample = check_fit_params(
             X, y, fit_params, last_prefix(estimator), classifier=is_classifier(estimator)
@@ -290,155 +361,17 @@ class MinimaObjective:
 
     def __call__(self, trial: optuna.Trial) -> float | tuple[float, ...]:
         """Train and measure one candidate."""
-        check_directions(trial, self.direction, len(self.names))
         study = getattr(trial, "study", None)
         if study is not None and study.study_name not in self.checked:
+            directions = [one.name.lower() for one in study.directions]
+            needed = [self.direction] * len(self.names)
+            if directions != needed:
+                raise ValueError(
+                    f"the study's directions are {directions}, but this objective has "
+                    f"{len(needed)} measure(s), each to {self.direction}. Create the study with "
+                    f"directions={needed}."
+                )
             check_made_with(study, self, own=trial.number)
             check_store(self.artifact_store)
             self.checked.add(study.study_name)
         return self.run(trial)[0]
-
-    @in_isolation
-    def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and return the trained estimator as well.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            Draws the parameters and gets the user attributes.
-
-        Returns
-        -------
-        values : float or tuple of float
-            The value of each measure, as when the objective is called.
-        estimator : estimator
-            The trained estimator.
-        """
-        record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
-        try:
-            params = self.space.suggest(trial)
-            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
-                record[f"param_scaled_{name}"] = lr
-            record[IN_FLEET] = in_fleet()
-            seed = self.seeds.begin(trial, record)
-            with measured_later() as later:
-                estimator = self.train(params, seed, record, trial)
-            found = record_trial(record, trial, estimator, self.data(params), self, seed)
-            for check in later:
-                check()
-            if not np.isfinite(found).all():
-                record["failed"] = True
-            write_record(trial, record)
-        except optuna.TrialPruned:
-            write_record(trial, record | {"reason": NO_REASON[TrialState.PRUNED]})
-            raise
-        except Exception as error:
-            write_record(trial, record | failure_record(error))
-            raise
-        values = tuple(SIGNS[self.direction] * value for value in found)
-        return (values[0] if len(values) == 1 else values), estimator
-
-    @in_isolation
-    def train(
-        self,
-        params: Mapping[str, Any],
-        seed: int | None,
-        record: dict[str, Any] | None = None,
-        trial: Any = None,
-    ) -> Any:
-        """Train the estimator with one combination of parameters, on all the data.
-
-        Parameters
-        ----------
-        params : dict
-            Values by parameter name, as the estimator takes them.
-        seed : int or None
-            The seed of the trial, see `Seeds`.
-        record : dict, optional
-            Gets the seconds that training took, and its curves.
-        trial : optuna.Trial, optional
-            Gets the training loss of each epoch for the study's pruner.
-
-        Returns
-        -------
-        estimator
-            A trained clone.
-        """
-        record = {} if record is None else record
-        layer = self.measuring.layer
-        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
-
-    @in_isolation
-    def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
-        """Restore a trained candidate from its saved weights, without training.
-
-        Parameters
-        ----------
-        params : dict
-            Values by parameter name, as the estimator takes them.
-        trial : optuna.trial.FrozenTrial
-            The trial that trained the candidate.
-
-        Returns
-        -------
-        estimator
-            A fitted clone with the saved weights.
-
-        Raises
-        ------
-        ValueError
-            If no weights of the trial were saved.
-        """
-        weights = load_weights(self.artifact_store, trial)
-        data, seed = self.data(params), self.seeds.of(trial)
-        estimator = self._prepare(params, seed)
-        with split_recorded(estimator, data.X_fit):
-            return restore(estimator, weights, data, seed)
-
-    @in_isolation
-    def measure(
-        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
-    ) -> dict[str, Flatness]:
-        """Measure a trained candidate, all measures in as few passes over the data as possible.
-
-        Parameters
-        ----------
-        names : sequence of str
-            Names of measures, see `get_measure_names`.
-        estimator : estimator
-            The trained candidate.
-        data : TrainingData
-            Its training data.
-        trial : optuna.trial.FrozenTrial
-            The trial that trained it, whose seed is that of random probes, too.
-
-        Returns
-        -------
-        dict of str to Flatness
-            The results, by name of the measure.
-        """
-        seed, data = self.seeds.of(trial), data.only(trained_rows(estimator))
-        with seeded(seed):
-            return self.measuring(self.measuring.network(estimator, data), names, seed)
-
-    def data(self, params: Mapping[str, Any]) -> TrainingData:
-        """Choose the data that a candidate is trained and measured on.
-
-        Parameters
-        ----------
-        params : dict
-            Values by parameter name.
-
-        Returns
-        -------
-        TrainingData
-            X and y themselves if no parameter begins with ``data__``.
-        """
-        stratify = is_classifier(self.estimator)
-        arguments = split_params(params)[1] | self.per_sample
-        return vary_data(self.X, self.y, **arguments, stratify=stratify)
-
-    def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
-        own = split_params(params)[0]
-        own |= scale_lr(self.estimator, own, self.lr_scaling)
-        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)
