@@ -17,7 +17,6 @@ X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
 TRACES = [
     "relative_flatness",
-    "normalized_relative_flatness",
     "hessian_trace",
     "trace_flatness",
     "neuron_flatness_sum",
@@ -69,7 +68,7 @@ def run(net, **parameters):
     return trial.user_attrs, fitted, Counting.n_samples
 
 
-def test_six_measures_take_one_pass_more_than_the_training(tmp_path):
+def test_five_measures_take_one_pass_more_than_the_training(tmp_path):
     attrs, fitted, n_samples = run(make_net(), artifact_store=tmp_path)
     assert n_samples == (N_EPOCHS + 1) * len(X)
     assert attrs["artifact_id"]
