@@ -13,10 +13,8 @@ from sklearn.base import clone
 from skorch.callbacks import (
     Callback,
     Checkpoint,
-    EarlyStopping,
     EpochScoring,
     GradientNormClipping,
-    LRScheduler,
     TrainEndCheckpoint,
 )
 from skorch.dataset import ValidSplit
@@ -375,16 +373,6 @@ def test_flatness_scorer_as_epoch_scoring(split, caching):
     assert len(net.history[:, "flatness"]) == 3
 
 
-def test_early_stopping_watches_the_loss_without_penalty():
-    params = {"flatness_weight": 10.0, "optimizer": torch.optim.SGD, "lr": 1.0}
-    params["flatness_clip"] = None
-    stop = EarlyStopping("train_loss", patience=2, threshold=0.5, load_best=True)
-    net = make(callbacks=[stop], max_epochs=100, **params).fit(X, NAMES)
-    losses = net.history[:, "train_loss"]
-    assert 4 <= len(losses) < 100
-    same(net, make(max_epochs=stop.best_epoch_, **params).fit(X, NAMES))
-
-
 def test_checkpoints_come_back(tmp_path):
     split = ValidSplit(3)
     best = Checkpoint(dirname=tmp_path, monitor="valid_loss_best", load_best=True)
@@ -400,12 +388,6 @@ def test_checkpoints_come_back(tmp_path):
     loaded = make(**{**params, "max_epochs": 0}).fit(X, NAMES)
     loaded.load_params(f_params=tmp_path / "end_params.pt")
     same(loaded, net)
-
-
-def test_schedules_of_the_learning_rate():
-    schedule = LRScheduler("StepLR", step_size=1, gamma=0.1)
-    net = make(callbacks=[schedule], optimizer=torch.optim.SGD, lr=0.5).fit(X, NAMES)
-    assert net.history[:, "event_lr"] == pytest.approx([0.5, 0.05, 0.005])
 
 
 # -- saving ------------------------------------------------------------------------------

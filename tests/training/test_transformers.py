@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 import relflat_sk.training as door
 from relflat_sk import RelativeFlatnessPenalty, relative_flatness
@@ -24,10 +24,9 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from relflat_sk.training import TransformersFlatnessCallback
-from relflat_sk.training._other_trainers import rows_in_order
 
 DRAW = torch.Generator().manual_seed(0)
 IDS = torch.randint(1, 20, (10, 6), generator=DRAW)
@@ -334,12 +333,6 @@ def test_samples_that_are_grouped_by_length_are_measured_like_others():
     found, expected = (entries(trainer, "relative_flatness") for trainer in (grouped, in_order))
     assert len(found) == 1
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_sampler_that_may_repeat_samples_is_refused():
-    loader = DataLoader(DATA, sampler=DistributedLengthGroupedSampler(2, DATA, 2, 0))
-    with pytest.raises(ValueError, match="the DistributedLengthGroupedSampler of the training"):
-        rows_in_order(loader, None, dict, 2)
 
 
 def test_a_stream_cannot_be_measured():
