@@ -1,3 +1,3 @@
 """Keep what runs in a process of its own out of the others: its import teaches torch a device."""
 
-collect_ignore = ["counts.py", "fleets.py", "place.py", "simulated.py", "trainings.py", "values.py"]
+collect_ignore = ["counts.py", "place.py", "simulated.py", "trainings.py", "values.py"]

@@ -7,6 +7,7 @@ the network's forward pass. Operations that compute nothing, such as views, do n
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from skorch import NeuralNetClassifier
@@ -14,6 +15,8 @@ from torch import nn
 
 from benchmarks._harness.networks import LeNet5
 from relflat_sk import (
+    MLP,
+    FleetTrainer,
     RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
@@ -63,15 +66,11 @@ def count_step(net, n=8, y_device="cpu"):
 @pytest.fixture(scope="module")
 def skorch_step():
     with simulated_device():
-        return count_step(
-            NeuralNetClassifier(
-                LeNet5,
-                criterion=nn.CrossEntropyLoss,
-                optimizer=torch.optim.Adam,
-                device=DEVICE,
-                verbose=0,
-            )
-        )
+        net = NeuralNetClassifier(
+            LeNet5, criterion=nn.CrossEntropyLoss, optimizer=torch.optim.Adam, device=DEVICE,
+            verbose=0,
+        )  # fmt: skip
+        return count_step(net)
 
 
 STEPS = {
@@ -174,3 +173,28 @@ def test_epochs_with_a_goal():
             net.partial_fit(X, y)
         waits.append(counts.n_waits)
     assert waits[1] - waits[0] <= 1
+
+
+def count_training(module, n, fleet, epochs):
+    X = np.random.RandomState(0).randn(32, 3, 32, 32).astype(np.float32)
+    nets = [
+        RelativeFlatnessRegularizedClassifier(
+            module, lr=0.001 * (1 + seed), random_state=seed, max_epochs=epochs, batch_size=32,
+            device=DEVICE, verbose=0,
+        )
+        for seed in range(n)
+    ]  # fmt: skip
+    with count() as counts:
+        FleetTrainer(nets, fleet=fleet).fit(X, np.arange(32) % 10)
+    return counts.n_operations
+
+
+def count_member_step(module, n, fleet):
+    """Count the operations of a step of 32 images, for each member."""
+    # the first epoch finds out how to train, and an epoch is one step
+    return (count_training(module, n, fleet, 2) - count_training(module, n, fleet, 1)) / n
+
+
+@pytest.mark.parametrize("module", [LeNet5, MLP])
+def test_a_member_of_a_fleet_takes_a_tenth_of_the_operations(module):
+    assert count_member_step(module, 20, 20) < count_member_step(module, 1, None) / 10

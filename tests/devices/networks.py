@@ -1,4 +1,4 @@
-"""Small networks, and data for them, on the CPU."""
+"""Small networks, data and random numbers, on the CPU."""
 
 import copy
 from functools import cache
@@ -9,6 +9,19 @@ from torch import nn
 CRITERION = nn.CrossEntropyLoss()
 
 
+class GeneratorOfTheCPU(torch._C.Generator):
+    """`torch.Generator` on the CPU, for any device."""
+
+    def __new__(cls, device="cpu"):
+        made = super().__new__(cls, device="cpu")
+        made.asked_for = torch.device(device)
+        return made
+
+    @property
+    def device(self):
+        return self.asked_for
+
+
 def make_mlp(activation=nn.ReLU):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), activation(), nn.Linear(7, 3))
@@ -16,17 +29,11 @@ def make_mlp(activation=nn.ReLU):
 
 def make_conv():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Flatten(), nn.Linear(8, 3),
-    ).eval()  # fmt: skip
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).eval()
 
 
-NETWORKS = {
-    "relu": make_mlp,
-    "tanh": lambda: make_mlp(nn.Tanh),
-    "convolution": make_conv,
-}
+NETWORKS = {"relu": make_mlp, "tanh": lambda: make_mlp(nn.Tanh), "convolution": make_conv}
 
 
 def make_data(n=40):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.devices.generator import GeneratorOfTheCPU
+from tests.devices.networks import GeneratorOfTheCPU
 
 __all__ = ["DEVICE", "IS_SIMULATED", "other_device"]
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.devices.generator import GeneratorOfTheCPU
+from tests.devices.networks import GeneratorOfTheCPU
 
 __all__ = ["DEVICE", "Counts", "count", "simulated_device"]
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["values.py", "trainings.py", "counts.py", "fleets.py"])
+@pytest.mark.parametrize("module", ["values.py", "trainings.py", "counts.py"])
 def test_on_a_simulated_device(module):
     run_tests(module)
 

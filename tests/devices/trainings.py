@@ -33,7 +33,6 @@ class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
     pass
 
 
-CLASSES = {"SAM": SAM}
 TRAININGS = {
     "last layer": {},
     "first layer": {"flatness_layer": 0, "flatness_weight": 1.0},
@@ -45,8 +44,30 @@ TRAININGS = {
     "goal": {"callbacks": [StopAtLoss(1.05)], "max_epochs": 20},
     "stationary": {"callbacks": [StopAtGradientNorm(0.3)], "max_epochs": 6},
     "validation": {"train_split": ValidSplit(3)},
-    "sample weights": {"sample_weight": np.arange(40) % 3},
+    "sample weights": {},
 }
+
+
+def make_net(network, name, device, **params):
+    kind = SAM if name == "SAM" else RelativeFlatnessRegularizedClassifier
+    params = {"max_epochs": 2, **TRAININGS[name], **params}
+    return kind(
+        lambda: NETWORKS[network]().double(), batch_size=16, device=device, random_state=0,
+        verbose=0, **params,
+    )  # fmt: skip
+
+
+def fit_params(name):
+    return {"sample_weight": np.arange(40) % 3 if name == "sample weights" else None}
+
+
+def assert_trained_alike(net, expected, X):
+    assert len(net.history) == len(expected.history)
+    for column in ("train_loss", "flatness_penalty"):
+        found, wanted = net.history[:, column], expected.history[:, column]
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
+    np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
 
 
 # the ways to a curvature depend on the network, all else does not
@@ -56,29 +77,16 @@ CASES += [(net, name) for net in ("tanh", "convolution") for name in ("last laye
 
 @pytest.mark.parametrize(("network", "name"), CASES)
 def test_trainings(network, name):
-    params = dict(TRAININGS[name])
-    fit_params = {"sample_weight": params.pop("sample_weight", None)}
     X, y = make_data()
-    nets = []
     places = [("cpu", "cpu"), (DEVICE, "cpu"), (DEVICE, DEVICE)]
     if IS_SIMULATED and name == "validation":
         places.pop()  # it does not index tensors as scikit-learn does for a split
-    for device, data in places:
-        net = CLASSES.get(name, RelativeFlatnessRegularizedClassifier)(
-            lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, batch_size=16,
-            device=device,
-            random_state=0, verbose=0,
-        )  # fmt: skip
-        nets.append(net.fit(X.to(data), y.to(data), **fit_params))
-    expected = nets[0]
-    for net in nets[1:]:
-        assert len(net.history) == len(expected.history)
-        for column in ("train_loss", "flatness_penalty"):
-            assert net.history[:, column] == pytest.approx(
-                expected.history[:, column], rel=1e-3, abs=1e-6
-            )
-        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
-        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
+    expected, *nets = (
+        make_net(network, name, device).fit(X.to(data), y.to(data), **fit_params(name))
+        for device, data in places
+    )
+    for net in nets:
+        assert_trained_alike(net, expected, X)
 
 
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
@@ -119,28 +127,13 @@ STACKED = ["last layer", "all layers", "normalised", "goal", "sample weights"]
     ("network", "name"), [("convolution", "last layer"), *(("relu", name) for name in STACKED)]
 )
 def test_fleets(network, name):
-    params = dict(TRAININGS[name])
-    fit_params = {"sample_weight": params.pop("sample_weight", None)}
     X, y = (tensor.numpy() for tensor in make_data())
     fleets = []
     for device in ("cpu", DEVICE):
-        nets = [
-            RelativeFlatnessRegularizedClassifier(
-                lambda: NETWORKS[network]().double(), **{"max_epochs": 2, **params}, lr=lr,
-                batch_size=16, device=device, random_state=0, verbose=0,
-            )
-            for lr in (0.01, 0.02)
-        ]  # fmt: skip
-        trainer = FleetTrainer(nets, fleet=2).fit(X, y, **fit_params)
-        fleets.append(trainer.estimators_)
+        nets = [make_net(network, name, device, lr=lr) for lr in (0.01, 0.02)]
+        fleets.append(FleetTrainer(nets, fleet=2).fit(X, y, **fit_params(name)).estimators_)
     for expected, net in zip(*fleets, strict=True):
-        assert len(net.history) == len(expected.history)
-        for column in ("train_loss", "flatness_penalty"):
-            assert net.history[:, column] == pytest.approx(
-                expected.history[:, column], rel=1e-3, abs=1e-6
-            )
-        assert net.relative_flatness_ == pytest.approx(expected.relative_flatness_, rel=1e-6)
-        np.testing.assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-6)
+        assert_trained_alike(net, expected, X)
 
 
 @pytest.mark.parametrize("fleet", [None, 2])
