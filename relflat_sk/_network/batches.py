@@ -453,7 +453,11 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
 
 def _check_finite_labels(y: Any) -> None:
     """Refuse NaN and infinity in labels."""
-    if not bool(torch.isfinite(y).all() if isinstance(y, Tensor) else np.isfinite(y).all()):
+    if isinstance(y, np.ndarray):
+        are_finite = bool(np.isfinite(y).all())
+    else:  # whole numbers on a device need no wait
+        are_finite = not y.is_floating_point() or bool(torch.isfinite(y).all())
+    if not are_finite:
         raise ValueError("y contains NaN or infinity.")
 
 

@@ -132,7 +132,7 @@ def test_reports(network):
 PERMUTED = Smoothing(bandwidth="scott", label_noise=lambda labels, rng: rng.permutation(labels))
 ALPHAS = Smoothing(sigma=0.2, alphas=np.arange(40.0))
 MOVES = {"delta": 0.1, "n_draws": 4}
-PER_SAMPLE = {"layer": 0, "per_sample": True}
+PER_SAMPLE = {"layer": 0, "per_sample": True, "criterion": CRITERION}
 
 
 def labelling(phi):
@@ -157,21 +157,21 @@ THEORY = {
     ),
     "neuron_robustness": (neuron_robustness, {"delta": 0.1}, ["robustness", "flatness_term"]),
     "representativeness": (
-        representativeness, {"delta": 0.1, "kernel": "normal", "n_splits": 2}, None,
+        representativeness, {"delta": 0.1, "n_splits": 2}, None,
     ),
     "bandwidth": (representativeness, {"smoothing": PERMUTED, "n_splits": 2}, None),
     "bound": (
         generalization_bound, {"delta": 0.1, "smoothing": ALPHAS, "n_splits": 2}, "total",
     ),
     "pac_bayes_bound": (pac_bayes_bound, {"sigmas": [0.01, 0.1], "n_draws": 5}, "bound"),
-    "sharpness_bound": (sharpness_bound, {"delta": 1e-3}, "total"),
+    "sharpness_bound": (sharpness_bound, {"sigma": 1e-3}, "total"),
     "sharpness_conditions": (distances, {}, None),
     "norms of C1": (sharpness_conditions, {"detail": "C1"}, ["mu"]),
     "curve of C2": (sharpness_conditions, {"detail": "C2"}, ["mean_share"]),
     "label_constancy": (label_constancy, {}, None),
     "label_constancy by loss": (label_constancy, {"by": "loss"}, None),
     "per_sample": (partial(measure, "normalized_relative_flatness"), PER_SAMPLE, None),
-    "neuron_flatness": (partial(measure, "neuron_flatness"), {}, None),
+    "neuron_flatness": (partial(measure, "neuron_flatness"), {"criterion": CRITERION}, None),
 }  # fmt: skip
 
 
