@@ -9,8 +9,8 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from relflat_sk.fleet import _group
-from tests.fleet import compare
+from relflat_sk.fleet import Fleet
+from tests.engine import compare
 
 mpl.use("Agg")
 # several test processes share few cores: threads of small kernels only wait for each other, and
@@ -56,13 +56,13 @@ def same_threads():
 @pytest.fixture
 def sizes(monkeypatch):
     """The numbers of nets that are trained together."""
-    found, train = [], _group.Group.train
+    found, train = [], Fleet._train
 
     def note(self, members):
         found.append(len(members))
         train(self, members)
 
-    monkeypatch.setattr(_group.Group, "train", note)
+    monkeypatch.setattr(Fleet, "_train", note)
     return found
 
 

@@ -1,6 +1,6 @@
 """Training steps of stacked networks and of single ones, by kind of network and batch size.
 
-The rule of `fleet="auto"` (`relflat_sk.fleet._size.why_slower`) was read from this table on a
+The rule of `fleet="auto"` (`relflat_sk.fleet._fleet.why_alone`) was read from this table on a
 CPU. On a CUDA device, the budget is for 64 LeNet-5 in batches of 32.
 
     python -m benchmarks.costs.stacking                  # a few minutes
@@ -18,7 +18,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
@@ -32,7 +31,7 @@ from benchmarks._harness.timing import (
     wait_for_device,
 )
 from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier
-from relflat_sk.fleet._size import why_slower
+from relflat_sk.fleet._fleet import why_alone
 
 STEPS, EPOCHS = 4, 4
 # how many times as fast stacked nets must be: where fleet="auto" stacks, and for 64 on a GPU
@@ -102,8 +101,7 @@ def _least(network: str, size: int, device: str) -> float | None:
     """Return the budget of a network and batch size; None if there is none."""
     if device != "cpu":
         return LEAST_ON_GPU if (network, size) == ("LeNet-5", 32) else None
-    module, shape = NETWORKS[network]
-    return LEAST_ON_CPU if why_slower(module(), torch.zeros(size, *shape)) is None else None
+    return LEAST_ON_CPU if why_alone(NETWORKS[network][0]()) is None else None
 
 
 def _times(

@@ -1,5 +1,12 @@
 """The table of criteria: targets, divisors, best constants, curvature in closed form."""
 
+from relflat_sk._losses.array_losses import (
+    ARRAY_LOSSES,
+    ArrayLoss,
+    find_array_loss,
+    namespace,
+    transposed,
+)
 from relflat_sk._losses.best_constant import constant_risk
 from relflat_sk._losses.class_chunks import Rows, chunks
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
@@ -15,9 +22,11 @@ from relflat_sk._losses.softmax import TotalSlopes, total_slopes
 from relflat_sk._losses.table import TABLE
 
 __all__ = [
+    "ARRAY_LOSSES",
     "LINKS",
     "MANY",
     "TABLE",
+    "ArrayLoss",
     "ClosedForm",
     "Curvature",
     "Factor",
@@ -33,10 +42,13 @@ __all__ = [
     "chunks",
     "constant_risk",
     "explain_ending",
+    "find_array_loss",
     "name_criterion",
+    "namespace",
     "product_curvature",
     "pull_back",
     "total_slopes",
+    "transposed",
     "warn_of_ending",
     "weighted_loss",
 ]

@@ -1,31 +1,43 @@
 """Run trainings in turns, so that the nets in them train their epochs together."""
 
-import copy
 import logging
-import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 
+from relflat_sk._checks import check_integer
+from relflat_sk._engine import EPOCH_TRAINER, Member, NeedsOwnLoop, find_chain_of, train_chain
 from relflat_sk._random import fork_rng
-from relflat_sk.fleet._group import Group
-from relflat_sk.fleet._groups import Groups
-from relflat_sk.fleet._member import Member
-from relflat_sk.fleet._routine import CURRENT, Routine
-from relflat_sk.fleet._size import free_memory, memory_of_member, why_slower
-from relflat_sk.fleet._stackable import NotStackable
-from relflat_sk.training import EPOCH_TRAINER, EpochTrainer
-
-__all__ = ["Fleet"]
+from relflat_sk.fleet._stack import Stack, key_of
+from relflat_sk.fleet._turns import Routine, current
+from relflat_sk.fleet._vmapped import VmappedNets
+from relflat_sk.training import read_member
 
 _LOG = logging.getLogger("relflat_sk")
+_AT_MOST = 32
+# numbers in a network's weights from which on stacked steps save little time, and take memory
+_MANY_NUMBERS = 2**21
 
 
-class Fleet(EpochTrainer):
+def fleet_size(fleet: Any) -> int | None:
+    """Return how many nets to train at a time."""
+    if fleet is None:
+        return None
+    if isinstance(fleet, str):
+        if fleet != "auto":
+            raise ValueError(f"fleet must be a positive integer, 'auto' or None, got {fleet!r}.")
+        return _AT_MOST
+    check_integer("fleet", fleet, minimum=1)
+    return int(fleet)
+
+
+class Fleet:
     """Trainings that take turns: every net waits at each epoch, and all epochs are one.
 
     Nets of one architecture are a group, which is trained as one stacked model. A net that
@@ -35,12 +47,10 @@ class Fleet(EpochTrainer):
     def __init__(self, size: int, *, auto: bool = False) -> None:
         self.size = size
         self.auto = auto
-        self._groups = Groups(self._accept)
+        # how nets with a key are stacked: None for chains; or the reason why they are not
+        self._kinds: dict[Any, VmappedNets | NeedsOwnLoop | None] = {}
         self._waiting: dict[Routine, Member] = {}
-        self._losses: dict[Routine, tuple[Member, float]] = {}  # asked for, with goals
-        self._norms: dict[Routine, Member] = {}  # of gradients that are asked for
-        self._questions: dict[Routine, tuple[Any, Any, Callable[[list[Any]], Any]]] = {}
-        self._answers: dict[Routine, Any] = {}
+        self._refused: dict[Routine, NeedsOwnLoop] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
@@ -51,14 +61,16 @@ class Fleet(EpochTrainer):
         """Train until there is nothing left to train."""
         may_be_more = True
         try:
-            while not is_enough() and (may_be_more or self._routines):
-                while may_be_more and len(self._routines) < self.size:
-                    routine = Routine(lambda: self._call(train), next(self._seeds))
-                    self._routines.append(routine)
-                    if self._has_ended(routine):
-                        may_be_more = bool(routine.result)
-                for routine in self._answer() or self._train_epoch():
-                    may_be_more |= self._has_ended(routine)
+            # Python holds filters of warnings once for all threads, each of which may change them
+            with warnings.catch_warnings():
+                while not is_enough() and (may_be_more or self._routines):
+                    while may_be_more and len(self._routines) < self.size:
+                        routine = Routine(lambda: self._call(train), next(self._seeds))
+                        self._routines.append(routine)
+                        if self._has_ended(routine):
+                            may_be_more = bool(routine.result)
+                    for routine in self._train_epoch():
+                        may_be_more |= self._has_ended(routine)
         except BaseException:
             self.end()
             raise
@@ -80,8 +92,7 @@ class Fleet(EpochTrainer):
         for routine in self._routines:
             routine.cancel()
         self._routines.clear()
-        for some in (self._waiting, self._losses, self._norms, self._questions, self._answers):
-            some.clear()
+        self._waiting.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
         token = EPOCH_TRAINER.set(self)
@@ -90,73 +101,54 @@ class Fleet(EpochTrainer):
         finally:
             EPOCH_TRAINER.reset(token)
 
-    # -- called by nets, in their routines; all but the last wait for the others ---------------
+    # -- called by nets, in their routines, where they wait for the others --------------------
 
     def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        routine = CURRENT.get()
-        assert routine is not None
-        routine.check()
+        """Train a net for an epoch together with others; return False if it must do so itself."""
+        routine, before = current(), torch.get_rng_state()
         try:
-            member = self._groups.find(net, iterator, fit_params)
-        except NotStackable as reason:
+            member = read_member(net, iterator, fit_params)
+            self._place(member)
+            net._set_training(True)
+            member.draw()
+            self._waiting[routine] = member
+            routine.pause()
+            if routine in self._refused:
+                raise self._refused.pop(routine)
+        except NeedsOwnLoop as reason:
+            torch.set_rng_state(before)
             self._say(f"trained one by one: {reason}")
             return False
-        net._set_training(True)
-        member.draw()
-        self._waiting[routine] = member
-        routine.pause()
         torch.set_rng_state(member.random_state)
         return True
 
-    def training_loss(self, net: Any, goal: float) -> float | None:
-        routine, member = CURRENT.get(), self._groups.member(net)
-        if member is None or not self._groups.of(member).evaluates(member):
-            return None
-        assert routine is not None
-        self._losses[routine] = member, goal
-        return float(self._answer_to(routine))
+    def _place(self, member: Member) -> None:
+        """Find the group of a net, and read its targets."""
+        member.key = key_of(member)
+        if member.key not in self._kinds:
+            self._kinds[member.key] = self._kind_of(member)
+        kind = self._kinds[member.key]
+        if isinstance(kind, NeedsOwnLoop):
+            raise NeedsOwnLoop(str(kind))
+        if kind is None:
+            member.chain = find_chain_of(member)
+        else:
+            member.chain = None
+            kind.read_targets(member)
 
-    def gradient_norm(self, net: Any, goal: float) -> float | None:
-        routine, member = CURRENT.get(), self._groups.member(net)
-        if member is None:
-            return None
-        group = self._groups.of(member)
-        if group.is_far(member, goal):
-            return math.inf
-        if not group.differentiates(member):
-            return None
-        assert routine is not None
-        self._norms[routine] = member
-        return float(self._answer_to(routine))
-
-    def together(self, key: Any, item: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Compute something for all routines that ask for it between the same two epochs."""
-        routine = CURRENT.get()
-        assert routine is not None
-        self._questions[routine] = key, item, compute
-        return self._answer_to(routine)
-
-    def _answer_to(self, routine: Routine) -> Any:
-        """Wait for the answer to a question."""
-        routine.pause()
-        return self._answers.pop(routine)
-
-    def release(self, net: Any) -> None:
-        self._groups.release(net)
-
-    def _accept(self, member: Member) -> None:
-        """Refuse nets that are faster one by one, and limit the memory of the others."""
-        if not self.auto:
-            return
-        x, _ = member.first_batch()
-        with fork_rng(x.device):
-            slower = why_slower(copy.deepcopy(member.module), x)
-            memory = memory_of_member(copy.deepcopy(member.module).train(), x)
-        if slower is not None:
-            raise NotStackable(slower)
-        free = free_memory(x.device)
-        if free is not None:
-            self.size = min(self.size, max(1, free // 2 // memory))
+    def _kind_of(self, member: Member) -> VmappedNets | NeedsOwnLoop | None:
+        """Find how nets are stacked, or the reason why they are not."""
+        try:
+            reason = why_alone(member.module) if self.auto else None
+            if reason is not None:
+                raise NeedsOwnLoop(reason)
+            try:
+                find_chain_of(member)
+                return None
+            except NeedsOwnLoop:
+                return VmappedNets(member)
+        except NeedsOwnLoop as refusal:
+            return refusal
 
     def _say(self, text: str) -> None:
         if text not in self._reasons:
@@ -165,64 +157,44 @@ class Fleet(EpochTrainer):
 
     # -- called by the fleet itself ------------------------------------------------------------
 
-    def _answer(self) -> list[Routine]:
-        """Compute what nets ask for, group by group; return their routines."""
-        losses, self._losses = self._losses, {}
-        for group, routines in self._by_group({one: asked[0] for one, asked in losses.items()}):
-            with _shared(routines):
-                members, goals = zip(*(losses[one] for one in routines), strict=True)
-                found = group.losses(members, goals)
-            self._answers.update(zip(routines, found, strict=True))
-        norms, self._norms = self._norms, {}
-        for group, routines in self._by_group(norms):
-            with _shared(routines):
-                found = group.gradient_norms([norms[one] for one in routines])
-            self._answers.update(zip(routines, found, strict=True))
-        questions, self._questions = self._questions, {}
-        by_key: dict[Any, list[Routine]] = {}
-        for routine, (key, _, _) in questions.items():
-            by_key.setdefault(key, []).append(routine)
-        for routines in by_key.values():
-            self._release_idle()  # its memory is needed
-            with _shared(routines):
-                results = _compute([questions[one] for one in routines])
-            self._answers.update(zip(routines, results, strict=True))
-        return [*losses, *norms, *questions]
-
-    def _release_idle(self) -> None:
-        """Release groups of which no net waits for its next epoch."""
-        keys = {member.key for member in self._waiting.values()}
-        for key, group in self._groups:
-            if key not in keys:
-                group.release()
-
     def _train_epoch(self) -> list[Routine]:
         """Train the epochs of all nets that wait, group by group; return their routines."""
-        self._release_idle()
         waiting, self._waiting = self._waiting, {}
-        for group, routines in self._by_group(waiting):
+        groups: dict[Any, list[Routine]] = {}
+        for routine, member in waiting.items():
+            groups.setdefault(member.key, []).append(routine)
+        for key, routines in groups.items():
             with _shared(routines):
-                group.train([waiting[one] for one in routines])
+                try:
+                    self._train([waiting[one] for one in routines])
+                except NeedsOwnLoop as reason:  # in this epoch
+                    self._refused |= dict.fromkeys(routines, reason)
+                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                    text = str(error).strip().split("\n")[0]
+                    self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
+                    self._refused |= dict.fromkeys(routines, never)
         return list(waiting)
 
-    def _by_group(self, members: Mapping[Routine, Member]) -> list[tuple[Group, list[Routine]]]:
-        found: dict[Group, list[Routine]] = {}
-        for routine, member in members.items():
-            found.setdefault(self._groups.of(member), []).append(routine)
-        return list(found.items())
+    def _train(self, members: Sequence[Member]) -> None:
+        """Train the nets of a group for an epoch."""
+        kind = self._kinds[members[0].key]
+        if isinstance(kind, VmappedNets):
+            kind.train(members)
+            return
+        chain, loss, _ = members[0].chain
+        targets = [member.chain[2] for member in members]
+        train_chain(chain, loss, members, targets, Stack(members))
 
 
-def _compute(questions: Sequence[tuple[Any, Any, Callable[[list[Any]], Any]]]) -> Sequence[Any]:
-    """Compute what some routines ask for, if there are several and they have no error."""
-    nothing = [None] * len(questions)
-    if len(questions) == 1:
-        return nothing
-    compute = questions[0][2]
-    try:
-        found: Sequence[Any] = compute([item for _, item, _ in questions])
-    except Exception:  # each of them raises its own, if it is not one of stacking
-        return nothing
-    return found
+def why_alone(module: nn.Module) -> str | None:
+    """Return why networks are about as fast one by one, if they are."""
+    parameters = list(module.parameters())
+    if sum(one.numel() for one in parameters) > _MANY_NUMBERS:
+        return f"its network has more than {_MANY_NUMBERS:,} weights"
+    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    if parameters[0].is_cpu and any(isinstance(part, kinds) for part in module.modules()):
+        return "its convolutions are faster one by one on a CPU"
+    return None
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from typing import Any
 from joblib import parallel_config
 from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend
 
-from relflat_sk.fleet._fleet import Fleet
-from relflat_sk.fleet._size import fleet_size
+from relflat_sk.fleet._fleet import Fleet, fleet_size
 
 __all__ = ["fleet_training"]
 

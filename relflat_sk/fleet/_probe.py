@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Loss, explain_ending
+from relflat_sk._engine import Member, NeedsOwnLoop
+from relflat_sk._losses import Loss, explain_ending, name_criterion
 from relflat_sk._network import (
     Recorder,
     Tail,
+    cast_inputs,
     choose_curvatures,
     find_ending,
     find_layer,
@@ -24,104 +26,151 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import RelativeFlatnessPenalty
-from relflat_sk.fleet._stackable import NotStackable
-
-__all__ = ["Probe", "check_penalty", "copy_network", "probe"]
+from relflat_sk._random import fork_rng
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A network's outputs on a batch, and its last layer."""
+    """A network in training mode, and what its outputs on a batch show of it.
 
+    `masks` has the shapes of the masks of dropout, without the samples; `last` and `earlier` are
+    layers that a penalty needs, the latter with the number of their inputs.
+    """
+
+    module: nn.Module
     output: Tensor
     target: Tensor
     unused: Set[str]
-    last: str | None
+    masks: Mapping[str, tuple[int, ...]]
+    last: str | None = None
     at_last: bool = True
     earlier: Mapping[str, int] = field(default_factory=dict)
     is_piecewise_linear: bool = True
-    divisor: float = 1.0
+
+    def refuse_criterion(self, criterion: Any) -> NeedsOwnLoop:
+        """Return the reason why a criterion has no penalty in a stack."""
+        return NeedsOwnLoop(
+            "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, "
+            "or CrossEntropyLoss of class indices without weights, with reduction='mean', got "
+            f"{name_criterion(criterion)} (reduction={getattr(criterion, 'reduction', None)!r}, "
+            f"labels of {self.target.dtype} and shape {tuple(self.target.shape)})"
+        )
 
 
-def probe(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> Probe:
+def probe(member: Member) -> Probe:
     """Run a network, and check that its penalty can be computed for many networks at once."""
+    weight = next(member.module.parameters())
+    x = cast_inputs(member.inputs[: member.batch_size], member.module, weight.device)
+    y = member.targets[: member.batch_size].to(weight.device)
+    module = _copy(member.module).train()
+    with fork_rng(weight.device):
+        masks = _find_masks(_copy(module), x)
+        # a network may hold results of its forward pass, and torch cannot copy it then
+        tried = _copy(module)
+        if not member.net.flatness_weight > 0:
+            output, target = _run(member.net, tried, x, y)
+            return Probe(module, output.detach()[:1], target, _find_unused(tried, output), masks)
+        _check_penalty(member, tried, x, y)
+        return _probe_penalty(member.net, module, tried, x, y, masks)
+
+
+def _run(net: Any, module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a network without penalty; return the output with its graph, and the target."""
     loss = Loss(net.criterion_)
-    if not net.flatness_weight > 0:
-        with torch.enable_grad():
-            output = primary_output(module(x))
-        problem = explain_ending(loss.criterion, find_ending(output))
-        if problem is not None:
-            raise NotStackable(problem)  # its own fit raises the error
-        net._check_output(loss, output)
-        target = loss.read_target(output, y)
-        return Probe(output.detach(), target.values, _find_unused(module, output), None)
-    if net.flatness_normalize:
-        raise NotStackable("flatness_normalize=True is computed for single nets only")
-    with record_order(module) as recorder:
-        module(x)
-    order = recorder.order
-    layers = order if net.flatness_layer == "all" else net._layers()
-    names = list(dict.fromkeys(find_layer(module, layer, order) for layer in layers))
-    last = module.get_submodule(order[-1])
-    recorded = {name: module.get_submodule(name) for name in (*names, order[-1])}
-    with torch.enable_grad(), Recorder(recorded, keep_graph) as recorder:
+    with torch.enable_grad():
         output = primary_output(module(x))
-    _check_last(recorder, order[-1], last, output)
+    problem = explain_ending(loss.criterion, find_ending(output))
+    if problem is not None:
+        raise NeedsOwnLoop(problem)  # its own fit raises the error
+    net._check_output(loss, output)
+    return output, loss.read_target(output, y).values
+
+
+def _probe_penalty(
+    net: Any,
+    module: nn.Module,
+    tried: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    masks: Mapping[str, tuple[int, ...]],
+) -> Probe:
+    """Find the penalised layers, and how their curvature is known."""
+    if net.flatness_normalize:
+        raise NeedsOwnLoop("flatness_normalize=True is computed for single nets only")
+    with record_order(tried) as order_of:
+        tried(x)
+    order = order_of.order
+    layers = order if net.flatness_layer == "all" else net._layers()
+    names = list(dict.fromkeys(find_layer(tried, layer, order) for layer in layers))
+    recorded = {name: tried.get_submodule(name) for name in (*names, order[-1])}
+    with torch.enable_grad(), Recorder(recorded, keep_graph) as recorder:
+        output = primary_output(tried(x))
+    last = recorder[order[-1]]
+    if recorder.calls.count(order[-1]) > 1:
+        raise NeedsOwnLoop("with a penalty, its last layer must be called once")
+    if find_link(output, last.node) != "identity":
+        raise NeedsOwnLoop("with a penalty, its last layer must be its output")
+    if type(last.layer) is not nn.Linear or output.ndim != 2:
+        raise NeedsOwnLoop("with a penalty, its last layer must be a Linear, one row per sample")
+    loss = Loss(net.criterion_)
     net._check_output(loss, output)
     target = loss.read_target(output, y)
-    each = loss.each_divisor(output, target.relevant)
-    if isinstance(each, Tensor):
-        raise NotStackable("with a penalty, its criterion must weigh all samples equally")
     earlier = [recorder[name] for name in names if name != order[-1]]
-    if earlier and _runs_otherwise(module):
-        raise NotStackable(
+    if earlier and _runs_otherwise(tried):
+        raise NeedsOwnLoop(
             "with a penalty at earlier layers, it must have no convolution, normalisation or "
             "attention"
         )
     if any(type(one.layer) is not nn.Linear or one.check()[0].ndim != 2 for one in earlier):
-        raise NotStackable("a penalised layer must be a Linear, one row per sample")
-    tail = Tail(loss, output, target, recorder[order[-1]], full_precision)
-    ways = choose_curvatures(tail, [*earlier, recorder[order[-1]]], _Ways(), together=True)
+        raise NeedsOwnLoop("a penalised layer must be a Linear, one row per sample")
+    tail = Tail(loss, output, target, last, full_precision)
+    ways = choose_curvatures(tail, [*earlier, last], _Ways(), together=True)
     if "many classes" in ways:
-        raise NotStackable("with a penalty, it has too many classes")
+        raise NeedsOwnLoop("with a penalty, it has too many classes")
     return Probe(
-        output.detach(),
+        module,
+        output.detach()[:1],
         target.values,
-        _find_unused(module, output),
+        _find_unused(tried, output),
+        masks,
         order[-1],
         order[-1] in names,
         {record.name: record.check()[0].shape[-1] for record in earlier},
         "gradients" in ways,
-        float(each),
     )
 
 
-def _check_last(recorder: Recorder, name: str, last: nn.Module, output: Tensor) -> None:
-    """Refuse a last layer behind which there is more of the network."""
-    if recorder.calls.count(name) > 1:
-        raise NotStackable("with a penalty, its last layer must be called once")
-    if find_link(output, recorder[name].node) != "identity":
-        raise NotStackable("with a penalty, its last layer must be its output")
-    if type(last) is not nn.Linear or output.ndim != 2:
-        raise NotStackable("with a penalty, its last layer must be a Linear, one row per sample")
-
-
-def copy_network(module: nn.Module) -> nn.Module:
+def _copy(module: nn.Module) -> nn.Module:
     """Copy a network."""
     try:
         return copy.deepcopy(module)
     except RuntimeError as error:
-        raise NotStackable("torch cannot copy its network") from error
+        raise NeedsOwnLoop("torch cannot copy its network") from error
 
 
-def check_penalty(net: Any, module: nn.Module, x: Tensor, y: Tensor, *, weighted: bool) -> None:
-    """Refuse a network whose penalty a net by itself refuses in its first step.
+def _find_masks(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """Find the shapes of the outputs of layers of dropout, without the samples."""
+    found: dict[str, list[tuple[int, ...]]] = {
+        name: [] for name, part in module.named_modules() if type(part) is nn.Dropout and part.p
+    }
+    for name, shapes in found.items():
+        module.get_submodule(name).register_forward_hook(
+            lambda part, args, output, shapes=shapes: shapes.append(tuple(output.shape[1:]))
+        )
+    with torch.no_grad():
+        module(x)
+    if any(len(shapes) != 1 for shapes in found.values()):
+        raise NeedsOwnLoop("its network does not use each layer of dropout once")
+    return {name: shapes[0] for name, shapes in found.items()}
 
-    A chain of layers needs no such check: it uses no weight outside of the layer's call, and each
-    row of its output depends on one row of each layer.
-    """
+
+def _check_penalty(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Refuse a network whose penalty a net by itself refuses in its first step."""
+    net = member.net
     penalty = RelativeFlatnessPenalty(*net._penalty_settings())
-    weights = torch.ones(len(x), dtype=torch.float64, device=x.device) if weighted else None
+    weights = None
+    if member.weights is not None:
+        weights = torch.ones(len(x), dtype=torch.float64, device=x.device)
     try:
         # its own fit warns and raises
         with warnings.catch_warnings(), torch.enable_grad():
@@ -130,13 +179,13 @@ def check_penalty(net: Any, module: nn.Module, x: Tensor, y: Tensor, *, weighted
                 output = primary_output(module(x))
             penalty(net.criterion_, output, y, weights)
     except ValueError as error:
-        raise NotStackable(f"with a penalty, {error}") from error
+        raise NeedsOwnLoop(f"with a penalty, {error}") from error
 
 
 def _find_unused(module: nn.Module, output: Tensor) -> set[str]:
     """Return the parameters that an output does not depend on; the output's graph is freed."""
     if not output.requires_grad:
-        raise NotStackable("its output depends on no parameter")  # its own fit raises the error
+        raise NeedsOwnLoop("its output depends on no parameter")  # its own fit raises the error
     names, parameters = zip(*module.named_parameters(), strict=True)
     with torch.enable_grad():
         found = torch.autograd.grad(output.sum(), parameters, allow_unused=True)

@@ -1,149 +1,233 @@
-"""The weights, buffers and optimizer states of many networks, stacked along a first axis."""
+"""The weights, buffers and optimizer states of nets that train together, in common arrays."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from relflat_sk.fleet._member import Member
-from relflat_sk.fleet._updates import Update, find_update
-
-__all__ = ["Stack", "release_states", "stack_tensors"]
-
-TensorT = TypeVar("TensorT", bound=Tensor)
+from relflat_sk._engine import Member, NeedsOwnLoop, Parts
 
 
 class Stack:
-    """The stacked networks of the members that train together.
+    """The stacked networks of some members for an epoch.
 
-    Each network has weights and buffers of its own as well. They get the values of the stack at
-    the end of each epoch, so that callbacks find a trained network. At the beginning of the next
-    epoch, the stack gets them back: a callback may have changed them, also through ``data``, which
-    leaves no trace. The states of the optimizers are views of the stack. A stack of one network is
-    itself a view of the network's own tensors.
+    All weights of a network are a row of one array, on which an optimizer of torch takes the steps.
+    The networks' own tensors get the values at the end of the epoch, so that callbacks find trained
+    networks. Shapes: weights, gradients and buffers (k, ...).
     """
 
     def __init__(self, members: Sequence[Member], unused: Collection[str] = ()) -> None:
-        self.members = list(members)
-        self._unused = unused
-        self._kind = find_update(members[0].optimizer)
-        with torch.no_grad():
-            self.weights = stack_tensors([m.module.named_parameters() for m in members])
-            self.buffers = stack_tensors([m.module.named_buffers() for m in members])
-            self.gradients = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-            self._stack_states()
-        self.is_view = len(members) == 1
-        own = [[*m.module.parameters(), *m.module.buffers()] for m in members]
-        self._own = [tensor for tensors in own for tensor in tensors if not self.is_view]
-        stacked = [*self.weights.values(), *self.buffers.values()]
-        self._rows = [tensor[k] for k in range(len(members)) for tensor in stacked]
-        self._places = {id(member): _find_places(member) for member in members}
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the members have the same tensors, which a callback may have replaced."""
-        return all(map(self.holds, self.members))
-
-    def holds(self, member: Member) -> bool:
-        """Return whether a network is in the stack, with the tensors that it has now."""
-        return self._places.get(id(member)) == _find_places(member)
-
-    def _stack_states(self) -> None:
-        """Stack the states of the optimizers, which become views."""
-        names = self._kind.names(self.members[0].settings)
-        parameters = [self._used(m.module.named_parameters()) for m in self.members]
-        states = [
-            [m.optimizer.state[p] for p in ps]
-            for m, ps in zip(self.members, parameters, strict=True)
+        self._members = list(members)
+        self._own = [
+            [(name, p) for name, p in one.parts.parameters if name not in unused] for one in members
         ]
-        steps = torch.stack([
-            torch.stack([_steps_made(one, names) for one in state]) for state in states
-        ])
-        self._states: dict[str, list[Tensor]] = {"step": [steps]}
-        for name in names:
-            self._states[name] = []
-            for i, weight in enumerate(self._used(self.weights.items())):
-                zeros = torch.zeros_like(weight[0])
-                rows = [state[i].get(name) for state in states]
-                stacked = _joined([zeros if row is None else row for row in rows])
-                self._states[name].append(stacked)
-                for k, state in enumerate(states):
-                    state[i][name] = stacked[k]
-        if "exp_avg" in names:
-            for k, state in enumerate(states):
-                for i, of_parameter in enumerate(state):
-                    of_parameter["step"] = steps[k, i]
-
-    def _used(self, named: Iterable[tuple[str, TensorT]]) -> list[TensorT]:
-        """List the tensors of the parameters that the loss depends on."""
-        return [tensor for name, tensor in named if name not in self._unused]
-
-    def of(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the weights and the buffers of some members. Shapes: returns (len(positions)."""
-        if list(positions) == list(range(len(self.members))):
-            return self.weights, self.buffers
-        chosen = list(positions)
-        weights, buffers = (
-            {name: tensor[chosen] for name, tensor in tensors.items()}
-            for tensors in (self.weights, self.buffers)
-        )
-        return weights, buffers
-
-    def take_over(self) -> None:
-        """Take over the values of the members' own networks."""
-        if not self.is_view:
-            with torch.no_grad():
-                torch._foreach_copy_(self._rows, self._own)
-
-    def hand_over(self) -> None:
-        """Give the values of the stack to the members' own networks."""
         with torch.no_grad():
-            if not self.is_view:
-                torch._foreach_copy_(self._own, self._rows)
-        for k, member in enumerate(self.members):
-            for name, parameter in member.module.named_parameters():
-                # that of the last step, as after a step of torch
-                parameter.grad = None if name in self._unused else self.gradients[name][k]
-            optimizer: Any = member.optimizer
+            rows = [torch.cat([p.reshape(-1) for _, p in own]) for own in self._own]
+            self._rows = torch.stack(rows)
+            self._slopes = torch.zeros_like(self._rows)
+            self.weights, self.gradients = (
+                self._split(array, self._own[0]) for array in (self._rows, self._slopes)
+            )
+            parts = [one.parts for one in members]
+            self.fixed = {
+                name: tensor
+                for name, tensor in stack_tensors([one.parameters for one in parts]).items()
+                if name in unused
+            }
+            self.buffers = stack_tensors([one.buffers for one in parts])
+        self._make_optimizer()
+        self.step = self._optimizer.step
+
+    def _split(self, array: Tensor, own: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return views of the parameters in rows."""
+        pieces = torch.split(array, [p.numel() for _, p in own], dim=-1)
+        return {
+            name: piece.view(*piece.shape[:-1], *p.shape)
+            for (name, p), piece in zip(own, pieces, strict=True)
+        }
+
+    def _make_optimizer(self) -> None:
+        """Make an optimizer with a group for each run of members with the same settings."""
+        optimizers = [member.net.optimizer_ for member in self._members]
+        states = [self._state(k) for k in range(len(optimizers))]
+        kinds = [
+            (_settings(one), {name: x for name, x in state.items() if not isinstance(x, Tensor)})
+            for one, state in zip(optimizers, states, strict=True)
+        ]
+        self._runs: list[tuple[nn.Parameter, list[int]]] = []
+        groups = []
+        for _, run in groupby(range(len(kinds)), key=lambda k: kinds[k]):
+            places = list(run)
+            rows = slice(places[0], places[-1] + 1)
+            some = nn.Parameter(self._rows[rows])
+            some.grad = self._slopes[rows]
+            self._runs.append((some, places))
+            groups.append({"params": [some], **_settings(optimizers[places[0]])})
+        self._optimizer = type(optimizers[0])(groups, lr=groups[0]["lr"])
+        for some, places in self._runs:
+            first = states[places[0]]
+            if first:
+                self._optimizer.state[some] = {
+                    name: torch.stack([states[k][name] for k in places])
+                    if isinstance(value, Tensor)
+                    else value
+                    if value is None
+                    else torch.tensor(value)
+                    for name, value in first.items()
+                }
+
+    def _state(self, k: int) -> dict[str, Any]:
+        """Return the state of a member's optimizer: rows, and numbers of all parameters."""
+        state = self._members[k].net.optimizer_.state
+        states = [state.get(p, {}) for _, p in self._own[k]]
+        found: dict[str, Any] = {}
+        for name in states[0]:
+            values = [one.get(name) for one in states]
+            if name != "step" and all(isinstance(value, Tensor) for value in values):
+                found[name] = torch.cat([value.reshape(-1) for value in values])
+                continue
+            numbers = {None if value is None else float(value) for value in values}
+            if len(numbers) > 1:
+                raise NeedsOwnLoop("some of its parameters have made fewer steps than others")
+            found[name] = numbers.pop()
+        if any(one.keys() != states[0].keys() for one in states):
+            raise NeedsOwnLoop("some of its parameters have made fewer steps than others")
+        return found
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Give the values of the stack to the members' own networks and optimizers."""
+        for k, (member, own) in enumerate(zip(self._members, self._own, strict=True)):
+            rows, slopes = (self._split(one[k], own) for one in (self._rows, self._slopes))
+            for name, parameter in own:
+                parameter.copy_(rows[name])
+                parameter.grad = slopes[name].clone()  # that of the last step
+            for name, buffer in member.parts.buffers:
+                buffer.copy_(self.buffers[name][k])
+            optimizer: Any = member.net.optimizer_
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
+        for some, places in self._runs:
+            for name, value in self._optimizer.state[some].items():
+                for i, k in enumerate(places):
+                    self._hand_over_state(k, name, value, i)
 
-    def make_update(self, fused: bool) -> Update:
-        """Make the steps of an epoch, with the settings that the optimizers have now."""
-        settings = [member.settings for member in self.members]
-        weights, gradients = self._used(self.weights.items()), self._used(self.gradients.items())
-        return self._kind(weights, gradients, self._states, settings, fused)
-
-
-def _find_places(member: Member) -> list[int]:
-    """Return where the tensors of a network and of its optimizer are in memory."""
-    tensors = [*member.module.parameters(), *member.module.buffers()]
-    for parameter in member.module.parameters():
-        tensors += member.optimizer.state.get(parameter, {}).values()
-    return [one.data_ptr() if isinstance(one, Tensor) else 0 for one in tensors]
-
-
-def stack_tensors(named: Sequence[Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    """Stack the tensors of several networks by their names. Shapes: returns (k, ...)."""
-    tensors = [dict(one) for one in named]
-    return {name: _joined([one[name].detach() for one in tensors]) for name in tensors[0]}
+    def _hand_over_state(self, k: int, name: str, value: Any, row: int) -> None:
+        """Give a member's optimizer one kind of its state."""
+        own, state = self._own[k], self._members[k].net.optimizer_.state
+        is_row = name != "step" and isinstance(value, Tensor)
+        pieces = self._split(value[row], own) if is_row else {}
+        for key, parameter in own:
+            piece = pieces.get(key, value)
+            state[parameter][name] = piece.clone() if isinstance(piece, Tensor) else piece
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors; a single one is not copied."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+def _settings(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of an optimizer now."""
+    return {name: x for name, x in optimizer.param_groups[0].items() if name != "params"}
 
 
-def _steps_made(state: Mapping[str, Any], names: Sequence[str]) -> Tensor:
-    """Return how many steps an optimizer has made; of SGD, whether it has a momentum."""
-    if "momentum_buffer" in names:
-        return torch.tensor(float(state.get("momentum_buffer") is not None))
-    return torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
+def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Stack the tensors of several networks by their names."""
+    return {name: torch.stack([one[i][1] for one in named]) for i, (name, _) in enumerate(named[0])}
 
 
-def release_states(optimizer: Any) -> None:
-    """Copy the states of an optimizer out of the stack."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.clone()
+# -- what nets must have in common ----------------------------------------------------------
+
+# what torch itself keeps in a module; all else is the module's own
+_OF_TORCH = nn.Module().__dict__.keys()
+
+
+def key_of(member: Member) -> tuple[Any, ...]:
+    """Return what nets have in common that can be trained as one stacked model."""
+    net, (inputs, targets) = member.net, (member.inputs, member.targets)
+    shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
+    ignored = getattr(net.criterion_, "ignore_index", None)
+    return (
+        (member.n_rows, member.batch_size, member.drop_last, *shapes),
+        ignored is not None and bool((targets == ignored).any()),
+        member.weights is not None,
+        parts_key(member.parts),
+        criterion_key(net.criterion_),
+        _optimizer_key(net.optimizer_),
+        _penalty_key(net),
+    )
+
+
+def criterion_key(criterion: Any) -> tuple[Any, ...]:
+    """Return what makes two criteria without parameters the same function of their inputs."""
+    if not isinstance(criterion, nn.Module):
+        return (Same(criterion),)
+    parts = Parts(criterion)
+    return parts_key(parts), *[tuple(buffer.flatten().tolist()) for _, buffer in parts.buffers]
+
+
+def parts_key(parts: Parts) -> tuple[Any, ...]:
+    """Return what makes two modules the same function of parameters, buffers and inputs."""
+    modules = [
+        (
+            name,
+            type(part),
+            part.extra_repr(),
+            *(
+                (key, _comparable(part.__dict__[key]))
+                for key in sorted(vars(part).keys() - _OF_TORCH)
+            ),
+        )
+        for name, part in parts.modules
+    ]
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.device)
+        for name, tensor in (*parts.parameters, *parts.buffers)
+    ]
+    return tuple(modules), tuple(tensors)
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value in a form that can be compared; two objects are different."""
+    kind = type(value)
+    if kind in (bool, int, float, str, type(None), torch.dtype, torch.device):
+        return kind, value
+    if kind in (list, tuple):
+        return kind, tuple(map(_comparable, value))
+    if kind is dict:
+        return kind, tuple((_comparable(key), _comparable(one)) for key, one in value.items())
+    return Same(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Equal to others of the same object, which it holds, so that no other gets its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _optimizer_key(optimizer: Any) -> type:
+    """Return the kind of an optimizer, whose settings may be each net's own."""
+    if len(optimizer.param_groups) > 1:
+        raise NeedsOwnLoop("its optimizer has several groups of parameters")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise NeedsOwnLoop("its optimizer has hooks")
+    if any(isinstance(value, Tensor) for value in optimizer.param_groups[0].values()):
+        raise NeedsOwnLoop("its optimizer has a setting that is a tensor")
+    return type(optimizer)
+
+
+def _penalty_key(net: Any) -> tuple[Any, ...]:
+    """Return the settings of the penalty that nets have in common, but for weight and limit."""
+    if not net.flatness_weight > 0:
+        return ()
+    return (
+        tuple(net._layers()),
+        net.flatness_normalize,
+        net.flatness_probes,
+        net.flatness_clip is None,
+    )

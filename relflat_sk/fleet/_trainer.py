@@ -5,8 +5,7 @@ from typing import Any
 
 from sklearn.base import BaseEstimator, clone
 
-from relflat_sk.fleet._fleet import Fleet
-from relflat_sk.fleet._size import fleet_size
+from relflat_sk.fleet._fleet import Fleet, fleet_size
 
 __all__ = ["FleetTrainer"]
 
@@ -25,9 +24,9 @@ class FleetTrainer(BaseEstimator):
         `RelativeFlatnessRegularizedNet` and its subclasses, also inside of pipelines. They are
         cloned. Those that cannot be stacked are fitted one by one.
     fleet : int, "auto" or None, default="auto"
-        Number of estimators at a time. "auto" fits as many as half of the free memory allows, 32
-        at most, and nets with large convolutions on a CPU one after the other, because these are
-        faster so. None fits all one after the other.
+        Number of estimators at a time. "auto" fits 32 at a time, and those nets one after the
+        other that are about as fast so: networks with more than two million weights, and with
+        convolutions on a CPU. None fits all one after the other.
 
     Attributes
     ----------

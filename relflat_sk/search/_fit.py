@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, Subset
 
 from relflat_sk._checks import is_number
+from relflat_sk._engine import EPOCH_TRAINER
 from relflat_sk._models import final_estimator
 from relflat_sk._network import find_layer
 from relflat_sk._random import seeded
@@ -35,7 +36,6 @@ from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import CallError, blame_storage
 from relflat_sk.search._goal import add_goal, callbacks_of
 from relflat_sk.search._weights import last_step
-from relflat_sk.training import EPOCH_TRAINER
 
 
 def prepare(

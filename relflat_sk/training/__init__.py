@@ -12,13 +12,9 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk.training._after_fit import measured_later as measured_later
 
 # for the packages above, not public
-from relflat_sk.training._array_loader import ArrayLoader as ArrayLoader
+from relflat_sk.training._array_loader import read_member as read_member
 from relflat_sk.training._convergence import StopAtDepth as StopAtDepth
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
-from relflat_sk.training._epoch_trainer import EPOCH_TRAINER as EPOCH_TRAINER
-from relflat_sk.training._epoch_trainer import EpochTrainer as EpochTrainer
-from relflat_sk.training._epoch_trainer import OwnLoop as OwnLoop
-from relflat_sk.training._epoch_trainer import set_single_trainer as set_single_trainer
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -27,10 +23,8 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
-from relflat_sk.training._sample_weights import split_target as split_target
 from relflat_sk.training._skorch_net import check_parameters as check_parameters
 from relflat_sk.training._skorch_net import knows_its_batch as knows_its_batch
-from relflat_sk.training._skorch_net import listens as listens
 
 __all__ = [
     "MLP",

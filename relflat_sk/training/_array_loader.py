@@ -1,7 +1,7 @@
 """A data loader that cuts batches out of arrays, instead of collating them from single samples."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from relflat_sk._engine import Member, NeedsOwnLoop, Parts, check_net
 from relflat_sk._network import RowSource
-from relflat_sk.training._sample_weights import Weighted, WeightedDataset
+from relflat_sk.training._sample_weights import Weighted, WeightedDataset, split_target
 from relflat_sk.training._stored_rows import StoredRows
 
 __all__ = ["ArrayLoader", "make_loader"]
@@ -91,6 +92,26 @@ class ArrayLoader(DataLoader[Any]):
             if isinstance(leaf, StoredRows):
                 return leaf.together(order, generator)
         return order
+
+
+def read_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
+    """Read a net and its data for an epoch outside of its own loop; refuse what needs that."""
+    parts = Parts(net.module_)
+    check_net(net, parts, fit_params)
+    if not isinstance(loader, ArrayLoader):
+        raise NeedsOwnLoop("its batches are not cut out of arrays")
+    inputs, labels = loader.parts
+    targets, weights = split_target(labels)
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if type(part) is not Tensor:
+            raise NeedsOwnLoop(f"its {name} are not one array")
+    size, drop_last = int(loader.batch_size or 1), bool(loader.drop_last)
+    if drop_last and loader.n_rows < size:
+        raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
+    size = min(size, loader.n_rows)
+    return Member(
+        net, parts, inputs, targets, weights, loader.draw_order, loader.n_rows, size, drop_last
+    )
 
 
 def _draw_seed() -> int:

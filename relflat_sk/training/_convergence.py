@@ -22,7 +22,6 @@ from relflat_sk._network import (
     output_shape,
     primary_output,
 )
-from relflat_sk.training._epoch_trainer import OwnLoop
 from relflat_sk.training._sample_weights import split_target, training_network
 
 
@@ -165,10 +164,7 @@ class StopAtLoss(_StopWhenReached):
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        trainer = getattr(net, "_epoch_trainer", OwnLoop)()  # nets of others have none
-        found = trainer.training_loss(net, self.loss)
-        if found is None:
-            found = mean_loss(training_network(net, dataset))
+        found = mean_loss(training_network(net, dataset))
         self.loss_ = found if math.isfinite(found) else self.loss_
         return found <= self.loss
 
@@ -210,15 +206,6 @@ class StopAtGradientNorm(_StopWhenReached):
     --------
     StopAtLoss : Stop training at a training loss.
 
-    Notes
-    -----
-    Nets that train together (`FleetTrainer`), and chains of linear layers, activations and
-    dropout, take no pass over the training data while the mean gradient of the epoch's steps, and
-    the gradient of the last step, are more than 100 times `tol`. This holds for the criteria and
-    networks of the same rule for `StopAtLoss`, if the epoch leaves out no samples. The gradient
-    could in theory fall that much within an epoch; training would then stop at the next epoch that
-    is checked.
-
     Examples
     --------
     >>> import numpy as np, torch
@@ -243,12 +230,8 @@ class StopAtGradientNorm(_StopWhenReached):
         super().on_train_begin(net, **kwargs)
 
     def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        trainer = getattr(net, "_epoch_trainer", OwnLoop)()  # nets of others have none
-        found = trainer.gradient_norm(net, self.tol)
-        if found is None:
-            found = gradient_norm(net, dataset)
-        self.gradient_norm_ = found if math.isfinite(found) else self.gradient_norm_
-        return found <= self.tol
+        self.gradient_norm_ = gradient_norm(net, dataset)
+        return self.gradient_norm_ <= self.tol
 
     def _goal(self) -> str:
         return f"a gradient norm of {self.tol:g}"

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import did_you_mean, gather_checks
+from relflat_sk._engine import EPOCH_TRAINER, NeedsOwnLoop, train_alone
 from relflat_sk._network import LoadedBatches
-from relflat_sk.training._array_loader import ArrayLoader, make_loader
-from relflat_sk.training._epoch_trainer import EPOCH_TRAINER, EpochTrainer, single_trainer
+from relflat_sk.training._array_loader import ArrayLoader, make_loader, read_member
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
 _UNFITTED: dict[str, Callable[[], Any]] = {
@@ -172,35 +172,27 @@ class SkorchNet(NeuralNet):
 
     # -- the training loop ---------------------------------------------------------------
 
-    def fit_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train for some epochs."""
-        try:
-            return super().fit_loop(*args, **kwargs)
-        finally:
-            self._epoch_trainer().release(self)
-
-    def _epoch_trainer(self) -> EpochTrainer:
-        """Return what trains the net's epochs, if its own loop need not."""
-        trainer = EPOCH_TRAINER.get() or self.__dict__.get("_single_trainer")
-        if trainer is None:
-            trainer = self.__dict__["_single_trainer"] = single_trainer()
-        return trainer
-
     def run_single_epoch(
         self, iterator: Any, training: bool, prefix: str, step_fn: Any, **fit_params: Any
     ) -> None:
         """Train or validate for an epoch."""
         if iterator is None:
             return
-        if training and self._epoch_trainer().train_epoch(self, iterator, fit_params):
+        if training and self._is_trained_otherwise(iterator, fit_params):
             return
         with gather_checks():
             super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        state.pop("_single_trainer", None)
-        return state
+    def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
+        """Train for an epoch together with other nets, or by written-out gradients, if possible."""
+        trainer = EPOCH_TRAINER.get()
+        if trainer is not None:
+            return trainer.train_epoch(self, iterator, fit_params)
+        try:
+            train_alone(read_member(self, iterator, fit_params))
+        except NeedsOwnLoop:
+            return False
+        return True
 
 
 # -- names of parameters -------------------------------------------------------------------
@@ -271,12 +263,6 @@ class _PrintLog(PrintLog):
     def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
         if net.verbose or self.sink is not print:
             super().on_epoch_end(net, **kwargs)
-
-
-def listens(callback: Any, event: str) -> bool:
-    """Return whether a callback has a method for an event that is not skorch's empty one."""
-    method = getattr(callback, event)
-    return getattr(method, "__func__", method) is not getattr(Callback, event, None)
 
 
 # -- loaders and optimizers ----------------------------------------------------------------

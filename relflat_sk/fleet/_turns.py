@@ -3,13 +3,11 @@
 A net is trained by one call of `fit`, and many nets are to be trained together. Each call of
 `fit` therefore runs in a thread, which pauses at the beginning of every epoch. No two threads
 run at the same time, and each has its own random state of torch, so that a net draws what it
-draws if it is trained alone. Each has its own filters of warnings as well, which Python holds
-once for all threads: `warnings.catch_warnings` would otherwise give back those of another thread.
+draws if it is trained alone.
 """
 
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -17,8 +15,6 @@ from typing import Any
 import torch
 
 from relflat_sk._random import seed_torch
-
-__all__ = ["CURRENT", "Cancelled", "Routine", "seconds_used"]
 
 
 class Cancelled(BaseException):
@@ -32,7 +28,7 @@ class Routine:
         self._function = function
         # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
         self._condition, self._turn = threading.Condition(), False
-        self._states: _States | None = None
+        self._states: tuple[Any, Any] | None = None
         self._seed = seed
         self._error: BaseException | None = None
         self._cancelled = False
@@ -45,7 +41,7 @@ class Routine:
         self._await(True)
         CURRENT.set(self)
         try:
-            self.check()
+            self._check()
             self.result = self._function()
         except BaseException as error:
             self._error = error
@@ -64,22 +60,22 @@ class Routine:
             self._condition.notify_all()
 
     def resume(self) -> bool:
-        """Run the function until it pauses or ends."""
-        outside = _States()
+        """Run the function until it pauses or ends; return whether it goes on."""
+        outside = _random_states()
         if self._states is None:
             seed_torch(self._seed)
             self._first_state = torch.get_rng_state()
             self._thread.start()
         else:
-            self._states.restore()
+            _restore(self._states)
         try:
             self._switch()
         except BaseException:  # Ctrl-C while the function runs
             self.cancel()
             raise
         finally:
-            self._states = _States()
-            outside.restore()
+            self._states = _random_states()
+            _restore(outside)
         if self.is_done:
             self._thread.join()
             if self._error is not None:
@@ -89,7 +85,7 @@ class Routine:
     @property
     def drew(self) -> bool:
         """Whether the function has moved its random state on, rather than used seeds only."""
-        return self._states is not None and not torch.equal(self._states.cpu, self._first_state)
+        return self._states is not None and not torch.equal(self._states[0], self._first_state)
 
     def _switch(self) -> None:
         self.resumed = time.perf_counter()
@@ -99,12 +95,12 @@ class Routine:
 
     def pause(self) -> None:
         """Let the caller go on; to be called inside the function."""
-        self.check()
+        self._check()
         self._give(False)
         self._await(True)
-        self.check()
+        self._check()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise inside the function if it is to end."""
         if self._cancelled:
             raise Cancelled
@@ -123,37 +119,27 @@ class Routine:
 CURRENT: ContextVar[Routine | None] = ContextVar("CURRENT", default=None)
 
 
+def current() -> Routine:
+    """Return the routine that runs in this thread."""
+    routine = CURRENT.get()
+    assert routine is not None
+    return routine
+
+
 def seconds_used() -> float:
     """Return the time of a clock that runs while this routine does."""
     routine, now = CURRENT.get(), time.perf_counter()
     return now if routine is None else routine.seconds + now - routine.resumed
 
 
-# what `warnings.catch_warnings` changes and gives back
-_OF_WARNINGS = [
-    name for name in ("filters", "showwarning", "_showwarnmsg_impl") if hasattr(warnings, name)
-]
+def _random_states() -> tuple[Any, Any]:
+    """Return torch's random states, of the CPU and of the current CUDA device if it is in use."""
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None
 
 
-class _States:
-    """What is held once for all threads, as it is now.
-
-    These are torch's random states, of the CPU and of the current CUDA device if it is in use,
-    and what is done with warnings.
-    """
-
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state() if on_cuda else None
-        self._of_warnings = [getattr(warnings, name) for name in _OF_WARNINGS]
-
-    def restore(self) -> None:
-        """Give all of it back."""
-        torch.set_rng_state(self.cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        for name, value in zip(_OF_WARNINGS, self._of_warnings, strict=True):
-            setattr(warnings, name, value)
-        with warnings.catch_warnings():  # Python notes that the filters have changed
-            pass
+def _restore(states: tuple[Any, Any]) -> None:
+    cpu, cuda = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)

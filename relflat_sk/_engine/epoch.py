@@ -1,0 +1,237 @@
+"""An epoch of nets that train by written-out gradients: batches, steps, histories."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from threadpoolctl import ThreadpoolController
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from relflat_sk._engine.chain import Chain, find_chain
+from relflat_sk._engine.qualify import NeedsOwnLoop, Parts
+from relflat_sk._engine.step import Batch, Own, Step, settings_of
+from relflat_sk._losses import ARRAY_LOSSES, MANY, ArrayLoss, Loss, find_array_loss
+from relflat_sk._network import cast_inputs, find_layer
+from relflat_sk._numerics import or_one
+
+# input values of batches that are cut at a time
+_NUMBERS = 2**20
+
+
+@dataclass(eq=False)
+class Member:
+    """A net in training with the data of an epoch; `draw_order` returns the order of its rows."""
+
+    net: Any
+    parts: Parts
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor | None
+    draw_order: Callable[[], Tensor]
+    n_rows: int
+    batch_size: int
+    drop_last: bool
+    order: Tensor = field(init=False)
+    seed: int = field(init=False)
+    random_state: Tensor = field(init=False)
+    # set by a fleet: what nets that train together have in common; formulas; checked targets
+    key: Any = None
+    chain: Any = None
+    values: Any = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The net's own network."""
+        module: nn.Module = self.net.module_
+        return module
+
+    def draw(self) -> None:
+        """Draw what is random in the epoch from torch's global random state."""
+        order = self.draw_order()
+        n = len(order)
+        self.order = order[: n - n % self.batch_size] if self.drop_last else order
+        if any(type(part) is nn.Dropout and part.p for _, part in self.parts.modules):
+            self.seed = int(torch.randint(2**63 - 1, ()))
+        self.random_state = torch.get_rng_state()
+
+    def read_targets(self, output: Tensor) -> Tensor:
+        """Check all targets and return those that the criterion takes; `output` has one row."""
+        loss = Loss(self.net.criterion_)
+        shape = output.shape[1:]
+        self.net._check_output(loss, output.expand(self.batch_size, *shape))
+        return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the batches."""
+        n, size = len(self.order), self.batch_size
+        return [min(size, n - first) for first in range(0, n, size)]
+
+
+def cut_batches(
+    members: Sequence[Member],
+    targets: Sequence[Tensor],
+    like: Tensor,
+    convert: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Iterator[Batch]:
+    """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
+    first, size = members[0], members[0].batch_size
+    numbers = max(1, first.inputs[:1].numel()) * len(members)
+    at_once = size * max(1, _NUMBERS // (size * numbers))
+    for start in range(0, len(first.order), at_once):
+        rows = [member.order[start : start + at_once] for member in members]
+        inputs = _taken([member.inputs for member in members], rows)
+        several = convert(
+            Batch(
+                cast_inputs(inputs, first.module, like.device),
+                _taken(targets, rows).to(like.device),
+                *_weights(members, rows, like),
+            )
+        )
+        for one in range(0, len(rows[0]), size):
+            yield Batch(*(array[:, one : one + size] for array in several if array is not None))
+
+
+def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Take some rows of each tensor: (k, n, ...)."""
+    taken = [one.index_select(0, own.to(one.device)) for one, own in zip(data, rows, strict=True)]
+    return taken[0][None] if len(taken) == 1 else torch.stack(taken)
+
+
+def _weights(
+    members: Sequence[Member], rows: Sequence[Tensor], like: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the shares of samples in their batches, and their weights if they have any: (k, n)."""
+    k, n, size = len(rows), len(rows[0]), members[0].batch_size
+    if members[0].weights is None:
+        shares = like.new_full((k, n), 1 / size)
+        shares[:, n - n % size :] = 1 / max(1, n % size)
+        return shares, None
+    weights = torch.stack([
+        cast(Tensor, m.weights)[own] for m, own in zip(members, rows, strict=True)
+    ]).to(like)
+    batches = pad(weights, (0, -n % size)).view(k, -1, size)
+    shares = batches / or_one(batches.sum(2, keepdim=True))
+    return shares.view(k, -1)[:, :n], weights
+
+
+# -- chains ---------------------------------------------------------------------------------
+
+
+def find_chain_of(member: Member) -> tuple[Chain, ArrayLoss, Tensor]:
+    """Find the written-out formulas for a net, and its targets as the criterion takes them."""
+    net = member.net
+    chain = find_chain(member.module, tuple(member.inputs.shape[1:]))
+    if chain is None or chain.names != {name for name, _ in member.parts.parameters}:
+        raise NeedsOwnLoop("its network is no chain of layers")
+    weight = next(member.module.parameters())
+    d = chain.n_outputs
+    if type(net.criterion_) not in ARRAY_LOSSES:
+        raise NeedsOwnLoop("there is no formula for its criterion")
+    if net.flatness_weight > 0:
+        names = [layer.name for layer in chain.linear]
+        asked = names if net.flatness_layer == "all" else net._layers()
+        if net.flatness_normalize or d >= MANY:
+            raise NeedsOwnLoop("its penalty is no plain sum over few classes")
+        if {find_layer(member.module, layer, names) for layer in asked} != {names[-1]}:
+            raise NeedsOwnLoop("its penalty is at earlier layers")
+    targets = member.read_targets(weight.new_zeros(1, d))
+    loss = find_array_loss(net.criterion_, targets, d)
+    if loss is None:
+        raise NeedsOwnLoop("there is no formula for its criterion")
+    return chain, loss, targets
+
+
+def train_alone(member: Member) -> None:
+    """Train a net for an epoch by written-out gradients, with its own optimizer."""
+    chain, loss, targets = find_chain_of(member)
+    member.net._set_training(True)
+    member.draw()
+    train_chain(chain, loss, [member], [targets], Own(member.net))
+
+
+def train_chain(
+    chain: Chain,
+    loss: ArrayLoss,
+    members: Sequence[Member],
+    targets: Sequence[Tensor],
+    stack: Any,
+) -> None:
+    """Train nets whose network is a chain for an epoch, and record their batches."""
+    like = next(iter(stack.weights.values()))
+    small = like.device.type == "cpu" and chain.is_small(members[0].batch_size)
+
+    def convert(tensor: Tensor) -> Any:
+        return tensor.numpy() if small else tensor
+
+    def as_arrays(batch: Batch) -> Batch:
+        wanted = loss.targets(batch.targets, chain.n_outputs, like)
+        return Batch(convert(batch.inputs), convert(wanted), convert(batch.shares))
+
+    chain.bind(
+        {name: convert(weight) for name, weight in stack.weights.items()},
+        {name: convert(gradient) for name, gradient in stack.gradients.items()},
+    )
+    for layer in chain.dropout:
+        layer.seed(make_generators(members, like.device), like, small=small)
+    settings = settings_of([member.net for member in members], convert(like))
+    step, recorded = Step(chain, loss), []
+    with torch.no_grad(), _one_blas_thread() if small else nullcontext():
+        for batch in cut_batches(members, targets, like, as_arrays):
+            recorded.append(step(batch, settings))
+            stack.step()
+    if settings is not None:
+        settings.finish(member.net for member in members)
+    stack.hand_over()
+    record_epoch(members, recorded)
+
+
+def make_generators(members: Sequence[Member], device: torch.device) -> list[torch.Generator]:
+    """Make the streams from which dropout draws in an epoch."""
+    return [torch.Generator(device).manual_seed(member.seed) for member in members]
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Let NumPy multiply on one thread, which small matrices do not share among several."""
+    with _controller().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
+        yield
+
+
+# -- histories ------------------------------------------------------------------------------
+
+
+def record_epoch(members: Sequence[Member], recorded: Sequence[tuple[Any, ...]]) -> None:
+    """Write the batches of an epoch to the histories, as the nets do.
+
+    `recorded` has the losses of a step, and with a penalty also penalties and their shares.
+    """
+    sizes = members[0].sizes
+    if recorded and isinstance(recorded[0][0], Tensor):
+        steps: Any = torch.stack([torch.stack(step) for step in recorded]).cpu().numpy()
+    else:
+        steps = np.array(recorded)
+    for member, parts in zip(members, np.moveaxis(steps, -1, 0).swapaxes(1, 2), strict=True):
+        losses, *penalty = parts.tolist()
+        terms, shares = penalty or ([0.0] * len(sizes), [1.0] * len(sizes))
+        history = member.net.history
+        list.__getitem__(history, -1)["batches"].extend(
+            {
+                "train_loss": loss,
+                "train_batch_size": size,
+                "flatness_penalty": share * term,
+                "flatness_clipped": float(share < 1),
+            }
+            for loss, size, term, share in zip(losses, sizes, terms, shares, strict=True)
+        )
+        history.record("train_batch_count", len(sizes))

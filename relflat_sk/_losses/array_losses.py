@@ -1,0 +1,203 @@
+r"""Losses with their gradients and trace terms, by formula, over arrays of NumPy or torch.
+
+Any leading axes stand for several networks: outputs ``z`` and targets are of shape (..., n, d),
+the features ``phi`` of the last layer (..., n, m), its weight ``W`` (..., d, m), numbers of
+samples (..., n), and those of networks (...). A loss is a sum of the samples' losses times their
+``shares``, so that there is one formula with and without sample weights. The *trace term* is
+``sum_i scale_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of sample i's loss.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ArrayLoss", "find_array_loss", "namespace", "transposed"]
+
+
+def namespace(array: Any) -> Any:
+    """Return the library of an array, whose functions have the same names in both."""
+    return torch if isinstance(array, Tensor) else np
+
+
+def transposed(array: Any) -> Any:
+    """Exchange the last two axes."""
+    return array.swapaxes(-1, -2)
+
+
+class TraceTerm(NamedTuple):
+    """A trace term with its partial derivatives; that in the features is ``of_phi * phi``.
+
+    Shapes: `value` (...), `z` (..., n, d), `of_phi` (..., n, 1), `weight` (..., d, m).
+    """
+
+    value: Any
+    z: Any
+    of_phi: Any
+    weight: Any
+
+
+class Slopes(NamedTuple):
+    """Losses of networks with their gradients, and what the outputs ``z`` predict.
+
+    Shapes: `value` (...), `z` and `p` (..., n, d).
+    """
+
+    value: Any
+    z: Any
+    p: Any
+
+
+class ArrayLoss(ABC):
+    """A loss of outputs."""
+
+    def divisor(self, d: int) -> int:
+        """Return what each sample adds to the divisor of the mean."""
+        return d
+
+    def targets(self, values: Any, d: int, like: Any) -> Any:
+        """Return targets of the outputs' shape and kind from those that the criterion takes."""
+        return values
+
+    @abstractmethod
+    def each(self, z: Any, target: Any) -> Any:
+        """Compute the samples' losses: (..., n)."""
+
+    @abstractmethod
+    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
+        """Compute the losses of networks, and their gradients in the outputs."""
+
+    @abstractmethod
+    def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
+        """Compute the trace term at the last layer, given the predictions of `slopes`."""
+
+    def gain(self, loss: Any, z: Any, target: Any, shares: Any) -> Any:
+        """Compute what networks have gained over their mean output, the same for all samples."""
+        if z.shape[-2] == 1:
+            return loss + np.inf
+        return (self.each(shares[..., None, :] @ z, target) * shares).sum(-1) - loss
+
+
+class CrossEntropy(ArrayLoss):
+    """The mean cross-entropy; a target has the probabilities of the classes."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        self._smoothing = smoothing
+
+    def divisor(self, d: int) -> int:
+        return 1
+
+    def targets(self, values: Any, d: int, like: Any) -> Any:
+        hot = (values[..., None] == torch.arange(d, device=values.device)).to(like)
+        return hot * (1 - self._smoothing) + self._smoothing / d if self._smoothing else hot
+
+    def each(self, z: Any, target: Any) -> Any:
+        return -(target * self._logarithms(z)[0]).sum(-1)
+
+    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
+        logarithms, p = self._logarithms(z)
+        loss = -((target * logarithms).sum(-1) * shares).sum(-1)
+        return Slopes(loss, (p - target) * shares[..., None], p)
+
+    def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
+        # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
+        # so the result is exact to rounding relative to the largest distance
+        rows = weight - weight.mean(-2)[..., None, :]
+        products = rows @ transposed(rows)
+        squares = (rows * rows).sum(-1)
+        distances = (squares[..., None] + squares[..., None, :] - 2 * products).clip(0)
+        slope = p @ distances
+        forms = (slope * p).sum(-1)  # twice the variances
+        norms = (phi * phi).sum(-1) * scale
+        weighted = p * norms[..., None]
+        pairs = transposed(p) @ weighted
+        of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
+        of_z = weighted * (slope - forms[..., None])
+        return TraceTerm((forms * norms).sum(-1) / 2, of_z, (forms * scale)[..., None], of_weight)
+
+    def _logarithms(self, z: Any) -> tuple[Any, Any]:
+        """Compute the logarithms of the probabilities, and these."""
+        xp = namespace(z)
+        shifted = z - xp.amax(z, -1)[..., None]
+        p = xp.exp(shifted)
+        total = p.sum(-1)[..., None]
+        return shifted - xp.log(total), p / total
+
+
+class _OutputLoss(ArrayLoss):
+    """A mean over all outputs of all samples, of a loss of each of them."""
+
+    @abstractmethod
+    def derivatives(self, p: Any) -> tuple[Any, Any]:
+        """Compute the second and the third derivative of each output's loss."""
+
+    def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
+        second, third = self.derivatives(p)
+        squares = (weight * weight).sum(-1)[..., None, :]
+        norms = ((phi * phi).sum(-1) * scale)[..., None]
+        forms = (second * squares).sum(-1)[..., None]
+        value = (forms * norms)[..., 0].sum(-1)
+        of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
+        return TraceTerm(value, third * squares * norms, 2 * forms * scale[..., None], of_weight)
+
+
+class SquaredError(_OutputLoss):
+    """The mean squared error."""
+
+    def each(self, z: Any, target: Any) -> Any:
+        error = z - target
+        return (error * error).mean(-1)
+
+    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
+        error = z - target
+        scaled = error * (shares / z.shape[-1])[..., None]
+        return Slopes((error * scaled).sum(-1).sum(-1), 2 * scaled, z)
+
+    def derivatives(self, p: Any) -> tuple[Any, Any]:
+        zeros = namespace(p).zeros_like(p)
+        return zeros + 2, zeros
+
+
+class LogisticLoss(_OutputLoss):
+    """The mean logistic loss of labels from 0 to 1."""
+
+    def each(self, z: Any, target: Any) -> Any:
+        return (namespace(z).logaddexp(namespace(z).zeros_like(z), z) - z * target).mean(-1)
+
+    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
+        p = 1 / (1 + namespace(z).exp(-z))
+        gradient = (p - target) * (shares / z.shape[-1])[..., None]
+        return Slopes((self.each(z, target) * shares).sum(-1), gradient, p)
+
+    def derivatives(self, p: Any) -> tuple[Any, Any]:
+        second = p * (1 - p)
+        return second, second * (1 - 2 * p)
+
+
+# criteria with formulas
+ARRAY_LOSSES = (nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.MSELoss)
+
+
+def find_array_loss(criterion: Any, target: Tensor, d: int) -> ArrayLoss | None:
+    """Find the formulas of a criterion for targets that it has accepted, if there are any.
+
+    `target` holds the labels of all samples, which are none of those that the criterion ignores.
+    """
+    if (
+        getattr(criterion, "reduction", "") != "mean"
+        or getattr(criterion, "weight", None) is not None
+    ):
+        return None
+    kind = type(criterion)
+    if kind is nn.CrossEntropyLoss and target.ndim == 1 and not target.is_floating_point():
+        ignored = (target == criterion.ignore_index).any()
+        return None if ignored else CrossEntropy(criterion.label_smoothing)
+    if target.ndim != 2 or target.shape[1] != d:
+        return None
+    if kind is nn.MSELoss:
+        return SquaredError()
+    if kind is nn.BCEWithLogitsLoss and criterion.pos_weight is None:
+        return LogisticLoss()
+    return None

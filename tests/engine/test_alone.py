@@ -1,0 +1,396 @@
+"""A net that is fitted by itself takes written-out gradients where they are known."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from skorch.callbacks import Callback, Freezer, PassthroughScoring
+from threadpoolctl import threadpool_info
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+)
+from relflat_sk._engine import Step, epoch
+from tests.engine.compare import assert_same, compare, curve, data, own_loop
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """A list with the kind of arrays of each step by formulas."""
+    found, call = [], Step.__call__
+
+    def counted(self, batch, settings):
+        found.append(type(batch.inputs))
+        return call(self, batch, settings)
+
+    monkeypatch.setattr(Step, "__call__", counted)
+    return found
+
+
+def classifier(**arguments):
+    return RelativeFlatnessRegularizedClassifier(**{
+        "batch_size": 16,
+        "max_epochs": 4,
+        "random_state": 0,
+        "verbose": 0,
+        **arguments,
+    })
+
+
+class Network(nn.Sequential):
+    """A chain of layers."""
+
+    def __init__(self, *layers, dtype=torch.float64):
+        super().__init__(*layers)
+        self.to(dtype)
+
+
+class Make:
+    """Makes the network anew for each net, from a function of no arguments."""
+
+    def __init__(self, layers, **settings):
+        self.layers, self.settings = layers, settings
+
+    def __call__(self):
+        return Network(*self.layers(), **self.settings)
+
+
+def by_own_loop(net, *args):
+    with own_loop():
+        return clone(net).fit(*args)
+
+
+def assert_same_by_both(net, *args, **kwargs):
+    """Fit a net in both ways, compare them, and return the one that took the formulas."""
+    found = clone(net).fit(*args or data())
+    assert_same(by_own_loop(net, *args or data()), found, **kwargs)
+    return found
+
+
+def test_formulas_take_the_place_of_autograd(steps):
+    net = assert_same_by_both(classifier())
+    assert steps == [np.ndarray] * 16
+    own = by_own_loop(net, *data())
+    for one, other in zip(own.module_.parameters(), net.module_.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)  # of the last step
+
+
+CHAINS = {
+    "nested": lambda: [nn.Sequential(nn.Linear(6, 5), nn.ReLU()), nn.Identity(), nn.Linear(5, 3)],
+    "no activation": lambda: [nn.Linear(6, 5, bias=False), nn.Linear(5, 3)],
+    "no hidden layer": lambda: [nn.Linear(6, 3)],
+    "activation first": lambda: [nn.Tanh(), nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 3)],
+    "dropout of nothing": lambda: [nn.Linear(6, 4), nn.Dropout(0.0), nn.Linear(4, 3)],
+}
+
+
+@pytest.mark.parametrize("layers", CHAINS.values(), ids=CHAINS)
+def test_chains_of_all_kinds(layers, steps):
+    assert_same_by_both(classifier(module=Make(layers)))
+    assert steps == [np.ndarray] * 16
+
+
+def test_images_are_flattened(steps):
+    layers = Make(lambda: [nn.ReLU(), nn.Flatten(), nn.Linear(6, 4), nn.SiLU(), nn.Linear(4, 3)])
+    X, y = data()
+    assert_same_by_both(classifier(module=layers), X.reshape(-1, 1, 2, 3), y)
+    assert len(steps) == 16
+
+
+def test_float32_and_large_layers(steps):
+    layers = Make(lambda: [nn.Linear(6, 3)], dtype=torch.float32)
+    assert_same_by_both(classifier(module=layers), atol=1e-5)
+    X = np.random.default_rng(0).normal(size=(32, 4096))
+    layers = Make(lambda: [nn.Linear(4096, 80), nn.ReLU(), nn.Linear(80, 3)])
+    net = classifier(module=layers, batch_size=16, max_epochs=1, lr=1e-4)
+    assert_same_by_both(net, X, np.arange(32) % 3, atol=1e-7)
+    assert steps == [np.ndarray] * 16 + [torch.Tensor] * 2
+
+
+@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
+@pytest.mark.parametrize("factor", [1e-30, 1e30, np.inf, np.nan], ids=str)
+def test_extreme_weights_give_what_autograd_gives(factor, steps):
+    class Extreme(Network):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+            with torch.no_grad():
+                self[2].weight.mul_(factor)
+
+    net = classifier(module=Extreme, max_epochs=1, batch_size=50, optimizer=torch.optim.SGD)
+    found, own = clone(net).fit(*data()), by_own_loop(net, *data())
+    np.testing.assert_allclose(curve(found), curve(own), rtol=1e-6)
+    assert steps == [np.ndarray]
+
+
+def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
+    class Ones(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(1, 2000), nn.Dropout(0.3), nn.Linear(2000, 1))
+            for layer in (self[0], self[2]):
+                nn.init.ones_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    net = RelativeFlatnessRegularizedRegressor(
+        Ones, flatness_weight=0, lr=0.0, max_epochs=1, batch_size=64, verbose=0, random_state=0
+    )
+    X = np.ones((64, 1), dtype=np.float32)
+    # outputs have the mean 2000 and the variance 2000 * 3 / 7
+    assert 500 < curve(net.fit(X, np.full(64, 2000.0)))[0] < 1300
+    assert abs(curve(net.fit(X, np.zeros(64)))[0] ** 0.5 - 2000) < 20
+
+
+# -- what needs the net's own loop ----------------------------------------------------------
+
+
+class Hooked(nn.Sequential):
+    """A network whose first layer doubles its output, or does something else of its own."""
+
+    def __init__(self, n_features, n_outputs, kind="module"):
+        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
+        self.double()
+        first = self[0]
+        if kind == "module":
+            first.register_forward_hook(_double)
+        elif kind == "parameter":
+            first.weight.register_hook(lambda gradient: 2 * gradient)
+        elif kind == "forward":
+            first.forward = lambda x: 2 * nn.functional.linear(x, first.weight, first.bias)
+        elif kind == "tied":
+            self.insert(2, nn.Linear(5, 5).double())
+            self.insert(2, self[2])
+        elif kind == "half":
+            self.bfloat16()
+
+
+def _double(module, inputs, output):
+    return 2 * output
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"module": Hooked},
+        {"module": Hooked, "module__kind": "parameter"},
+        {"module": Hooked, "module__kind": "forward"},
+        {"module": Hooked, "module__kind": "tied"},
+        {"callbacks": [("batches", PassthroughScoring("train_loss", on_train=True))]},
+        {"flatness_layer": 0},
+        {"flatness_normalize": True},
+        {"criterion__reduction": "sum"},
+        {"module__activation": "gelu"},
+        {"optimizer": torch.optim.RMSprop},
+    ],
+    ids=lambda settings: "-".join(map(str, settings)),
+)
+def test_what_formulas_do_not_know_is_left_to_the_nets_loop(settings, steps):
+    net = classifier(max_epochs=2, lr=1e-3, **settings)
+    if settings.get("module__kind") in ("parameter", "forward"):
+        net.fit(*data())
+    else:
+        assert_same_by_both(net)
+    assert not steps or "callbacks" in settings
+
+
+def test_hooks_of_all_modules_and_of_the_optimizer_are_called(steps):
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1)):
+        classifier().fit(*data())
+    assert seen
+    assert not steps
+
+    def hooked(parameters, **arguments):
+        optimizer = torch.optim.Adam(parameters, **arguments)
+        optimizer.register_step_post_hook(lambda *args: seen.append(2))
+        return optimizer
+
+    classifier(optimizer=hooked).fit(*data())
+    assert seen.count(2) == 16
+
+
+def test_mixed_precision_and_half_precision_are_left_to_the_nets_loop(steps):
+    X, y = data()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        classifier().fit(X.astype(np.float32), y)
+    classifier(module=Hooked, module__kind="half").fit(X.astype(np.float32), y)
+    assert not steps
+
+
+# -- what callbacks may do -------------------------------------------------------------------
+
+
+class Changes(Callback):
+    """Change a net in the middle of its training."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_epoch_end(self, net, **kwargs):
+        if len(net.history) == 2:
+            self.change(net)
+
+
+def _replace(net):
+    for parameter in net.module_.parameters():
+        parameter.data = 0.5 * parameter.data
+
+
+def _replace_the_module(net):
+    net._initialize_module(reason="a new start")
+    net._initialize_optimizer(reason="of its parameters")
+
+
+def _clip(net):
+    for parameter in net.module_.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def _freeze(net):
+    net.module_[0].requires_grad_(False)
+
+
+def _penalise_more(net):
+    net.flatness_weight = 3.0
+
+
+def _penalise_nothing(net):
+    net.flatness_weight = 0.0
+
+
+def _penalise_the_first(net):
+    net.flatness_layer = 0
+
+
+def _new_optimizer(net):
+    net._initialize_optimizer(reason="a new learning rate")
+
+
+def _faster(net):
+    net.optimizer_.param_groups[0]["lr"] = 0.05
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replace,
+        _replace_the_module,
+        _clip,
+        _freeze,
+        _penalise_more,
+        _penalise_nothing,
+        _penalise_the_first,
+        _new_optimizer,
+        _faster,
+    ],
+)
+def test_a_callback_may_change_the_net(change):
+    callbacks = [("change", Changes(change)), StopAtLoss(0.9)]
+    compare([classifier(callbacks=callbacks, random_state=seed) for seed in range(2)])
+
+
+def test_layers_may_be_frozen():
+    net = assert_same_by_both(classifier(callbacks=[Freezer("hidden*")]))
+    assert not net.module_.hidden0.weight.requires_grad
+
+
+def test_nets_are_trained_further():
+    X, y = data()
+    with own_loop():
+        own = classifier().fit(X, y).partial_fit(X, y)
+        warm = classifier(warm_start=True).fit(X, y).fit(X[:40], y[:40])
+    assert_same(own, classifier().fit(X, y).partial_fit(X, y))
+    assert_same(warm, classifier(warm_start=True).fit(X, y).fit(X[:40], y[:40]))
+
+
+class Copies(Callback):
+    """Copy the net in each epoch, as `Checkpoint` does."""
+
+    def on_epoch_end(self, net, **kwargs):
+        self.copy_ = self.pickled_ = None  # copies hold no copies
+        self.copy_, self.pickled_ = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+
+
+def test_copies_in_training_have_weights_of_their_own():
+    net = classifier(callbacks=[("copies", Copies())]).fit(*data())
+    copies = dict(net.callbacks_)["copies"]
+    for other in (copies.copy_, copies.pickled_):
+        torch.testing.assert_close(other.module_.state_dict(), net.module_.state_dict())
+        before = copy.deepcopy(net.module_.state_dict())
+        other.partial_fit(*data(), epochs=1)
+        torch.testing.assert_close(before, net.module_.state_dict(), rtol=0, atol=0)
+
+
+def test_no_data_are_held_after_training():
+    X, y = data()
+    net = classifier(train_split=None)
+    rows = torch.from_numpy(X)
+    known = weakref.ref(rows)
+    net.fit(rows, y)
+    assert len(pickle.dumps(net)) < 1.01 * len(pickle.dumps(by_own_loop(net, X, y)))
+    del rows
+    gc.collect()
+    assert known() is None
+
+
+def test_an_interrupted_epoch_leaves_a_net_that_can_go_on(monkeypatch):
+    net, call, made = classifier(max_epochs=3), Step.__call__, []
+
+    def step(self, *args):
+        made.append(1)
+        if len(made) == 6:
+            assert all(one["num_threads"] == 1 for one in _blas())
+            raise KeyboardInterrupt
+        return call(self, *args)
+
+    threads = _blas()
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "__call__", step)
+        net.fit(*data())
+    assert len(made) == 6
+    assert _blas() == threads
+    interrupted = copy.deepcopy(net.module_.state_dict())
+    whole = classifier(max_epochs=1).fit(*data())
+    assert not torch.equal(interrupted["output.weight"], whole.module_.output.weight)
+    net.partial_fit(*data())
+    assert np.isfinite(curve(net)).all()
+    assert net.relative_flatness_ > 0
+
+
+def _blas():
+    return [one for one in threadpool_info() if one["user_api"] == "blas"]
+
+
+def test_data_are_converted_batch_by_batch(monkeypatch):
+    """No copy of all data is made, of which networks of another dtype need one."""
+    sizes, cast = [], epoch.cast_inputs
+    monkeypatch.setattr(epoch, "_NUMBERS", 100)
+    monkeypatch.setattr(
+        epoch, "cast_inputs", lambda x, *args: sizes.append(x.numel()) or cast(x, *args)
+    )
+    X, y = data()
+    single = {"module": nn.Linear, "module__in_features": 6, "module__out_features": 3}
+    found = classifier(**single).fit(X, y)  # from float64 to float32
+    assert max(sizes) == 16 * 6
+    assert_same(by_own_loop(classifier(**single), X, y), found, atol=1e-5)
+
+
+def test_labels_are_checked_as_in_the_nets_loop():
+    X, y = data()
+    net = RelativeFlatnessRegularizedNet(
+        nn.Linear(6, 3).double(), criterion=nn.CrossEntropyLoss, max_epochs=1, verbose=0
+    )
+    messages = []
+    for fit in (net.fit, lambda *args: by_own_loop(net, *args)):
+        with pytest.raises(ValueError, match="5") as error:
+            fit(TensorDataset(torch.from_numpy(X), torch.from_numpy(y + 3)), None)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

@@ -1,0 +1,191 @@
+"""Whatever network and settings are, every engine gives the result of a plain torch loop."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sklearn.base import clone
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from relflat_sk import (
+    FleetTrainer,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+)
+from relflat_sk._engine import chain
+from tests.engine.compare import assert_same, curve, own_loop
+
+NETS = {
+    "classes": RelativeFlatnessRegularizedClassifier,
+    "two classes": RelativeFlatnessRegularizedBinaryClassifier,
+    "numbers": RelativeFlatnessRegularizedRegressor,
+}
+N_OUTPUTS = {"classes": 3, "two classes": 1, "numbers": 2}
+OPTIMIZERS = {
+    "SGD": {"optimizer": SGD},
+    "momentum": {"optimizer": SGD, "optimizer__momentum": 0.9, "optimizer__weight_decay": 0.01},
+    "Nesterov": {"optimizer": SGD, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    "Adam": {"optimizer": Adam},
+    "amsgrad": {"optimizer": Adam, "optimizer__amsgrad": True, "optimizer__weight_decay": 0.1},
+    "AdamW": {"optimizer": AdamW, "optimizer__weight_decay": 0.1},
+}
+ACTIVATIONS = [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity]
+
+
+class Chain(nn.Sequential):
+    """Linear layers of the given widths, in float64, with activations or the same one between."""
+
+    def __init__(self, widths, activation, bias, same):
+        layers, one = [], activation()
+        for n_in, n_out in pairwise(widths):
+            layers += [nn.Linear(n_in, n_out, bias=bias), one if same else activation()]
+        super().__init__(*layers[:-1])
+        self.double()
+
+
+class NoChain(Chain):
+    """The same, but nobody can know it."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def task(kind, n):
+    """Inputs and labels."""
+    rng = np.random.RandomState(n)
+    X = rng.randn(n, 4)
+    labels = {
+        "classes": np.arange(n) % 3,
+        "two classes": (np.arange(n) % 2).astype(float),
+        "numbers": rng.randn(n, 2),
+    }
+    return X, labels[kind]
+
+
+@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    engine=st.sampled_from(["alone", "fleet", "vmap"]),
+    arrays=st.sampled_from(["numpy", "torch"]),
+    kind=st.sampled_from(sorted(NETS)),
+    n=st.integers(6, 40),
+    widths=st.lists(st.integers(1, 6), max_size=3),
+    activation=st.sampled_from(ACTIVATIONS),
+    bias=st.booleans(),
+    same=st.booleans(),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    layer=st.sampled_from([-1, -1, 0, "all"]),
+    weight=st.sampled_from([0.0, 0.1, 10.0]),
+    clip=st.sampled_from([None, 0.1, 2.0]),
+    weighted=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    batch_size=st.sampled_from([1, 7, 16, 64]),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    split=st.booleans(),
+)
+# a single layer, and a last batch of one sample: the limit has no gain to compare with
+@example(
+    engine="alone", arrays="numpy", kind="classes", n=15, widths=[], activation=nn.ReLU, bias=True,
+    same=True, optimizer="SGD", layer=-1, weight=10.0, clip=0.1, weighted=False, smoothing=0.0,
+    batch_size=7, shuffle=True, drop_last=False, split=False,
+)  # fmt: skip
+# an epoch without a batch
+@example(
+    engine="fleet", arrays="numpy", kind="classes", n=15, widths=[5], activation=nn.ReLU, bias=True,
+    same=True, optimizer="SGD", layer=-1, weight=0.1, clip=None, weighted=True, smoothing=0.0,
+    batch_size=64, shuffle=True, drop_last=True, split=False,
+)  # fmt: skip
+def test_every_engine_gives_the_result_of_the_nets_own_loop(
+    engine, arrays, kind, n, widths, activation, bias, same, optimizer, layer, weight, clip,
+    weighted, smoothing, batch_size, shuffle, drop_last, split,
+):  # fmt: skip
+    net = NETS[kind](
+        NoChain if engine == "vmap" else Chain,
+        module__widths=[4, *widths, N_OUTPUTS[kind]],
+        module__activation=activation,
+        module__bias=bias,
+        module__same=same,
+        lr=0.01,
+        **OPTIMIZERS[optimizer],
+        **({"criterion__label_smoothing": smoothing} if kind == "classes" else {}),
+        flatness_layer=layer,
+        flatness_weight=weight,
+        flatness_clip=clip,
+        batch_size=batch_size,
+        iterator_train__shuffle=shuffle,
+        iterator_train__drop_last=drop_last,
+        max_epochs=2,
+        random_state=0,
+        verbose=0,
+        **({} if split and n >= 20 else {"train_split": None}),
+    )
+    X, y = task(kind, n)
+    weights = {"sample_weight": np.arange(n) % 4 / 2} if weighted else {}
+    with own_loop():
+        expected = clone(net).fit(X, y, **weights)
+    with pytest.MonkeyPatch.context() as patch:
+        if arrays == "torch":
+            patch.setattr(chain, "_MOST", -1)
+        if engine == "alone":
+            found = net.fit(X, y, **weights)
+        else:
+            other = clone(net).set_params(random_state=1, lr=0.02)
+            found = FleetTrainer([net, other], fleet=2).fit(X, y, **weights).estimators_[0]
+    assert_same(expected, found, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("weight", "clip"), [(0.0, None), (0.1, None), (10.0, 0.5)], ids=["plain", "penalty", "limit"]
+)
+@pytest.mark.parametrize("kind", NETS)
+def test_a_nets_own_loop_is_a_plain_torch_loop(kind, optimizer, weight, clip):
+    sizes = {"widths": [4, 5, N_OUTPUTS[kind]], "activation": nn.Tanh, "bias": True, "same": True}
+    X, y = task(kind, 30)
+    net = NETS[kind](
+        Chain,
+        **{f"module__{name}": value for name, value in sizes.items()},
+        **OPTIMIZERS[optimizer],
+        lr=0.01,
+        flatness_weight=weight,
+        flatness_clip=clip,
+        batch_size=7,
+        iterator_train__shuffle=False,
+        train_split=None,
+        max_epochs=3,
+        random_state=0,
+        verbose=0,
+    ).initialize()
+    module = Chain(**sizes)
+    net.fit(X, y)
+    with own_loop():
+        own = clone(net).set_params(max_epochs=0).fit(X, y)
+    module.load_state_dict(own.module_.state_dict())
+    arguments = {
+        name.removeprefix("optimizer__"): value
+        for name, value in OPTIMIZERS[optimizer].items()
+        if name != "optimizer"
+    }
+    stepper = OPTIMIZERS[optimizer]["optimizer"](module.parameters(), lr=0.01, **arguments)
+    penalty = RelativeFlatnessPenalty(weight=weight, clip=clip)
+    inputs, labels = torch.from_numpy(X), torch.from_numpy(y)
+    labels = labels[:, None] if kind == "two classes" else labels
+    criterion, losses = net.criterion_, []
+    for _ in range(3):
+        for x, target in zip(inputs.split(7), labels.split(7), strict=True):
+            stepper.zero_grad()
+            with penalty.capture(module):
+                output = module(x)
+            loss = criterion(output, target)
+            losses.append(loss.item())
+            (loss + penalty(criterion, output, target)).backward()
+            stepper.step()
+    np.testing.assert_allclose(curve(net), losses, rtol=0, atol=1e-8)
+    torch.testing.assert_close(net.module_.state_dict(), module.state_dict(), rtol=0, atol=1e-8)
