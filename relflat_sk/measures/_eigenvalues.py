@@ -1,6 +1,7 @@
 """The largest eigenvalue of a symmetric matrix that is known by its products."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,10 +95,19 @@ def _iterate(
 # with the notation of `relflat_sk._network.layer_maps`,
 # ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
 
-# from the eigenvalue and the weight to the measure
-EIGENVALUE_LIKE: dict[str, Callable[[float, Tensor], float]] = {
-    "hessian_max_eigenvalue": lambda value, weight: value,
-    "eigenvalue_flatness": lambda value, weight: value * float(column_squares(weight).sum()),
+
+class EigenvalueLike(NamedTuple):
+    """A measure that is a function of the largest eigenvalue and the weight."""
+
+    finish: Callable[[float, Tensor], float]
+    same: tuple[str, ...] = ()
+
+
+EIGENVALUE_LIKE: dict[str, EigenvalueLike] = {
+    "hessian_max_eigenvalue": EigenvalueLike(lambda value, weight: value),
+    "eigenvalue_flatness": EigenvalueLike(
+        lambda value, weight: value * float(column_squares(weight).sum()), ("layer",)
+    ),
 }
 # numbers of features and closed forms that are stored, to spare further passes
 _MOST_STORED = 2**26
@@ -139,8 +149,8 @@ class EigenvalueMeasures:
             value, error = self._largest(layer, summary)
             for name, measure in EIGENVALUE_LIKE.items():
                 found[layer, name] = Flatness(
-                    value=measure(value + weight_decay, weight),
-                    stderr=measure(error, weight),
+                    value=measure.finish(value + weight_decay, weight),
+                    stderr=measure.finish(error, weight),
                     method="lanczos",
                     network=self.network,
                     summary=summary,

@@ -35,7 +35,7 @@ from relflat_sk._random import RandomState, draw_seeds, make_generator
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._layer_pass import LayerPass
 from relflat_sk.measures._quantities import Neurons, Quantity, Trace
-from relflat_sk.measures._results import Flatness, Found, Summary
+from relflat_sk.measures._results import EVERY_CHANGE, Flatness, Found, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, summarize
 from relflat_sk.measures._sums import Mean, Sums
 
@@ -52,6 +52,8 @@ class TraceLike:
     finish: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value
     # the increase of the measure if the identity is added to the Hessian, from the weight
     decay: Callable[[Tensor], Tensor] = lambda weight: torch.full((), math.nan)
+    # the changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`
+    same: tuple[str, ...] = ()
     normalized: bool = False
 
 
@@ -74,17 +76,21 @@ TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
         lambda layer, spread: Trace(layer.left_factor()),
         decay=lambda weight: weight.shape[1] * _square(weight),
+        same=("layer", "own neurons"),
     ),
-    "normalized_relative_flatness": TraceLike(_normalized, normalized=True),
+    "normalized_relative_flatness": TraceLike(_normalized, same=EVERY_CHANGE, normalized=True),
     "hessian_trace": TraceLike(lambda layer, spread: Trace(), decay=_size),
     "trace_flatness": TraceLike(
         lambda layer, spread: Trace(),
         lambda value, weight: value * _square(weight),
         lambda weight: weight.numel() * _square(weight),
+        same=("layer",),
     ),
-    "neuron_flatness_sum": TraceLike(lambda layer, spread: Neurons(is_sum=True), decay=_square),
+    "neuron_flatness_sum": TraceLike(
+        lambda layer, spread: Neurons(is_sum=True), decay=_square, same=EVERY_CHANGE
+    ),
     "neuron_flatness_max": TraceLike(
-        lambda layer, spread: Neurons(is_sum=False), decay=column_squares
+        lambda layer, spread: Neurons(is_sum=False), decay=column_squares, same=EVERY_CHANGE
     ),
 }
 # the measure with a value for each neuron, of which it is the largest
@@ -257,8 +263,12 @@ class GradientNorms:
 
 # -- all of them --------------------------------------------------------------------------------
 
-# the measures that belong to one layer
-LAYER_MEASURES = (*TRACE_LIKE, *EIGENVALUE_LIKE, GRADIENT_NORM)
+# the measures that belong to one layer, and the changes under which they are invariant
+LAYER_MEASURES: dict[str, tuple[str, ...]] = {
+    **{name: measure.same for name, measure in TRACE_LIKE.items()},
+    **{name: measure.same for name, measure in EIGENVALUE_LIKE.items()},
+    GRADIENT_NORM: (),
+}
 
 
 def measure_layers(

@@ -145,16 +145,8 @@ def positive_margin(network: Network, percentile: float) -> float:
     return math.nan
 
 
-def estimate_from_log(
-    log_norm: float,
-    network: Network,
-    over_margin: bool,
-    percentile: float = PERCENTILE,
-    power: int = 2,
-) -> Estimate:
-    """Return a norm from its logarithm, divided by a power of the margin if asked for."""
-    if over_margin:
-        log_norm -= power * math.log(positive_margin(network, percentile))
+def estimate_from_log(log_norm: float) -> Estimate:
+    """Return a norm from its logarithm."""
     if log_norm > _LARGEST:
         warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
         return Estimate(math.inf)

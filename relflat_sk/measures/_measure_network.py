@@ -1,8 +1,7 @@
 """All measures of a network, with as few passes over the data as they take together."""
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
@@ -17,7 +16,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import LAYER_MEASURES, TRACE_LIKE, measure_layers
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
-from relflat_sk.measures._results import Estimate, Flatness, Summary
+from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
@@ -71,7 +70,7 @@ def _is_curved(network: Network, batch: Batch) -> bool:
 
 
 # measures of the network as a whole, each with arguments of its own
-NETWORK_WIDE: dict[str, Callable[..., Estimate]] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
+NETWORK_WIDE: dict[str, NetworkMeasure] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
 # arguments of the measures of layers, which measures of the whole network accept without effect
 _OF_LAYERS = {"method", "n_probes", "rtol"}
 # an argument that every measure accepts, also where it has no effect
@@ -81,8 +80,6 @@ CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
 _NONE = Estimate(math.nan, math.nan, "none")
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
-
-Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure
 
 
 def measure_network(
@@ -209,13 +206,7 @@ def _arguments(name: str) -> Set[str]:
     """List the arguments of a measure of the whole network."""
     if isinstance(name, OwnMeasure):
         return name.arguments
-    if name not in NETWORK_WIDE:
-        return set()
-    return {
-        key
-        for key, one in inspect.signature(NETWORK_WIDE[name]).parameters.items()
-        if one.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    return NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else set()
 
 
 def _least_flat(network: Network, found: Found | None, some: Mapping[str, Any]) -> Flatness:

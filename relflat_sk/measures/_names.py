@@ -5,57 +5,24 @@ shows it, and the documentation prints it.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from relflat_sk._checks import did_you_mean
+from relflat_sk.measures._layer_measures import LAYER_MEASURES
+from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._own import OwnMeasure
+from relflat_sk.measures._results import REPARAMETERIZATIONS
 from relflat_sk.minima import column_of, is_reserved
 
-Verdict = Literal["same", "different"]
-
-REPARAMETERIZATIONS: dict[str, str] = {
-    "layer": "scale moves from one layer to another (positively homogeneous networks)",
-    "feature neurons": "each neuron that feeds the layer by a factor of its own",
-    "own neurons": "each output neuron of the layer by a factor of its own, undone behind it",
-}
-
-
-def _row(layer: Verdict, features: Verdict, own: Verdict) -> dict[str, Verdict]:
-    return {"layer": layer, "feature neurons": features, "own neurons": own}
-
-
-INVARIANCES: dict[str, dict[str, Verdict]] = {
-    "relative_flatness": _row("same", "different", "same"),
-    "normalized_relative_flatness": _row("same", "same", "same"),
-    "trace_flatness": _row("same", "different", "different"),
-    "eigenvalue_flatness": _row("same", "different", "different"),
-    "network_flatness": _row("same", "different", "different"),
-    "joint_eigenvalue_flatness": _row("different", "different", "different"),
-    "neuron_flatness_max": _row("same", "same", "same"),
-    "neuron_flatness_sum": _row("same", "same", "same"),
-    "hessian_trace": _row("different", "different", "different"),
-    "hessian_max_eigenvalue": _row("different", "different", "different"),
-    "gradient_norm": _row("different", "different", "different"),
-    "parameter_count": _row("same", "same", "same"),
-    "l2_norm": _row("different", "different", "different"),
-    "frobenius_product": _row("same", "different", "different"),
-    "group_norm_product": _row("same", "different", "different"),
-    "spectral_product": _row("same", "different", "different"),
-    "l1_path_norm": _row("same", "same", "same"),
-    "l2_path_norm": _row("same", "same", "same"),
-    "inverse_margin": _row("same", "same", "same"),
-    "linf_lipschitz_product": _row("same", "different", "different"),
-    "l2_lipschitz_product": _row("same", "different", "different"),
-    "log_robustness": _row("same", "different", "different"),
-    "fisher_rao_norm": _row("same", "same", "same"),
-    "pac_bayes_flatness": _row("different", "different", "different"),
-    # different as far as `eps` is not small next to the weights
-    "pac_bayes_magnitude_flatness": _row("different", "different", "different"),
-    "expected_sharpness": _row("different", "different", "different"),
-    "keskar_sharpness": _row("different", "different", "different"),
-    "adaptive_sharpness": _row("same", "same", "same"),
+INVARIANCES: dict[str, dict[str, str]] = {
+    name: {change: "same" if change in same else "different" for change in REPARAMETERIZATIONS}
+    for name, same in {
+        **LAYER_MEASURES,
+        "network_flatness": ("layer",),
+        **{name: measure.same for name, measure in NETWORK_WIDE.items()},
+    }.items()
 }
 
 

@@ -42,6 +42,8 @@ References
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import Signature, signature
 from typing import Any
 
 import numpy as np
@@ -56,7 +58,7 @@ from relflat_sk._network import Network, borrowed, find_faster_step, layer_names
 from relflat_sk._rescaling import AffineLayer, fold_layers
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
-from relflat_sk.measures._results import Estimate, with_tolerance
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, with_tolerance
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
@@ -123,98 +125,6 @@ def _as_operator(layer: AffineLayer) -> LinearOperator:
     return LinearOperator(shape, matvec=product, rmatvec=transposed, dtype=np.float64)
 
 
-# Products of a norm over all layers, and the Lipschitz constants that they bound.
-
-
-def frobenius_product(
-    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
-) -> Estimate:
-    """Multiply the squared Frobenius norms of all layers' weights."""
-    layers = only_layers("frobenius_product", network)
-    total = sum(log(float(layer.weight.square().sum())) for layer in layers)
-    return estimate_from_log(total, network, over_margin, percentile)
-
-
-def group_norm_product(
-    network: Network,
-    *,
-    p: float = 1.0,
-    q: float = math.inf,
-    over_margin: bool = False,
-    percentile: float = PERCENTILE,
-) -> Estimate:
-    r"""Multiply the squared group norms ``|W|_{p,q}`` of all layers' weights [1]_."""
-    for name, value in (("p", p), ("q", q)):
-        if not (is_number(value) and value >= 1):
-            raise ValueError(
-                f"{name} must be a number of at least 1, or math.inf, got {value!r}: below 1 there "
-                "is no norm."
-            )
-    layers = only_layers("group_norm_product", network)
-    rows = [torch.linalg.vector_norm(layer.weight, ord=p, dim=1) for layer in layers]
-    total = sum(2 * log(float(torch.linalg.vector_norm(norms, ord=q))) for norms in rows)
-    return estimate_from_log(total, network, over_margin, percentile)
-
-
-def spectral_product(
-    network: Network,
-    *,
-    over_margin: bool = False,
-    percentile: float = PERCENTILE,
-    rtol: float = 1e-4,
-) -> Estimate:
-    """Multiply the squared spectral norms of all layers, times the sizes of their outputs."""
-    layers = only_layers("spectral_product", network)
-    sizes = sum(math.log(layer.output_shape.numel()) for layer in layers)
-    norms, tolerance = log_spectral_norms(layers, rtol)
-    product = estimate_from_log(sizes + 2 * norms, network, over_margin, percentile)
-    return with_tolerance(product, 2 * tolerance * product.value)
-
-
-def l2_lipschitz_product(
-    network: Network,
-    *,
-    over_margin: bool = False,
-    percentile: float = PERCENTILE,
-    rtol: float = 1e-4,
-) -> Estimate:
-    """Multiply the spectral norms of all layers [1]_.
-
-    In a chain of layers, with activations of slope at most 1, the product bounds how fast the
-    outputs change with the inputs, both in the Euclidean norm.
-    """
-    norms, tolerance = log_spectral_norms(only_layers("l2_lipschitz_product", network), rtol)
-    product = estimate_from_log(norms, network, over_margin, percentile, power=1)
-    return with_tolerance(product, tolerance * product.value)
-
-
-def linf_lipschitz_product(
-    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
-) -> Estimate:
-    """Multiply the norms of all layers as maps between vectors with the maximum norm [1]_.
-
-    In a chain of layers, with activations of slope at most 1, the product bounds how fast the
-    largest change of an output grows with the largest change of an input.
-    """
-    norms = log_largest_rows(only_layers("linf_lipschitz_product", network))
-    return estimate_from_log(norms, network, over_margin, percentile, power=1)
-
-
-def log_spectral_norms(layers: Sequence[AffineLayer], rtol: float) -> tuple[float, float]:
-    """Add up the logarithms of the layers' spectral norms."""
-    tolerance = rtol / 2 * sum(map(is_iterated, layers))
-    return sum(log(operator_norm(layer, rtol)) for layer in layers), tolerance
-
-
-def log_largest_rows(layers: Sequence[AffineLayer]) -> float:
-    """Add up the logarithms of the layers' norms as maps of vectors with the maximum norm."""
-    total = 0.0
-    for layer in layers:
-        ones = layer.weight.new_ones((1, *layer.input_shape))
-        total += log(float(layer.apply(ones, layer.weight.abs()).max()))
-    return total
-
-
 def other_weights(module: nn.Module, layers: Sequence[AffineLayer]) -> Iterator[tuple[str, Tensor]]:
     """List weights outside the called layers: of embeddings, recurrent cells, unused layers."""
     called: list[Any] = [layer.map.layer for layer in layers]
@@ -241,7 +151,120 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
     return layers
 
 
-# Robustness: the number of cells of inputs in which a classifier does not change its class.
+# -- logarithms of the norms of one layer -------------------------------------------------------
+
+
+def _log_frobenius(layer: AffineLayer) -> float:
+    return log(float(layer.weight.square().sum()))
+
+
+def _log_group_norm(layer: AffineLayer, *, p: float = 1.0, q: float = math.inf) -> float:
+    rows = torch.linalg.vector_norm(layer.weight, ord=p, dim=1)
+    return 2 * log(float(torch.linalg.vector_norm(rows, ord=q)))
+
+
+def _log_spectral(layer: AffineLayer, *, rtol: float = 1e-4) -> float:
+    """Return the logarithm of the norm between vectors with the Euclidean norm."""
+    return log(operator_norm(layer, rtol))
+
+
+def _log_sized_spectral(layer: AffineLayer, *, rtol: float = 1e-4) -> float:
+    return math.log(layer.output_shape.numel()) + 2 * log(operator_norm(layer, rtol))
+
+
+def _log_largest_row(layer: AffineLayer) -> float:
+    """Return the logarithm of the norm between vectors with the maximum norm."""
+    ones = layer.weight.new_ones((1, *layer.input_shape))
+    return log(float(layer.apply(ones, layer.weight.abs()).max()))
+
+
+def _tolerance(layers: Sequence[AffineLayer], rtol: float) -> float:
+    """Return the relative tolerance of the product of the layers' spectral norms."""
+    return rtol / 2 * sum(map(is_iterated, layers))
+
+
+# -- measures -----------------------------------------------------------------------------------
+
+
+def _product(
+    name: str, log_norm: Callable[..., float], *, power: int = 2, degree: int = 0
+) -> Callable[..., Estimate]:
+    """Make a measure of the product of the layers' norms.
+
+    The product is divided by a power of the margin if asked for. The degree is that of the
+    spectral norm, which an iteration may find.
+    """
+
+    def log_product(network: Network, **own: Any) -> tuple[float, float]:
+        _check_orders(**own)
+        layers = only_layers(name, network)
+        tolerance = degree * _tolerance(layers, own.get("rtol", 1e-4)) if degree else 0.0
+        return sum(log_norm(layer, **own) for layer in layers), tolerance
+
+    return _over_margin(log_product, power, signature(log_norm))
+
+
+def _over_margin(
+    log_norm: Callable[..., tuple[float, float]], power: int, arguments: Signature | None = None
+) -> Callable[..., Estimate]:
+    """Make a measure of a norm, divided by a power of the margin if asked for.
+
+    The norm is given by its logarithm and relative tolerance; `arguments` has its keywords.
+    """
+
+    def measure(
+        network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE, **own: Any
+    ) -> Estimate:
+        log_value, tolerance = log_norm(network, **own)
+        if over_margin:
+            log_value -= power * math.log(positive_margin(network, percentile))
+        norm = estimate_from_log(log_value)
+        return with_tolerance(norm, tolerance * norm.value)
+
+    (first, *keywords, _) = signature(measure).parameters.values()
+    more = [] if arguments is None else [*arguments.parameters.values()][1:]
+    measure.__signature__ = Signature([first, *keywords, *more])  # type: ignore[attr-defined]
+    return measure
+
+
+def _check_orders(**own: Any) -> None:
+    """Refuse orders of which there is no norm."""
+    for name in ("p", "q"):
+        if name in own and not (is_number(own[name]) and own[name] >= 1):
+            raise ValueError(
+                f"{name} must be a number of at least 1, or math.inf, got {own[name]!r}: below 1 "
+                "there is no norm."
+            )
+
+
+def _log_l2_norm(network: Network) -> tuple[float, float]:
+    """Return the logarithm of the Euclidean norm of all weights."""
+    with borrowed(network.module):
+        layers = fold_layers(network)
+        weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
+        squares = [float(weight.square().sum()) for weight in weights.values()]
+        others = other_weights(network.module, layers)
+        squares += [float(weight.double().square().sum()) for _, weight in others]
+    return log(sum(squares)) / 2, 0.0
+
+
+def _log_path_norm(power: int, network: Network) -> tuple[float, float]:
+    """Return the logarithm of the path norm of powers 1, which is squared, or 2."""
+    with borrowed(network.module):
+        total = sum_over_paths(network, fold_layers(network), power)
+    return 2 / power * log(total), 0.0
+
+
+def _parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
+    count = sum(parameter.numel() for parameter in network.module.parameters())
+    return Estimate(float(count * (len(layer_names(network)) if times_depth else 1)))
+
+
+def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
+    return estimate_from_log(-2 * math.log(positive_margin(network, percentile)))
+
+
+# -- robustness: the number of cells of inputs in which a classifier does not change its class ---
 #
 # A classifier is (K, epsilon)-robust [1]_, [2]_ if its inputs can be divided into K cells such that
 # the loss of a training sample differs by at most epsilon from that of any input in its cell. The
@@ -258,7 +281,7 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
 _NORMS = ("linf", "l2")
 
 
-def log_robustness(
+def _log_robustness(
     network: Network,
     *,
     percentile: float = PERCENTILE,
@@ -272,9 +295,11 @@ def log_robustness(
     if norm not in _NORMS:
         raise ValueError(f"norm must be one of {sorted(_NORMS)}, got {norm!r}.")
     layers = only_layers("log_robustness", network)
-    log_lipschitz, tolerance = (
-        log_spectral_norms(layers, rtol) if norm == "l2" else (log_largest_rows(layers), 0.0)
-    )
+    if norm == "l2":
+        log_lipschitz = sum(_log_spectral(layer, rtol=rtol) for layer in layers)
+        tolerance = _tolerance(layers, rtol)
+    else:
+        log_lipschitz, tolerance = sum(map(_log_largest_row, layers)), 0.0
     ranges = _ranges(network)
     _check_chain(network, layers, norm)
     gamma = positive_margin(network, percentile)
@@ -317,60 +342,26 @@ def _ranges(network: Network) -> Tensor:
     return high.amax(dim=0) - low.amin(dim=0)
 
 
-def parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
-    """Count the numbers in all parameters of the network."""
-    count = sum(parameter.numel() for parameter in network.module.parameters())
-    return Estimate(float(count * (len(layer_names(network)) if times_depth else 1)))
+# -- the table: each measure takes a network, and keyword arguments of its own ------------------
 
-
-def l2_norm(
-    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
-) -> Estimate:
-    """Compute the Euclidean norm of all weights."""
-    with borrowed(network.module):
-        layers = fold_layers(network)
-        weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
-        squares = [float(weight.square().sum()) for weight in weights.values()]
-        others = other_weights(network.module, layers)
-        squares += [float(weight.double().square().sum()) for _, weight in others]
-    return estimate_from_log(log(sum(squares)) / 2, network, over_margin, percentile, power=1)
-
-
-def l1_path_norm(
-    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
-) -> Estimate:
-    """Square the sum over all paths of products of the weights' magnitudes."""
-    return estimate_from_log(2 * log(_path_sum(network, power=1)), network, over_margin, percentile)
-
-
-def l2_path_norm(
-    network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE
-) -> Estimate:
-    """Sum over all paths the products of the squared weights."""
-    return estimate_from_log(log(_path_sum(network, power=2)), network, over_margin, percentile)
-
-
-def inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
-    """Compute one over the square of the margin."""
-    return estimate_from_log(0.0, network, over_margin=True, percentile=percentile)
-
-
-# each takes a network, and keyword arguments of its own
-NORM_MEASURES: dict[str, Callable[..., Estimate]] = {
-    "parameter_count": parameter_count,
-    "l2_norm": l2_norm,
-    "frobenius_product": frobenius_product,
-    "group_norm_product": group_norm_product,
-    "spectral_product": spectral_product,
-    "l1_path_norm": l1_path_norm,
-    "l2_path_norm": l2_path_norm,
-    "inverse_margin": inverse_margin,
-    "linf_lipschitz_product": linf_lipschitz_product,
-    "l2_lipschitz_product": l2_lipschitz_product,
-    "log_robustness": log_robustness,
+NORM_MEASURES: dict[str, NetworkMeasure] = {
+    "parameter_count": NetworkMeasure(_parameter_count, EVERY_CHANGE),
+    "l2_norm": NetworkMeasure(_over_margin(_log_l2_norm, power=1)),
+    "frobenius_product": NetworkMeasure(_product("frobenius_product", _log_frobenius), ("layer",)),
+    "group_norm_product": NetworkMeasure(
+        _product("group_norm_product", _log_group_norm), ("layer",)
+    ),
+    "spectral_product": NetworkMeasure(
+        _product("spectral_product", _log_sized_spectral, degree=2), ("layer",)
+    ),
+    "l1_path_norm": NetworkMeasure(_over_margin(partial(_log_path_norm, 1), power=2), EVERY_CHANGE),
+    "l2_path_norm": NetworkMeasure(_over_margin(partial(_log_path_norm, 2), power=2), EVERY_CHANGE),
+    "inverse_margin": NetworkMeasure(_inverse_margin, EVERY_CHANGE),
+    "linf_lipschitz_product": NetworkMeasure(
+        _product("linf_lipschitz_product", _log_largest_row, power=1), ("layer",)
+    ),
+    "l2_lipschitz_product": NetworkMeasure(
+        _product("l2_lipschitz_product", _log_spectral, power=1, degree=1), ("layer",)
+    ),
+    "log_robustness": NetworkMeasure(_log_robustness, ("layer",)),
 }
-
-
-def _path_sum(network: Network, power: int) -> float:
-    with borrowed(network.module):
-        return sum_over_paths(network, fold_layers(network), power)

@@ -1,7 +1,10 @@
 """The result of a measurement: a value with its standard error, and the totals of its pass."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,40 @@ class Estimate:
     value: float
     stderr: float = 0.0
     method: str = "exact"
+
+
+# changes of the weights that leave the network's function as it is
+REPARAMETERIZATIONS: dict[str, str] = {
+    "layer": "scale moves from one layer to another (positively homogeneous networks)",
+    "feature neurons": "each neuron that feeds the layer by a factor of its own",
+    "own neurons": "each output neuron of the layer by a factor of its own, undone behind it",
+}
+EVERY_CHANGE = tuple(REPARAMETERIZATIONS)
+
+
+@dataclass(frozen=True)
+class NetworkMeasure:
+    """A measure of a network as a whole.
+
+    Parameters
+    ----------
+    compute : callable
+        From a `Network` to an `Estimate`; its keyword arguments become arguments of `measure`.
+    same : tuple of str, default=()
+        The changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`.
+    """
+
+    compute: Callable[..., Estimate]
+    same: tuple[str, ...] = ()
+
+    def __call__(self, network: Network, **arguments: Any) -> Estimate:
+        return self.compute(network, **arguments)
+
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of the keyword arguments."""
+        parameters = inspect.signature(self.compute).parameters.values()
+        return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
 
 
 def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:

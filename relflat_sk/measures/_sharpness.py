@@ -54,7 +54,7 @@ from relflat_sk.measures._perturbation import (
     weights_of,
     with_weights,
 )
-from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
 
 # Algorithm 1 of APGD
 _MOMENTUM = 0.75
@@ -444,12 +444,13 @@ def _unit(logits: Tensor) -> Tensor:
 
 
 # each takes a network, and keyword arguments of its own
-SHARPNESS_MEASURES: dict[str, Callable[..., Estimate]] = {
-    "fisher_rao_norm": fisher_rao_norm,
-    "joint_eigenvalue_flatness": joint_eigenvalue_flatness,
-    "pac_bayes_flatness": pac_bayes_flatness,
-    "pac_bayes_magnitude_flatness": pac_bayes_magnitude_flatness,
-    "expected_sharpness": expected_sharpness,
-    "keskar_sharpness": keskar_sharpness,
-    "adaptive_sharpness": adaptive_sharpness,
+SHARPNESS_MEASURES: dict[str, NetworkMeasure] = {
+    "fisher_rao_norm": NetworkMeasure(fisher_rao_norm, EVERY_CHANGE),
+    "joint_eigenvalue_flatness": NetworkMeasure(joint_eigenvalue_flatness),
+    "pac_bayes_flatness": NetworkMeasure(pac_bayes_flatness),
+    # different as far as `eps` is not small next to the weights
+    "pac_bayes_magnitude_flatness": NetworkMeasure(pac_bayes_magnitude_flatness),
+    "expected_sharpness": NetworkMeasure(expected_sharpness),
+    "keskar_sharpness": NetworkMeasure(keskar_sharpness),
+    "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, EVERY_CHANGE),
 }
