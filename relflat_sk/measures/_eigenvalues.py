@@ -13,7 +13,7 @@ from relflat_sk._network import Network
 from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
-from relflat_sk.measures._layer_pass import LayerPass
+from relflat_sk.measures._quantities import LayerPass
 from relflat_sk.measures._results import Flatness, Found, Summary
 from relflat_sk.measures._scan import ForwardPass, scan
 

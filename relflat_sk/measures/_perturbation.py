@@ -9,6 +9,7 @@ that the network computes, not on which parameters an optimiser trained.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer
-from relflat_sk._network import Network, borrowed, mean_loss, outcomes
+from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
 from relflat_sk.measures._results import Estimate
 
 # tensors by the names of the parameters that they stand for
@@ -98,25 +99,44 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
             onednn.enabled = before
 
 
-def loss_gradient(network: Network, weights: Weights) -> tuple[float, Weights]:
-    """Compute the mean loss over the data with some weights, and its gradient in them."""
+@contextmanager
+def differentiable(network: Network, weights: Weights) -> Iterator[tuple[Network, list[Tensor]]]:
+    """Make a network that runs with weights in which it can be differentiated twice."""
+    with (
+        borrowed(network.module),
+        torch_recurrence(network.module),
+        MathAttention(),
+        torch.enable_grad(),
+    ):
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
+        yield with_weights(network, leaves), list(leaves.values())
+
+
+def loss_gradient(
+    network: Network, weights: Weights, direction: Weights | None = None
+) -> tuple[float, Weights]:
+    """Compute the mean loss with some weights, and its gradient in them.
+
+    With a direction, return the derivative of the gradient along it: a product with the Hessian.
+    """
     total, divisor = 0.0, 0.0
-    gradient = map_weights(torch.zeros_like, weights)
-    with borrowed(network.module), torch_recurrence(network.module), torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        for outcome in outcomes(with_weights(network, leaves)):
+    gradient = [torch.zeros_like(value) for value in weights.values()]
+    with differentiable(network, weights) as (moved, leaves):
+        grad = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
+        for outcome in outcomes(moved):
             loss, share = outcome.total()
-            if loss.requires_grad:
-                parts = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                for name, part in zip(leaves, parts, strict=True):
-                    if part is not None:
-                        gradient[name] += part
+            along = loss
+            if direction is not None and loss.requires_grad:
+                pairs = zip(grad(loss, create_graph=True), direction.values(), strict=True)
+                along = torch.stack([(a * b).sum() for a, b in pairs]).sum()
+            if along.requires_grad:
+                gradient = [a + b for a, b in zip(gradient, grad(along), strict=True)]
             total += float(loss.detach())
             divisor += share
-            del loss, outcome  # frees this batch before the next one runs
+            del loss, along, outcome  # frees this batch before the next one runs
     total, divisor = network.processes.sum_numbers(total, divisor)
-    gradient = map_weights(network.processes.sum, gradient)
-    return total / divisor, map_weights(lambda value: value / divisor, gradient)
+    summed = [network.processes.sum(part) / divisor for part in gradient]
+    return total / divisor, dict(zip(weights, summed, strict=True))
 
 
 # -- random noise ------------------------------------------------------------------------------

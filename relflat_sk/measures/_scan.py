@@ -44,8 +44,15 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
-from relflat_sk.measures._layer_pass import ClosedFormLayerPass, LayerPass, ManyClassesLayerPass
-from relflat_sk.measures._quantities import ByClosedForm, ByGradients, ByProducts, LayerCurvature
+from relflat_sk.measures._quantities import (
+    ByClosedForm,
+    ByGradients,
+    ByProducts,
+    ClosedFormLayerPass,
+    LayerCurvature,
+    LayerPass,
+    ManyClassesLayerPass,
+)
 from relflat_sk.measures._results import Summary
 
 LayerT = TypeVar("LayerT", bound=LayerPass)

@@ -32,11 +32,10 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses import ProbabilityNLLLoss
-from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
+from relflat_sk._network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._pac_bayes import pac_bayes_flatness, pac_bayes_magnitude_flatness
@@ -44,15 +43,14 @@ from relflat_sk.measures._perturbation import (
     Weights,
     add_weights,
     check_draws,
+    differentiable,
     draw_noise,
     estimate_mean,
     loss_gradient,
     map_weights,
     noisy_risks,
     square_norm,
-    torch_recurrence,
     weights_of,
-    with_weights,
 )
 from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
 
@@ -166,102 +164,60 @@ def _checkpoints(n_steps: int) -> set[int]:
     return steps
 
 
-# The Fisher-Rao norm: how fast each sample's loss changes along the weights themselves.
-#
-# With ``l_i`` the loss of sample i, the norm is :math:`\sqrt{\frac1n \sum_i \langle w, \nabla_w
-# l_i \rangle^2}` [1]_. One Jacobian-vector product of a batch gives the derivative of the outputs
-# along the weights; its inner products with the losses' gradients in the outputs are the slopes.
-# The product is computed forward, or, where an operation of the network has no forward
-# derivative, by differentiating backward twice.
-#
-# References
-# ----------
-# .. [1] Liang, Poggio, Rakhlin and Stokes, "Fisher-Rao Metric, Geometry, and
-#    Complexity of Neural Networks", AISTATS 2019.
+# -- derivatives along and in all weights -------------------------------------------------------
 
 
 def fisher_rao_norm(network: Network) -> Estimate:
-    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included."""
-    weights = weights_of(network)
-    with borrowed(network.module), torch_recurrence(network.module), MathAttention():
-        try:
-            with torch.no_grad(), forward_ad.dual_level():
-                return _norm(with_weights(network, map_weights(_dual, weights)), _tangent)
-        except NotImplementedError:  # an operation without a forward derivative
-            with torch.enable_grad():
-                leaves = map_weights(lambda w: w.clone().requires_grad_(), weights)
-                return _norm(with_weights(network, leaves), partial(_twice_backward, leaves))
+    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included.
 
-
-def _norm(network: Network, tangent_of: Callable[[Tensor], Tensor]) -> Estimate:
-    """Compute the norm, given the derivative of a batch's output along the weights."""
+    The slopes of the losses along the weights are inner products of the losses' gradients in the
+    outputs with ``J w``, and ``J w`` is the derivative of ``<J^T u, w>`` in u, with J the outputs'
+    Jacobian.
+    """
     squares, divisor, n = 0.0, 0.0, 0.0
-    for outcome in outcomes(network):
-        tangent = tangent_of(outcome.output)
-        with torch.enable_grad():
-            output = forward_ad.unpack_dual(outcome.output).primal  # type: ignore[no-untyped-call]
-            output = output.detach().requires_grad_()
+    with differentiable(network, weights_of(network)) as (moved, leaves):
+        for outcome in outcomes(moved):
+            tangent = _along_weights(outcome.output, leaves)
+            output = outcome.output.detach().requires_grad_()
             losses, divisors = replace(outcome, output=output).each()
             (gradient,) = torch.autograd.grad(losses.sum(), output)
-        slopes = (gradient * tangent).reshape(len(output), -1).sum(dim=1).double()
-        squares += float(outcome.weight @ slopes.square())
-        divisor += float(outcome.weight @ divisors.detach().double())
-        n += float(outcome.weight.sum())
-        del outcome, tangent, losses  # frees this batch before the next one runs
+            slopes = (gradient * tangent).reshape(len(output), -1).sum(dim=1).double()
+            squares += float(outcome.weight @ slopes.square())
+            divisor += float(outcome.weight @ divisors.detach().double())
+            n += float(outcome.weight.sum())
+            del outcome, losses  # frees this batch before the next one runs
     squares, divisor, n = network.processes.sum_numbers(squares, divisor, n)
     return Estimate(math.sqrt(squares / n) * n / divisor)
 
 
-def _dual(weight: Tensor) -> Tensor:
-    dual: Tensor = forward_ad.make_dual(weight, weight)  # type: ignore[no-untyped-call]
-    return dual
-
-
-def _tangent(output: Tensor) -> Tensor:
-    tangent: Tensor | None = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
-    return torch.zeros_like(output) if tangent is None else tangent
-
-
-def _twice_backward(weights: Weights, output: Tensor) -> Tensor:
-    """Compute ``J w``, with J the output's Jacobian, as the derivative of ``<J^T u, w>`` in u."""
+def _along_weights(output: Tensor, leaves: list[Tensor]) -> Tensor:
+    """Return the derivative of outputs along the weights themselves."""
     u = torch.zeros_like(output, requires_grad=True)
     if not output.requires_grad:
         return u.detach()
-    pulled_back = torch.autograd.grad(
-        output, list(weights.values()), u, create_graph=True, allow_unused=True
-    )
-    along = [
-        (part * w.detach()).sum()
-        for part, w in zip(pulled_back, weights.values(), strict=True)
-        if part is not None
-    ]
-    tangent: Tensor = torch.autograd.grad(torch.stack(along).sum(), u)[0]
+    pulled = torch.autograd.grad(output, leaves, u, create_graph=True, materialize_grads=True)
+    pairs = zip(pulled, leaves, strict=True)
+    along = torch.stack([(part * w.detach()).sum() for part, w in pairs]).sum()
+    tangent: Tensor = torch.autograd.grad(along, u)[0]
     return tangent
-
-
-# The largest eigenvalue of the Hessian in all weights of a network together.
-#
-# With ``w`` the weights of all layers as one vector and ``H`` the Hessian of the mean loss in it,
-# the measure is :math:`\kappa = \|w\|^2 \lambda_{\max}(H)` [1]_, first row of Table 1.
-#
-# References
-# ----------
-# .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
-#    Neural Networks", 2020.
 
 
 def joint_eigenvalue_flatness(
     network: Network, *, rtol: float = 0.01, random_state: RandomState = None
 ) -> Estimate:
-    """Measure ``|w|^2 lambda_max(H)`` with the Hessian in all weights together."""
+    """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` together.
+
+    This is the first row of Table 1 of Petzka et al., 2020.
+    """
     weights = {name: value for name, value in weights_of(network).items() if value.ndim >= 2}
     like = list(weights.values())
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
         parts = torch.split(torch.from_numpy(vector), [value.numel() for value in like])
-        pairs = zip(parts, like, strict=True)
-        products = _product(network, weights, [part.to(w).reshape(w.shape) for part, w in pairs])
-        return torch.cat([one.double().flatten() for one in products]).cpu().numpy()
+        pairs = zip(weights, like, parts, strict=True)
+        direction = {name: part.to(w).reshape(w.shape) for name, w, part in pairs}
+        _, found = loss_gradient(network, weights, direction)
+        return torch.cat([one.double().flatten() for one in found.values()]).cpu().numpy()
 
     size = sum(value.numel() for value in like)
     value, error = largest_eigenvalue(
@@ -269,36 +225,6 @@ def joint_eigenvalue_flatness(
     )
     square = square_norm(weights)
     return Estimate(square * value, square * error, "lanczos")
-
-
-def _product(network: Network, weights: Weights, vector: list[Tensor]) -> list[Tensor]:
-    """Multiply the Hessian of the mean loss in the weights with a vector, in one pass."""
-    total, divisor = [torch.zeros_like(part) for part in vector], 0.0
-    with (
-        borrowed(network.module),
-        torch_recurrence(network.module),
-        MathAttention(),
-        torch.enable_grad(),
-    ):
-        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        inputs = list(leaves.values())
-        for outcome in outcomes(with_weights(network, leaves)):
-            loss, share = outcome.total()
-            divisor += share
-            if loss.requires_grad:
-                slopes = torch.autograd.grad(
-                    loss, inputs, create_graph=True, materialize_grads=True
-                )
-                along = torch.stack([
-                    (a * b).sum() for a, b in zip(slopes, vector, strict=True)
-                ]).sum()
-                if along.requires_grad:
-                    more = torch.autograd.grad(along, inputs, materialize_grads=True)
-                    total = [a + b for a, b in zip(total, more, strict=True)]
-                del slopes, along
-            del loss, outcome  # frees this batch before the next one runs
-    (divisor,) = network.processes.sum_numbers(divisor)
-    return [network.processes.sum(part) / divisor for part in total]
 
 
 def sharpness_curve(

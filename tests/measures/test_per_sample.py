@@ -178,7 +178,7 @@ def test_terms_are_exact_where_as_many_probes_would_cost_more():
 
 
 def test_too_few_probes_warn(monkeypatch):
-    monkeypatch.setattr("relflat_sk.measures._sums._MAX_PROBES", 6)
+    monkeypatch.setattr("relflat_sk.measures._layer_measures._MAX_PROBES", 6)
     net, X, y = wide_tanh()
     options = {"layer": 0, "criterion": CE, "random_state": 0, "method": "hutchinson"}
     message = "6 probes left a typical standard error of .* on the terms of relative_flatness"
