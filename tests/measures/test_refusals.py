@@ -1,0 +1,351 @@
+"""What the measures refuse: one table of calls, errors and texts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_iris
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from torch import nn
+
+from relflat_sk import (
+    FlatnessScorer,
+    LayerNotFoundError,
+    flatness_report,
+    get_measure_names,
+    measure,
+    register_measure,
+    relative_flatness,
+)
+from relflat_sk.measures import evaluate
+from relflat_sk.measures._names import _REGISTERED, find_measure
+from tests.measures.test_layer_kinds import CE, make
+
+# networks with random weights are at no minimum
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
+    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
+]
+V, T, L = ValueError, TypeError, LayerNotFoundError
+NET, X, Y = make("mlp relu")
+CONV, IMAGES, LABELS = make("conv")
+LINE, INPUTS, NUMBERS = nn.Linear(3, 1).double(), torch.randn(12, 3).double(), torch.randn(12, 1)
+IRIS = load_iris(return_X_y=True)
+LOGISTIC = LogisticRegression(max_iter=500).fit(*IRIS)
+MSE, BCE, IGNORING = nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(ignore_index=1)
+ONES, HALVES = torch.ones(4).long(), torch.full((4, 2), 0.5)
+
+
+def flat(**own):
+    return lambda: relative_flatness(NET, X, Y, **{"criterion": CE, **own})
+
+
+def report(**own):
+    return lambda: flatness_report(CONV, IMAGES, LABELS, criterion=CE, **own)
+
+
+def named(name, **own):
+    return lambda: measure(name, NET, X, Y, **{"criterion": CE, **own})
+
+
+def line(name, **own):
+    return lambda: measure(name, LINE, INPUTS, NUMBERS.double(), criterion=MSE, **own)
+
+
+def margin(n_outputs, criterion, y, **own):
+    return lambda: measure(
+        "inverse_margin", nn.Linear(3, n_outputs), torch.randn(4, 3), y, criterion=criterion, **own
+    )
+
+
+def scores(*args, **own):
+    return lambda: FlatnessScorer(*args, **own)(LOGISTIC, *IRIS)
+
+
+def on_iris(name, **own):
+    return lambda: measure(name, LOGISTIC, *IRIS, **own)
+
+
+def register(name, function, **own):
+    return lambda: register_measure(name, function, **own)
+
+
+def size_of_weights(model, X, y, *, order=2):
+    return np.linalg.norm(model.coef_.ravel(), ord=order)
+
+
+def returns(value):
+    def own(model, X, y):
+        return value
+
+    return own
+
+
+def train_loss(model, X, y):
+    return 1.0
+
+
+def mixing(z, y):
+    return (z - y).pow(4).sum(1).mean()
+
+
+METHODS = r"\('auto', 'exact', 'hutchinson'\)"
+CHOICES = r"\['adaptive_sharpness', 'eigenvalue_flatness'"
+COLUMN = "is a measure or a column of relflat_sk"
+REFUSED = [
+    # arguments of the measures of layers
+    (flat(method="guess"), V, rf"method must be one of {METHODS}, got 'g"),
+    (flat(n_probes=1), V, "n_probes must be an integer of at least 2"),
+    (flat(rtol=0), V, "rtol must be a finite positive number, got 0"),
+    (flat(batch_size=0), V, "batch_size must be a positive integer, got 0"),
+    (flat(method="hutchinson", random_state="a"), V, "random_state must be an int"),
+    (flat(criterion=None), V, "criterion is needed for a bare module"),
+    (flat(criterion="mse"), T, "criterion must be a torch loss .* got 'mse'"),
+    (flat(criterion=nn.MultiMarginLoss()), V, r"cannot be differentiated twice: .*multi_margin"),
+    (flat(layer=7), L, "there is no layer 7. Layers with a weight"),
+    (flat(layer="all"), L, "no layer 'all'. .*all layers, use flatness_rep"),
+    (lambda: relative_flatness(NET, X, layer=0, criterion=CE), V, "y is needed: .* at layer '0'"),
+    (
+        lambda: relative_flatness(
+            NET, X, 0 * Y, criterion=nn.CrossEntropyLoss(ignore_index=0)
+        ),
+        V,
+        "no sample counts in the mean loss",
+    ),
+    (
+        lambda: evaluate(
+            "relative_flatness", LINE, INPUTS, NUMBERS.double(), criterion=mixing,
+            sample_weight=np.ones(12),
+        ),
+        V,
+        "for 12 samples; expected one for each sample",
+    ),
+    # names
+    (named("sharp"), V, f"no measure 'sharp'; choose from {CHOICES}"),
+    (named(["l2_norm"]), V, r"there is no measure \['l2_norm'\]"),
+    (named("hessian_trace", layers=0), T, "layers=0: a measure takes one layer=.*, flatness_rep"),
+    (named("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
+    (lambda: measure(LOGISTIC, "relative_flatness", *IRIS), T, r"name first: measure\('relative"),
+    (lambda: measure(LOGISTIC, *IRIS), T, "name first: .* type LogisticRegression"),
+    (lambda: find_measure("mine"), V, "there is no measure 'mine'.* put the function there"),
+    (
+        lambda: find_measure("relative_flatnes"),
+        V,
+        r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* There are \[",
+    ),
+    # neurons
+    (lambda: evaluate("neuron_flatness", LOGISTIC, *IRIS), V, "is an array, not a number"),
+    (scores("neuron_flatness"), V, "neuron_flatness is an array, not a number"),
+    (on_iris("neuron_flatness", aggregate="max"), V, "takes neither aggregate nor per_sample"),
+    (on_iris("neuron_flatness", per_sample=True), V, "takes neither aggregate nor per_sample"),
+    (register("neuron_flatness", train_loss), V, f"'neuron_flatness' {COLUMN}"),
+    # reports
+    (report(measures=["sharp"]), V, "there is no measure 'sharp'"),
+    (report(measures=[]), V, r"measures must name at least one measure, got \[\]"),
+    (report(measures=1), T, "measures must be a name or a list of names, .* of type int"),
+    (report(measures=[["l2_norm"]]), V, r"there is no measure \['l2_norm'\]"),
+    (report(weight_decay=-1), V, "weight_decay must be a finite number of at least 0, got -1"),
+    (
+        report(weight_decay=0.1, measures=["normalized_relative_flatness"]),
+        V,
+        "weight_decay cannot be counted into normalized",
+    ),
+    (report(layers=[]), V, r"layers must name at least one layer, got \[\]. Pass layers="),
+    (report(layers=None), T, 'layers must be "all", a layer or a list .* of type NoneType'),
+    (report(layers=1.5), T, "got 1.5 of type float"),
+    (report(layers=True), T, "got True of type bool"),
+    (report(layers=[[0]]), T, r"layer must be an int, .* got \[0\] of type list"),
+    (report(layers=7), L, "there is no layer 7"),
+    (report(layers="al"), L, "there is no layer 'al'"),
+    (report(layer=0), T, "no argument layer=0: pass layers=0, which takes a layer or"),
+    # the whole network has no layer
+    *[
+        (use, V, f"{name} measures the network as a whole.*got .?0")
+        for name in ("l2_norm", "network_flatness", "fisher_rao_norm")
+        for use in (
+            on_iris(name, layer=0), scores(name, layer=0), report(measures=name, layers=[0])
+        )
+    ],
+    # norms, margin and robustness
+    (named("inverse_margin", percentile=-1), V, "percentile must be a finite number of at least 0"),
+    (named("inverse_margin", percentile=101), V, "percentile must be between 0 and 100, got 101"),
+    (named("group_norm_product", p=0.5), V, "p must be a number of at least 1, .*inf, got 0.5"),
+    (named("group_norm_product", q=math.nan), V, "q must be a number of at least 1, .* got nan"),
+    (named("log_robustness", norm="l1"), V, r"norm must be one of \['l2', 'linf'\], got 'l1'"),
+    (margin(1, MSE, torch.ones(4, 1)), V, "MSELoss is not known as a class"),
+    (margin(2, lambda z, y: z.sum(dim=1).mean(), torch.ones(4)), V, "<lambda> is not known"),
+    (margin(2, CE, None), V, "y is needed: the margin is that of the true class"),
+    (margin(2, CE, ONES, sample_weight=np.ones(4)), V, "leave sample_w"),
+    (margin(2, CE, HALVES), V, "one label for each sample.*float"),
+    (margin(1, CE, 0 * ONES), V, "two classes or more"),
+    (margin(2, IGNORING, ONES), V, "the criterion ignores all labels"),
+    (margin(2, BCE, torch.ones(4, 2)), V, r"one label, 0 or 1, .* outputs of shape \(4, 2\)"),
+    (margin(1, BCE, HALVES[:, :1]), V, r"targets such as \[0.5"),
+    (
+        lambda: measure(
+            "l2_norm", LinearRegression().fit(IRIS[0], IRIS[1]), *IRIS, over_margin=True
+        ),
+        V,
+        "MSELoss is not known as a classification loss",
+    ),
+    # sharpness
+    (line("expected_sharpness", alpha=0), V, "alpha must be a finite positive number, got 0"),
+    (line("keskar_sharpness", alpha=-1.0), V, "alpha must be a finite positive number, got -1.0"),
+    (line("adaptive_sharpness", rho=np.inf), V, "rho must be a finite positive number, got inf"),
+    (line("adaptive_sharpness", kind="best"), V, "kind must be 'worst' or 'average', got 'best'"),
+    (line("adaptive_sharpness", norm="l1"), V, "norm must be one of .'l2', 'linf'., got 'l1'"),
+    (line("adaptive_sharpness", n_steps=0), V, "n_steps must be a positive integer, got 0"),
+    (line("adaptive_sharpness", n_steps=True), V, "n_steps must be a positive integer, got True"),
+    (line("keskar_sharpness", n_restarts=-1), V, "n_restarts must be an integer of at least 0"),
+    (line("expected_sharpness", n_draws=1.0), V, "n_draws must be an integer .*got 1.0"),
+    (
+        line("adaptive_sharpness", kind="average", random_state=0.5),
+        V,
+        "random_state must be",
+    ),
+    (
+        line("adaptive_sharpness", normalize_logits=True),
+        V,
+        "normalize_logits needs a classifier .* got MSELoss",
+    ),
+    (
+        lambda: measure(
+            "adaptive_sharpness", nn.Conv1d(2, 3, 1), torch.randn(5, 2, 4),
+            torch.zeros(5, 4).long(), criterion=CE, normalize_logits=True,
+        ),
+        V,
+        r"needs outputs of shape .n, n_classes., got .5, 3, 4.",
+    ),
+    (lambda: measure("fisher_rao_norm", NET, X, criterion=CE), V, "y is needed to compute a loss"),
+    (line("pac_bayes_flatness", target=0.0), V, "target must be a finite positive number, got 0"),
+    (line("pac_bayes_flatness", risk="margin"), V, "risk must be 'auto', 'error' or 'loss', got"),
+    (line("pac_bayes_flatness", risk="error"), V, "MSELoss.. has no classes.* use risk='loss'"),
+    (line("pac_bayes_flatness", n_draws=1), V, "n_draws must be an integer of at least 2, got 1"),
+    (line("pac_bayes_flatness", random_state="seed"), V, "random_state must be an int, .*'seed'"),
+    (line("pac_bayes_magnitude_flatness", eps=-1), V, "eps must be a finite positive number"),
+    (
+        line("pac_bayes_magnitude_flatness", eps=10.0, random_state=0),
+        V,
+        "Use a smaller eps",
+    ),
+    # measures of the user's own
+    *[
+        (on_iris(returns(value)), T, "the measure 'own' must return a number, or a pair")
+        for value in ("3", None, [1.0, 2.0], (1.0, 2.0, 3.0), 1j, np.ones(2))
+    ],
+    (on_iris(returns((1.0, -1.0))), V, r"the measure 'own' returned a standard error of -1"),
+    (
+        lambda: flatness_report(LOGISTIC, *IRIS, measures=[returns(1.0), returns(2.0)]),
+        V,
+        "two measures have the name 'own', which is that of one column",
+    ),
+    (on_iris(size_of_weights, aggregate="max"), V, "='max' is over layers, but size_of_weights"),
+    (on_iris(size_of_weights, layer=0), V, "size_of_weights measures the network as a whole"),
+    (on_iris(lambda model, X: 1.0), T, r"a measure must be a function of model.*\(model, X\)"),
+    (on_iris(size_of_weights, radius=1), T, r"'radius' is no .* size_of_weights. .*\['order'"),
+    (on_iris(size_of_weights, weight_decay=0.1), V, "cannot be counted into size_of_weights"),
+    (on_iris(size_of_weights, per_sample=True), V, "per_sample=True needs .* got 'size_of_weigh"),
+    (
+        on_iris(size_of_weights, sample_weight=np.ones(150)),
+        V,
+        "'size_of_weights' does not take sample weights",
+    ),
+    (on_iris(train_loss), V, f"'train_loss' {COLUMN}"),
+    *[
+        (register(name, size_of_weights), V, f"'{name}' {COLUMN}")
+        for name in ("l2_norm", "rank", "param_lr", "artifact_id", "seed", "in_fleet")
+    ],
+    (register("three", 3), T, "function must be a function of model, X and y, got 3"),
+    (register(3, size_of_weights), V, "name must be a text, got 3"),
+    (
+        register("mine", size_of_weights, invariance="all"),
+        V,
+        r"invariance must name some of .* got 'all'",
+    ),
+    # the scorer
+    (
+        scores("flatness"),
+        V,
+        "no measure 'flatness'. Did you mean .*'relative_flatness'.*'normalized_relative_fl",
+    ),
+    (
+        scores(["relative_flatness", "hessian_trace"]),
+        V,
+        r"takes one measure, got measure=\['relative.* pass a dict of scorers: scoring=",
+    ),
+    (scores(data="test"), V, "data='test', expected one of given, train"),
+    (scores(at_minimum=False), V, "at_minimum=False, expected one of ignore, reject, warn"),
+    (scores(measure_params=[1]), V, r"measure_params=\[1\], expected None or a dict"),
+    (
+        scores(data="train", measure_params={"batch_size": 8}),
+        V,
+        r'data="train" takes the value recorded in fit.* and \{\'batch_size\': 8\}\. Use',
+    ),
+    (
+        scores("hessian_trace", data="train"),
+        V,
+        "takes the value recorded in fit.* got 'hessian_trace' and None",
+    ),
+    (
+        scores(measure_params={"layer": 0}),
+        V,
+        r"must not contain 'layer': give it to the scorer itself: FlatnessScorer\(layer=",
+    ),
+    (
+        scores(measure_params={"sample_weight": None}),
+        V,
+        "must not contain 'sample_weight': pass it when the scorer is called",
+    ),
+    (
+        scores(measure_params={"normalize": True}),
+        V,
+        'must not contain .normalize.: use .*"normalized_relative_flatness"',
+    ),
+    (scores(layer=2), V, "there is no layer 2"),
+    (scores(measure_params={"batch_size": 0}), V, "batch_size must be a positive integer, got 0"),
+    (
+        lambda: FlatnessScorer()(RandomForestClassifier(2).fit(*IRIS), *IRIS),
+        T,
+        "RandomForestClassifier is not a network",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Forget what a call registers."""
+    before = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(before)
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED, ids=[text for *_, text in REFUSED])
+def test_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+    assert "mine" not in get_measure_names()
+
+
+def test_a_name_of_another_function_is_taken():
+    register_measure("mine", size_of_weights)
+    register_measure("mine", size_of_weights)
+    with pytest.raises(V, match="'mine' is the name of <function size_of_weights .*already"):
+        register_measure("mine", train_loss)
+
+
+@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
+@pytest.mark.filterwarnings("ignore:Scoring failed")
+@pytest.mark.parametrize("scoring", [FlatnessScorer, {"flat": FlatnessScorer}])
+def test_the_class_is_no_scorer(scoring):
+    grid = {"fit_intercept": [True]}
+    search = GridSearchCV(
+        LinearRegression(), grid, scoring=scoring, refit=False, error_score="raise"
+    )
+    with pytest.raises((TypeError, ValueError), match=r"pass an instance.*=FlatnessScorer\(\)"):
+        search.fit(*IRIS)
+    with pytest.warns(UserWarning, match="pass an instance, not the class"):
+        cross_val_score(LinearRegression(), *IRIS, scoring=FlatnessScorer)
