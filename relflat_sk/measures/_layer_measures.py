@@ -129,7 +129,7 @@ class Sums:
         self._n_passes: dict[Key, float] = {}  # of an exact sum, in each batch
         self._methods: dict[Key, str] = {}
         self._exact: set[Key] = set()
-        self._totals: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._totals: dict[Key, tuple[Tensor, Tensor | float]] = {}
         self._terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, forward: ForwardPass) -> None:
@@ -180,22 +180,27 @@ class Sums:
         for key, mean, variance in self._estimate(forward, keys, n_probes):
             weights = forward.row_weights(forward.layers[key[0]])
             total, scatter = self._totals.get(key, (0.0, 0.0))
-            squares = weights.square()
-            self._totals[key] = total + weights @ mean, scatter + squares @ variance
+            scatter = scatter if variance is None else scatter + weights.square() @ variance
+            self._totals[key] = total + weights @ mean, scatter
             if self.per_sample:
-                found = weights[:, None] * mean, squares[:, None] * variance
-                rows = _sum_rows(found[0], len(forward)), _sum_rows(found[1], len(forward))
-                self._terms.setdefault(key, []).append(rows)
+                terms = _sum_rows(weights[:, None] * mean, len(forward))
+                scatter = torch.zeros_like(terms)
+                if variance is not None:
+                    scatter = _sum_rows(weights.square()[:, None] * variance, len(forward))
+                self._terms.setdefault(key, []).append((terms, scatter))
 
     def _estimate(
         self, forward: ForwardPass, keys: Collection[Key], n_probes: int
-    ) -> Iterator[tuple[Key, Tensor, Tensor]]:
-        """Yield the samples' terms, and the variances between their probes. Shapes: (n, k)."""
+    ) -> Iterator[tuple[Key, Tensor, Tensor | None]]:
+        """Yield the samples' terms, and the variances between their probes if there are any.
+
+        Shapes: (n, k).
+        """
         for curvature in forward.curvatures:
             wanted = {key: self._quantities[key] for key in keys if key[0] in curvature.layers}
             exact = {key: quantity for key, quantity in wanted.items() if key in self._exact}
             for key, terms in curvature.sum_exactly(exact):
-                yield key, terms.double(), torch.zeros_like(terms, dtype=torch.float64)
+                yield key, terms.double(), None
             others = {key: quantity for key, quantity in wanted.items() if key not in exact}
             found: dict[Key, tuple[Tensor, Tensor]] = {}
             for j in range(1, n_probes + 1) if others else ():
@@ -213,7 +218,11 @@ class Sums:
         freedom, processes = max(n_probes - 1, 1), self.network.processes
         sums, terms = {}, {}
         for key in sorted(self._totals):  # in the same order in all processes
-            total, variance = map(processes.sum, self._totals[key])
+            total, scatter = self._totals[key]
+            total = processes.sum(total)
+            variance = torch.zeros_like(total)
+            if isinstance(scatter, Tensor):
+                variance = processes.sum(scatter)
             sums[key] = _Sum(total, variance, n_probes, freedom)
         for key, batches in self._terms.items():
             each, variances = map(torch.cat, zip(*batches, strict=True))

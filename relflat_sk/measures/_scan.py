@@ -96,8 +96,9 @@ def _make_forward_pass(
     loss = network.loss.to(output.device, output.dtype)
     if batch.y is None and loss.needs_target:
         raise _labels_missing(loss, records[0].name)
-    target, losses = None, output.new_full((len(output),), torch.nan)
-    if batch.y is not None:
+    if batch.y is None:
+        target, losses = None, output.new_full((len(output),), torch.nan)
+    else:
         target = loss.read_target(output, batch.y)
         network.check_criterion(output, target.values)
         with torch.enable_grad():

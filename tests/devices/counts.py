@@ -157,7 +157,7 @@ def test_measures_do_not_wait_for_a_batch(name, layer, place):
         place,
     )
     assert waits == 0
-    assert of_call <= 7
+    assert of_call <= (9 if name.startswith("normalized") else 8)  # which takes a second pass
 
 
 def test_epochs_with_a_goal():
