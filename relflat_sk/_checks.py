@@ -26,24 +26,24 @@ def check_integer(
     name: str, value: Any, *, minimum: int, optional: bool = False, reason: str = ""
 ) -> None:
     """Refuse a value that is not an integer of at least `minimum`."""
-    if (optional and value is None) or (is_integer(value) and value >= minimum):
-        return
+    fits = is_integer(value) and value >= minimum
     least = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
-    ending = f": {reason}." if reason else "."
-    raise ValueError(f"{name} must be {least}{' or None' * optional}, got {value!r}{ending}")
+    _check(fits, name, value, least, optional, reason)
 
 
 def check_number(
     name: str, value: Any, *, positive: bool = True, optional: bool = False, reason: str = ""
 ) -> None:
     """Refuse a value that is not a finite positive number."""
-    if optional and value is None:
-        return
-    if is_number(value) and math.isfinite(value) and (value > 0 if positive else value >= 0):
-        return
+    fits = is_number(value) and math.isfinite(value) and (value > 0 if positive else value >= 0)
     kind = "a finite positive number" if positive else "a finite number of at least 0"
-    ending = f": {reason}." if reason else "."
-    raise ValueError(f"{name} must be {kind}{' or None' * optional}, got {value!r}{ending}")
+    _check(fits, name, value, kind, optional, reason)
+
+
+def _check(fits: bool, name: str, value: Any, kind: str, optional: bool, reason: str) -> None:
+    if not (fits or (optional and value is None)):
+        ending = f": {reason}." if reason else "."
+        raise ValueError(f"{name} must be {kind}{' or None' * optional}, got {value!r}{ending}")
 
 
 def check_device(device: Any) -> None:

@@ -50,7 +50,6 @@ from relflat_sk._network.layers import (
     is_tied,
     is_weight_layer,
     layer_map,
-    users_of_weight,
     weight_kind,
     weight_layers,
 )
