@@ -205,7 +205,7 @@ class FlatNet(SkorchNet):
         ValueError, LayerNotFoundError
             As in `fit`.
         """
-        if fit_params.get("_routing_method") == "fit":  # skorch's fit calls it with checked data
+        if self._gets_targets():  # skorch's fit calls it with checked data
             super().partial_fit(X, y, **fit_params)
             return self
         restart = not self.initialized_
@@ -649,7 +649,7 @@ class FlatNet(SkorchNet):
             return _full_precision(super().infer(x, **fit_params))
         state, network = self._state(), unwrap(module)
         penalty = self._penalty(state)
-        compiled = "_orig_mod" in module._modules
+        compiled = hasattr(module, "_orig_mod")
         with penalty.capture_compiled(module, network) if compiled else penalty.capture(network):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
@@ -679,9 +679,7 @@ class FlatNet(SkorchNet):
             def loss_of(output: Tensor) -> Tensor:
                 if weight is not None:
                     return weighted_loss(criterion, output, target.values, weight)
-                # compiled code cannot be differentiated several times
-                measure = unwrap(self.criterion_) if recorded else self.criterion_
-                value: Tensor = measure(output, target.values)
+                value: Tensor = criterion.criterion(output, target.values)
                 return value
 
             loss = loss_of(output)

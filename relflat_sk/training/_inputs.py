@@ -69,9 +69,7 @@ def _check_array(net: Any, X: Any, reset: bool) -> Any:
 
 def _check_loader(net: Any, loader: DataLoader[Any]) -> None:
     """Refuse parameters of a net that a data loader would leave without effect."""
-    usual = inspect.signature(type(net)).parameters.get("batch_size")
-    sizes = {loader.batch_size, usual.default if usual is not None else 32}
-    if net.batch_size not in sizes:
+    if net.batch_size not in (loader.batch_size, 32):  # which is the default
         raise ValueError(
             f"X is a {type(loader).__name__} with batch_size={loader.batch_size}, which makes the "
             f"batches, but the net has batch_size={net.batch_size!r}. Leave the net's batch_size "

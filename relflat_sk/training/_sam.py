@@ -103,7 +103,7 @@ class SharpnessAwareMixin(NeuralNet):
         _clear(learnable)
         random_states = get_states(self.device)
         step = super().train_step_single(batch, **fit_params)
-        parts = [getattr(self, f"{name}_") for name in (*self._modules, *self._criteria)]
+        parts = [value for name, value in vars(self).items() if name.endswith("_")]
         eta = self.sharpness_eta if self.sharpness_adaptive else None
         uphill = _uphill(learnable, self.sharpness_radius, eta)
         _clear(learnable)
@@ -169,5 +169,5 @@ def _restored_buffers(parts: Iterable[Any]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for m, name, buffer, value in before:
-                m._buffers[name] = buffer
+                setattr(m, name, buffer)
                 buffer.copy_(value)

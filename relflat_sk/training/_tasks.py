@@ -354,11 +354,9 @@ def with_class_weights(
 
 def unwrap(module: Any) -> Any:
     """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
-    children = getattr(module, "_modules", {})
-    if "_orig_mod" in children:
-        return unwrap(children["_orig_mod"])
-    parallel = "module" in children and isinstance(module, DistributedDataParallel)
-    return unwrap(children["module"]) if parallel else module
+    if isinstance(module, DistributedDataParallel):
+        return unwrap(module.module)
+    return unwrap(module._orig_mod) if hasattr(module, "_orig_mod") else module
 
 
 def to_predictions(net: Any) -> Link:
