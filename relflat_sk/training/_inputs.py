@@ -22,8 +22,6 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import native, native_type
 
-__all__ = ["check_inputs", "check_stream", "with_sizes"]
-
 
 def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
     """Check X, and learn its size or compare it with the size learned before."""

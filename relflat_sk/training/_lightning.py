@@ -18,8 +18,6 @@ except ImportError as error:
         'Install it with: pip install "relflat_sk[lightning]"'
     ) from error
 
-__all__ = ["LightningFlatnessCallback"]
-
 
 class LightningFlatnessCallback(Callback):
     r"""Add the flatness penalty to the loss of a `LightningModule`, and log its flatness.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import is_integer
 
-__all__ = ["MLP"]
-
 _T = TypeVar("_T")
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {

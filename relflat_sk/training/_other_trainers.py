@@ -21,8 +21,6 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.measures import flatness_report
 
-__all__ = ["FlatTraining", "rows_in_order"]
-
 # shuffles, with samples of about the same length side by side; not imported, which takes seconds
 _LENGTH_GROUPED = ("transformers.trainer_pt_utils", "LengthGroupedSampler")
 

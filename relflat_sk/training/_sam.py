@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_number
 from relflat_sk._random import get_states, set_states
 
-__all__ = ["SharpnessAwareMixin"]
-
 
 class SharpnessAwareMixin(NeuralNet):
     r"""Train a skorch net by SAM, or by its scale-invariant form ASAM.

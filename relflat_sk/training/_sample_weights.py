@@ -25,14 +25,6 @@ from relflat_sk._network import (
 )
 from relflat_sk.training._tasks import check_measurable
 
-__all__ = [
-    "Weighted",
-    "plain_batch",
-    "split_target",
-    "training_network",
-    "with_weights",
-]
-
 
 class Weighted(NamedTuple):
     """Labels with the weights of their samples; data loaders collate both.

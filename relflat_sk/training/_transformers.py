@@ -22,7 +22,6 @@ except ImportError as error:
         'Install it with: pip install "relflat_sk[transformers]"'
     ) from error
 
-__all__ = ["TransformersFlatnessCallback"]
 
 # the criterion of each `config.problem_type`; that of all other models is the cross-entropy
 _CRITERIA: dict[Any, type[nn.Module]] = {

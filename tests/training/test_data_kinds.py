@@ -21,8 +21,8 @@ from relflat_sk import (
 )
 from relflat_sk._network.batches import RowSource
 from relflat_sk.search._provenance import digest
-from relflat_sk.training import _stored_rows
-from relflat_sk.training._stored_rows import StoredRows
+from relflat_sk.training import _array_loader
+from relflat_sk.training._array_loader import StoredRows
 from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, zarr_array
 
 N = 90
@@ -176,7 +176,7 @@ def _epoch(rows, seed, n=N):
 
 
 def test_an_epoch_has_each_row_once_and_reads_each_chunk_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_stored_rows, "_WINDOW", 3 * 7 * 16)  # 3 chunks of 7 rows
+    monkeypatch.setattr(_array_loader, "_WINDOW", 3 * 7 * 16)  # 3 chunks of 7 rows
     source = RowSource(zarr_array(tmp_path, X))
     rows = StoredRows(source)
     order = _epoch(rows, 0)
