@@ -1,11 +1,8 @@
 """The examples of the README and the docs run as a user would paste them."""
 
 import os
-import re
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 from textwrap import indent
 
 import matplotlib.pyplot as plt
@@ -14,42 +11,11 @@ import torch
 from torch import nn
 
 from relflat_sk import register_measure, relative_flatness
-
-ROOT = Path(__file__).parents[2]
-
-
-def text_of(page):
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def blocks(page):
-    """Return the Python blocks of a page, given by its path in the repository."""
-    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
-
-
-def run_block(block, folder):
-    """Run a block as a script of its own, and return its names."""
-    script = folder / "block.py"
-    script.write_text(block, encoding="utf-8")
-    return runpy.run_path(str(script), run_name="__main__")
-
-
-def assert_prints(page, printed):
-    """Compare what the blocks of a page print with the page's blocks of text, to 10%."""
-
-    def words(text):  # without the brackets of arrays
-        return re.sub(r"[\[\]]", " ", text).split()
-
-    said = " ".join(re.findall(r"```text\n(.*?)```", text_of(page), re.DOTALL))
-    for found, expected in zip(words(printed), words(said), strict=True):
-        if re.fullmatch(r"-?\d[\d.]*", expected):
-            assert float(found) == pytest.approx(float(expected), rel=0.1)
-        else:
-            assert found == expected
+from tests.contracts.pages import ROOT, assert_prints, blocks, run_block
 
 
 def test_the_readme_fits_on_a_screen_and_its_example_prints_what_it_says(tmp_path, capsys):
-    assert len(text_of("README.md").splitlines()) < 80
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 80
     run_block(blocks("README.md")[0], tmp_path)
     assert_prints("README.md", capsys.readouterr().out)
 
