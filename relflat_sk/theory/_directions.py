@@ -125,9 +125,10 @@ def kernel_scheme(kernel: str, sigma: float, n_draws: int, generator: Generator)
 
     def draw(features: Tensor) -> Tensor:
         n, m = features.shape
-        uniform = F.normalize(_normal((n, m), generator), dim=1)
-        radii = KERNELS[kernel].radii(n, m, float(sigma), generator)
-        move: Tensor = uniform * features.norm(dim=1, keepdim=True) * radii[:, None]
+        uniform = F.normalize(_normal((n, m), generator).to(features), dim=1)
+        lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
+        radii = KERNELS[kernel].radii(n, m, float(sigma), generator).to(features)
+        move: Tensor = uniform * lengths * radii[:, None]
         return move
 
     return _pairs(n_draws, draw)
@@ -135,7 +136,7 @@ def kernel_scheme(kernel: str, sigma: float, n_draws: int, generator: Generator)
 
 def gaussian_scheme(n_draws: int, generator: Generator) -> Scheme:
     """Make the scheme of a normal distribution that is the same for all samples."""
-    return _pairs(n_draws, lambda features: _normal(features.shape, generator))
+    return _pairs(n_draws, lambda features: _normal(features.shape, generator).to(features))
 
 
 # -- matrices ----------------------------------------------------------------------------
