@@ -130,6 +130,7 @@ def test_reports(network):
 
 
 PERMUTED = Smoothing(bandwidth="scott", label_noise=lambda labels, rng: rng.permutation(labels))
+NORMAL = Smoothing(kernel="normal")
 ALPHAS = Smoothing(sigma=0.2, alphas=np.arange(40.0))
 MOVES = {"delta": 0.1, "n_draws": 4}
 PER_SAMPLE = {"layer": 0, "per_sample": True, "criterion": CRITERION}
@@ -157,7 +158,7 @@ THEORY = {
     ),
     "neuron_robustness": (neuron_robustness, {"delta": 0.1}, ["robustness", "flatness_term"]),
     "representativeness": (
-        representativeness, {"delta": 0.1, "n_splits": 2}, None,
+        representativeness, {"delta": 0.1, "n_splits": 2, "smoothing": NORMAL}, None,
     ),
     "bandwidth": (representativeness, {"smoothing": PERMUTED, "n_splits": 2}, None),
     "bound": (
