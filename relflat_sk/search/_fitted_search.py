@@ -23,7 +23,6 @@ from relflat_sk.search._remeasure import (
     find_trial,
     has_weights,
     provide,
-    provide_same,
     remeasure,
 )
 from relflat_sk.search._report import render, render_short
@@ -277,7 +276,9 @@ class FittedSearchMixin(BestEstimatorMixin):
             return self.best_estimator_
         trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
-        return provide_same(objective, trial)
+        estimator = provide(objective, trial)
+        check_same(objective, trial, estimator)
+        return estimator
 
     def remeasure(
         self,

@@ -54,38 +54,24 @@ def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
 
 
 def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Train the candidate of a trial again, with the same seed and in the same way."""
-    # the table of minima says already whether the goal was reached
-    with measured_later() as later:
-        estimator = _train_as_before(objective, trial)
-    for check in later:
-        check()
-    return estimator
-
-
-def _train_as_before(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Train the candidate of a trial, in a fleet if it was trained in one."""
+    """Train the candidate of a trial again, with the same seed, in a fleet if it was in one."""
     params, seed = objective.space.values(trial), objective.seeds.of(trial)
-    if not trial.user_attrs.get(IN_FLEET):
-        return objective.train(params, seed)
     trained: list[Any] = []
 
     def train_once() -> bool:
-        if not trained:
-            trained.append(objective.train(params, seed))
-            return True
+        trained.append(objective.train(params, seed))
         return False
 
-    with isolated(objective.n_threads):
-        Fleet(1).run(train_once)
+    # the table of minima says already whether the goal was reached
+    with measured_later() as later:
+        if trial.user_attrs.get(IN_FLEET):
+            with isolated(objective.n_threads):
+                Fleet(1).run(train_once)
+        else:
+            train_once()
+    for check in later:
+        check()
     return trained[0]
-
-
-def provide_same(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Provide the estimator of a trial, and check that it is the one that was measured."""
-    estimator = provide(objective, trial)
-    check_same(objective, trial, estimator)
-    return estimator
 
 
 def check_same(objective: MinimaObjective, trial: FrozenTrial, estimator: Any) -> None:
@@ -117,8 +103,7 @@ def remeasure(
     names = find_measures(measures)
     check_made_with(study, objective, names=names)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    saved = objective.artifact_store is not None and any(ARTIFACT in t.user_attrs for t in trials)
-    if not saved and not retrain:
+    if not retrain and not any(has_weights(objective, trial) for trial in trials):
         raise ValueError(
             "no weights of these minima were saved, so they cannot be measured again. Give the "
             "search an artifact_store, such as a folder, before it trains, or set retrain=True."
@@ -160,18 +145,18 @@ def _complete(
         new_data = held_out and objective.X_test is not None and _TEST_LOSS not in found
         if not missing and not new_data:
             continue
-        has_weights = objective.artifact_store is not None and ARTIFACT in trial.user_attrs
-        if not has_weights and not retrain:
+        if not retrain and not has_weights(objective, trial):
             lacking[trial.number] = [*missing, *[_TEST_LOSS] * new_data]
             continue
         try:
-            estimator = _bring_back(objective, trial, retrain, has_weights)
+            estimator = _bring_back(objective, trial, retrain)
         except DamagedWeightsError as error:
             damaged.append(str(error))
             continue
-        values = _measure(objective, estimator, trial, missing)
+        data = objective.data(objective.space.values(trial))
+        measured = objective.measure(missing, estimator, data, trial) if missing else {}
+        values = {name: float(one.value) for name, one in measured.items()}
         if new_data:
-            data = objective.data(objective.space.values(trial))
             held_out_data = objective.X_test, objective.y_test
             values |= measure_held_out(estimator, found["train_loss"], data, *held_out_data)
         study.set_user_attr(remeasured_key(trial), before | values)
@@ -185,13 +170,11 @@ def _complete(
     return lacking
 
 
-def _bring_back(
-    objective: MinimaObjective, trial: FrozenTrial, retrain: bool, has_weights: bool
-) -> Any:
+def _bring_back(objective: MinimaObjective, trial: FrozenTrial, retrain: bool) -> Any:
     """Restore a minimum from its weights, or train it again and mend its file."""
     params = objective.space.values(trial)
     try:
-        if has_weights:
+        if has_weights(objective, trial):
             return objective.restore(params, trial)
     except DamagedWeightsError:
         if not retrain:
@@ -205,14 +188,3 @@ def _bring_back(
     except ValueError as error:
         raise DamagedWeightsError(str(error)) from error
     return estimator
-
-
-def _measure(
-    objective: MinimaObjective, estimator: Any, trial: FrozenTrial, names: Sequence[str]
-) -> dict[str, float]:
-    """Compute measures of a minimum; none if there are no names."""
-    if not names:
-        return {}
-    data = objective.data(objective.space.values(trial))
-    measured = objective.measure(names, estimator, data, trial)
-    return {name: float(one.value) for name, one in measured.items()}
