@@ -154,7 +154,7 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
             worker.join()
         trials = study.get_trials()
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    minima = Counter(trial.system_attrs["candidate"] for trial in complete)
+    minima = Counter(trial.user_attrs["candidate"] for trial in complete)
     reasons = Counter(str(t.user_attrs["reason"])[:200] for t in trials if "failed" in t.user_attrs)
     distinct = {tuple(sorted(trial.params.items())) for trial in complete}
     print(

@@ -19,6 +19,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
 )
 from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
+from relflat_sk.search._study import open_storage
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -26,7 +27,7 @@ X = scale(X).astype(np.float32)
 
 @pytest.fixture
 def stored(tmp_path):
-    return {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    return {"storage": tmp_path / "minima.log", "study_name": "sweep"}
 
 
 def make_search(space=None, estimator=None, **parameters):
@@ -48,8 +49,12 @@ class FullStore(FileSystemArtifactStore):
         super().write(artifact_id, content)
 
 
+def load(stored):
+    return optuna.load_study(study_name="sweep", storage=open_storage(stored["storage"]))
+
+
 def states(stored):
-    return [trial.state.name for trial in optuna.load_study(**stored).trials]
+    return [trial.state.name for trial in load(stored).trials]
 
 
 # -- before training ---------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.search import _fit
-from relflat_sk.search._study import log_level
+from relflat_sk.search._study import log_level, open_storage
 from tests.processes import run_script
 
 X, Y = load_iris(return_X_y=True)
@@ -495,7 +495,7 @@ def test_processes_find_the_same(n_trials):
 @pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "tpe"])
 def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, n_trials):
     path = tmp_path / "trained"
-    storage = f"sqlite:///{tmp_path / 'minima.db'}"
+    storage = tmp_path / "minima.log"
     net = make_net(callbacks=[StopAtLoss(0.4), Counts(path)])
     parameters = {"storage": storage, "study_name": "sweep"}
     first = make_search(net, n_trials=2, **parameters).fit(X, Y)
@@ -517,7 +517,7 @@ def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, n_trials):
 
 def test_draws_go_on_as_they_would_have(tmp_path):
     space = {"C": FloatDistribution(0.01, 1.0)}
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     logistic(space, n_trials=4, **parameters).fit(X, Y)
     resumed = logistic(space, n_trials=12, **parameters).fit(X, Y)
     assert_same_results(resumed, logistic(space, n_trials=12).fit(X, Y))
@@ -539,8 +539,10 @@ def test_a_study_over_another_space_is_not_resumed(tmp_path, space, match):
 
 
 def test_a_study_of_other_directions_is_not_resumed(tmp_path):
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
-    optuna.create_study(direction="maximize", **parameters)
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
+    optuna.create_study(
+        direction="maximize", study_name="sweep", storage=open_storage(tmp_path / "minima.log")
+    )
     with pytest.raises(ValueError, match=r"directions are \['maximize'\]"):
         logistic(**parameters).fit(X, Y)
 
@@ -562,7 +564,7 @@ def test_a_search_without_a_name_says_which_study_it_does_not_resume(tmp_path, n
 
 
 def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path):
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     path = tmp_path / "trained"
     net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
     search = make_search(net, **parameters)
@@ -596,7 +598,7 @@ def test_a_search_without_minima_trains_each_candidate_once(tmp_path, at):
 
 def test_ctrl_c_leaves_the_network_of_an_earlier_session_untrained(tmp_path):
     path = tmp_path / "trained"
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     net = make_net(callbacks=[StopAtLoss(0.4), PressCtrlC(path)])
     with pytest.warns(FlatnessWarning, match="interrupted"):
         make_search(net, **parameters).fit(X, Y)
@@ -731,7 +733,7 @@ def test_failed_candidates_are_not_trained_again(tmp_path):
         def fit(self, X, y):
             return (LogisticRegression if works.exists() else Fails).fit(self, X, y)
 
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     space = {"C": [0.1, 1.0]}
     make_search(FailsAtFirst(max_iter=1000), space, **parameters).fit(X, Y)
     works.touch()
@@ -915,7 +917,7 @@ def test_data_that_do_not_fit_are_refused_before_training(data, match, monkeypat
 
 def test_a_slip_does_not_bind_a_study(tmp_path):
     """The corrected call goes on as if nothing had happened."""
-    parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     with pytest.raises(ValueError, match="samples in X_test"):
         logistic(**parameters).fit(X, Y, X_TEST, Y_TEST[:-1])
     assert logistic(**parameters).fit(X, Y, X_TEST, Y_TEST).minima_["test_loss"].notna().all()

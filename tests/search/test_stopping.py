@@ -57,7 +57,7 @@ def test_workers_know_the_deadline_and_call_no_callback():
 
 
 def test_a_search_goes_on_after_a_timeout(monkeypatch, tmp_path):
-    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "s"}
+    stored = {"storage": tmp_path / "minima.log", "study_name": "s"}
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 2.0, 11.0]))
     assert len(make(timeout=10, **stored).fit(X, Y).minima_) == 2
     assert len(make(**stored).fit(X, Y).minima_) == len(C)
@@ -93,7 +93,7 @@ def test_a_callback_stops_the_search():
 
 
 def test_a_callback_stops_processes_and_a_later_search_goes_on(tmp_path):
-    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "s"}
+    stored = {"storage": tmp_path / "minima.log", "study_name": "s"}
 
     def stop(study, trial):
         study.stop()
