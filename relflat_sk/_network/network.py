@@ -69,20 +69,19 @@ def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
     found: dict[bool, Any] = {}
     with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
-        for whole in (False, True):
+        for takes in (False, True):
             try:
-                found[whole] = criterion(output if whole else primary_output(output), target)
+                found[takes] = criterion(output if takes else primary_output(output), target)
             except _REFUSALS as error:
                 refusals.append(f"{type(error).__name__}: {error}")
     if not found:
-        mapped = isinstance(output, Mapping)
-        returned = f"a {type(output).__name__} of {len(output)}"
-        part = "the entry 'logits'" if mapped else "its first entry"
+        if isinstance(output, Mapping):
+            whole, part = f"a mapping with the names {list(output)}", "the entry 'logits'"
+        else:
+            whole, part = f"a {type(output).__name__} of {len(output)}", "its first entry"
         raise ValueError(
-            f"the module returned "
-            f"{f'a mapping with the names {list(output)}' if mapped else returned}, "
-            f"and {name_criterion(criterion)} can take neither {part} ({refusals[0]}) nor the "
-            f"whole output ({refusals[1]})."
+            f"the module returned {whole}, and {name_criterion(criterion)} can take neither "
+            f"{part} ({refusals[0]}) nor the whole output ({refusals[1]})."
         )
     losses = list(found.values())
     are_equal = (
