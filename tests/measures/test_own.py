@@ -345,91 +345,10 @@ def returns(value):
     return own
 
 
-@pytest.mark.parametrize(
-    "value", ["3", None, [1.0, 2.0], (1.0, 2.0, 3.0), 1j, np.ones(2)],
-    ids=["text", "none", "list", "three", "complex", "array"],
-)  # fmt: skip
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(TypeError, match="the measure 'own' must return a number, or a pair"):
-        measure(returns(value), MODEL, X, Y)
-
-
-def test_a_name_that_workers_do_not_know_is_explained():
-    with pytest.raises(ValueError, match="there is no measure 'mine'.* put the function there"):
-        find_measure("mine")
-
-
-def test_a_misspelt_name_comes_with_the_one_that_was_meant():
-    match = r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* There are \["
-    with pytest.raises(ValueError, match=match) as caught:
-        find_measure("relative_flatnes")
-    assert "workers" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "arguments", [(MODEL, "relative_flatness", X, Y), (MODEL, X, Y)], ids=["swapped", "left out"]
-)
-def test_the_name_comes_first(arguments):
-    with pytest.raises(
-        TypeError, match=r"name first: measure\('relative.* type LogisticRegression"
-    ):
-        measure(*arguments)
-
-
 def test_functions_in_a_grid_reach_workers():
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]}, depth_band=None)
     grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)
     assert "size_of_weights" in grid.best_estimator_.minima_
-
-
-def test_errors():
-    with pytest.raises(ValueError, match=r"the measure 'own' returned a standard error of -1"):
-        measure(returns((1.0, -1.0)), MODEL, X, Y)
-    named_twice = "two measures have the name 'own', which is that of one column"
-    with pytest.raises(ValueError, match=named_twice):
-        flatness_report(MODEL, X, Y, measures=[returns(1.0), returns(2.0)])
-    with pytest.raises(ValueError, match="aggregate='max' is over layers, but size_of_weights mea"):
-        measure(size_of_weights, MODEL, X, Y, aggregate="max")
-    with pytest.raises(ValueError, match=r"size_of_weights measures the network as a whole.*got 0"):
-        measure(size_of_weights, MODEL, X, Y, layer=0)
-    with pytest.raises(TypeError, match=r"a measure must be a function of model.*\(model, X\)"):
-        measure(lambda model, X: 1.0, MODEL, X, Y)
-    with pytest.raises(TypeError, match=r"'radius' is no .* size_of_weights. .*\['order', 'ran"):
-        measure(size_of_weights, MODEL, X, Y, radius=1)
-    with pytest.raises(ValueError, match=r"weight_decay cannot be counted into size_of_weights"):
-        measure(size_of_weights, MODEL, X, Y, weight_decay=0.1)
-    with pytest.raises(ValueError, match=r"per_sample=True needs .* got 'size_of_weights'"):
-        measure(size_of_weights, MODEL, X, Y, per_sample=True)
-    with pytest.raises(ValueError, match=r"there is no measure 'coefficients'; choose from .*func"):
-        measure("coefficients", MODEL, X, Y)
-
-    def train_loss(model, X, y):
-        return 1.0
-
-    with pytest.raises(ValueError, match=r"'train_loss' is a measure or a column of relflat_sk"):
-        measure(train_loss, MODEL, X, Y)
-
-
-@pytest.mark.parametrize("name", ["l2_norm", "rank", "param_lr", "artifact_id", "seed", "in_fleet"])
-def test_registration_refuses_names_with_a_meaning(name):
-    with pytest.raises(ValueError, match=f"'{name}' is a measure or a column of relflat_sk"):
-        register_measure(name, size_of_weights)
-
-
-def test_registration_errors():
-    with pytest.raises(TypeError, match="function must be a function of model, X and y, got 3"):
-        register_measure("three", 3)
-    with pytest.raises(ValueError, match="name must be a text, got 3"):
-        register_measure(3, size_of_weights)
-    with pytest.raises(ValueError, match=r"invariance must name some of .* got 'all'"):
-        register_measure("mine", size_of_weights, invariance="all")
-    assert "mine" not in get_measure_names()
-    register_measure("mine", size_of_weights)
-    register_measure("mine", size_of_weights)
-    with pytest.raises(
-        ValueError, match="'mine' is the name of <function size_of_weights .*already"
-    ):
-        register_measure("mine", with_error)
 
 
 def test_a_function_that_is_defined_again_replaces_the_earlier_one():

@@ -15,7 +15,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
-from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401
 from sklearn.inspection import permutation_importance
@@ -177,11 +176,6 @@ def test_a_flatness_of_zero_gives_a_score_without_a_sign():
 # -- scikit-learn's tools -------------------------------------------------------------------
 
 
-def test_cross_val_score():
-    scores = cross_val_score(net(), X, Y, cv=3, scoring=Checked(), error_score="raise")
-    assert_all_kept(scores)
-
-
 def test_cross_validate_with_several_scorers_and_train_scores():
     results = cross_validate(
         net(),
@@ -225,9 +219,8 @@ def test_grid_search_with_several_scorers_refits_by_name(refit):
     assert search.cv_results_[f"rank_test_{refit}"][search.best_index_] == 1
 
 
-@pytest.mark.parametrize("resource", ["n_samples", "max_epochs"])
-def test_halving_grid_search(resource):
-    search = HalvingGridSearchCV(
+def halve(resource):
+    return HalvingGridSearchCV(
         net(),
         {"batch_size": [8, 16, 32]},
         resource=resource,
@@ -237,42 +230,33 @@ def test_halving_grid_search(resource):
         scoring=Checked(),
         error_score="raise",
         random_state=0,
-    ).fit(X, Y)
-    results = search.cv_results_
-    assert_all_kept(
-        *(results[f"split{i}_{of}_score"] for i in range(2) for of in ("train", "test"))
     )
-    assert search.n_iterations_ == 2
 
 
-def test_learning_curve():
-    sizes, train, test = learning_curve(
-        net(),
-        X,
-        Y,
-        train_sizes=[0.5, 1.0],
-        cv=2,
-        shuffle=True,
-        random_state=0,
-        scoring=Checked(),
-        error_score="raise",
-    )
-    assert_all_kept(train, test)
-    assert test.shape == (len(sizes), 2)
+FOLDS = {"cv": StratifiedKFold(2, shuffle=True, random_state=0), "error_score": "raise"}
+TOOLS = {
+    "cross_val_score": lambda: [cross_val_score(net(), X, Y, scoring=Checked(), **FOLDS)],
+    "learning_curve": lambda: learning_curve(
+        net(), X, Y, train_sizes=[0.5, 1.0], shuffle=True, random_state=0, scoring=Checked(),
+        **FOLDS,
+    )[1:],
+    "validation_curve": lambda: validation_curve(
+        net(), X, Y, param_name="max_epochs", param_range=[5, 10], scoring=Checked(), **FOLDS
+    ),
+    **{
+        f"halving by {resource}": lambda resource=resource: [
+            scores
+            for name, scores in halve(resource).fit(X, Y).cv_results_.items()
+            if name.startswith("split")
+        ]
+        for resource in ("n_samples", "max_epochs")
+    },
+}  # fmt: skip
 
 
-def test_validation_curve():
-    train, test = validation_curve(
-        net(),
-        X,
-        Y,
-        param_name="max_epochs",
-        param_range=[5, 10],
-        cv=2,
-        scoring=Checked(),
-        error_score="raise",
-    )
-    assert_all_kept(train, test)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_return_what_the_scorer_returned(tool):
+    assert_all_kept(*TOOLS[tool]())
 
 
 @pytest.mark.parametrize("sample_weight", [None, np.ones(len(Y))], ids=["", "weighted"])
@@ -622,14 +606,6 @@ def test_one_epoch_that_made_progress_is_evidence(callbacks):
     assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
 
 
-def test_the_history_of_a_net_in_a_pipeline_counts():
-    model = make_pipeline(StandardScaler(), net(module=Lucky, max_epochs=0)).fit(X, Y)
-    with pytest.warns(
-        FlatnessWarning, match=r"the NeuralNetClassifier\(.*\) is .* made no progress"
-    ):
-        assert math.isnan(SCORER(model, X, Y))
-
-
 def history(*epochs, shuffle=True):
     """Make a net with lucky initial weights and a history of these batch losses."""
     model = net(module=Lucky, max_epochs=0)
@@ -904,13 +880,6 @@ def test_recorded_comparison_is_pickled_with_the_net():
     assert model.constant_comparison_.loss < model.constant_comparison_.constant_loss
 
 
-def test_recorded_value_of_the_best_estimator_of_a_search():
-    search = GridSearchCV(
-        flat_net(), {"lr": [0.05]}, cv=2, scoring=FlatnessScorer(data="train")
-    ).fit(X, NAMES)
-    assert search.score(X, NAMES) == -search.best_estimator_.relative_flatness_
-
-
 @pytest.mark.parametrize(("layer", "same"), [("output", [-1, 1, "output"]), (0, ["hidden0", -2])])
 def test_recorded_value_of_a_layer_with_another_name(layer, same):
     model = flat_net(max_epochs=3, flatness_layer=layer).fit(X, NAMES)
@@ -967,72 +936,6 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
 
 
 # -- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        (
-            {"measure": "flatness"},
-            "no measure 'flatness'. Did you mean .*'relative_flatness'.*'normalized_relative_fl",
-        ),
-        (
-            {"measure": ["relative_flatness", "hessian_trace"]},
-            r"takes one measure, got measure=\['relative.* pass a dict of scorers: scoring=",
-        ),
-        ({"data": "test"}, "data='test', expected one of given, train"),
-        ({"at_minimum": False}, "at_minimum=False, expected one of ignore, reject, warn"),
-        ({"measure_params": [1]}, r"measure_params=\[1\], expected None or a dict"),
-        (
-            {"data": "train", "measure_params": {"batch_size": 8}},
-            r'data="train" takes the value recorded in fit.* and \{\'batch_size\': 8\}\. Use',
-        ),
-        (
-            {"measure_params": {"layer": 0}},
-            r"must not contain 'layer': give it to the scorer itself: FlatnessScorer\(layer=",
-        ),
-        (
-            {"measure_params": {"sample_weight": None}},
-            "must not contain 'sample_weight': pass it when the scorer is called",
-        ),
-        (
-            {"measure_params": {"normalize": True}},
-            'must not contain .normalize.: use .*"normalized_relative_flatness"',
-        ),
-        ({"layer": 2}, "there is no layer 2"),
-        ({"measure_params": {"batch_size": 0}}, "batch_size must be a positive integer, got 0"),
-    ],
-    ids=[
-        "measure",
-        "several",
-        "data",
-        "at_minimum",
-        "params",
-        "train params",
-        "layer in params",
-        "weights in params",
-        "normalize in params",
-        "layer",
-        "measure's own",
-    ],
-)
-def test_refuses_bad_arguments_when_called(parameters, message):
-    scorer = FlatnessScorer(**parameters)
-    with pytest.raises(ValueError, match=message):
-        scorer(LogisticRegression(max_iter=500).fit(X, Y), X, Y)
-
-
-def test_refuses_other_measures_from_training():
-    with pytest.raises(
-        ValueError, match="takes the value recorded in fit.* got 'hessian_trace' and None"
-    ):
-        FlatnessScorer("hessian_trace", data="train")(flat_net(max_epochs=1).fit(X, Y), X, Y)
-
-
-def test_refuses_estimators_without_a_network():
-    forest = RandomForestClassifier(2).fit(X, Y)
-    with pytest.raises(TypeError, match="RandomForestClassifier is not a network"):
-        SCORER(forest, X, Y)
 
 
 @pytest.mark.parametrize("data", ["given", "train"])

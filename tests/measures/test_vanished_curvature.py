@@ -1,7 +1,6 @@
 """Models whose curvature has vanished are no flat minima: they get no score."""
 
 import math
-import pickle
 import warnings
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.testing import assert_array_equal
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV
 from sklearn.preprocessing import scale
 from torch import nn
 
@@ -19,9 +18,7 @@ from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
-    flatness_report,
     flattest_within,
-    measure,
 )
 from relflat_sk.measures._minimum import ConstantComparison, find_objection
 
@@ -135,38 +132,3 @@ def test_how_little_is_nothing(measure, flatness, loss, vanished):
 
 
 # -- arguments that cannot be meant ---------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
-@pytest.mark.filterwarnings("ignore:Scoring failed")
-@pytest.mark.parametrize("scoring", [FlatnessScorer, {"flat": FlatnessScorer}])
-def test_the_class_is_no_scorer(scoring):
-    search = GridSearchCV(
-        LinearRegression(), {"fit_intercept": [True]}, scoring=scoring, refit=False,
-        error_score="raise",
-    )  # fmt: skip
-    with pytest.raises((TypeError, ValueError), match=r"pass an instance.*=FlatnessScorer\(\)"):
-        search.fit(X, Y)
-    with pytest.warns(UserWarning, match="pass an instance, not the class"):
-        cross_val_score(LinearRegression(), X, Y, scoring=FlatnessScorer)
-
-
-def test_the_scorer_is_still_made_and_copied_as_before():
-    made = FlatnessScorer("hessian_trace", layer=0)
-    assert pickle.loads(pickle.dumps(made)).get_params() == made.get_params()
-    assert made.measure == "hessian_trace"
-
-
-@pytest.mark.parametrize("name", ["l2_norm", "network_flatness", "fisher_rao_norm"])
-def test_the_whole_network_has_no_layer(name):
-    model = LinearRegression().fit(X, Y)
-    calls = [
-        lambda: measure(name, model, X, Y, layer=0),
-        lambda: FlatnessScorer(name, layer=0)(model, X, Y),
-        lambda: flatness_report(model, X, Y, measures=name, layers=[0]),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=f"{name} measures the network as a whole.*got .?0"):
-            call()
-    report = flatness_report(model, X, Y, measures=[name, "relative_flatness"], layers=[0])
-    assert report["value"].tolist()[-1] == pytest.approx(measure(name, model, X, Y))
