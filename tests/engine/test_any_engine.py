@@ -69,7 +69,7 @@ def task(kind, n):
 
 
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     engine=st.sampled_from(["alone", "fleet", "vmap"]),
     arrays=st.sampled_from(["numpy", "torch"]),

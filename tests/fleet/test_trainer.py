@@ -12,7 +12,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, EarlyStopping, GradientNormClipping, LRScheduler
-from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,7 +19,6 @@ from relflat_sk import (
     MLP,
     FlatnessWarning,
     FleetTrainer,
-    RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     SharpnessAwareMixin,
@@ -66,12 +64,6 @@ def stacked(caplog):
     assert found == getattr(caplog, "expected", [])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("penalty", [{"flatness_weight": 0}, {}, {"flatness_clip": None}])
-def test_every_step_is_that_of_a_single_net(optimizer, penalty):
-    compare(classifiers(**OPTIMIZERS[optimizer], **penalty))
-
-
 def test_settings_of_an_optimizer_are_each_members_own():
     settings = [
         {"lr": 0.1, "optimizer__momentum": 0.5},
@@ -91,39 +83,6 @@ def test_penalties_and_initialisations_are_each_members_own():
     ]
     nets = compare([classifiers(1, **one)[0] for one in settings])
     assert np.mean(curve(nets[0], "flatness_clipped")) > 0
-
-
-@pytest.mark.parametrize("layer", [0, [1, 0], [0, -1], "all"], ids=str)
-@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
-def test_penalties_at_earlier_layers(layer, optimizer):
-    hidden = {"module__hidden_layer_sizes": (70, 5)}  # from 65 inputs on, columns are drawn
-    nets = classifiers(3, flatness_layer=layer, flatness_weight=0.1, **hidden)
-    compare([net.set_params(**OPTIMIZERS[optimizer]) for net in nets])
-
-
-@pytest.mark.parametrize(
-    ("activation", "layer"), [("tanh", [0, -1]), ("logistic", [1, 0]), ("gelu", "all")], ids=str
-)
-def test_penalties_at_earlier_layers_of_curved_networks(activation, layer):
-    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
-    settings = {f"module__{name}": value for name, value in architecture.items()}
-    nets = classifiers(2, flatness_layer=layer, flatness_probes=1 + (layer == "all"), **settings)
-    trained = compare([
-        net.set_params(flatness_weight=weight)
-        for net, weight in zip(nets, [0.1, 1000.0], strict=True)
-    ])
-    assert np.mean(curve(trained[1], "flatness_clipped")) > 0
-
-
-@pytest.mark.parametrize("kind", ["numbers", "two classes"])
-def test_penalties_at_earlier_layers_of_curved_networks_of_other_tasks(kind):
-    X, y = data(n_classes=2)
-    make, target = {
-        "numbers": (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
-        "two classes": (RelativeFlatnessRegularizedBinaryClassifier, y),
-    }[kind]
-    settings = {"module": Silent, "flatness_layer": 0, "flatness_clip": None, **STEPS}
-    compare([make(random_state=seed, **settings) for seed in range(2)], X=X, y=target)
 
 
 class CurvedDropping(nn.Sequential):
@@ -164,29 +123,6 @@ def test_settings_of_penalties_at_earlier_layers():
     both = {"flatness_clip": None, "flatness_probes": 3, "batch_size": 7}
     compare(classifiers(3, flatness_layer=0, iterator_train__drop_last=True, **both))
     compare(classifiers(3, flatness_layer=0, batch_size=1, max_epochs=1))
-
-
-class Leaky(nn.Sequential):
-    def __init__(self, n_features, n_outputs):
-        inside = nn.Sequential(nn.Linear(n_features, 9), nn.LeakyReLU(0.1), nn.Identity())
-        super().__init__(inside, nn.Linear(9, 70), nn.ReLU(), nn.Linear(70, n_outputs, bias=False))
-        self.double()
-
-
-@pytest.mark.parametrize("layer", ["0.0", "all"])
-def test_penalties_at_layers_of_nested_sequences(layer):
-    compare(classifiers(3, module=Leaky, flatness_layer=layer))
-
-
-@pytest.mark.parametrize("layer", [0, "all"])
-def test_penalties_at_earlier_layers_of_other_tasks(layer):
-    settings = {"flatness_layer": layer, "flatness_weight": 0.1, **STEPS}
-    X, y = data(n_classes=2)
-    for kind, target in [
-        (RelativeFlatnessRegularizedRegressor, X[:, :2] ** 2),
-        (RelativeFlatnessRegularizedBinaryClassifier, y),
-    ]:
-        compare([kind(random_state=seed, **settings) for seed in range(3)], X=X, y=target)
 
 
 def test_data_are_each_members_own():
@@ -230,29 +166,6 @@ def test_batch_norm(optimizer, weight):
     compare(classifiers(module=BatchNorm, flatness_weight=weight, **OPTIMIZERS[optimizer]))
 
 
-@pytest.mark.parametrize("activation", ["tanh", "logistic", "gelu", "leaky_relu", "identity"])
-def test_activations(activation):
-    architecture = {"activation": activation, "hidden_layer_sizes": (7, 5)}
-    compare(classifiers(3, **{f"module__{name}": value for name, value in architecture.items()}))
-
-
-class Silent(nn.Sequential):
-    def __init__(self, n_features, n_outputs):
-        layers = nn.Linear(n_features, 4, bias=False), nn.SiLU(), nn.Identity()
-        super().__init__(nn.Sequential(*layers), nn.Linear(4, n_outputs))
-        self.double()
-
-
-def test_nested_sequences_and_layers_without_bias():
-    compare(classifiers(3, module=Silent))
-
-
-def test_linear_models():
-    compare(classifiers(3, module__hidden_layer_sizes=()))
-    sizes = {"module__in_features": 6, "module__out_features": 3}
-    compare(classifiers(3, module=nn.Linear, module__dtype=torch.float64, **sizes))
-
-
 class Convolution(nn.Module):
     def __init__(self, n_outputs):
         super().__init__()
@@ -269,43 +182,6 @@ def test_convolutions(weight):
     X, y = data(n_features=36)
     nets = classifiers(3, module=Convolution, flatness_weight=weight)
     compare(nets, X=X.reshape(-1, 1, 6, 6), y=y)
-
-
-@pytest.mark.parametrize("n_outputs", [1, 2])
-@pytest.mark.parametrize("weight", [0, 0.1])
-def test_regression(n_outputs, weight):
-    X, _ = data()
-    y = X[:, :n_outputs] ** 2 if n_outputs > 1 else X[:, 0] ** 2
-    nets = [
-        RelativeFlatnessRegularizedRegressor(flatness_weight=weight, random_state=seed, **STEPS)
-        for seed in range(3)
-    ]
-    compare(nets, X=X, y=y)
-
-
-@pytest.mark.parametrize("weight", [0, 10.0])
-def test_binary_classification(weight):
-    X, y = data(n_classes=2)
-    nets = [
-        RelativeFlatnessRegularizedBinaryClassifier(
-            flatness_weight=weight, random_state=seed, **STEPS
-        )
-        for seed in range(3)
-    ]
-    compare(nets, X=X, y=y)
-
-
-@pytest.mark.parametrize(
-    "penalty",
-    [{"flatness_weight": 0}, {}, {"flatness_weight": 10.0}, {"flatness_layer": 0}],
-    ids=str,
-)
-def test_labels_may_be_smoothed(penalty):
-    goal = {"callbacks": [StopAtLoss(1.0)]}
-    trained = compare(classifiers(3, criterion__label_smoothing=0.1, **goal, **penalty))
-    assert any(len(net.history) < STEPS["max_epochs"] for net in trained)
-    if penalty.get("flatness_weight"):  # the limit compares with a constant's smoothed loss
-        assert np.mean(curve(trained[0], "flatness_clipped")) > 0
 
 
 class Squared(nn.CrossEntropyLoss):
@@ -460,13 +336,6 @@ def test_labels_that_callbacks_change_must_be_classes(label, fleet):
         FleetTrainer(nets, fleet=fleet).fit(*data())
     with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
         nets[0].fit(*data())  # by NumPy
-
-
-def test_samples_can_be_held_out_and_batches_dropped_or_kept_in_order():
-    compare(classifiers(3, train_split=ValidSplit(5)))
-    compare(classifiers(3, iterator_train__drop_last=True))
-    compare(classifiers(3, iterator_train__shuffle=False))
-    compare(classifiers(3, batch_size=-1))
 
 
 def test_nets_of_several_groups_train_side_by_side():
