@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ArrayLoss", "find_array_loss", "namespace", "transposed"]
-
 
 def namespace(array: Any) -> Any:
     """Return the library of an array, whose functions have the same names in both."""

@@ -11,8 +11,6 @@ from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBa
 
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 
-__all__ = ["fleet_training"]
-
 
 @contextmanager
 def fleet_training(fleet: int | str = "auto") -> Iterator[None]:

@@ -7,8 +7,6 @@ from sklearn.base import BaseEstimator, clone
 
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 
-__all__ = ["FleetTrainer"]
-
 
 class FleetTrainer(BaseEstimator):
     """Fit many nets at the same time, as one stacked model.

@@ -114,11 +114,6 @@ class ArrayLoader(DataLoader[Any]):
         return self._parts
 
     @property
-    def rows(self) -> Tensor:
-        """The row in `parts` of each sample, in the order of the data set."""
-        return self._rows
-
-    @property
     def n_rows(self) -> int:
         """The number of samples in an epoch, those of a dropped last batch included."""
         return len(self._rows)
