@@ -13,7 +13,6 @@ from relflat_sk.measures._measure_network import (
     criterion_has_curvature as criterion_has_curvature,
 )
 from relflat_sk.measures._measure_network import measure_network as measure_network
-from relflat_sk.measures._measure_network import warn_of as warn_of
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
 from relflat_sk.measures._minimum import has_vanished as has_vanished

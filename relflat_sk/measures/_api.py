@@ -28,8 +28,6 @@ from relflat_sk.measures._names import (
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import Flatness
 
-# Measure any model, with the totals of the same pass over the data.
-
 
 def evaluate(  # noqa: PLR0913
     name: Any,
@@ -108,9 +106,6 @@ def evaluate(  # noqa: PLR0913
     with joined(model, X, y, options, process_group) as network:
         (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found
-
-
-# A table of measures, layer by layer.
 
 
 def flatness_report(  # noqa: PLR0913

@@ -120,7 +120,7 @@ def _binary(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
     return ((2 * target - 1) * scores).flatten()
 
 
-# Norms from their logarithms, divided by a power of the margin or not.
+# -- norms from their logarithms ----------------------------------------------------------------
 
 PERCENTILE = 5.0
 _LARGEST = math.log(sys.float_info.max)

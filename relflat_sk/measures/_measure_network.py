@@ -20,7 +20,7 @@ from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasu
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
-# Whether a criterion has any curvature at the outputs of a network.
+# -- whether a criterion has any curvature at the outputs of a network --------------------------
 
 _NOT_LOGARITHMS = 1e-2  # of the logarithm of the summed probabilities
 
@@ -68,6 +68,8 @@ def _is_curved(network: Network, batch: Batch) -> bool:
         product = product_curvature(loss, output).product(signs)
     return bool(product.any())
 
+
+# -- measuring ----------------------------------------------------------------------------------
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, NetworkMeasure] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
@@ -118,15 +120,10 @@ def measure_network(
         found["", "network_flatness"] = _least_flat(network, found if every else None, some)
     summary = next((one.summary for one in found.values()), None)
     found |= _measure_whole(network, names, refuse, params, summary)
-    warn_of(network, found)
-    return found
-
-
-def warn_of(network: Network, found: Found) -> None:
-    """Warn of a negative curvature, and of a criterion without any."""
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
+    return found
 
 
 def counts_decay(name: str) -> bool:
@@ -271,9 +268,6 @@ def _warn_of_no_curvature(network: Network, found: Found) -> None:
             "that the minimum is flat. Measure with a loss that is twice differentiable, for "
             "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
         )
-
-
-# Warn of measures that are not finite because the network is not.
 
 
 def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:

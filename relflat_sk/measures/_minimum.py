@@ -16,7 +16,7 @@ from relflat_sk._network import Network, Outcome, borrowed, outcomes
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._results import Flatness
 
-# Accuracy or R2 of a network, beside that of the best constant prediction.
+# -- accuracy or R2 of a network, beside that of the best constant prediction -------------------
 
 # R2 must be above zero by more than float32 rounding
 _R2_ROUNDING = 1e-5

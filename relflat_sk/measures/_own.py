@@ -16,7 +16,7 @@ from relflat_sk._models import final_estimator
 from relflat_sk._network import Network, borrowed
 from relflat_sk.measures._results import Estimate
 
-# Lend a model to a function of the user's, and return it as it was.
+# -- lend a model to a function of the user's, and return it as it was --------------------------
 
 
 @contextmanager

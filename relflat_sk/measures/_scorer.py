@@ -320,8 +320,6 @@ def _listed(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-# The columns of a net's history that record its flatness along training.
-
 PENALTY = "flatness_penalty"
 
 
