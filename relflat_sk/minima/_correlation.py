@@ -22,7 +22,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk._random import draw_seed
-from relflat_sk.minima._resampling import FEWEST_MINIMA, Floats, interval, resample, select_minima
+from relflat_sk.minima._resampling import (
+    FEWEST_MINIMA,
+    Floats,
+    interval,
+    ratio,
+    resample,
+    select_minima,
+)
 
 __all__ = ["correlate"]
 
@@ -196,9 +203,7 @@ def _is_constant(values: Floats, counts: Floats) -> NDArray[np.bool_]:
 
 def _divide(numerator: Floats, denominator: Floats) -> Floats:
     """Return a ratio within [-1, 1], nan where the denominator is 0."""
-    ratio: Floats = np.full(len(numerator), np.nan)
-    np.divide(numerator, denominator, out=ratio, where=denominator > 0)
-    return ratio.clip(-1.0, 1.0)
+    return ratio(numerator, denominator).clip(-1.0, 1.0)
 
 
 _COEFFICIENTS: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {

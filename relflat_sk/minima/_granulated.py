@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from relflat_sk._random import draw_seed
 from relflat_sk.minima._columns import find_axes, number_levels, plain_name
-from relflat_sk.minima._resampling import Floats, interval, resample, select_minima, signs
+from relflat_sk.minima._resampling import Floats, interval, ratio, resample, select_minima, signs
 
 __all__ = ["granulated_kendall"]
 
@@ -203,7 +203,7 @@ class _Granules:
         concordance = signs(x, self.first, self.second) * signs(y, self.first, self.second)
         along = np.stack([self._psi_of_axes(concordance, each) for each in counts])
         known = np.isfinite(along)
-        mean = _ratio(np.where(known, along, 0.0).sum(axis=1), known.sum(axis=1))
+        mean = ratio(np.where(known, along, 0.0).sum(axis=1), known.sum(axis=1))
         return np.column_stack([mean, along])
 
     def _psi_of_axes(self, concordance: Integers, counts: Floats) -> Floats:
@@ -214,11 +214,4 @@ class _Granules:
         drawn = n_pairs > 0
         axis = self.axis_of_group[drawn]
         tau = np.bincount(axis, total[drawn] / n_pairs[drawn], minlength=self.n_axes)
-        return _ratio(tau, np.bincount(axis, minlength=self.n_axes))
-
-
-def _ratio(numerator: NDArray[Any], denominator: NDArray[Any]) -> Floats:
-    """Return a ratio, nan where the denominator is 0."""
-    ratio: Floats = np.full(len(numerator), np.nan)
-    np.divide(numerator, denominator, out=ratio, where=denominator > 0)
-    return ratio
+        return ratio(tau, np.bincount(axis, minlength=self.n_axes))

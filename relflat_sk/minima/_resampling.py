@@ -120,3 +120,10 @@ def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> 
     """
     a, b = values[first], values[second]
     return np.subtract(a > b, a < b, dtype=np.intp)
+
+
+def ratio(numerator: NDArray[Any], denominator: NDArray[Any]) -> Floats:
+    """Return a ratio, nan where the denominator is 0."""
+    found: Floats = np.full(len(numerator), np.nan)
+    np.divide(numerator, denominator, out=found, where=denominator > 0)
+    return found
