@@ -131,6 +131,7 @@ LINKS = {
     "softmax over samples": (None, lambda z: z.softmax(0)),
     "twice": (None, lambda z: z.softmax(-1).log_softmax(-1)),
     "transposed": (None, lambda z: z.t()),
+    "axes moved": (None, lambda z: z.transpose(0, 1)),
     "sliced": (None, lambda z: z[:, 1:]),
     "in place": (None, lambda z: z.clone().relu_()),
     "inactive clamp": (None, lambda z: z.clamp(-100, 100)),
@@ -481,3 +482,4 @@ def test_a_head_tied_to_an_embedding_counts_as_its_own_copy():
     tied, own = (relative_flatness(Words(tie), tokens, y, criterion=CE) for tie in (True, False))
     assert tied == own
     assert penalise(Words(True), tokens, y) > 0
+    assert penalise(Words(True).requires_grad_(False), tokens, y) > 0

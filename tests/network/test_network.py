@@ -282,6 +282,7 @@ def test_records_of_the_tail_start_its_graph():
     assert not record.features.requires_grad
     assert not record.output.requires_grad
     assert_close(record.tail_input, record.output)
+    assert record.check()[0] is record.features  # although a step before it works in place
     (gradient,) = torch.autograd.grad(loss, record.offset)
     assert_close(gradient, 2 * y)
     assert not loss.grad_fn.next_functions[0][0].next_functions[1:]  # the tail and nothing else
