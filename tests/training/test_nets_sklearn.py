@@ -19,7 +19,7 @@ NOT_ASKED_FOR = {"check_array_api_input"}
 @pytest.mark.parametrize(
     ("kind", "epochs", "weight"),
     [
-        (RelativeFlatnessRegularizedClassifier, 15, 0.1),
+        (RelativeFlatnessRegularizedClassifier, 8, 0.1),
         pytest.param(
             RelativeFlatnessRegularizedBinaryClassifier,
             10,
