@@ -8,17 +8,14 @@ from relflat_sk._losses.array_losses import (
     transposed,
 )
 from relflat_sk._losses.best_constant import constant_risk
-from relflat_sk._losses.class_chunks import Rows, chunks
 from relflat_sk._losses.class_losses import ProbabilityNLLLoss
-from relflat_sk._losses.class_slopes import Head, Slot
 from relflat_sk._losses.criterion import as_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
 from relflat_sk._losses.endings import explain_ending, warn_of_ending
 from relflat_sk._losses.factor import Factor
 from relflat_sk._losses.loss import Loss, weighted_loss
-from relflat_sk._losses.many_classes import MANY, ManyClasses
+from relflat_sk._losses.many_classes import MANY, ManyClasses, Rows
 from relflat_sk._losses.row import LINKS, Target
-from relflat_sk._losses.softmax import TotalSlopes, total_slopes
 from relflat_sk._losses.table import TABLE
 
 __all__ = [
@@ -30,16 +27,12 @@ __all__ = [
     "ClosedForm",
     "Curvature",
     "Factor",
-    "Head",
     "Loss",
     "ManyClasses",
     "ProbabilityNLLLoss",
     "Rows",
-    "Slot",
     "Target",
-    "TotalSlopes",
     "as_criterion",
-    "chunks",
     "constant_risk",
     "explain_ending",
     "find_array_loss",
@@ -47,7 +40,6 @@ __all__ = [
     "namespace",
     "product_curvature",
     "pull_back",
-    "total_slopes",
     "transposed",
     "warn_of_ending",
     "weighted_loss",

@@ -1,8 +1,31 @@
-r"""The curvature of softmax cross-entropy over very many classes, with its gradient.
+r"""The curvature of softmax cross-entropy over very many classes, in little memory.
 
-For the sums, and the notation, see `relflat_sk._losses.class_chunks`.
+The head of a language model has 50,000 classes and more. Sums over the classes run chunk by chunk.
+Of the size of the weight there is one array at most, its gradient in training.
+
+Let ``t`` be the most probable class of a sample, ``z_n`` the greatest of its other logits, and
+
+.. math:: u_k = e^{z_k - z_n} \;(k \ne t), \quad a = e^{z_n - z_t}, \quad
+    p_t = \frac{1}{1 + a \sum_k u_k}, \quad g = a p_t,
+
+so that ``p_k = g u_k``. With the rows ``x_k`` of a factor, from which a common row has been
+subtracted, the sums ``U = sum u_k``, ``S = sum u_k x_k`` and ``Q = sum u_k |x_k|^2`` over all
+classes but ``t`` give the variance of the rows under ``p``:
+
+.. math:: V = \sum_k p_k |x_k|^2 - \Bigl|\sum_k p_k x_k\Bigr|^2
+    = g \bigl(Q - g |S|^2 + p_t (U |x_t|^2 - 2 x_t \cdot S)\bigr) .
+
+``V`` is the trace ``Tr(F^T B F)``; without the sum over columns, the formula gives the quadratic
+form of each column. Where ``p`` is nearly one-hot, no digits cancel, because ``g`` is a factor, and
+no exponential underflows. Therefore float32 is enough within a chunk. The sums of the chunks are
+added up in float64.
+
+With the mean row ``xbar = sum_k p_k x_k`` of a sample, the gradients of its ``V`` are
+``p_k (|x_k - xbar|^2 - V)`` in the logits and ``2 p_k (x_k - xbar)`` in the rows. Those of the most
+probable class come from ``x_t - xbar = g (U x_t - S)``, where nothing cancels.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -10,16 +33,187 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.class_chunks import Odds, Rows, Sums
-from relflat_sk._losses.class_slopes import ClassSlopes, Head, Slot
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
 from relflat_sk._losses.softmax import Softmax, differentiable_backward
 from relflat_sk._numerics import full_precision, without_autocast
 
-__all__ = ["MANY", "ManyClasses"]
-
 # number of classes from which on they are read in chunks
 MANY = 4096
+# largest number of classes in a chunk, and of numbers in its arrays, on a CPU and on a GPU. Large
+# chunks lose digits, because a matrix product adds up more terms; small chunks take long on a GPU
+_CLASSES = {False: 2**10, True: 2**13}
+_NUMBERS = {False: 2**23, True: 2**26}
+# number of rows from which the row that is subtracted is computed, as their mean
+_CENTRED = 1024
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows ``x_k`` of a factor, minus a common row, whose squares would cost digits.
+
+    Shapes: `factor` (d, m), `centre`, `spread` (m,).
+    """
+
+    factor: Tensor
+    centre: Tensor
+    spread: Tensor | None = None
+
+    @classmethod
+    def of(cls, factor: Tensor, spread: Tensor | None = None) -> "Rows":
+        """Centre the rows of a factor. Shapes: `factor` (d, m), `spread` (m,)."""
+        factor = factor.detach()
+        some = factor[:: max(1, len(factor) // _CENTRED)]
+        return cls(factor, full_precision(some).mean(dim=0), spread)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the factor."""
+        return self.factor.shape
+
+    def matrix(self) -> Tensor:
+        """Return a copy of the factor, with the spread. Shapes: returns (d, m)."""
+        return self.stretch(full_precision(self.factor).clone())
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Squared norms ``|x_k|^2``: (d, 1)."""
+        parts = [
+            torch.linalg.vector_norm(self[part], dim=1, keepdim=True).square_()
+            for part in _chunks(0, self.factor)
+        ]
+        return torch.cat(parts)
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        # some of the rows, as a new array: (c, m)
+        return self.stretch(full_precision(self.factor[index]) - self.centre)
+
+    def stretch(self, rows: Tensor) -> Tensor:
+        """Multiply rows by the spread, in place. Shapes: `rows` (c, m); returns (c, m)."""
+        return rows if self.spread is None else rows.mul_(self.spread)
+
+
+@dataclass(frozen=True)
+class _Odds:
+    """The most probable class of each sample, and how probable the other classes are beside it.
+
+    Shapes: `top`, `reference`, `ratio` (n, 1).
+    """
+
+    top: Tensor
+    reference: Tensor
+    ratio: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor) -> "_Odds":
+        """Find the two most probable classes. Shapes: `z` (n, d)."""
+        logits, classes = z.detach().topk(2, dim=1)
+        first, second = logits.double().unbind(dim=1)
+        second = second.clamp_min(torch.finfo(z.dtype).min)  # logits may be -inf
+        reference = full_precision(logits[:, 1:].clamp_min(torch.finfo(z.dtype).min))
+        return cls(classes[:, :1], reference, (second - first).exp()[:, None])
+
+    def place(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the place of the most probable class in a chunk, and whether it is there."""
+        at, n = self.top - part.start, part.stop - part.start
+        return at.clamp(0, n - 1), (at >= 0) & (at < n)
+
+    def others(self, z: Tensor, part: slice) -> Tensor:
+        """Compute ``u`` for the classes of a chunk. Shapes: `z` (n, d); returns (n, c)."""
+        u = (full_precision(z[:, part]) - self.reference).exp_()
+        at, inside = self.place(part)
+        return u.scatter_(1, at, u.gather(1, at).masked_fill(inside, 0))
+
+    def shares(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probability of the most probable class, and a factor of all others.
+
+        Shapes: `total` (n, 1); returns p (n, 1), g (n, 1).
+        """
+        p = 1 / (1 + self.ratio * total)
+        return p, self.ratio * p
+
+    def trace(self, z: Tensor) -> Tensor:
+        """Compute ``sum_k p_k (1 - p_k)``. Shapes: `z` (n, d); returns (n,)."""
+        total = squares = torch.zeros_like(self.ratio)
+        for part in _chunks(0, z.T):
+            u = self.others(z, part)
+            total = total + u.sum(dim=1, keepdim=True)
+            squares = squares + u.square_().sum(dim=1, keepdim=True)
+        p, g = self.shares(total)
+        return (g * (total * (1 + p) - g * squares))[:, 0]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the classes but the most probable one, in float64.
+
+    Shapes: `total`, `second` (n, 1), `first`, `row` (n, m).
+    """
+
+    odds: _Odds
+    total: Tensor
+    first: Tensor
+    second: Tensor
+    row: Tensor
+
+    @classmethod
+    def over(cls, z: Tensor, rows: Rows, *, columns: bool = False) -> "_Sums":
+        """Compute the sums chunk by chunk. Shapes: `z` (n, d)."""
+        odds = _Odds.of(z)
+        total = first = second = torch.zeros_like(odds.ratio)
+        with without_autocast(z):
+            for part in _chunks(len(z), rows.factor):
+                u = odds.others(z, part)
+                total = total + u.sum(dim=1, keepdim=True)
+                first = first + u @ full_precision(rows.factor[part])
+                second = second + u @ (rows[part].square_() if columns else rows.norms[part])
+        # the common row costs digits in squares, but not in sums, where it is subtracted at the end
+        first = rows.stretch(first - total * rows.centre)
+        return cls(odds, total, first, second, rows[odds.top[:, 0]].double())
+
+    def variances(self) -> Tensor:
+        """Compute the variance of each column under ``p``, or their sum.
+
+        Shapes: returns (n, m).
+        """
+        p, g = self.odds.shares(self.total)
+        own, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
+        if self.second.shape[1] == 1:
+            own, mixed, squares = (x.sum(dim=1, keepdim=True) for x in (own, mixed, squares))
+        others = self.second - g * squares
+        return g * (others + p * (self.total * own - 2 * mixed)).clamp_min(0)
+
+    def gradients(self, z: Tensor, rows: Rows, outer: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of ``sum_i outer_i V_i`` in the logits and in the rows.
+
+        Shapes: `z` (n, d), `outer` (n, 1); returns (n, d), (d, m).
+        """
+        dtype, (p, g) = rows.centre.dtype, self.odds.shares(self.total)
+        variances, away = self.variances(), g * (self.total * self.row - self.first)
+        mean, others = (self.row - away).to(dtype), (outer * g).to(dtype)
+        offset = (mean.double().square().sum(dim=1, keepdim=True) - variances).to(dtype)
+        of_top = (2 * outer * p * away).to(dtype)
+        in_logits, in_rows = torch.empty_like(z), torch.empty_like(rows.factor)
+        for part in _chunks(len(z), rows.factor):
+            shares, x = self.odds.others(z, part).mul_(others), rows[part]
+            distances = torch.addmm(rows.norms[part].T, mean, x.T, alpha=-2)
+            in_logits[:, part] = distances.add_(offset).mul_(shares)
+            x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, mean, alpha=-2)
+            at, inside = self.odds.place(part)
+            in_rows[part] = x.index_add_(0, at[:, 0], of_top.masked_fill(~inside, 0))
+        gaps = away.square().sum(dim=1, keepdim=True) - variances
+        in_logits.scatter_(1, self.odds.top, (outer * p * gaps).to(z.dtype))
+        return in_logits, in_rows
+
+
+def _chunks(n: int, factor: Tensor) -> Iterator[slice]:
+    """Cut the classes into chunks, for arrays of (n, c) and (c, m) numbers.
+
+    Shapes: `factor` (d, m).
+    """
+    d, m = factor.shape
+    size = max(1, min(_CLASSES[factor.is_cuda], _NUMBERS[factor.is_cuda] // (n + m)))
+    for start in range(0, d, size):
+        yield slice(start, min(start + size, d))
 
 
 @dataclass(frozen=True)
@@ -44,98 +238,52 @@ class ManyClasses(Softmax):
 
     def __call__(self, factor: Tensor) -> Tensor:
         """Compute quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
-        rows = Rows.of(factor)
-        return self._scaled(Sums.over(self.z, rows, columns=True).variances())
+        return self._scaled(_Sums.over(self.z, Rows.of(factor), columns=True).variances())
 
     def trace(self, factor: Rows | None) -> Tensor:
         """Compute ``Tr(F^T B_i F)``, the trace of ``B_i`` without a factor: (n,)."""
         if factor is None:
-            found = Odds.of(self.z).trace(self.z)
+            found = _Odds.of(self.z).trace(self.z)
         else:
-            found = Sums.over(self.z, factor).variances()[:, 0]
+            found = _Sums.over(self.z, factor).variances()[:, 0]
         return found if self.scale is None else found * self.scale
 
     def total(
-        self,
-        factor: Tensor,
-        features: Tensor,
-        weights: Tensor | None,
-        scale: float | Tensor,
-        spread: Tensor | None = None,
-        head: Head | None = None,
+        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
     ) -> Tensor:
-        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)``, for training: ().
-
-        Shapes: `factor` (d, m), `features` (n, m), `weights` (n,), `spread` (m,).
-        """
-        if self.scale is not None:
-            weights = self.scale if weights is None else weights * self.scale
-        each, (handle, slot) = sample_factors(weights, scale), head or Head(None, Slot())
-        total: Tensor = _Total.apply(  # type: ignore[no-untyped-call]
-            self.z, features, factor, spread, handle, slot, each
-        )
+        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)``, for training: ()."""
+        each = sample_factors(self._weighted(weights), scale)
+        total: Tensor = _Total.apply(self.z, features, factor, each)  # type: ignore[no-untyped-call]
         return total
 
 
 class _Total(torch.autograd.Function):
-    """The total of `ManyClasses.total`, with its gradient over chunks.
-
-    The gradient in the logits is computed together with the total, because the limit of a penalty
-    needs it before the backward pass does. The gradient in the weight is as large as the weight:
-    the layer's own call makes it, together with that of the loss.
-    """
+    """The total of `ManyClasses.total`, with its gradient over chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        z: Tensor,
-        features: Tensor,
-        weight: Tensor,
-        spread: Tensor | None,
-        handle: Tensor | None,
-        slot: Slot,
-        each: float | Tensor,
+        ctx: Any, z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor
     ) -> Tensor:
-        needed = ctx.needs_input_grad
-        rows = Rows.of(weight, spread)
-        sums = Sums.over(z, rows, columns=needed[3])
-        norms = features.double().square().sum(dim=1, keepdim=True)
-        slopes = ClassSlopes(z.detach(), rows, sums, norms * each)
-        along = (2 * slopes.variances * each).to(features.dtype)
-        ctx.save_for_backward(z, features, weight, spread)
-        ctx.each, ctx.along, ctx.slot = each, along, slot
-        slot.slopes, slot.of_z = slopes, slopes.of_logits() if needed[0] else None
-        if needed[1]:
-            slot.direct.append((features, features * along))
-        if spread is not None and needed[3]:
-            slot.direct.append((spread, slopes.of_spread()))
-        return (slopes.variances * slopes.outer).sum().to(full_precision(z).dtype)
+        ctx.rows, ctx.each = Rows.of(weight), each
+        ctx.sums = _Sums.over(z, ctx.rows)
+        ctx.outer = features.double().square().sum(dim=1, keepdim=True) * each
+        ctx.save_for_backward(z, features, weight)
+        value: Tensor = (ctx.sums.variances() * ctx.outer).sum()
+        return value.to(full_precision(z).dtype)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
             by_forms = partial(_dense_total, each=ctx.each)
-            return (*differentiable_backward(by_forms, ctx, outer, n_inputs=4), None, None, None)
-        needed, slot, features = ctx.needs_input_grad, ctx.slot, ctx.saved_tensors[1]
-        slopes, of_z, slot.of_z = slot.slopes, slot.of_z, None
+            return (*differentiable_backward(by_forms, ctx, outer), None)
+        z, features, _ = ctx.saved_tensors
+        along = 2 * ctx.sums.variances() * ctx.each * outer
         with without_autocast(outer):
-            if needed[0]:  # the first backward pass takes the array, another one computes it anew
-                of_z = (slopes.of_logits() if of_z is None else of_z).mul_(outer)
-            return (
-                of_z,
-                features * (ctx.along * outer) if needed[1] else None,
-                slopes.of_weight(outer) if needed[2] and not needed[4] else None,
-                slopes.of_spread() * outer if needed[3] else None,
-                outer if needed[4] else None,
-                None,
-                None,
-            )
+            of_z, of_weight = ctx.sums.gradients(z, ctx.rows, ctx.outer * outer)
+        return of_z, features * along.to(features.dtype), of_weight, None
 
 
-def _dense_total(
-    z: Tensor, features: Tensor, weight: Tensor, spread: Tensor | None, each: float | Tensor
-) -> Tensor:
+def _dense_total(z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor) -> Tensor:
     """Compute the same with arrays of all classes, differentiable any number of times."""
-    factor = full_precision(weight)
-    factor = factor if spread is None else factor * spread
-    return total_by_forms(Softmax(full_precision(z), None), factor, features, each)
+    curvature = Softmax(full_precision(z), None)
+    return total_by_forms(curvature, full_precision(weight), features, each)

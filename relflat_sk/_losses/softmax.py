@@ -8,22 +8,15 @@ usual formula ``E[v^2] - E[v]^2`` cancels to nothing where one class has nearly 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from relflat_sk._losses.array_losses import CrossEntropy, TraceTerm
 from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
-from relflat_sk._numerics import constant, safe_root
-
-__all__ = [
-    "Softmax",
-    "TotalSlopes",
-    "differentiable_backward",
-    "softmax_curvature",
-    "total_slopes",
-]
+from relflat_sk._numerics import safe_root
 
 # differences between rows of a matrix are written out up to this number
 _FEW = 2**16
@@ -122,15 +115,17 @@ class Softmax(ClosedForm):
     def total(
         self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
     ) -> Tensor:
-        d, k = factor.shape
-        if d > k:
-            return total_by_forms(self, factor, features, sample_factors(weights, scale))
-        if self.scale is not None:
-            weights = self.scale if weights is None else weights * self.scale
-        total: Tensor = _SoftmaxTotal.apply(  # type: ignore[no-untyped-call]
-            self.z, features, factor, sample_factors(weights, scale)
-        )
+        each = sample_factors(self._weighted(weights), scale)
+        if factor.shape[0] > factor.shape[1]:
+            return total_by_forms(self, factor, features, each)
+        total: Tensor = _Total.apply(self.z, features, factor, each)  # type: ignore[no-untyped-call]
         return total
+
+    def _weighted(self, weights: Tensor | None) -> Tensor | None:
+        """Multiply the weights of samples by their scales."""
+        if self.scale is None:
+            return weights
+        return self.scale if weights is None else weights * self.scale
 
     def _others(self) -> Tensor:
         """Compute 1 - p without cancellation: for the top class, the sum of the others."""
@@ -143,102 +138,45 @@ class Softmax(ClosedForm):
         return array if self.scale is None else array * self.scale[:, None]
 
 
-class TotalSlopes(NamedTuple):
-    """The slopes of `ClosedForm.total` in each of its arguments, the others held fixed.
-
-    Shapes: `z` (n, d), `along` (n,), `factor` (d, k).
-    """
-
-    z: Tensor
-    along: Tensor
-    factor: Tensor
-
-
-def total_slopes(total: Tensor) -> TotalSlopes | None:
-    """Return the slopes that `ClosedForm.total` has computed together with the total."""
-    return getattr(total.grad_fn, "slopes", None)
-
-
-class _SoftmaxTotal(torch.autograd.Function):
-    """`ClosedForm.total` of a softmax, with its gradient, in few operations.
-
-    The gradient is computed together with the total, because the limit of a penalty needs it
-    before the backward pass does.
-
-    It uses how far the rows of F lie apart:
-      Tr(F^T B_i F) = sum_k Var(F_k) = 1/2 sum_{s, t} p_s p_t |F_s - F_t|^2 = 1/2 p^T D p.
-    There are no negative terms, so the result is exact to rounding relative to the largest
-    distance, and arrays have d columns in place of F's k. A training step computes this with
-    the caches full of other data, so that its cost is the number of operations, and above all
-    of different kinds of operations. Classes are on axis 0, because torch is slow along a short
-    last axis.
-    """
+class _Total(torch.autograd.Function):
+    """`ClosedForm.total` of a softmax, with its gradient, in few operations."""
 
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
     ) -> Tensor:
-        p = z.T.softmax(dim=0)
-        # a factor of all samples is part of products with few numbers
-        scale, own = (1.0, each.reshape(-1)) if isinstance(each, Tensor) else (each, None)
-        gaps = None
-        if factor.shape[0] * factor.numel() > _FEW:
-            squares = _distances(factor)
-        else:
-            gaps = factor.unsqueeze(1) - factor
-            squares = torch.linalg.vector_norm(gaps, dim=2)
-        norms = torch.linalg.vector_norm(features, dim=1)
-        torch._foreach_mul_([squares, norms], [squares, norms])
-        norms = norms if own is None else norms * own
-        zero = constant(0.0, p)
-        slope = torch.addmm(zero, squares, p, beta=0, alpha=scale / 2)
-        forms = (slope * p).sum(dim=0)  # the variances
-        weighted = p * norms
-        pairs = torch.addmm(zero, p, weighted.T, beta=0, alpha=2 * scale)
-        towards = (
-            _summed_gaps(pairs, factor) if gaps is None else torch.bmm(pairs[:, None], gaps)[:, 0]
-        )
         ctx.save_for_backward(z, features, factor)
-        ctx.each = each
-        of_z = torch.addcmul(zero, weighted, slope - forms, value=2)
-        ctx.slopes = TotalSlopes(of_z.T, forms if own is None else forms * own, towards)
-        return forms.dot(norms)
+        ctx.each = each.flatten() if isinstance(each, Tensor) else each
+        ctx.term = _term(z, features, factor, ctx.each)
+        value: Tensor = ctx.term.value
+        return value
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            by_forms = partial(_total_by_forms, each=ctx.each)
-            return (*differentiable_backward(by_forms, ctx, outer, n_inputs=3), None)
+
+            def value(z: Tensor, features: Tensor, factor: Tensor) -> Tensor:
+                found: Tensor = _term(z, features, factor, ctx.each).value
+                return found
+
+            return (*differentiable_backward(value, ctx, outer), None)
         _, features, _ = ctx.saved_tensors
-        of_z, along, of_factor = torch._foreach_mul(ctx.slopes, outer)
-        of_features = torch.addcmul(constant(0.0, along), features, along[:, None], value=2)
-        return of_z, of_features, of_factor, None
+        term = ctx.term
+        return term.z * outer, features * (term.of_phi * outer), term.weight * outer, None
 
 
-def _total_by_forms(z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor) -> Tensor:
-    return total_by_forms(Softmax(z, None), factor, features, each)
+def _term(z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor) -> TraceTerm:
+    """Compute the trace term of a softmax."""
+    return CrossEntropy().trace_term(z.softmax(-1), features, factor, each)
 
 
 def differentiable_backward(
-    function: Callable[..., Tensor], ctx: Any, outer: Tensor, n_inputs: int
+    function: Callable[..., Tensor], ctx: Any, outer: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradient of an autograd function with a graph of its own."""
+    """Compute the gradient of an autograd function in its saved tensors, with its own graph."""
     # each as if the others were constants: logits may depend on features and factor
-    inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors[:n_inputs]]
-    needs = ctx.needs_input_grad[:n_inputs]
+    inputs = [x.view_as(x) for x in ctx.saved_tensors]
+    needs = ctx.needs_input_grad[: len(inputs)]
     needed = [x for x, used in zip(inputs, needs, strict=True) if used]
     found = iter(torch.autograd.grad(function(*inputs), needed, outer, create_graph=True))
     return tuple(next(found) if used else None for used in needs)
-
-
-def _distances(rows: Tensor) -> Tensor:
-    """Compute ``|F_s - F_t|`` without the differences themselves: (d, d)."""
-    rows = rows - rows[0]  # where torch multiplies matrices, a common part would cancel
-    distances: Tensor = torch.cdist(rows, rows)
-    return distances
-
-
-def _summed_gaps(pairs: Tensor, rows: Tensor) -> Tensor:
-    """Compute ``sum_t A_st (F_s - F_t)`` without the differences themselves: (d, k)."""
-    rows = rows - rows[0]
-    return pairs.sum(dim=1, keepdim=True) * rows - pairs @ rows

@@ -90,6 +90,5 @@ from relflat_sk._network.tail import (
     find_faster_step,
     find_link,
     has_fused_attention,
-    is_large_head,
     is_piecewise_linear,
 )

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn.utils.parametrize import cached
 
-from relflat_sk._losses import Head
 from relflat_sk._network.borrowing import MathAttention, ReplacedForwards
 from relflat_sk._network.layer_maps import LayerMap
 from relflat_sk._network.layers import is_weight_layer, layer_map, weight_layers
@@ -43,7 +42,6 @@ class LayerRecord:
     offset: Tensor | None = None
     tail_input: Tensor | None = None
     weight: Tensor | None = None
-    head: Head | None = None
 
     @property
     def map(self) -> LayerMap:

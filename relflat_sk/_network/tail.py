@@ -28,11 +28,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
-from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.recording import LayerRecord
 
 # -- what autograd's graph of a forward pass tells ---------------------------------------------
@@ -393,10 +392,3 @@ def _split_by_linearity(
         [record for record in records if record.name in linear],
         [record for record in records if record.name not in linear],
     )
-
-
-def is_large_head(layer: nn.Module) -> bool:
-    """Return whether a layer is linear and nothing else, with very many outputs."""
-    if type(layer) is not nn.Linear or has_own_forward(layer):
-        return False
-    return layer.out_features >= MANY and "weight" in layer._parameters

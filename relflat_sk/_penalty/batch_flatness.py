@@ -19,15 +19,14 @@ products
 For the random changes see `relflat_sk._penalty.random_changes`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import ClosedForm, Head, Loss, ManyClasses, Target
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
 from relflat_sk._network import (
     ExplicitLayers,
     LayerRecord,
@@ -39,7 +38,8 @@ from relflat_sk._numerics import full_precision, inverse_spread, or_one, safe_ro
 from relflat_sk._penalty.random_changes import RandomChanges
 from relflat_sk._random import rademacher
 
-__all__ = ["batch_flatness"]
+# from what each sample's curvature is multiplied by, and a number of probes, to the penalty
+_Term = Callable[[float | Tensor, int], Tensor]
 
 
 def batch_flatness(  # noqa: PLR0913
@@ -71,7 +71,7 @@ def batch_flatness(  # noqa: PLR0913
     terms = choose_curvatures(
         tail, layers, _Terms(tail, explicit, weights, normalize), together=True
     )
-    return _sum([term.total(share, probes) for term in terms], output)
+    return _sum([term(share, probes) for term in terms], output)
 
 
 def _check_trainable(record: LayerRecord) -> None:
@@ -98,16 +98,9 @@ def _share(
     return 1 / or_one(_weighted(weights, full_precision(divisors)))
 
 
-class _Term(Protocol):
-    """The penalty at some layers."""
-
-    def total(self, share: float | Tensor, probes: int) -> Tensor:
-        """Return the sum of ``kappa / (2 m)`` over the layers, each sample's times `share`."""
-
-
 @dataclass(slots=True)
 class _Terms:
-    """Makes the terms of the penalty, for `choose_curvatures`."""
+    """Makes the terms of the penalty, for `choose_curvatures`: functions of share and probes."""
 
     tail: Tail
     explicit: ExplicitLayers
@@ -116,29 +109,42 @@ class _Terms:
 
     def closed_form(self, record: LayerRecord, features: Tensor, curvature: ClosedForm) -> _Term:
         """Make the term of one layer with a closed form."""
-        features, weight = full_precision(features), _weight(record)
+        features, weight = full_precision(features), record.map.matrix
+        if not isinstance(curvature, ManyClasses):  # which makes no copy of the weight
+            weight = full_precision(weight)
         weights = self._weights_of(features)
         if self.normalize:
             spread = _spread(features, weights)
             weight = weight * spread
             features = features * inverse_spread(spread)
-        return _ExactTerm(curvature, weight, features, weights)
+        each = 1 / (2 * weight.shape[1])
+        return lambda share, probes: curvature.total(weight, features, weights, share * each)
 
     def many_classes(self, record: LayerRecord, features: Tensor, curvature: ManyClasses) -> _Term:
         """Make the term of one layer that puts out the logits of very many classes."""
-        features, spread = full_precision(features), None
-        weights = self._weights_of(features)
-        if self.normalize:
-            spread = _spread(features, weights)
-            features = features * inverse_spread(spread)
-        weight = record.map.matrix
-        return _ManyClassesTerm(curvature, weight, spread, features, weights, record.head)
+        return self.closed_form(record, features, curvature)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
     ) -> _Term:
         """Make the term of the layers behind which the network is piecewise linear."""
-        return _GradientTerm(base, curvature, *self._probed(records), self.weights, self.explicit)
+        edges, changes = self._probed(records)
+
+        def draw() -> Tensor:
+            # squared slopes along random changes
+            signs = rademacher(base.shape, full_precision(base))
+            if self.weights is not None:
+                signs = signs * self.weights.sqrt()[:, None]
+            cotangent = curvature.root_product(signs).to(base.dtype)
+            pulled = self.explicit.pull_back([base], edges, [cotangent], linear=True)
+            squares = [
+                change.slopes(full_precision(gradient)).square().sum()
+                for gradient, change in zip(pulled, changes, strict=True)
+                if gradient is not None
+            ]
+            return _sum(squares, base)
+
+        return _mean_of(draw)
 
     def products(self, records: Sequence[LayerRecord]) -> _Term:
         """Make the term of the other layers."""
@@ -148,7 +154,30 @@ class _Terms:
         edges, changes = self._probed(records)
         losses = tail.loss.terms(tail.output, tail.target.values)[0]
         gradients = self.explicit.pull_back([losses.sum()], edges, linear=False)
-        return _ProductTerm(losses, gradients, edges, changes, self.weights, self.explicit)
+        curved = [
+            (gradient, edge, change)
+            for gradient, edge, change in zip(gradients, edges, changes, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+
+        def draw() -> Tensor:
+            # forms of the Hessian along random changes
+            if not curved:
+                return _sum([], losses)
+            of, at, _ = zip(*curved, strict=True)
+            moves = [change.changes(gradient).to(gradient.dtype) for gradient, _, change in curved]
+            products = self.explicit.pull_back(of, at, moves, linear=False)
+            forms = [
+                _weighted(
+                    self.weights,
+                    (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1),
+                )
+                for product, dz in zip(products, moves, strict=True)
+                if product is not None
+            ]
+            return _sum(forms, losses)
+
+        return _mean_of(draw)
 
     def _probed(
         self, records: Sequence[LayerRecord]
@@ -172,119 +201,15 @@ class _Terms:
         return self.weights.repeat_interleave(len(rows) // len(self.weights))
 
 
-@dataclass(slots=True)
-class _ExactTerm:
-    """The penalty at a layer whose curvature has a closed form."""
+def _mean_of(draw: Callable[[], Tensor]) -> _Term:
+    """Return a term that averages estimates of a sum over layers and samples."""
 
-    curvature: ClosedForm
-    weight: Tensor
-    features: Tensor
-    weights: Tensor | None
-
-    def total(self, share: float | Tensor, probes: int) -> Tensor:
-        """Return ``kappa / (2 m)``."""
-        each = share / (2 * self.weight.shape[1])
-        return self.curvature.total(self.weight, self.features, self.weights, each)
-
-
-@dataclass(slots=True)
-class _ManyClassesTerm:
-    """The penalty at a layer with very many classes, whose weight is never copied."""
-
-    curvature: ManyClasses
-    weight: Tensor
-    spread: Tensor | None
-    features: Tensor
-    weights: Tensor | None
-    head: Head | None
-
-    def total(self, share: float | Tensor, probes: int) -> Tensor:
-        """Return ``kappa / (2 m)``."""
-        each = share / (2 * self.weight.shape[1])
-        return self.curvature.total(
-            self.weight, self.features, self.weights, each, self.spread, self.head
-        )
-
-
-class _RandomTerm:
-    """The penalty at layers where it is estimated by random changes."""
-
-    __slots__ = ()
-
-    def total(self, share: float | Tensor, probes: int) -> Tensor:
-        """Return the mean of some estimates."""
+    def total(share: float | Tensor, probes: int) -> Tensor:
         if probes == 1:
-            return share * self.draw()
-        return share * torch.stack([self.draw() for _ in range(probes)]).mean()
+            return share * draw()
+        return share * torch.stack([draw() for _ in range(probes)]).mean()
 
-    def draw(self) -> Tensor:
-        """Draw an estimate of the sum over the layers and samples."""
-        raise NotImplementedError
-
-
-@dataclass(slots=True)
-class _GradientTerm(_RandomTerm):
-    """The penalty at layers behind which the network is piecewise linear."""
-
-    base: Tensor
-    curvature: ClosedForm
-    edges: Sequence[GradientEdge]
-    changes: Sequence[RandomChanges]
-    weights: Tensor | None
-    explicit: ExplicitLayers
-
-    def draw(self) -> Tensor:
-        """Draw squared slopes along random changes."""
-        signs = rademacher(self.base.shape, full_precision(self.base))
-        if self.weights is not None:
-            signs = signs * self.weights.sqrt()[:, None]
-        cotangent = self.curvature.root_product(signs).to(self.base.dtype)
-        pulled = self.explicit.pull_back([self.base], self.edges, [cotangent], linear=True)
-        squares = [
-            changes.slopes(full_precision(gradient)).square().sum()
-            for gradient, changes in zip(pulled, self.changes, strict=True)
-            if gradient is not None
-        ]
-        return _sum(squares, self.base)
-
-
-@dataclass(slots=True)
-class _ProductTerm(_RandomTerm):
-    """The penalty at layers whose curvature is known by its products with vectors."""
-
-    losses: Tensor
-    gradients: Sequence[Tensor | None]
-    edges: Sequence[GradientEdge]
-    changes: Sequence[RandomChanges]
-    weights: Tensor | None
-    explicit: ExplicitLayers
-
-    def draw(self) -> Tensor:
-        """Draw forms of the Hessian along random changes."""
-        curved = [
-            (gradient, edge, changes.changes(gradient).to(gradient.dtype))
-            for gradient, edge, changes in zip(
-                self.gradients, self.edges, self.changes, strict=True
-            )
-            if gradient is not None and gradient.requires_grad
-        ]
-        if not curved:
-            return _sum([], self.losses)
-        gradients, edges, moves = zip(*curved, strict=True)
-        products = self.explicit.pull_back(gradients, edges, moves, linear=False)
-        forms = [
-            _weighted(
-                self.weights, (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
-            )
-            for product, dz in zip(products, moves, strict=True)
-            if product is not None
-        ]
-        return _sum(forms, self.losses)
-
-
-def _weight(record: LayerRecord) -> Tensor:
-    """Return a layer's weight as a matrix, in full precision."""
-    return full_precision(record.map.matrix)
+    return total
 
 
 def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Head
 from relflat_sk._network import (
     ExplicitLayers,
     Layer,
@@ -17,7 +16,6 @@ from relflat_sk._network import (
     depends_on,
     find_layer,
     find_link,
-    is_large_head,
     keep_graph,
     layer_input,
 )
@@ -150,7 +148,6 @@ def make_recorder(
     first: FirstPass | None = None,
 ) -> Recorder:
     """Make a recorder after which a penalised layer has a gradient if all before it is frozen."""
-    heads = {name for name in penalised if name in layers and is_large_head(layers[name])}
 
     def keep(
         record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -160,9 +157,6 @@ def make_recorder(
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
             # the layers behind can still be trained to make this one flat
             output = output.detach().requires_grad_().view_as(output)
-        elif output.requires_grad and record.name in heads:
-            features, layer = layer_input(args, kwargs), cast(nn.Linear, record.layer)
-            output, record.head = Head.of(features, layer.weight, layer.bias, output)
         return keep_graph(record, args, kwargs, output)
 
     return Recorder(layers, keep, twice)

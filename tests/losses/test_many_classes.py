@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from relflat_sk._losses import class_chunks
-from relflat_sk._losses.class_chunks import Rows
-from relflat_sk._losses.many_classes import ManyClasses
+from relflat_sk._losses import many_classes
+from relflat_sk._losses.many_classes import ManyClasses, Rows
 
 
 def class_by_class(z, W, spread=None):
@@ -44,12 +43,13 @@ def make(d, m, gap, n=4):
 def total(z, W, spread=None, weights=None, features=None):
     """The weighted sum of ``|phi_i|^2 V_i``, with its graph."""
     features = torch.ones_like(z[:, :1]) if features is None else features
-    return ManyClasses(z, None).total(W, features, weights, 0.5, spread)
+    W = W if spread is None else W * spread
+    return ManyClasses(z, None).total(W, features, weights, 0.5)
 
 
 @pytest.fixture(params=[1, 7, 2**23], ids=lambda size: f"chunks of {size}")
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(class_chunks, "_CLASSES", {False: request.param, True: request.param})
+    monkeypatch.setattr(many_classes, "_CLASSES", {False: request.param, True: request.param})
 
 
 @pytest.mark.parametrize("gap", [0.0, 10.0, 60.0, 300.0], ids=lambda gap: f"ahead by {gap:g}")
@@ -77,7 +77,7 @@ def test_any_chunks_give_the_same():
     scaled = class_by_class(z, W, spread).sum(dim=1) * scale
     assert_close(curvature.trace(Rows.of(W, spread)).double(), scaled, rtol=1e-5, atol=0)
     weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
-    summed = curvature.total(W, torch.full((4, 1), 3.0), weights, 2.0, spread)
+    summed = curvature.total(W * spread, torch.full((4, 1), 3.0), weights, 2.0)
     assert_close(summed.double(), 18 * (weights * scaled).sum(), rtol=1e-5, atol=0)
 
 
