@@ -7,16 +7,18 @@ from relflat_sk._losses.array_losses import (
     namespace,
     transposed,
 )
-from relflat_sk._losses.best_constant import constant_risk
-from relflat_sk._losses.class_losses import ProbabilityNLLLoss
-from relflat_sk._losses.criterion import as_criterion, name_criterion
-from relflat_sk._losses.curvature import ClosedForm, Curvature, product_curvature, pull_back
-from relflat_sk._losses.endings import explain_ending, warn_of_ending
-from relflat_sk._losses.factor import Factor
-from relflat_sk._losses.loss import Loss, weighted_loss
+from relflat_sk._losses.curvature import ClosedForm, Curvature, Factor, product_curvature, pull_back
+from relflat_sk._losses.loss import (
+    Loss,
+    as_criterion,
+    constant_risk,
+    explain_ending,
+    name_criterion,
+    warn_of_ending,
+    weighted_loss,
+)
 from relflat_sk._losses.many_classes import MANY, ManyClasses, Rows
-from relflat_sk._losses.row import LINKS, Target
-from relflat_sk._losses.table import TABLE
+from relflat_sk._losses.table import LINKS, TABLE, ProbabilityNLLLoss, Target
 
 __all__ = [
     "ARRAY_LOSSES",

@@ -25,22 +25,13 @@ that act on each output alone. Any other curvature is given by its products with
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from relflat_sk._numerics import safe_root
-
-__all__ = [
-    "ClosedForm",
-    "Curvature",
-    "diagonal_curvature",
-    "product_curvature",
-    "pull_back",
-    "sample_factors",
-    "total_by_forms",
-]
 
 
 class Curvature(ABC):
@@ -262,3 +253,33 @@ def pull_back(
             f"{error}. Write the operation in terms of differentiable torch functions, or "
             "measure another layer."
         ) from error
+
+
+# A matrix whose quadratic forms are summed over its columns, with what these sums need of it.
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A matrix F, shared by all samples of all batches. Shapes: `array` (d, k)."""
+
+    array: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return self.array.shape
+
+    def matrix(self) -> Tensor:
+        """Return the matrix. Shapes: returns (d, k)."""
+        return self.array
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Squared norms of the rows: (d,)."""
+        return self.array.square().sum(dim=1)
+
+    @cached_property
+    def half_distances(self) -> Tensor:
+        """Half of the squared distances between the rows: (d, d)."""
+        gaps = self.array.unsqueeze(1) - self.array
+        return 0.5 * (gaps * gaps).sum(dim=2)

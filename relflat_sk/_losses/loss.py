@@ -1,19 +1,116 @@
 """A criterion as a sum over samples divided by a sum of divisors."""
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from relflat_sk._losses.criterion import call_criterion, name_criterion
 from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._losses.row import Row, Target
-from relflat_sk._losses.table import TABLE
+from relflat_sk._losses.table import LINKS, TABLE, Row, Target
 from relflat_sk._numerics import or_one
+from relflat_sk._warnings import warn
 
-__all__ = ["Loss", "weighted_loss"]
+# Criteria as users give them, and how they are called.
+
+_ONE_TENSOR = (
+    ". Measures and the penalty pass one tensor to a criterion: the entry 'logits' if the network "
+    "returns a mapping, the first entry if it returns a tuple."
+)
+
+
+def as_criterion(criterion: Any) -> Any:
+    """Make a criterion from a class, an instance or a plain function."""
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        return criterion()
+    if callable(criterion) and not isinstance(criterion, type):
+        return criterion
+    raise TypeError(
+        f"criterion must be a torch loss such as torch.nn.CrossEntropyLoss(), its class or a "
+        f"function (output, target) -> loss, got {criterion!r}."
+    )
+
+
+def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
+    """Call a criterion."""
+    if each and isinstance(criterion, nn.Module) and hasattr(criterion, "reduction"):
+        unreduced: Any = copy.copy(criterion)
+        unreduced.reduction = "none"
+        # accelerate replaces forward by a function that is bound to the original
+        vars(unreduced).pop("forward", None)
+        criterion = unreduced
+    try:
+        losses = criterion(output, target)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        of_torch = type(criterion).__module__.startswith("torch.")
+        raise ValueError(
+            f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
+            f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): "
+            f"{error}{'' if of_torch else _ONE_TENSOR}"
+        ) from error
+    if not isinstance(losses, Tensor):
+        raise ValueError(
+            f"{name_criterion(criterion)} returned {type(losses).__name__}, expected a tensor."
+        )
+    return losses
+
+
+def name_criterion(criterion: Any) -> str:
+    """Return the name of a criterion's class, or of a function, for error messages."""
+    return getattr(criterion, "__name__", type(criterion).__name__)
+
+
+# Functions in which networks end, and whether they fit the criterion.
+
+# criteria that apply a function to logits, with functions that must not have made the logits
+_ON_LOGITS: dict[type, tuple[str, set[str]]] = {
+    nn.CrossEntropyLoss: ("softmax", {"softmax", "sigmoid"}),
+    nn.BCEWithLogitsLoss: ("sigmoid", {"softmax", "log_softmax", "sigmoid"}),
+}
+
+
+# what networks with these endings are usually trained with
+_TRAINED_WITH = {
+    "softmax": "criterion=lambda p, y: torch.nn.functional.nll_loss(p.log(), y)",
+    "log_softmax": "criterion=torch.nn.NLLLoss()",
+    "sigmoid": "criterion=torch.nn.BCELoss()",
+}
+
+
+def explain_ending(criterion: Any, ending: str | None) -> str | None:
+    """Explain why the function that a network ends in does not fit a criterion."""
+    kind = type(criterion)
+    own, wrong = _ON_LOGITS.get(kind, ("", set[str]()))
+    if ending not in wrong:
+        return None
+    return (
+        f"{kind.__name__} takes logits, to which it applies a {own}, but the network ends in a "
+        f"{ending} already"
+    )
+
+
+def warn_of_ending(criterion: Any, ending: str | None) -> None:
+    """Warn if probabilities reach a criterion that takes logits, or logarithms of them.
+
+    Measures are then still those of the loss that torch computes.
+    """
+    if type(criterion) is nn.NLLLoss and ending == "softmax":
+        warn(
+            "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss "
+            "is -p, not -log p. For skorch's convention, pass the skorch net; otherwise let "
+            "the network end in LogSoftmax, or in logits with CrossEntropyLoss."
+        )
+    problem = explain_ending(criterion, ending)
+    if problem is not None:
+        warn(
+            f"{problem}. So the loss is not the usual one. If the network was trained with this "
+            f"criterion, remove the {ending} from the module, and train again. Otherwise pass the "
+            f"criterion that it was trained with, such as {_TRAINED_WITH[str(ending)]}."
+        )
 
 
 @dataclass(frozen=True)
@@ -152,3 +249,38 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
     if getattr(loss.criterion, "reduction", "mean") == "sum":
         return total
     return total / or_one((weight * divisors).sum())
+
+
+# The best constant prediction, to which a trained network's loss is compared.
+
+
+def constant_risk(
+    loss: Loss, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
+) -> float:
+    """Compute the mean loss of the best constant prediction. Shapes: `weight` (n,)."""
+    weight = weight.double()
+    targets = targets.double() if targets.is_floating_point() else targets
+    loss = loss.to(targets.device, torch.float64)
+
+    def risk(constant: Tensor) -> Tensor:
+        constant = constant.reshape(output_shape)
+        output = constant.expand(len(targets), *output_shape)
+        losses, divisors = loss.terms(output, targets, each=bool((weight != 1).any()))
+        return (weight * losses).sum() / (weight * divisors).sum()
+
+    # the formulas do not hold if the network turns logits into something else by mistake
+    usual = link in {None, "identity"} or loss.has_closed_form(link)
+    if usual and loss.row is not None and loss.row.best_constant is not None:
+        best = loss.row.best_constant(loss.criterion, targets, weight, output_shape)
+        return risk(best).item()
+
+    def risk_and_slope(constant: np.ndarray) -> tuple[float, np.ndarray]:
+        with torch.enable_grad():
+            z = torch.tensor(constant, requires_grad=True, device=targets.device)
+            value = risk(LINKS[link or "identity"](z))
+            (slope,) = torch.autograd.grad(value, z)
+        return value.item(), slope.cpu().numpy()
+
+    start = np.zeros(output_shape.numel())
+    found = minimize(risk_and_slope, start, jac=True, method="L-BFGS-B")
+    return float(found.fun) if found.success else math.nan

@@ -8,10 +8,414 @@ curvatures are always *summed* over outputs and samples. The divisors are summed
 that sums of batches of any size can be added.
 """
 
-from relflat_sk._losses.class_losses import CLASS_LOSSES
-from relflat_sk._losses.output_losses import OUTPUT_LOSSES
-from relflat_sk._losses.row import Row
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["TABLE"]
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._checks import gathers, judge
+from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature
+from relflat_sk._losses.softmax import softmax_curvature
+from relflat_sk._numerics import read_numbers
+
+# The form of a row in the table of criteria.
+
+Task = Literal["classification", "binary", "regression"]
+BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
+CurvatureOf = Callable[[Any, Tensor, Tensor | None], ClosedForm]
+
+# functions by which a network may turn the layer's output into the criterion's input
+LINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "softmax": lambda z: z.softmax(dim=-1),
+    "log_softmax": lambda z: z.log_softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def never(criterion: Any) -> bool:
+    """Return False: the curvature of a criterion does not depend on the labels."""
+    return False
+
+
+class Target(NamedTuple):
+    """A batch's target as the criterion takes it."""
+
+    values: Tensor
+    relevant: Tensor | None
+
+    def to(self, device: torch.device) -> "Target":
+        """Move the labels to a device."""
+        values = self.values.to(device)
+        if self.relevant is None or self.relevant is self.values:
+            return Target(values, None if self.relevant is None else values)
+        return Target(values, self.relevant.to(device))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; its functions take the criterion as their first argument.
+
+    Parameters
+    ----------
+    task : {"classification", "binary", "regression"}
+        The kind of labels.
+    read_target : callable
+        From output and labels to `Target`.
+    divisors : callable
+        From output and `Target.relevant` to what each sample adds to the divisor of the mean:
+        one number if all samples add the same.
+    best_constant : callable or None
+        From targets, sample weights and an output's shape to the best constant prediction.
+    links : dict of str to callable
+        For each link, a function from the layer's output and `Target.relevant` to the curvature.
+    needs_target : callable
+        Whether the curvature depends on the labels.
+    """
+
+    task: Task
+    read_target: Callable[[Any, Tensor, Tensor], Target]
+    divisors: Callable[[Any, Tensor, Tensor | None], float | Tensor]
+    best_constant: BestConstant | None
+    links: Mapping[str, CurvatureOf] = field(default_factory=dict)
+    needs_target: Callable[[Any], bool] = field(default_factory=lambda: never)
+
+
+# Rows of the table for softmax cross-entropy in its spellings.
+
+
+class ProbabilityNLLLoss(nn.NLLLoss):
+    """Negative log-likelihood of probabilities, as skorch's classifiers use `NLLLoss`.
+
+    Shapes: `weight` (n_classes,).
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of logarithms, with skorch's `eps`.
+
+        Shapes: `input` (n, n_classes, ...).
+        """
+        return super().forward(torch.log(input + torch.finfo(input.dtype).eps), target)
+
+
+def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
+    """Check class indices or class probabilities."""
+    if output.ndim < 2:
+        raise ValueError(
+            f"{type(criterion).__name__} needs one output per class, shape (n, n_classes), "
+            f"got outputs of shape {tuple(output.shape)}. Give the network one output unit "
+            "per class, or use BCEWithLogitsLoss for a single logit."
+        )
+    if target.shape == output.shape and target.is_floating_point():
+        target = target.to(output.dtype)
+        return Target(target, target)
+    if target.ndim == output.ndim and target.shape[1:] == (1,):
+        target = target.squeeze(1)
+    expected = (output.shape[0], *output.shape[2:])
+    if tuple(target.shape) != expected:
+        raise ValueError(
+            f"{type(criterion).__name__} on outputs of shape {tuple(output.shape)} needs "
+            f"targets of shape {expected}, got {tuple(target.shape)}."
+        )
+    if not target.numel():
+        return Target(target.long(), None)
+    classes = _read_integers(criterion, target)
+    n_classes, ignored = output.shape[1], criterion.ignore_index
+    if not gathers(classes):
+        # one operation, since every training step does it
+        low, high = read_numbers(*classes.aminmax())
+        if low >= 0 and high < n_classes:  # the usual case, in which no label is ignored
+            matter = ignored >= 0 or _class_target_matters(criterion)
+            return Target(classes, classes if matter else None)
+    counting = classes.where(classes != ignored, 0)
+    judge(partial(_refuse_other_than_indices, n_classes), *counting.aminmax())
+    if gathers(classes):  # until the error comes, there must be something to compute with
+        classes = classes.where(counting == counting.clamp(0, n_classes - 1), ignored)
+    return Target(classes, classes)
+
+
+def _read_integers(criterion: Any, target: Tensor) -> Tensor:
+    """Return labels as integers; refuse fractions."""
+    classes = target.long()
+    if not target.is_floating_point():
+        return classes
+    fractions = target.where(classes != target, 0)
+    judge(partial(_refuse_fractions, type(criterion).__name__), *fractions.aminmax())
+    return classes
+
+
+def _refuse_fractions(criterion: str, low: float, high: float) -> None:
+    """Refuse labels between the indices of classes."""
+    if not low == high == 0:
+        raise ValueError(
+            f"{criterion} needs class indices 0, 1, ..., got fractions such as {low or high:g}. "
+            "Is this a regression target? Then use a regression criterion such as MSELoss."
+        )
+
+
+def _refuse_other_than_indices(n_classes: int, low: float, high: float) -> None:
+    """Refuse labels that are no indices of classes."""
+    if not 0 <= low <= high < n_classes:
+        raise ValueError(
+            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
+            f"values from {low:.0f} to {high:.0f}. Encode the labels, for instance with "
+            "sklearn.preprocessing.LabelEncoder, or give the network more outputs."
+        )
+
+
+def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights ``a_ik`` of the classes in sample i's loss ``-sum_k a_ik log p_ik``."""
+    if target.is_floating_point():
+        soft, counts = target.to(dtype), torch.ones_like(target[:, :1], dtype=dtype)
+    else:
+        counts = (target != criterion.ignore_index).to(dtype)[:, None]
+        labels = target.where(target != criterion.ignore_index, 0)
+        soft = nn.functional.one_hot(labels, n_classes).to(dtype) * counts
+    # as torch does it, also for probabilities that do not sum to one
+    smoothing = getattr(criterion, "label_smoothing", 0.0)
+    soft = (1 - smoothing) * soft + smoothing * counts / n_classes
+    return soft if criterion.weight is None else soft * criterion.weight.to(dtype)
+
+
+def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
+    """Return the curvature of cross-entropy with the total weight of each sample's targets."""
+    if target is None:
+        return softmax_curvature(z)
+    return softmax_curvature(z, _target_weights(criterion, target, z))
+
+
+def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
+    """Return the total weight of each sample's targets, ``sum_k a_ik``: (n,)."""
+    dtype = torch.promote_types(z.dtype, torch.float32)
+    if target.is_floating_point():
+        return _class_totals(criterion, target, z.shape[1], dtype).sum(dim=1)
+    counts: Tensor = target != criterion.ignore_index
+    if criterion.weight is None:
+        return counts.to(dtype)
+    # without an array of all classes, of which there may be many
+    weight, smoothing = criterion.weight.to(dtype), getattr(criterion, "label_smoothing", 0.0)
+    of_label = weight[target.where(counts, 0)]
+    found: Tensor = (1 - smoothing) * of_label + smoothing * weight.mean()
+    return found * counts
+
+
+def _class_target_matters(criterion: Any) -> bool:
+    """Return whether classes have weights of their own."""
+    return criterion.weight is not None
+
+
+def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
+    """Count or weigh the labels of each sample that are not ignored."""
+    n, n_classes = output.shape[:2]
+    if target is None or target.is_floating_point():  # class probabilities
+        return output.numel() / (n * n_classes)
+    unweighted = criterion.weight is None or criterion.reduction != "mean"
+    counts: Tensor = target != criterion.ignore_index
+    each: Tensor = counts if unweighted else criterion.weight[target.where(counts, 0)] * counts
+    return each.to(output.dtype).reshape(n, -1).sum(dim=1)
+
+
+def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the classes' shares of the targets' weight, in the shape of one output."""
+    if target.ndim > 1 and not target.is_floating_point():  # a class for each token
+        weight = weight.repeat_interleave(target[0].numel())
+        target = target.flatten()
+    elif target.ndim > 2:
+        weight = weight.repeat_interleave(target[0, 0].numel())
+        target = target.movedim(1, -1).flatten(0, -2)
+    totals = weight @ _class_totals(criterion, target, shape[0], weight.dtype)
+    # a class that does not occur gets the smallest probability whose logarithm is finite
+    shares = (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
+    return shares.reshape(-1, *(1 for _ in shape[1:])).expand(shape)
+
+
+def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:
+    """Return the row of a spelling of cross-entropy, whose input `to_output` makes of shares."""
+    return Row(
+        "classification",
+        _read_classes,
+        _class_divisors,
+        lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
+        dict.fromkeys(links, _softmax),
+        _class_target_matters,
+    )
+
+
+CLASS_LOSSES: dict[type, Row] = {
+    nn.CrossEntropyLoss: _class_row(("identity", "log_softmax"), torch.log),
+    nn.NLLLoss: _class_row(("log_softmax",), torch.log),
+    ProbabilityNLLLoss: _class_row(("softmax",), lambda p: p),
+}
+
+
+# Rows of the table for criteria that are sums over outputs: logistic, squared, Poisson.
+
+
+def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+    """Return the target in the shape and type of the output; axes of length 1 may differ."""
+    same_rows = len(target) == len(output)
+    if not (same_rows and _squeezed(target) == _squeezed(output)):
+        raise ValueError(
+            f"{type(criterion).__name__} needs targets of the outputs' shape "
+            f"{tuple(output.shape)}, got {tuple(target.shape)}."
+        )
+    return target.reshape(output.shape).to(output.dtype)
+
+
+def _squeezed(array: Tensor) -> tuple[int, ...]:
+    return tuple(size for size in array.shape[1:] if size != 1)
+
+
+def _check_shares(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+    """Return the target if it has numbers from 0 to 1."""
+    target = _check_numbers(criterion, output, target)
+    if target.numel():
+        judge(partial(_refuse_other_than_shares, type(criterion).__name__), *target.aminmax())
+    return target
+
+
+def _refuse_other_than_shares(criterion: str, low: float, high: float) -> None:
+    if not (low >= 0 and high <= 1):
+        raise ValueError(
+            f"{criterion} needs targets from 0 to 1, got values from {low:g} to {high:g}. Encode "
+            "the two classes as 0 and 1."
+        )
+
+
+def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+    """Return the target if it has no negative numbers."""
+    target = _check_numbers(criterion, output, target)
+    if target.numel():
+        judge(partial(_refuse_other_than_counts, type(criterion).__name__), target.amin())
+    return target
+
+
+def _refuse_other_than_counts(criterion: str, lowest: float) -> None:
+    if lowest < 0:
+        raise ValueError(
+            f"{criterion} needs counts, which are not negative, as targets, got {lowest:g}."
+        )
+
+
+def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
+    return 1 if criterion.reduction == "sum" else output.numel() / len(output)
+
+
+def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
+    """Return the curvature of the logistic loss in its logits."""
+    beta = torch.sigmoid(z) * torch.sigmoid(-z)  # never 1 - sigmoid, which cancels
+    pos_weight = getattr(criterion, "pos_weight", None)
+    if pos_weight is not None:
+        assert target is not None  # needs_target says so
+        _check_of_outputs(criterion, "pos_weight", z)
+        beta = beta * (1 + (pos_weight - 1) * target.reshape(z.shape))
+    if criterion.weight is not None:
+        _check_of_outputs(criterion, "weight", z)
+        beta = beta * criterion.weight.to(z.dtype)
+    return diagonal_curvature(beta)
+
+
+def _check_of_outputs(criterion: Any, name: str, z: Tensor) -> None:
+    """Refuse weights of samples where weights of outputs are expected."""
+    shape = getattr(criterion, name).shape
+    if shape[:-1].numel() != 1 or shape[-1:].numel() not in (1, z.shape[1]):
+        raise ValueError(
+            f"the {name} of {type(criterion).__name__} has shape {tuple(shape)}, one "
+            "per sample of a fixed batch, which other batches cannot use; give one weight per "
+            "output, or pass sample_weight."
+        )
+
+
+def _mean(y: Tensor, weight: Tensor) -> Tensor:
+    """Return the weighted mean of each output."""
+    rows = y.reshape(len(y), -1).to(weight.dtype)
+    return (weight[:, None] * rows).sum(dim=0) / weight.sum()
+
+
+def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the probability of class 1 that minimises the logistic loss."""
+    share = _mean(y, weight)
+    pos_weight = getattr(criterion, "pos_weight", None)
+    if pos_weight is not None:
+        share = pos_weight * share / (pos_weight * share + 1 - share)
+    tiny = torch.finfo(weight.dtype).eps
+    return share.clamp(tiny, 1 - tiny)
+
+
+def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
+    return diagonal_curvature(torch.full_like(z, 2.0))
+
+
+def _poisson(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
+    """Return the curvature of the Poisson loss in log rates or in rates."""
+    if criterion.log_input:  # loss exp(z) - y z
+        return diagonal_curvature(z.exp())
+    assert target is not None  # needs_target says so
+    return diagonal_curvature(target.reshape(z.shape) / (z + criterion.eps).square())
+
+
+def _best_rate(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the prediction that minimises the Poisson loss: the mean or its logarithm."""
+    rate = _mean(y, weight).clamp_min(torch.finfo(weight.dtype).tiny)
+    return rate.log() if criterion.log_input else rate
+
+
+def _median(y: Tensor, weight: Tensor) -> Tensor:
+    """Return the weighted median of each output."""
+    rows = y.reshape(len(y), -1).to(weight.dtype)
+    ordered, order = rows.sort(dim=0)
+    reached = weight[order].cumsum(dim=0) >= weight.sum() / 2
+    return ordered.gather(0, reached.int().argmax(dim=0)[None])[0]
+
+
+def _output_row(
+    task: Task,
+    check: Callable[[Any, Tensor, Tensor], Tensor],
+    best_constant: BestConstant | None,
+    links: Mapping[str, CurvatureOf],
+    needs_target: Callable[[Any], bool] = never,
+) -> Row:
+    """Return the row of a criterion that is a sum over outputs."""
+
+    def read(criterion: Any, output: Tensor, target: Tensor) -> Target:
+        target = check(criterion, output, target)
+        return Target(target, target)
+
+    return Row(task, read, _output_divisors, best_constant, links, needs_target)
+
+
+OUTPUT_LOSSES: dict[type, Row] = {
+    nn.BCEWithLogitsLoss: _output_row(
+        "binary",
+        _check_shares,
+        lambda criterion, y, w, shape: _best_share(criterion, y, w, shape).logit(),
+        {"identity": _logistic},
+        lambda criterion: criterion.pos_weight is not None,
+    ),
+    nn.BCELoss: _output_row("binary", _check_shares, _best_share, {"sigmoid": _logistic}),
+    nn.MSELoss: _output_row(
+        "regression",
+        _check_numbers,
+        lambda criterion, y, w, shape: _mean(y, w),
+        {"identity": _squared},
+    ),
+    nn.PoissonNLLLoss: _output_row(
+        "regression",
+        _check_counts,
+        _best_rate,
+        {"identity": _poisson},
+        lambda criterion: not criterion.log_input,
+    ),
+    # no closed form, but the task and the shape of the targets are known
+    nn.L1Loss: _output_row(
+        "regression", _check_numbers, lambda criterion, y, w, shape: _median(y, w), {}
+    ),
+    nn.SmoothL1Loss: _output_row("regression", _check_numbers, None, {}),
+    nn.HuberLoss: _output_row("regression", _check_numbers, None, {}),
+}
+
 
 TABLE: dict[type, Row] = {**CLASS_LOSSES, **OUTPUT_LOSSES}

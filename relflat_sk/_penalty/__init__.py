@@ -1,8 +1,8 @@
 """Relative flatness of a training batch, differentiable."""
 
+from relflat_sk._penalty.batch_flatness import n_shared
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
-from relflat_sk._penalty.random_changes import n_shared
 
 __all__ = [
     "PenaltyLimit",

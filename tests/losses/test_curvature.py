@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from relflat_sk._losses.curvature import diagonal_curvature, product_curvature
-from relflat_sk._losses.factor import Factor
+from relflat_sk._losses.curvature import Factor, diagonal_curvature, product_curvature
 from relflat_sk._losses.softmax import softmax_curvature
 
 

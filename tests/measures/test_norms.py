@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.worth.random_labels import draw_data
 from relflat_sk import FlatnessScorer, FlatnessWarning, flatness_report, measure
-from relflat_sk._losses.class_losses import ProbabilityNLLLoss
 from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network
