@@ -59,7 +59,7 @@ class PlainLimit:
             return 1.0
         ages = range(len(self.norms))[::-1]
         typical = np.average(self.norms, weights=[0.999**age for age in ages])
-        by_value = self.clip * gain / abs(penalty)
+        by_value = self.clip / 2 * gain / abs(penalty)
         by_gradient = 2 * self.clip * typical / (self.ratio * abs(penalty))
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
@@ -284,7 +284,7 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer):
         order = np.random.default_rng(seed).permutation(len(y))
         ours, other = order[:1200], order[1200:]
         for i, weight in enumerate((0, 1, 1000)):
-            net = make(layer, weight, max_epochs=40, callbacks=[StopAtLoss(0.003)])
+            net = make(layer, weight, lr=0.003, max_epochs=40, callbacks=[StopAtLoss(0.003)])
             net.set_params(random_state=seed).fit(X[ours], y[ours])
             accuracies[i, seed] = net.score(X[other], y[other])
             flatness[i, seed] = relative_flatness(net, X[ours], y[ours], layer=layer)
