@@ -81,10 +81,8 @@ def fit(
         ):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     except KeyError as error:
-        explained = explain_missing_validation(error)
-        if explained is error:
-            raise
-        raise explained from error
+        explain_missing_validation(error)
+        raise
     finally:
         record["seconds"] = seconds_used() - started
     record_curves(record, estimator)
@@ -363,16 +361,15 @@ def trained_rows(estimator: Any) -> NDArray[np.intp] | None:
     return rows
 
 
-def explain_missing_validation(error: KeyError) -> Exception:
+def explain_missing_validation(error: KeyError) -> None:
     """Explain the error of a callback that reads a validation loss that nobody computes."""
     missing = re.search(r"\bvalid\w*", str(error))
-    if missing is None:
-        return error
-    return ValueError(
-        f"{missing[0]!r} is missing: a callback reads it, but the net holds no data out. "
-        "A search drops skorch's default train_split unless a callback has an attribute `monitor`. "
-        "Pass a train_split of your own, such as skorch.dataset.ValidSplit(0.2)."
-    )
+    if missing is not None:
+        raise ValueError(
+            f"{missing[0]!r} is missing: a callback reads it, but the net holds no data out. A "
+            "search drops skorch's default train_split unless a callback has an attribute "
+            "`monitor`. Pass a train_split of your own, such as skorch.dataset.ValidSplit(0.2)."
+        ) from error
 
 
 # -- learning rates in proportion to batch sizes -------------------------------------------------

@@ -11,7 +11,6 @@ Flatness says something at a minimum only, so a candidate is one if its training
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,6 @@ STILL = 0.01  # of the drop of the loss
 ROUNDING = 1e-5  # of a loss, between two passes in float32
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the training of a candidate ended."""
-
-    by: str
-    reason: str = ""
 
 
 def check_goal(goal: Any, estimator: Any) -> None:
@@ -91,18 +82,21 @@ def _name(net: NeuralNet) -> str:
     return next(name for name in ("goal", "goal_of_search") if name not in taken)
 
 
-def find_ending(estimator: Any, goal: Any, train_loss: float, constant_loss: float) -> Ending:
-    """Find out how the training of a candidate ended."""
+def find_ending(
+    estimator: Any, goal: Any, train_loss: float, constant_loss: float
+) -> tuple[str, str]:
+    """Return what ended the training of a candidate at a minimum, or why it is none."""
     final = final_estimator(estimator)
     if isinstance(final, NeuralNet):
         return _ending_of_net(final, constant_loss)
     if is_number(goal) and train_loss > goal * (1 + ROUNDING):
-        return Ending("", f"the training loss did not reach the goal of {goal:g}")
+        return "", f"the training loss did not reach the goal of {goal:g}"
     if not _solver_has_ended(final):
-        return Ending(
-            "", f"the solver stopped at max_iter={final.max_iter}, before its tolerance was reached"
+        reason = (
+            f"the solver stopped at max_iter={final.max_iter}, before its tolerance was reached"
         )
-    return Ending("goal" if is_number(goal) else "solver")
+        return "", reason
+    return "goal" if is_number(goal) else "solver", ""
 
 
 def _solver_has_ended(estimator: Any) -> bool:
@@ -111,20 +105,20 @@ def _solver_has_ended(estimator: Any) -> bool:
     return n_iter is None or max_iter is None or bool(np.max(n_iter) < max_iter)
 
 
-def _ending_of_net(net: NeuralNet, constant_loss: float) -> Ending:
-    """Find out how the training of a net ended."""
+def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
+    """Return what ended the training of a net at a minimum, or why it is none."""
     if getattr(net, "converged_", False):
-        return Ending("goal")
+        return "goal", ""
     callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
     auto = next((one for one in callbacks if isinstance(one, StopAtDepth)), None)
     n_epochs = len(net.history)
     after = f"after {n_epochs} epoch{'' if n_epochs == 1 else 's'}"
     if auto is None and hasattr(net, "converged_"):
-        return Ending("", f"training stopped before its goal was reached, {after}")
+        return "", f"training stopped before its goal was reached, {after}"
     if _is_at_plateau(epoch_losses(net), constant_loss):
-        return Ending("plateau")
+        return "plateau", ""
     goal = f"a training loss of {auto.loss:.3g} or " if auto is not None and auto.is_known else ""
-    return Ending("", f"training stopped before {goal}a plateau was reached, {after}")
+    return "", f"training stopped before {goal}a plateau was reached, {after}"
 
 
 def _is_at_plateau(losses: Floats, constant_loss: float) -> bool:
@@ -165,45 +159,36 @@ SATURATED = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The results of the pass over the training data."""
-
-    train_loss: float
-    found: dict[str, Flatness]
-
-
 def record_verdict(
-    record: dict[str, Any], estimator: Any, goal: Any, measured: Measured, values: Sequence[float]
+    record: dict[str, Any],
+    estimator: Any,
+    goal: Any,
+    found: Mapping[str, Flatness],
+    values: Sequence[float],
 ) -> list[float]:
     """Record how deep a candidate is, whether it is a minimum, and why not."""
-    checked = list(values)
-    constant_loss = next(iter(measured.found.values())).constant_risk()
-    depth = depth_of(measured.train_loss, constant_loss)
+    train_loss = record["train_loss"]
+    constant_loss = next(iter(found.values())).constant_risk()
+    depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
-    useless = _why_useless(measured, constant_loss)
+    useless = _why_useless(found, train_loss, constant_loss)
     if useless:
-        ending = Ending("", useless)
-        checked = [np.nan] * len(checked)
+        ended_by, reason = "", useless
     elif not np.isfinite(values).all():
-        ending = Ending("", _name_non_finite(measured.found))
+        ended_by, reason = "", _name_non_finite(found)
     else:
-        ending = find_ending(estimator, goal, measured.train_loss, constant_loss)
-    reason = ending.reason
-    record["converged"] = not reason
-    record["ended_by"] = ending.by
-    record["reason"] = reason
-    return checked
+        ended_by, reason = find_ending(estimator, goal, train_loss, constant_loss)
+    record |= {"converged": not reason, "ended_by": ended_by, "reason": reason}
+    return [np.nan] * len(values) if useless else list(values)
 
 
-def _why_useless(measured: Measured, constant_loss: float) -> str:
+def _why_useless(found: Mapping[str, Flatness], train_loss: float, constant_loss: float) -> str:
     """Return why the flatness of a network is none of a minimum; "" if it may be."""
-    if measured.train_loss >= constant_loss:
+    if train_loss >= constant_loss:
         return "the training loss is no better than a constant prediction's"
-    comparison = ConstantComparison(measured.train_loss, constant_loss)
-    values = {name: one.value for name, one in measured.found.items()}
-    vanished = any(has_vanished(name, value, comparison) for name, value in values.items())
+    comparison = ConstantComparison(train_loss, constant_loss)
+    vanished = any(has_vanished(name, one.value, comparison) for name, one in found.items())
     return SATURATED if vanished else ""
 
 

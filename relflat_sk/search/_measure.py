@@ -24,7 +24,7 @@ from relflat_sk.measures import (
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer, trained_rows
-from relflat_sk.search._goal import Measured, record_verdict
+from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._weights import save_weights
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
@@ -105,7 +105,7 @@ def record_measures(
     names: Sequence[str],
     seed: int | None,
     measuring: Measuring,
-) -> Measured:
+) -> dict[str, Flatness]:
     """Measure a network, and record the measures and the training loss.
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
@@ -125,14 +125,14 @@ def record_measures(
     record["converged"] = False
     if not np.isfinite(train_loss):
         record["reason"] = "the training loss is not finite"
-        return Measured(train_loss, {})
+        return {}
     if isinstance(error, LayerNotFoundError) and measuring.layer != LAST:
         raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
     for name, measured in found.items():
         record[name] = measured.value
-    return Measured(train_loss, found)
+    return found
 
 
 def record_trial(
@@ -149,18 +149,16 @@ def record_trial(
     with seeded(seed):  # data loaders draw from torch's random state
         network = objective.measuring.network(estimator, data)
         names, measuring = objective.measures, objective.measuring
-        measured = record_measures(record, network, names, seed, measuring)
-        if not measured.found:
+        found = record_measures(record, network, names, seed, measuring)
+        if not found:
             return [np.nan] * len(objective.names)
         if is_training_data and data.sample_weight is None:
-            _hand_over(estimator, measured.found, measuring)
+            _hand_over(estimator, found, measuring)
         held_out = objective.X_test, objective.y_test
-        record_held_out(record, estimator, measured.train_loss, data, *held_out)
+        record_held_out(record, estimator, record["train_loss"], data, *held_out)
     save_weights(objective.artifact_store, trial, network.module, record)
-    values = {name: found.value for name, found in measured.found.items()}
-    values["train_loss"] = measured.train_loss
-    objectives = [values[name] for name in objective.names]
-    return record_verdict(record, estimator, objective.goal, measured, objectives)
+    objectives = [record[name] for name in objective.names]
+    return record_verdict(record, estimator, objective.goal, found, objectives)
 
 
 def _hand_over(estimator: Any, found: Mapping[str, Flatness], measuring: Measuring) -> None:

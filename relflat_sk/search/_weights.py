@@ -190,24 +190,23 @@ def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | No
 
 def last_step(estimator: Any) -> Any:
     """Find the unfitted estimator that is going to hold the network."""
-    if hasattr(estimator, "steps"):
-        return last_step(estimator.steps[-1][1])
-    for name in _AROUND:
-        inner = getattr(estimator, name, None)
-        if hasattr(inner, "fit"):
-            return last_step(inner)
-    return estimator
+    return _descend(estimator)[1]
 
 
 def last_prefix(estimator: Any) -> str:
     """Return what stands before the parameters of the estimator that holds the network."""
+    return _descend(estimator)[0]
+
+
+def _descend(estimator: Any, prefix: str = "") -> tuple[str, Any]:
     if hasattr(estimator, "steps"):
         name, inner = estimator.steps[-1]
-    else:
-        names = (one for one in _AROUND if hasattr(getattr(estimator, one, None), "fit"))
-        name = next(names, "")
-        inner = getattr(estimator, name, None) if name else None
-    return f"{name}__{last_prefix(inner)}" if name else ""
+        return _descend(inner, f"{prefix}{name}__")
+    for name in _AROUND:
+        inner = getattr(estimator, name, None)
+        if hasattr(inner, "fit"):
+            return _descend(inner, f"{prefix}{name}__")
+    return prefix, estimator
 
 
 class _Load(Callback):
