@@ -103,7 +103,7 @@ def test_remeasuring_by_name_and_by_function(tmp_path):
 
 def test_a_resumed_study_knows_the_function(tmp_path):
     options = {
-        "storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "own", "depth_band": None,
+        "storage": tmp_path / "minima.log", "study_name": "own", "depth_band": None,
         "artifact_store": tmp_path / "weights", "random_state": 0,
     }  # fmt: skip
     FlatMinimaSearch(MODEL, SPACE, measure=coefficients, **options).fit(X, Y)

@@ -283,7 +283,8 @@ def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
     assert logistic(**parameters).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
 
 
-def test_without_weights_nan_is_explained(stored):
+def test_without_weights_nan_is_explained(tmp_path):
+    stored = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     logistic(**stored).fit(X, Y)
     search = logistic({"C": [0.1, 1.0, 5.0]}, measure=["relative_flatness", "l2_norm"], **stored)
     with pytest.warns(FlatnessWarning, match=r"l2_norm, test_loss of trials \[0, 1\] stay nan"):

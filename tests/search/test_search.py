@@ -901,6 +901,7 @@ def test_the_seconds_of_the_first_net_are_without_an_import(monkeypatch):
     [
         ((X, Y[:9]), "got 75 samples in X and 9 labels in y"),
         ((X[:0], Y[:0]), "X holds no samples"),
+        ((X[:1], Y[:1]), "X holds 1 sample, which a constant prediction fits"),
         ((X, Y, X[:9], Y[:8]), "got 9 samples in X_test and 8 labels in y_test"),
         ((X, Y, X[:9].tolist(), Y[:8].tolist()), "got 9 samples in X_test and 8 labels"),
         ((X, Y, X[:9, :2], Y[:9]), r"X_test must have the shape of X .* \(75, 4\) .* \(9, 2\)"),

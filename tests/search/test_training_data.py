@@ -110,6 +110,12 @@ def test_containers(make, back):
         assert_array_equal(np.asarray(labels.y_fit), expected.y_fit)
 
 
+def test_parts_of_dicts_and_tuples_are_chosen_alike():
+    found = vary_data({"a": X, "b": (X, X)}, Y, train_size=90)
+    assert len(found.X["a"]) == 90
+    assert_array_equal(found.X["a"], found.X["b"][1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
