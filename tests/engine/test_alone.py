@@ -90,6 +90,8 @@ CHAINS = {
     "no activation": lambda: [nn.Linear(6, 5, bias=False), nn.Linear(5, 3)],
     "no hidden layer": lambda: [nn.Linear(6, 3)],
     "activation first": lambda: [nn.Tanh(), nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 3)],
+    "leaky": lambda: [nn.Linear(6, 4), nn.LeakyReLU(), nn.Linear(4, 3)],
+    "flat already": lambda: [nn.Linear(6, 4), nn.Flatten(), nn.SiLU(), nn.Linear(4, 3)],
     "dropout of nothing": lambda: [nn.Linear(6, 4), nn.Dropout(0.0), nn.Linear(4, 3)],
 }
 

@@ -614,6 +614,9 @@ REASONS = {
         "criterion__reduction": "sum",
         "lr": 1e-4,
     },
+    "its optimizer has several groups of parameters": {
+        "optimizer__param_groups": [("hidden*", {"lr": 0.001})]
+    },
     "its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']": {
         "optimizer": torch.optim.RMSprop
     },
@@ -624,6 +627,44 @@ REASONS = {
 def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(reason, caplog):
     compare(classifiers(3, **REASONS[reason], max_epochs=2))
     caplog.expected = [f"trained one by one: {reason}"]
+
+
+class Freezes(Callback):
+    """Freeze the first layer in the second epoch."""
+
+    def on_epoch_begin(self, net, **kwargs):
+        net.module_.hidden0.requires_grad_(len(net.history) != 2)
+
+
+def test_nets_whose_layers_were_frozen_for_a_time_are_trained_one_by_one(caplog):
+    compare(classifiers(2, callbacks=[("freezes", Freezes())], max_epochs=4))
+    caplog.expected = [
+        "trained one by one: some parameters of its network are frozen",
+        "trained one by one: some of its parameters have made fewer steps than others",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Convolution, "its convolutions are faster one by one on a CPU"),
+        (MLP, "its network has more than 10 weights"),
+    ],
+)
+def test_auto_trains_nets_one_by_one_that_are_about_as_fast_so(module, reason, caplog, monkeypatch):
+    monkeypatch.setattr("relflat_sk.fleet._fleet._MANY_NUMBERS", 10 if module is MLP else 10**6)
+    X, y = data(n_features=36)
+    X = X if module is MLP else X.reshape(-1, 1, 6, 6)
+    nets = classifiers(2, module=module, flatness_weight=0, max_epochs=1)
+    FleetTrainer(nets, fleet="auto").fit(X, y)
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+@pytest.mark.filterwarnings("ignore:Squared is no mean of losses of single samples")
+@pytest.mark.parametrize("criterion", [{"criterion": Squared}, {"criterion__reduction": "sum"}])
+def test_samples_with_weights_and_any_criterion_that_vmap_takes(criterion):
+    nets = classifiers(2, flatness_weight=0, max_epochs=3, lr=1e-4, **criterion)
+    compare(nets, each=[(*data(), np.arange(50) % 3 / 2)] * 2)
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
