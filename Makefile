@@ -52,6 +52,7 @@ lint: $(READY)  ## check style, types, imports and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/private_names.py
 	$(BIN)/deptry relflat_sk
 
 format: $(READY)  ## format the code and fix what can be fixed

@@ -1,9 +1,9 @@
 """Warn at the user's line of code, and only once of each thing."""
 
+import inspect
 import operator
 import os
 import re
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -41,7 +41,7 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
     shown once in a run of a program, or of a notebook's cell. Filters such as "always" and "error"
     apply as usual.
     """
-    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
     files = [frame.f_code.co_filename for frame in frames]
     outside = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)] or [-1]
     users = [i for i in outside if not files[i].startswith(_INSTALLED)] or outside
@@ -60,10 +60,8 @@ def warn(message: str, category: type[Warning] = FlatnessWarning) -> None:
 
 def _action(message: str, category: type[Warning], frame: FrameType) -> str:
     """Return what the filters ask for: the action of the first that matches."""
-    # a thread has filters of its own since Python 3.14
-    filters = warnings._get_filters() if hasattr(warnings, "_get_filters") else warnings.filters
     module, line = str(frame.f_globals.get("__name__")), frame.f_lineno
-    for action, text, parent, name, number in filters:
+    for action, text, parent, name, number in warnings.filters:
         if (
             issubclass(category, parent)
             and number in {0, line}

@@ -50,8 +50,11 @@ class Member:
         module: nn.Module = self.net.module_
         return module
 
-    def draw(self) -> None:
-        """Draw what is random in the epoch from torch's global random state."""
+    def start_epoch(self) -> None:
+        """Set the mode of training; draw what is random from torch's global random state."""
+        for part in (self.net.module_, self.net.criterion_):
+            if isinstance(part, nn.Module):
+                part.train()
         order = self.draw_order()
         n = len(order)
         self.order = order[: n - n % self.batch_size] if self.drop_last else order
@@ -150,8 +153,7 @@ def find_chain_of(member: Member) -> tuple[Chain, ArrayLoss, Tensor]:
 def train_alone(member: Member) -> None:
     """Train a net for an epoch by written-out gradients, with its own optimizer."""
     chain, loss, targets = find_chain_of(member)
-    member.net._set_training(True)
-    member.draw()
+    member.start_epoch()
     train_chain(chain, loss, [member], [targets], Own(member.net))
 
 

@@ -8,6 +8,7 @@ from skorch import NeuralNet
 from skorch.callbacks import Callback, EpochScoring, LRScheduler
 from torch import nn
 from torch.nn.modules import module as of_all_modules
+from torch.optim import Optimizer
 
 # the methods that make a training step; a subclass that changes them trains in another way
 _STEP = (
@@ -80,11 +81,8 @@ def check_net(net: Any, parts: Parts, fit_params: Mapping[str, Any]) -> None:
     changed = [n for n in _STEP if getattr(type(net), n, None) is not getattr(library, n, None)]
     if changed:
         raise NeedsOwnLoop(f"{type(net).__name__} has its own {changed[0]}")
-    if (list(net._modules), list(net._criteria), list(net._optimizers)) != (
-        ["module"],
-        ["criterion"],
-        ["optimizer"],
-    ):
+    trained = {n for n, v in vars(net).items() if isinstance(v, nn.Module | Optimizer)}
+    if not trained <= {"module", "module_", "criterion", "criterion_", "optimizer_"}:
         raise NeedsOwnLoop("it has other parts than one module, criterion and optimizer")
     _check_callbacks(net)
     _check_network(net, parts)

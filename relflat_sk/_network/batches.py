@@ -141,14 +141,14 @@ def copy_rows(array: Any, rows: Any) -> Array:
         part = np.array(part, order="C")
     # pages that were changed but not written to the file would be lost in mode "c"
     if mapped is not None and mapped.mode != "c" and hasattr(mmap, "MADV_DONTNEED"):
-        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        mapped.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
     return part
 
 
 def mapped_file(array: Any) -> "np.memmap[Any, Any] | None":
     """Find the memory-mapped file that an array is a part of."""
     while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap) and getattr(array, "_mmap", None) is not None:
+        if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
             return array
         array = array.base
     return None

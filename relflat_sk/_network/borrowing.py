@@ -86,7 +86,7 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
         m
         for m in module.modules()
         if isinstance(m, nn.MultiheadAttention)
-        and m._qkv_same_embed_dim
+        and m.in_proj_weight is not None
         and m.bias_k is None
         and not m.add_zero_attn
         and not has_own_forward(m)

@@ -109,8 +109,7 @@ class Fleet:
         try:
             member = read_member(net, iterator, fit_params)
             self._place(member)
-            net._set_training(True)
-            member.draw()
+            member.start_epoch()
             self._waiting[routine] = member
             routine.pause()
             if routine in self._refused:

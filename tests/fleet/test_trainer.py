@@ -99,7 +99,7 @@ def test_penalties_at_earlier_layers_with_dropout(monkeypatch):
     trained = FleetTrainer(nets, fleet=3).fit(*data()).estimators_
     assert_same(trained[2], FleetTrainer(nets[2:], fleet=1).fit(*data()).estimators_[0])
     monkeypatch.setattr(_vmapped, "draw_mask", lambda streams, shape, rate, like: like.new_ones(1))
-    monkeypatch.setattr(Member, "draw", _draw_no_seed)
+    monkeypatch.setattr(Member, "start_epoch", _draw_no_seed)
     net = classifiers(1, **settings)[0]
     plain = clone(net).set_params(module__drops=False)
     with own_loop():
