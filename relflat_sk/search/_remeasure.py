@@ -59,8 +59,10 @@ def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     trained: list[Any] = []
 
     def train_once() -> bool:
+        if trained:
+            return False
         trained.append(objective.train(params, seed))
-        return False
+        return True
 
     # the table of minima says already whether the goal was reached
     with measured_later() as later:
