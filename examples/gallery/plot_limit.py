@@ -30,7 +30,6 @@ accuracy = {
         RelativeFlatnessRegularizedClassifier(
             flatness_weight=weight,
             flatness_clip=clip,
-            max_epochs=8,
             random_state=0,
             verbose=0,
         )

@@ -89,8 +89,11 @@ logs = {weight: train(weight) for weight in (0.0, 10.0)}
 # The trainer's own loss contains the penalty, which is subtracted here.
 
 fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+losses = {
+    weight: log["loss"] - (log["flatness_penalty"] if weight else 0) for weight, log in logs.items()
+}
 for weight, log in logs.items():
-    loss = log["loss"] - (log["flatness_penalty"] if weight else 0)
+    loss = losses[weight]
     for ax, column in zip(axes, (loss, log["relative_flatness"]), strict=True):
         ax.plot(log["epoch"], column, ".-", label=f"weight {weight:g}")
 for ax, name in zip(
@@ -101,4 +104,4 @@ axes[0].legend()
 
 plain, flat = (log["relative_flatness"].iloc[-1] for log in logs.values())
 assert flat < 0.8 * plain
-assert logs[10.0]["loss"].iloc[-1] < logs[10.0]["loss"].iloc[0] / 2
+assert losses[10.0].iloc[-1] < losses[10.0].iloc[0] / 2

@@ -134,7 +134,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \kappa / (2 m)` of a step is
     multiplied by
 
-    .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\; 2 c \frac{G}{\|\nabla P\|}\Bigr) ,
+    .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\;
+        \frac{3 c}{2} \frac{G}{\|\nabla P\|}\Bigr) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, and :math:`G` a moving average of :math:`\|\nabla L\|` over the steps. A network that

@@ -60,7 +60,7 @@ class PlainLimit:
         ages = range(len(self.norms))[::-1]
         typical = np.average(self.norms, weights=[0.999**age for age in ages])
         by_value = self.clip / 2 * gain / abs(penalty)
-        by_gradient = 2 * self.clip * typical / (self.ratio * abs(penalty))
+        by_gradient = 1.5 * self.clip * typical / (self.ratio * abs(penalty))
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
