@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# numbers in the differences between a weight's rows, up to which they are written out
+_FEW = 2**16
+
 
 def namespace(array: Any) -> Any:
     """Return the library of an array, whose functions have the same names in both."""
@@ -23,6 +26,30 @@ def namespace(array: Any) -> Any:
 def transposed(array: Any) -> Any:
     """Exchange the last two axes."""
     return array.swapaxes(-1, -2)
+
+
+def _squared_distances(rows: Any) -> Any:
+    """Compute the squared distances between rows: (..., d, d).
+
+    By differences of few rows. Products of many rows take less memory, but round to the largest
+    distance; they leave at least the distance of a row to itself 0, with which a confident
+    prediction weighs it.
+    """
+    d, m = rows.shape[-2:]
+    if d * d * m <= _FEW:
+        gaps = rows[..., :, None, :] - rows[..., None, :, :]
+        return (gaps * gaps).sum(-1)
+    squares = (rows * rows).sum(-1)
+    products = rows @ transposed(rows)
+    return _without_diagonal((squares[..., None] + squares[..., None, :] - 2 * products).clip(0))
+
+
+def _without_diagonal(matrix: Any) -> Any:
+    """Set the diagonal of square matrices to 0, of one or of several networks."""
+    if isinstance(matrix, Tensor):
+        identity = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+        return matrix.masked_fill(identity, 0.0)
+    return np.where(np.eye(matrix.shape[-1], dtype=bool), matrix.dtype.type(0), matrix)
 
 
 class TraceTerm(NamedTuple):
@@ -101,16 +128,15 @@ class CrossEntropy(ArrayLoss):
 
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
-        # so the result is exact to rounding relative to the largest distance
+        # so the result is exact to rounding if the distances are
         rows = weight - weight.mean(-2)[..., None, :]
-        products = rows @ transposed(rows)
-        squares = (rows * rows).sum(-1)
-        distances = (squares[..., None] + squares[..., None, :] - 2 * products).clip(0)
+        distances = _squared_distances(rows)
         slope = p @ distances
         forms = (slope * p).sum(-1)  # twice the variances
         norms = (phi * phi).sum(-1) * scale
         weighted = p * norms[..., None]
-        pairs = transposed(p) @ weighted
+        # a class has no distance to itself, whose large share would round the others away
+        pairs = _without_diagonal(transposed(p) @ weighted)
         of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
         of_z = weighted * (slope - forms[..., None])
         return TraceTerm((forms * norms).sum(-1) / 2, of_z, (forms * scale)[..., None], of_weight)

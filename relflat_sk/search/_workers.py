@@ -40,6 +40,8 @@ from relflat_sk.search._transfer import ByPath, ByValue, packed, unpacked
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 _LOG = logging.getLogger("relflat_sk")
+# seconds in which a cluster is to replace workers that died
+_REPLACED = 120
 # user attribute of a study: the sweeps that a callback has ended, which all their processes read
 STOPPED = "stopped_sweeps"
 
@@ -298,8 +300,23 @@ def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> No
             death = error
         # no worker trains any more: what seems to be running was killed, on whichever machine
         killed = give_up(sweep.study, sweep.owns, _blame if sweep.suspects else _suspect)
-        if death is not None and not killed:
+        if death is not None and not (killed and _are_workers_back(n_jobs)):
             raise death
+
+
+def _are_workers_back(n_jobs: int) -> bool:
+    """Wait for the workers that replace dead ones; return whether there are several.
+
+    With a single worker, joblib would call its functions in this process: a candidate that kills
+    its process would kill the search.
+    """
+    backend, _ = get_active_backend()
+    deadline = time.monotonic() + _REPLACED
+    while backend.effective_n_jobs(n_jobs) < 2:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _suspect(trial: FrozenTrial) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses import Loss, find_array_loss
+from relflat_sk._losses import Loss, array_losses, find_array_loss
+from relflat_sk._losses.array_losses import CrossEntropy
 
 N, D, M, K = 6, 4, 5, 3
 CRITERIA = {
@@ -61,6 +62,27 @@ def test_losses_and_trace_terms_have_the_gradients_of_autograd(name, scale, libr
     for one, other in pairs:
         assert isinstance(one, np.ndarray) is (library == "numpy")
         torch.testing.assert_close(torch.as_tensor(one), other.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("few", [2**16, 0], ids=["few classes", "many classes"])
+def test_confident_predictions_are_exact_in_float32(few, library, monkeypatch):
+    """A net whose weights are large is sure of its classes: rounding must not seem to be curved."""
+    monkeypatch.setattr(array_losses, "_FEW", few)
+    weight = 1e5 * torch.randn(K, D, M, generator=torch.Generator().manual_seed(0)).double()
+    p = torch.zeros(K, N, D).double()
+    p[..., 1] = 1e-20
+    p[..., 0] = 1.0
+    arrays = [p, torch.ones(K, N, M).double(), weight, torch.ones(K, N).double()]
+    exact = CrossEntropy().trace_term(*arrays)
+    assert (exact.value < 1e-5).all()
+    narrow = [one.float().numpy() if library == "numpy" else one.float() for one in arrays]
+    for one, other in zip(CrossEntropy().trace_term(*narrow), exact, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one).double(), other, rtol=1e-4, atol=1e-30)
+    certain = np.eye(D)[None], np.ones((1, D, M)), weight[:1].numpy(), np.ones((1, D))
+    term = CrossEntropy().trace_term(*certain)
+    assert not term.value.any()
+    assert not term.weight.any()
 
 
 def test_a_single_sample_has_no_gain_to_compare_with():

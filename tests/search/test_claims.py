@@ -176,8 +176,10 @@ def test_abandoned_trials_are_taken_over(study):
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # not in all versions
 def test_a_heartbeat_tells_of_other_machines(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path / 'minima.db'}"
-    storage = RDBStorage(url, heartbeat_interval=1, grace_period=2)
-    study = optuna.create_study(storage=storage, study_name="sweep")
+    # the storage counts whole seconds; the longer period is over on no machine, however busy
+    patient = RDBStorage(url, heartbeat_interval=60, grace_period=600)
+    storage = RDBStorage(url, heartbeat_interval=1, grace_period=1)
+    study = optuna.create_study(storage=patient, study_name="sweep")
     add_running(study, POINTS[0], process=ELSEWHERE)
     beats, record = [], storage.record_heartbeat
     record(study.trials[0]._trial_id)
@@ -185,7 +187,7 @@ def test_a_heartbeat_tells_of_other_machines(tmp_path, monkeypatch):
     monkeypatch.setattr(
         storage, "record_heartbeat", lambda trial_id: beats.append(trial_id) or record(trial_id)
     )
-    threading.Event().wait(2.5)
+    threading.Event().wait(2.1)  # more than one whole second later, at whichever fraction of one
     search = logistic(storage=storage, study_name="sweep", refit=False).fit(X, Y)
     assert len(search.minima_) == 3
     assert states(study) == ["FAIL"] + ["COMPLETE"] * 3

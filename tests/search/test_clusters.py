@@ -79,7 +79,10 @@ def ray():
 @pytest.fixture(params=["dask", pytest.param("ray", marks=pytest.mark.scale)])
 def engine(request):
     """The arguments of joblib's context."""
-    return request.getfixturevalue(request.param)
+    found = request.getfixturevalue(request.param)
+    if request.param == "dask":  # a worker that the test before has killed is replaced first
+        found["client"].wait_for_workers(2, timeout=300)
+    return found
 
 
 class Slow(LogisticRegression):

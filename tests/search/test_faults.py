@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.minima import MADE_WITH
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._study import open_storage
 from tests.search import faulty
@@ -246,7 +247,7 @@ def test_two_versions_on_one_study(tmp_path, record):
     """An older version records nothing; a newer one may record more."""
     path = tmp_path / "minima.log"
     study = make_search(path, n_trials=2).fit(X, Y).study_
-    study.set_user_attr("made_with", (study.user_attrs["made_with"] | record) if record else None)
+    study.set_user_attr(MADE_WITH, (study.user_attrs[MADE_WITH] | record) if record else None)
     search = make_search(path).fit(X, Y)
     assert len(TRAINED) == len(set(TRAINED)) == len(CHOICES)
     assert search.minima_["state"].tolist() == ["complete"] * len(CHOICES)
