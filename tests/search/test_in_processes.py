@@ -1,6 +1,7 @@
 """Tasks on a cluster whose workers die, and data that are sent by the path of their file."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,3 +138,14 @@ def test_a_file_that_a_worker_does_not_reach_is_explained(monkeypatch, tmp_path)
     match = r"the study's file .*moved.db is not on worker .*the URL of a database server"
     with pytest.raises(RuntimeError, match=match):
         search.fit(X, Y)
+
+
+def test_workers_that_died_are_replaced_before_others_train(monkeypatch):
+    """joblib would train in this process while a cluster has a single worker."""
+    counts = [1, 1, 2]
+    cluster = SimpleNamespace(effective_n_jobs=lambda n_jobs: counts.pop(0) if counts else 1)
+    monkeypatch.setattr(_workers, "get_active_backend", lambda: (cluster, 2))
+    assert _workers._are_workers_back(2)
+    assert not counts
+    monkeypatch.setattr(_workers, "_REPLACED", 0)
+    assert not _workers._are_workers_back(2)
