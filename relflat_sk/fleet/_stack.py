@@ -54,7 +54,8 @@ class Stack:
         optimizers = [member.net.optimizer_ for member in self._members]
         states = [self._state(k) for k in range(len(optimizers))]
         kinds = [
-            (_settings(one), {name: x for name, x in state.items() if not isinstance(x, Tensor)})
+            # a net that begins has no tensors yet, such as those of momentum
+            (_settings(one), {n: Tensor if isinstance(x, Tensor) else x for n, x in state.items()})
             for one, state in zip(optimizers, states, strict=True)
         ]
         self._runs: list[tuple[nn.Parameter, list[int]]] = []

@@ -32,6 +32,7 @@ from tests.engine.compare import assert_same, compare, curve, data, own_loop
 # 13 epochs of 4 steps, whose last batch is smaller: more than 50 steps
 STEPS = {"batch_size": 16, "max_epochs": 13, "verbose": 0}
 SGD = {"optimizer": torch.optim.SGD}
+MOMENTUM = {"lr": 0.02, "optimizer__momentum": 0.9}
 HEAVY = {"optimizer__momentum": 0.9, "optimizer__weight_decay": 0.01}
 OPTIMIZERS = {
     "SGD": SGD,
@@ -276,9 +277,11 @@ def test_criteria_with_other_values_are_of_other_groups(settings):
     compare([net.set_params(**settings[i % 2]) for i, net in enumerate(nets)])
 
 
-def test_members_leave_at_their_goals_and_others_take_their_places():
+@pytest.mark.parametrize("optimizer", [{}, {**SGD, **MOMENTUM}], ids=["Adam", "equal SGD"])
+def test_members_leave_at_their_goals_and_others_take_their_places(optimizer):
+    """A net that begins has no state of its optimizer beside others of the same settings."""
     goals = [StopAtLoss(0.9), StopAtGradientNorm(0.5), StopAtLoss(0.5)] * 4
-    nets = classifiers(12, max_epochs=30)
+    nets = classifiers(12, max_epochs=30, **optimizer)
     nets = [net.set_params(callbacks=[goal]) for net, goal in zip(nets, goals, strict=True)]
     trained = compare(nets, fleet=3)
     lengths = {len(net.history) for net in trained}
