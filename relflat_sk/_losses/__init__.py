@@ -7,7 +7,14 @@ from relflat_sk._losses.array_losses import (
     namespace,
     transposed,
 )
-from relflat_sk._losses.curvature import ClosedForm, Curvature, Factor, product_curvature, pull_back
+from relflat_sk._losses.curvature import (
+    ClosedForm,
+    Curvature,
+    Factor,
+    check_twice,
+    product_curvature,
+    pull_back,
+)
 from relflat_sk._losses.loss import (
     Loss,
     as_criterion,
@@ -35,6 +42,7 @@ __all__ = [
     "Rows",
     "Target",
     "as_criterion",
+    "check_twice",
     "constant_risk",
     "explain_ending",
     "find_array_loss",

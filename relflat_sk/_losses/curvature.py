@@ -206,6 +206,7 @@ def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
     gradient = None
     if loss.requires_grad:
         (gradient,) = pull_back([loss], [z], create_graph=True)
+        check_twice(gradient)
     curved = gradient is not None and gradient.requires_grad
     return _Products(z, gradient if curved else None)
 
@@ -248,11 +249,32 @@ def pull_back(
     except RuntimeError as error:
         if "not implemented" not in str(error):
             raise
-        raise ValueError(
-            "the network behind the layer, or the criterion, cannot be differentiated twice: "
-            f"{error}. Write the operation in terms of differentiable torch functions, or "
-            "measure another layer."
-        ) from error
+        raise ValueError(_ONCE.format(error)) from error
+
+
+_ONCE = (
+    "the network behind the layer, or the criterion, cannot be differentiated twice: {}. Write "
+    "the operation in terms of differentiable torch functions, or measure another layer."
+)
+
+
+def check_twice(*gradients: Tensor | None) -> None:
+    """Refuse gradients with parts that cannot be differentiated again.
+
+    Behind a function with ``@once_differentiable``, torch cuts the graph of the gradient. A
+    second derivative would silently leave this part out.
+    """
+    steps = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    seen = {None, *steps}
+    while steps:
+        step = steps.pop()
+        if step is None:
+            continue
+        if step.name() == "torch::autograd::Error":
+            raise ValueError(_ONCE.format("a function is marked with @once_differentiable"))
+        new = {source for source, _ in step.next_functions} - seen
+        seen |= new
+        steps.extend(new)
 
 
 # A matrix whose quadratic forms are summed over its columns, with what these sums need of it.

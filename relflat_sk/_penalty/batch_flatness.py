@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target
+from relflat_sk._losses import ClosedForm, Loss, ManyClasses, Target, check_twice
 from relflat_sk._network import (
     ExplicitLayers,
     LayerMap,
@@ -260,6 +260,7 @@ class _Terms:
         edges, changes = self._probed(records)
         losses = tail.loss.terms(tail.output, tail.target.values)[0]
         gradients = self.explicit.pull_back([losses.sum()], edges, linear=False)
+        check_twice(*gradients)
         curved = [
             (gradient, edge, change)
             for gradient, edge, change in zip(gradients, edges, changes, strict=True)

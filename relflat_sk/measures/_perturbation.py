@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer
+from relflat_sk._losses import check_twice
 from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
 from relflat_sk.measures._results import Estimate
 
@@ -127,7 +128,9 @@ def loss_gradient(
             loss, share = outcome.total()
             along = loss
             if direction is not None and loss.requires_grad:
-                pairs = zip(grad(loss, create_graph=True), direction.values(), strict=True)
+                gradients = grad(loss, create_graph=True)
+                check_twice(*gradients)
+                pairs = zip(gradients, direction.values(), strict=True)
                 along = torch.stack([(a * b).sum() for a, b in pairs]).sum()
             if along.requires_grad:
                 gradient = [a + b for a, b in zip(gradient, grad(along), strict=True)]

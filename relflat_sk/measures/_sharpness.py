@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import ProbabilityNLLLoss
+from relflat_sk._losses import ProbabilityNLLLoss, check_twice
 from relflat_sk._network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
@@ -196,6 +196,7 @@ def _along_weights(output: Tensor, leaves: list[Tensor]) -> Tensor:
     if not output.requires_grad:
         return u.detach()
     pulled = torch.autograd.grad(output, leaves, u, create_graph=True, materialize_grads=True)
+    check_twice(*pulled)
     pairs = zip(pulled, leaves, strict=True)
     along = torch.stack([(part * w.detach()).sum() for part, w in pairs]).sum()
     tangent: Tensor = torch.autograd.grad(along, u)[0]
