@@ -127,8 +127,11 @@ def _check_network(net: Any, parts: Parts) -> None:
         raise NeedsOwnLoop("some parameters of its network are frozen")
     if len(set(map(id, parameters))) < len(parameters):
         raise NeedsOwnLoop("its network uses a parameter twice")
-    if isinstance(net.criterion_, nn.Module) and Parts(net.criterion_).parameters:
+    criterion = Parts(net.criterion_) if isinstance(net.criterion_, nn.Module) else None
+    if criterion and criterion.parameters:
         raise NeedsOwnLoop("its criterion has parameters")
+    if criterion and any(_has_hooks(part, "") for _, part in criterion.modules):
+        raise NeedsOwnLoop("its criterion has hooks")
 
 
 def _has_hooks(owner: Any, prefix: str) -> bool:

@@ -3,9 +3,11 @@
 import copy
 import warnings
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import joblib
 import torch
 from torch import Tensor, nn
 
@@ -64,7 +66,9 @@ def probe(member: Member) -> Probe:
     y = member.targets[: member.batch_size].to(weight.device)
     module = _copy(member.module).train()
     with fork_rng(weight.device):
-        masks = _find_masks(_copy(module), x)
+        ran = _copy(module)
+        masks = _find_masks(ran, x)
+        _check_state(module, ran)
         # a network may hold results of its forward pass, and torch cannot copy it then
         tried = _copy(module)
         if not member.net.flatness_weight > 0:
@@ -162,6 +166,32 @@ def _find_masks(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     if any(len(shapes) != 1 for shapes in found.values()):
         raise NeedsOwnLoop("its network does not use each layer of dropout once")
     return {name: shapes[0] for name, shapes in found.items()}
+
+
+def _check_state(module: nn.Module, ran: nn.Module) -> None:
+    """Refuse a network whose forward pass changes what it holds in Python, such as a counter.
+
+    A stack runs one copy for all its nets. Results that the pass leaves in new attributes are
+    harmless, for nothing reads them.
+    """
+    torchs = vars(nn.Module())
+    for name, part in module.named_modules():
+        after = vars(ran.get_submodule(name))
+        for key, value in vars(part).items():
+            if key not in torchs and value is not None and not _is_same(value, after.get(key)):
+                where = f"{name}.{key}" if name else key
+                raise NeedsOwnLoop(f"its network changes its attribute {where} in each pass")
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether a value equals its copy, which holds no tensors but plain ones."""
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and torch.equal(value, other)
+    if value is other:
+        return True
+    with suppress(Exception):  # what cannot be pickled may have changed
+        return bool(joblib.hash(value) == joblib.hash(other))
+    return False
 
 
 def _check_penalty(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> None:

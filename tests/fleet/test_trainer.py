@@ -597,6 +597,36 @@ def test_a_network_may_hold_results_of_its_forward_pass():
     compare(classifiers(2, module=Shared, module__kind="results", max_epochs=2))
 
 
+class Anneals(MLP):
+    """A network that counts its passes in Python, and becomes quieter with each."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs)
+        self.passes = 0
+
+    def forward(self, X):
+        self.passes += self.training
+        return super().forward(X) / (1 + 1 / (1 + self.passes))
+
+
+def test_networks_that_count_their_passes_in_python_are_trained_one_by_one(caplog):
+    compare(classifiers(2, module=Anneals, max_epochs=2))
+    reason = "its network changes its attribute passes in each pass"
+    caplog.expected = [f"trained one by one: {reason}"]
+
+
+class Triples(Callback):
+    """Make the criterion larger by a hook."""
+
+    def on_train_begin(self, net, **kwargs):
+        net.criterion_.register_forward_hook(lambda criterion, args, loss: 3 * loss)
+
+
+def test_hooks_of_the_criterion_are_called(caplog):
+    compare(classifiers(2, callbacks=[("triples", Triples())], flatness_weight=0, max_epochs=2))
+    caplog.expected = ["trained one by one: its criterion has hooks"]
+
+
 REASONS = {
     "its network does not use each layer of dropout once": {"module": DropsTwice},
     "its callback GradientNormClipping is called in each step": {
