@@ -5,6 +5,7 @@ from relflat_sk._network.batches import (
     Batches,
     LoadedBatches,
     RowSource,
+    arrays_of,
     as_row_source,
     cast_inputs,
     check_finite,
@@ -16,6 +17,7 @@ from relflat_sk._network.batches import (
     is_on_disk,
     is_row_source,
     make_batches,
+    map_arrays,
     mapped_file,
 )
 from relflat_sk._network.borrowing import (

@@ -12,7 +12,7 @@ from relflat_sk._penalty import RelativeFlatnessPenalty
 from relflat_sk.training._after_fit import measured_later as measured_later
 
 # for the packages above, not public
-from relflat_sk.training._array_loader import read_member as read_member
+from relflat_sk.training._batches import read_member as read_member
 from relflat_sk.training._convergence import StopAtDepth as StopAtDepth
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._mlp import MLP

@@ -22,7 +22,7 @@ from relflat_sk._network import (
     output_shape,
     primary_output,
 )
-from relflat_sk.training._sample_weights import split_target, training_network
+from relflat_sk.training._batches import split_target, training_network
 
 
 class _StopWhenReached(Callback):

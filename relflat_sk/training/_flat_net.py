@@ -43,9 +43,9 @@ from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures import ConstantComparison, Flatness
 from relflat_sk.training._after_fit import Record, adopt, checksum, record_outcome
+from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
 from relflat_sk.training._mlp import MLP
-from relflat_sk.training._sample_weights import plain_batch, split_target, with_weights
 from relflat_sk.training._skorch_net import EpochMean, SkorchNet
 from relflat_sk.training._tasks import (
     TASKS,

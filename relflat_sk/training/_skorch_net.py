@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from relflat_sk._checks import did_you_mean, gather_checks
 from relflat_sk._engine import EPOCH_TRAINER, NeedsOwnLoop, train_alone
 from relflat_sk._network import LoadedBatches
-from relflat_sk.training._array_loader import ArrayLoader, make_loader, read_member
+from relflat_sk.training._batches import make_loader, read_member, rows_loader, rows_of
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
 _UNFITTED: dict[str, Callable[[], Any]] = {
@@ -145,10 +145,7 @@ class SkorchNet(NeuralNet):
         if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
             del arguments["shuffle"]
         arguments["batch_size"] = _batch_size(arguments.get("batch_size", self.batch_size), dataset)
-        # accelerate takes torch's loader apart and makes its own of the parts
-        if iterator is DataLoader and getattr(self, "accelerator", None) is None:
-            return make_loader(dataset, arguments)
-        return iterator(dataset, **arguments)
+        return (make_loader if iterator is DataLoader else iterator)(dataset, **arguments)
 
     def forward_iter(self, X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
         """Yield the outputs of the module for each batch.
@@ -162,11 +159,12 @@ class SkorchNet(NeuralNet):
                 "X is a data loader that gives the samples in random order, so that nobody knows "
                 "which prediction is whose. Pass a loader with shuffle=False, or loader.dataset."
             )
-        chosen = self.get_params_for("iterator_valid")
-        if isinstance(iterator, ArrayLoader) and not (
+        rows, chosen = rows_of(iterator), self.get_params_for("iterator_valid")
+        if rows is not None and not (
             training or chosen or any(map(knows_its_batch, self._parts()))
         ):
-            iterator = iterator.enlarged(_SAMPLES, _NUMBERS)
+            size = min(_SAMPLES, _NUMBERS // max(1, rows.n_numbers))
+            iterator = rows_loader(rows, batch_size=max(size, iterator.batch_size))
         for batch in iterator:
             yield to_device(self.evaluation_step(batch, training=training), device=device)
 

@@ -21,8 +21,8 @@ from relflat_sk import (
 )
 from relflat_sk._network.batches import RowSource
 from relflat_sk.search._provenance import digest
-from relflat_sk.training import _array_loader
-from relflat_sk.training._array_loader import StoredRows
+from relflat_sk.training import _batches
+from relflat_sk.training._batches import StoredRows
 from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, zarr_array
 
 N = 90
@@ -170,37 +170,38 @@ def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path,
 # -- chunks --------------------------------------------------------------------------------
 
 
-def _epoch(rows, seed, n=N):
-    generator = torch.Generator().manual_seed(seed)
-    return rows.together(torch.randperm(n, generator=generator), generator)
+def _epoch(source, seed):
+    """The numbers of an epoch's rows in their order."""
+    torch.manual_seed(seed)
+    rows = np.arange(len(source))
+    return np.array(list(_batches._ByChunks(StoredRows(source), rows)))
 
 
 def test_an_epoch_has_each_row_once_and_reads_each_chunk_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_array_loader, "_WINDOW", 3 * 7 * 16)  # 3 chunks of 7 rows
+    monkeypatch.setattr(_batches, "_WINDOW", 3 * 7 * 16)  # 3 chunks of 7 rows
     source = RowSource(zarr_array(tmp_path, X))
-    rows = StoredRows(source)
-    order = _epoch(rows, 0)
-    assert sorted(order.tolist()) == list(range(N))
-    assert order.tolist() != _epoch(rows, 1).tolist()
-    windows = [set((part // 7).tolist()) for part in order.split(21)]
-    assert len(windows[0]) <= 4  # the last chunk is not full
+    order = _epoch(source, 0)
+    assert sorted(order) == list(range(N))
+    assert order.tolist() != _epoch(source, 1).tolist()
+    assert len(set(order[:21] // 7)) <= 4  # the last chunk is not full
     read = []
     monkeypatch.setattr(
         source,
         "read_chunk",
         lambda chunk: read.append(chunk) or RowSource.read_chunk(source, chunk),
     )
-    batches = [rows.index_select(0, part) for part in order.split(8)]
-    assert_array_equal(torch.cat(batches), X[order])
+    rows = StoredRows(source)
+    batches = [rows[part] for part in np.array_split(order, 12)]
+    assert_array_equal(np.concatenate(batches), X[order])
     assert sorted(read) == list(range(13))
 
 
 def test_chunks_of_a_subset(tmp_path):
     chosen = np.sort(RNG.permutation(N)[:40])
-    rows = StoredRows(RowSource(zarr_array(tmp_path, X)).subset(chosen))
-    order = _epoch(rows, 0, 40)
-    assert sorted(order.tolist()) == list(range(40))
-    assert_array_equal(rows.index_select(0, order[:9]), X[chosen][order[:9]])
+    source = RowSource(zarr_array(tmp_path, X)).subset(chosen)
+    order = _epoch(source, 0)
+    assert sorted(order) == list(range(40))
+    assert_array_equal(StoredRows(source)[order[:9]], X[chosen][order[:9]])
 
 
 def test_a_net_refuses_what_is_not_finite_when_it_reads_it():

@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from relflat_sk import RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor
-from relflat_sk.training._array_loader import ArrayLoader, make_loader
-from relflat_sk.training._sample_weights import Weighted, with_weights
+from relflat_sk.training._batches import Rows, make_loader, with_weights
 
 N = 23
 RNG = np.random.default_rng(0)
@@ -37,10 +36,14 @@ def _same(ours, theirs):
             _same(part, other)
 
 
-def _same_batches(dataset, *, kind=ArrayLoader, **arguments):
+def _cuts(loader):
+    return type(loader.dataset) is Rows
+
+
+def _same_batches(dataset, *, cut=True, **arguments):
     """Compare two epochs, and the random state after them."""
-    ours, theirs = make_loader(dataset, arguments), DataLoader(dataset, **arguments)
-    assert type(ours) is kind
+    ours, theirs = make_loader(dataset, **arguments), DataLoader(dataset, **arguments)
+    assert _cuts(ours) is cut
     assert len(ours) == len(theirs)
     states = []
     epochs = []
@@ -59,6 +62,7 @@ DATA = {
     "no labels": SkorchDataset(X),
     "column order": SkorchDataset(np.asfortranarray(X), Y),
     "every second row": SkorchDataset(np.repeat(X, 2, axis=0)[::2], Y),
+    "reversed": SkorchDataset(X[::-1], Y),
     "vector": SkorchDataset(X[:, 0], Y),
     "tensors": SkorchDataset(torch.tensor(X), torch.tensor(Y)),
     "half": SkorchDataset(torch.tensor(X).bfloat16(), torch.tensor(Y).half()),
@@ -73,6 +77,8 @@ DATA = {
     "subset of a subset": Subset(Subset(SkorchDataset(X, Y), ROWS), [5, 3, 3, 0]),
     "weights": with_weights(SkorchDataset(X, Y), WEIGHTS),
     "subset of weights": Subset(with_weights(SkorchDataset(X, Y), WEIGHTS), ROWS),
+    "weights of a permutation": with_weights(Subset(SkorchDataset(X, Y), PERMUTED), WEIGHTS),
+    "weights of a bootstrap": with_weights(Subset(SkorchDataset(X, Y), DRAWN), WEIGHTS),
     "weights of tensors": with_weights(TensorDataset(*map(torch.tensor, (X, Y))), WEIGHTS),
     "sparse": SkorchDataset(scipy.sparse.csr_matrix(X * (X > 0)), Y),
     "sparse f4": SkorchDataset(scipy.sparse.csr_matrix(X.astype("f4")), Y),
@@ -101,32 +107,18 @@ class _Doubled(SkorchDataset):
         return 2 * X, y
 
 
-READ_ONLY = np.array(X)
-READ_ONLY.flags.writeable = False
-
 OTHERS = {
     "own data set": _Doubled(X, Y),
     "own subset": type("Own", (Subset,), {})(SkorchDataset(X, Y), ROWS),
     "three tensors": TensorDataset(*[torch.tensor(X)] * 3),
-    "reversed": SkorchDataset(X[::-1], Y),
     "python labels": SkorchDataset(X, Y.tolist()),
-    "weights of a subset": with_weights(Subset(SkorchDataset(X, Y), ROWS), WEIGHTS[:17]),
-    "weights of a permutation": with_weights(Subset(SkorchDataset(X, Y), PERMUTED), WEIGHTS),
-    "weights of a bootstrap": with_weights(Subset(SkorchDataset(X, Y), DRAWN), WEIGHTS),
+    "unequal lengths": SkorchDataset({"a": X}, Y, length=7),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_go_through_torchs_loader(name):
-    _same_batches(OTHERS[name], kind=DataLoader, batch_size=5, shuffle=True)
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_read_only_arrays_are_cut_without_a_warning_of_torch(recwarn):
-    dataset = SkorchDataset(READ_ONLY, Y)
-    make_loader(dataset, {"batch_size": 5})
-    assert not recwarn
-    _same_batches(dataset, batch_size=5)
+    _same_batches(OTHERS[name], cut=False, batch_size=5, shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -140,36 +132,30 @@ def test_read_only_arrays_are_cut_without_a_warning_of_torch(recwarn):
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_arguments_of_the_user_go_to_torchs_loader(arguments):
-    _same_batches(DATA["matrix"], kind=DataLoader, batch_size=5, **arguments)
+    _same_batches(DATA["matrix"], cut=False, batch_size=5, **arguments)
 
 
 def test_batches_share_no_memory_with_the_data():
     data = torch.zeros(4, 2)
     for shuffle in (False, True):
-        for batch, _ in make_loader(SkorchDataset(data), {"batch_size": 4, "shuffle": shuffle}):
+        for batch, _ in make_loader(SkorchDataset(data), batch_size=4, shuffle=shuffle):
             batch.add_(1)
     assert not data.any()
 
 
 def test_arrays_on_a_device_stay_there(device):
     dataset = SkorchDataset(torch.tensor(X, device=device), Y)
-    batches = list(make_loader(dataset, {"batch_size": 5, "shuffle": True}))
+    batches = list(make_loader(dataset, batch_size=5, shuffle=True))
     assert {batch.device.type for batch, _ in batches} == {device}
     assert {labels.device.type for _, labels in batches} == {"cpu"}
 
 
 def test_weights_travel_with_labels():
     dataset = with_weights(SkorchDataset(X, Y), np.arange(N))
-    for inputs, (labels, weights) in make_loader(dataset, {"batch_size": 4, "shuffle": True}):
+    for inputs, (labels, weights) in make_loader(dataset, batch_size=4, shuffle=True):
         rows = weights.long().numpy()
         np.testing.assert_array_equal(labels, Y[rows])
         np.testing.assert_array_equal(inputs, X[rows])
-
-
-def test_weighted_is_a_pair():
-    dataset = with_weights(SkorchDataset(X, Y), WEIGHTS)
-    _, target = next(iter(make_loader(dataset, {"batch_size": 4})))
-    assert isinstance(target, Weighted)
 
 
 class _Loader(DataLoader):
@@ -180,7 +166,7 @@ class _Loader(DataLoader):
 def test_net_uses_it_unless_the_user_chose_a_loader(training):
     net = RelativeFlatnessRegularizedClassifier(batch_size=-1)
     dataset = net.get_dataset(X, Y)
-    assert type(net.get_iterator(dataset, training=training)) is ArrayLoader
+    assert _cuts(net.get_iterator(dataset, training=training))
     assert len(net.get_iterator(dataset, training=training)) == 1
     integer = RelativeFlatnessRegularizedClassifier(batch_size=np.int64(5))
     assert len(integer.get_iterator(dataset, training=training)) == 5
@@ -188,7 +174,7 @@ def test_net_uses_it_unless_the_user_chose_a_loader(training):
     assert type(own.get_iterator(dataset, training=training)) is _Loader
     workers = {"iterator_train__num_workers": 0, "iterator_valid__num_workers": 0}
     own = RelativeFlatnessRegularizedClassifier(**workers)
-    assert type(own.get_iterator(dataset, training=training)) is DataLoader
+    assert not _cuts(own.get_iterator(dataset, training=training))
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])

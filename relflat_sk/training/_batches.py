@@ -1,0 +1,407 @@
+"""How the data of a net become batches: cut out of arrays where that is possible.
+
+Batches of skorch are pairs (X, y). A sample weight travels with its label: a data set with weights
+returns `Weighted` labels, any data loader batches them, and the net's loss separates them again.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import issparse
+from skorch import NeuralNet
+from skorch.dataset import Dataset as SkorchDataset
+from skorch.utils import data_from_dataset, is_skorch_dataset, multi_indexing
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
+
+from relflat_sk._engine import Member, NeedsOwnLoop, Parts, check_net
+from relflat_sk._models import DataOptions, skorch_batches, skorch_network
+from relflat_sk._network import (
+    Batch,
+    Batches,
+    Network,
+    RowSource,
+    arrays_of,
+    as_row_source,
+    check_finite,
+    is_on_disk,
+    map_arrays,
+)
+from relflat_sk._numerics import native
+from relflat_sk.training._tasks import check_measurable
+
+# bytes of the chunks among which the rows of an epoch are shuffled, which stay in memory
+_WINDOW = 2**26
+# arguments of torch's loader that do not change how a batch is made of its samples
+_ARGUMENTS = {"batch_size", "shuffle", "drop_last"}
+
+# -- sample weights ------------------------------------------------------------------------
+
+
+class Weighted(NamedTuple):
+    """Labels with the weights of their samples; data loaders collate both.
+
+    Shapes: `weight` (n,).
+    """
+
+    target: Any
+    weight: Any
+
+
+class WeightedDataset(Dataset[Any]):
+    """A data set of pairs (x, y), with a weight for each. Shapes: `weights` (n,)."""
+
+    def __init__(self, dataset: Any, weights: NDArray[np.float64]) -> None:
+        self.dataset = dataset
+        self.weights = weights
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: Any) -> tuple[Any, Weighted]:
+        x, y = self.dataset[i]
+        return x, Weighted(y, float(self.weights[i]))
+
+    # skorch and its callbacks read whole arrays from these attributes, if a data set has them
+
+    @property
+    def X(self) -> Any:
+        """The inputs of all samples."""
+        return data_from_dataset(self.dataset)[0]
+
+    @property
+    def y(self) -> Any:
+        """The labels of all samples."""
+        return data_from_dataset(self.dataset)[1]
+
+
+class _WeightedArrays(WeightedDataset, SkorchDataset):
+    """A weighted data set that skorch's callbacks recognise as skorch's own."""
+
+
+def with_weights(dataset: Any, weights: NDArray[np.float64]) -> WeightedDataset:
+    """Add a weight to each sample of a data set. Shapes: `weights` (n,)."""
+    kind = _WeightedArrays if is_skorch_dataset(dataset) else WeightedDataset
+    return kind(dataset, weights)
+
+
+def plain_batch(batch: Any) -> Any:
+    """Remove the sample weights from a batch."""
+    if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Weighted):
+        return [batch[0], batch[1].target]
+    return batch
+
+
+def split_target(y: Any) -> tuple[Any, Any]:
+    """Separate the labels of a batch from its sample weights. Shapes: returns weights (n,)."""
+    return y if isinstance(y, Weighted) else (y, None)
+
+
+# -- what is inside of data sets -----------------------------------------------------------
+
+
+def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.intp] | None, NDArray[np.float64] | None]:
+    """Find the innermost data set, its rows that the samples are, and the samples' weights.
+
+    Classes are compared exactly, since a subclass of a subset may return other samples.
+    """
+    if isinstance(dataset, WeightedDataset):
+        base, rows, _ = _unwrap(dataset.dataset)
+        return base, rows, np.array(dataset.weights, dtype=np.float64)
+    if type(dataset) is Subset:
+        base, rows, weights = _unwrap(dataset.dataset)
+        indices = np.asarray(dataset.indices, dtype=np.intp)
+        chosen = indices if rows is None else rows[indices]
+        return base, chosen, None if weights is None else weights[indices]
+    return dataset, None, None
+
+
+def training_network(net: NeuralNet, dataset: Any) -> Network:
+    """Read a net with its training data, sample weights included.
+
+    Arrays are read in large batches, and sparse matrices in batches as large as in training. Other
+    data sets are read through the net's data loader, because only they know how to make samples.
+    """
+    check_measurable(net)
+    base, rows, weights = _unwrap(dataset)
+    options = DataOptions(sample_weight=weights)
+    if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):
+        X, y = data_from_dataset(base) if rows is None else _chosen(base, rows)
+        if issparse(X) and net.batch_size > 0:  # made dense by the batch: no larger than a step's
+            options = replace(options, batch_size=min(options.batch_size, int(net.batch_size)))
+        batches = skorch_batches(net, X, y, options)
+    elif weights is None:
+        batches = skorch_batches(net, dataset, None, options)
+    else:
+        batches = _weighted_batches(net, dataset, options.batch_size)
+    return skorch_network(net, batches, options)
+
+
+def _has_arrays(dataset: Any) -> bool:
+    try:
+        return data_from_dataset(dataset)[1] is not None
+    except AttributeError:
+        return False
+
+
+def _chosen(dataset: Any, rows: NDArray[np.intp]) -> tuple[Any, Any]:
+    """Return some samples of a data set of arrays; those on disk are not read."""
+    X, y = data_from_dataset(dataset)
+    if is_on_disk(X):
+        return as_row_source(X).subset(rows), multi_indexing(y, rows)
+    chosen: tuple[Any, Any] = data_from_dataset(Subset(dataset, rows))  # type: ignore[arg-type]
+    return chosen
+
+
+def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
+    """Batch a data set with weights through the net's validation loader."""
+    params = {**net.get_params_for("iterator_valid"), "batch_size": batch_size}
+    loader = net.iterator_valid(dataset, **params)
+
+    def batches() -> Any:
+        for x, (y, weight) in loader:
+            yield Batch(x, torch.as_tensor(y), weight.double())
+
+    return batches
+
+
+# -- batches that are cut out of arrays ----------------------------------------------------
+
+
+@dataclass
+class Rows(Dataset[Any]):
+    """Samples of which torch's loader takes whole batches: rows of arrays, with their weights.
+
+    Shapes: `rows` and `weights` (n,).
+    """
+
+    inputs: Any
+    targets: Any
+    rows: NDArray[np.intp]
+    weights: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        rows = self.rows[samples]
+        X, y = (map_arrays(lambda data: _take(data, rows), part) for part in self.parts)
+        return [X, y if self.weights is None else Weighted(y, self.weights[samples])]
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """Inputs and targets of all rows."""
+        return self.inputs, self.targets
+
+    @property
+    def n_numbers(self) -> int:
+        """The number of input values of a sample."""
+        return sum(int(np.prod(part.shape[1:])) for part in arrays_of(self.inputs))
+
+
+def make_loader(dataset: Any, **arguments: Any) -> DataLoader[Any]:
+    """Make torch's loader, which cuts batches out of arrays if it can: the same in less time."""
+    size = arguments.get("batch_size")
+    if arguments.keys() <= _ARGUMENTS and isinstance(size, int) and size > 0:
+        rows = _find_rows(dataset)
+        if rows is not None and len(rows):
+            return rows_loader(rows, **arguments)
+    return DataLoader(dataset, **arguments)
+
+
+def rows_loader(rows: Rows, **arguments: Any) -> DataLoader[Any]:
+    """Make a loader of rows of arrays."""
+    stored = [part for part in arrays_of(rows.inputs) if isinstance(part, StoredRows)]
+    if stored and arguments.pop("shuffle", False):
+        arguments["sampler"] = _ByChunks(stored[0], rows.rows)
+    return DataLoader(rows, collate_fn=_as_it_is, **arguments)
+
+
+def rows_of(loader: Any) -> Rows | None:
+    """Return what a loader cuts its batches out of; accelerate's makes them in its own way."""
+    found = loader.dataset if type(loader) is DataLoader else None
+    return found if isinstance(found, Rows) else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _find_rows(dataset: Any) -> Rows | None:
+    """Find the arrays inside a data set, if rows can be cut out of them."""
+    base, rows, weights = _unwrap(dataset)
+    if type(base) is SkorchDataset:
+        # skorch replaces missing labels by zeros
+        parts = base.X, torch.zeros(len(base), 1) if base.y is None else base.y
+    elif type(base) is TensorDataset and len(base.tensors) == 2:
+        parts = base.tensors
+    else:
+        return None
+    try:
+        inputs, targets = (_readable(part, len(base)) for part in parts)
+    except _NotArrays:
+        return None
+    rows = np.arange(len(base)) if rows is None else rows
+    return Rows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
+
+
+class _NotArrays(TypeError):
+    """The data hold something from which no batch can be cut."""
+
+
+def _readable(data: Any, n: int) -> Any:
+    """Return arrays of n rows, possibly in containers, in a form that `_take` takes rows of."""
+    if type(data) in (dict, list, tuple) and data:
+        parts = data.items() if type(data) is dict else enumerate(data)
+        found = {name: _readable(part, n) for name, part in parts}
+        return found if type(data) is dict else list(found.values())
+    if issparse(data) and data.ndim == 2:
+        data = data.tocsr()
+    elif isinstance(data, RowSource):
+        data = StoredRows(data)
+    elif type(data) in (np.ndarray, np.memmap) and data.ndim:
+        try:
+            torch.from_numpy(np.empty(0, data.dtype))
+        except (TypeError, ValueError) as error:  # such as strings
+            raise _NotArrays from error
+    elif type(data) is not Tensor or data.layout is not torch.strided or data.is_quantized:
+        raise _NotArrays
+    if not data.ndim or data.shape[0] != n:
+        raise _NotArrays
+    return data
+
+
+def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
+    """Copy some rows of an array. Shapes: `rows` (m,); returns (m, ...)."""
+    if isinstance(data, Tensor):
+        return data.index_select(0, torch.from_numpy(rows).to(data.device))
+    found = data[rows]
+    return torch.from_numpy(found.toarray() if issparse(found) else np.ascontiguousarray(found))
+
+
+class StoredRows:
+    """Rows that are read from disk, or computed, batch by batch.
+
+    An array that is stored in chunks, as zarr's are, gives whole chunks. They are kept in memory
+    for the next batches.
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+        self.shape, self.ndim = source.shape, source.ndim
+        self._size = source.chunk_rows
+        self._chunks: dict[int, NDArray[np.generic]] = {}
+
+    @property
+    def _n_together(self) -> int:
+        """The number of chunks among which rows are shuffled."""
+        assert self._size is not None
+        each = self._size * int(np.prod(self.shape[1:])) * self._source.dtype.itemsize
+        return max(1, _WINDOW // max(1, each))
+
+    def together(self, rows: NDArray[np.intp], generator: torch.Generator) -> Tensor:
+        """Return an order in which rows of few chunks are behind each other.
+
+        Otherwise every batch would read as many chunks as it has rows. The chunks come in random
+        order, and the rows of some of them at a time, of 64 MiB, stay as shuffled as they are.
+
+        Shapes: `rows` (n,); returns (n,).
+        """
+        if self._size is None:
+            return torch.arange(len(rows))
+        chunks = torch.from_numpy(self._source.locate(rows) // self._size)
+        present, positions = torch.unique(chunks, return_inverse=True)
+        rank = torch.randperm(len(present), generator=generator)
+        return torch.argsort(rank[positions] // self._n_together, stable=True)
+
+    def __getitem__(self, rows: NDArray[np.intp]) -> NDArray[np.generic]:
+        """Read some rows. Shapes: `rows` (m,); returns (m, ...)."""
+        found = native(self._source[rows] if self._size is None else self._from_chunks(rows))
+        check_finite(torch.from_numpy(found))
+        return found
+
+    def _from_chunks(self, rows: NDArray[np.intp]) -> NDArray[np.generic]:
+        """Take rows out of chunks, and forget the chunks that were read long ago."""
+        assert self._size is not None
+        stored = self._source.locate(rows)
+        chunks, within = stored // self._size, stored % self._size
+        found = np.empty((len(rows), *self.shape[1:]), self._source.dtype)
+        for chunk in np.unique(chunks).tolist():
+            if chunk not in self._chunks:
+                if len(self._chunks) >= 2 * self._n_together:  # a batch may end a window
+                    del self._chunks[next(iter(self._chunks))]
+                self._chunks[chunk] = self._source.read_chunk(chunk)
+            of_chunk = chunks == chunk
+            found[of_chunk] = self._chunks[chunk][within[of_chunk]]
+        return found
+
+
+class _ByChunks(Sampler[int]):
+    """Shuffles samples so that rows of few chunks are behind each other. Shapes: `rows` (n,)."""
+
+    def __init__(self, stored: StoredRows, rows: NDArray[np.intp]) -> None:
+        self._stored, self._rows = stored, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(_draw_seed())
+        order = torch.randperm(len(self._rows), generator=generator)
+        return iter(order[self._stored.together(self._rows[order.numpy()], generator)].tolist())
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+# -- epochs outside of the net's own loop --------------------------------------------------
+
+
+def read_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
+    """Read a net and its data for an epoch outside of its own loop; refuse what needs that."""
+    parts = Parts(net.module_)
+    check_net(net, parts, fit_params)
+    samples = rows_of(loader)
+    if samples is None:
+        raise NeedsOwnLoop("its batches are not cut out of arrays")
+    inputs, targets = (
+        _whole(part, name) for part, name in zip(samples.parts, ("inputs", "targets"), strict=True)
+    )
+    size, drop_last, n = int(loader.batch_size or 1), bool(loader.drop_last), len(samples)
+    rows, in_order = torch.from_numpy(samples.rows), torch.arange(n)
+    if samples.weights is not None and not torch.equal(rows, in_order):
+        # weights are in the order of samples
+        inputs, targets, rows = inputs[rows], targets[rows], in_order
+    if drop_last and n < size:
+        raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
+
+    def draw_order() -> Tensor:
+        _draw_seed()  # torch's loader draws a seed for workers, even if it has none
+        # its sampler would turn a permutation into numbers of Python
+        if isinstance(loader.sampler, RandomSampler):
+            generator = torch.Generator().manual_seed(_draw_seed())
+            return rows[torch.randperm(n, generator=generator)]
+        return rows
+
+    return Member(
+        net, parts, inputs, targets, samples.weights, draw_order, n, min(size, n), drop_last
+    )
+
+
+def _whole(data: Any, name: str) -> Tensor:
+    """Return an array as a tensor that shares its memory."""
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, np.ndarray):
+        with warnings.catch_warnings(), suppress(ValueError):  # such as negative strides
+            # torch warns of arrays that it may not write to, and nobody writes to these
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+            return torch.from_numpy(data)
+    raise NeedsOwnLoop(f"its {name} are not one array")
