@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from scipy.sparse import issparse
 from sklearn.base import BaseEstimator
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
 from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -306,13 +308,28 @@ def _of_transformed_target(
     return to_network(_wrapped(model), X, y, options)
 
 
+@to_network.register
+def _of_calibrated(model: CalibratedClassifierCV, X: Any, y: Any, options: DataOptions) -> Network:
+    raise TypeError(
+        "CalibratedClassifierCV averages several classifiers and changes their probabilities, so "
+        "it is no network with one loss. Measure the estimator of one of its "
+        "calibrated_classifiers_, such as model.calibrated_classifiers_[0].estimator."
+    )
+
+
 @to_network.register(FixedThresholdClassifier)
+@to_network.register(FrozenEstimator)
 @to_network.register(TunedThresholdClassifierCV)
 def _of_wrapper(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     return to_network(_wrapped(model), X, y, options)
 
 
-_WRAPPERS = FixedThresholdClassifier, TransformedTargetRegressor, TunedThresholdClassifierCV
+_WRAPPERS = (
+    FixedThresholdClassifier,
+    FrozenEstimator,
+    TransformedTargetRegressor,
+    TunedThresholdClassifierCV,
+)
 
 
 def _is_search(model: Any) -> bool:
@@ -324,6 +341,8 @@ def _is_search(model: Any) -> bool:
 
 def _wrapped(model: Any) -> Any:
     """Return the fitted estimator inside one of the wrappers."""
+    if isinstance(model, FrozenEstimator):
+        return model.estimator
     for attribute in ("best_estimator_", "regressor_", "estimator_"):
         if hasattr(model, attribute):
             return getattr(model, attribute)

@@ -10,7 +10,12 @@ the target and ``mu`` the prediction:
 estimator           loss                         criterion
 ==================  ===========================  =======================================
 LinearRegression,   squared error                ``MSELoss``
-Ridge, RidgeCV
+Ridge, ElasticNet,
+Lasso, their CVs
+HuberRegressor      huber                        ``HuberLoss(delta=epsilon * scale_)``
+PoissonRegressor,   ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
+GammaRegressor,     ``mu = exp(z)``              `TweedieLoss` of half the deviance
+TweedieRegressor
 LogisticRegression  two classes                  ``BCEWithLogitsLoss``
 \                   more classes                 ``CrossEntropyLoss``
 SGDClassifier       log_loss                     ``BCEWithLogitsLoss``
@@ -22,15 +27,17 @@ MLPClassifier       softmax outputs              ``CrossEntropyLoss``
 \                   logistic outputs             ``BCEWithLogitsLoss``
 MLPRegressor        squared_error                ``MSELoss``
 \                   poisson, ``mu = exp(z)``     ``PoissonNLLLoss(log_input=True)``
+OneVsRestClassifier those of its estimators      the sum over the classes
 ==================  ===========================  =======================================
 
 The criteria are torch's, with torch's constants, so that values compare across models. A
-squared error has no factor 1/2. Several outputs (one-vs-rest classes, labels, targets) are
-averaged, where scikit-learn sums some of them. The Poisson loss leaves out the terms that
-depend on the targets alone. The criterion includes class weights, but neither weight decay
-nor sample weights.
+squared error has no factor 1/2. Losses of several classes against the rest, and of several
+labels, are summed, as scikit-learn sums them; those of several targets are averaged. The losses
+of Poisson, gamma and Tweedie models leave out the terms that depend on the targets alone. The
+criterion includes class weights, but neither weight decay nor sample weights.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,13 +49,22 @@ import numpy.typing as npt
 import torch
 from scipy.sparse import issparse
 from sklearn.linear_model import (
+    ElasticNet,
+    ElasticNetCV,
+    GammaRegressor,
+    HuberRegressor,
+    Lasso,
+    LassoCV,
     LinearRegression,
     LogisticRegression,
+    PoissonRegressor,
     Ridge,
     RidgeCV,
     SGDClassifier,
     SGDRegressor,
+    TweedieRegressor,
 )
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import check_array, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
@@ -117,6 +133,29 @@ class MarginLoss(nn.Module):
         if self.weight is not None:
             losses = losses * self.weight
         return _reduce(losses, self.reduction)
+
+
+class TweedieLoss(nn.Module):
+    r"""Half the Tweedie deviance of the mean ``mu = exp(z)``, up to terms of the target alone.
+
+    With power p: ``mu^(2-p) / (2-p) - t mu^(1-p) / (1-p)``; for p = 2 ``z + t / mu``.
+    """
+
+    def __init__(self, power: float, reduction: str = "mean") -> None:
+        super().__init__()
+        self.power = power
+        self.reduction = reduction
+
+    def extra_repr(self) -> str:
+        """Show the power of the variance."""
+        return f"power={self.power:g}"
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of the logarithms of means."""
+        first, second = 2 - self.power, 1 - self.power
+        of_mean = input if first == 0 else torch.exp(first * input) / first
+        of_target = -input if second == 0 else -torch.exp(second * input) / second
+        return _reduce(of_mean + target * of_target, self.reduction)
 
 
 def _squared_tube(residual: Tensor, epsilon: float) -> Tensor:
@@ -317,6 +356,10 @@ def _convert(estimator: Any, y: Any) -> TorchModel:
 @_convert.register(LinearRegression)
 @_convert.register(Ridge)
 @_convert.register(RidgeCV)
+@_convert.register(ElasticNet)
+@_convert.register(ElasticNetCV)
+@_convert.register(Lasso)
+@_convert.register(LassoCV)
 def _least_squares(estimator: Any, y: Any) -> TorchModel:
     return _linear_regressor(estimator, nn.MSELoss())
 
@@ -324,6 +367,39 @@ def _least_squares(estimator: Any, y: Any) -> TorchModel:
 @_convert.register(SGDRegressor)
 def _sgd_regressor(estimator: Any, y: Any) -> TorchModel:
     return _linear_regressor(estimator, fitted_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
+
+
+@_convert.register(HuberRegressor)
+def _huber_regressor(estimator: Any, y: Any) -> TorchModel:
+    # its loss is 2 / scale_ times torch's
+    return _linear_regressor(estimator, nn.HuberLoss(delta=estimator.epsilon * estimator.scale_))
+
+
+@_convert.register(PoissonRegressor)
+@_convert.register(GammaRegressor)
+def _log_linear_model(estimator: Any, y: Any) -> TorchModel:
+    return _linear_regressor(estimator, _deviance(2 if type(estimator) is GammaRegressor else 1))
+
+
+@_convert.register(TweedieRegressor)
+def _tweedie_regressor(estimator: Any, y: Any) -> TorchModel:
+    power, link = estimator.power, estimator.link
+    if link == "auto":
+        link = "identity" if power <= 0 else "log"
+    if link == "identity" and power != 0:
+        raise ValueError(
+            f"TweedieRegressor(power={power:g}, link='identity') has no loss here: its deviance "
+            "does not exist where a prediction is not positive. Fit it with link='log', or with "
+            "power=0."
+        )
+    if link == "identity":
+        return _linear_regressor(estimator, nn.MSELoss())
+    return _linear_regressor(estimator, _deviance(power))
+
+
+def _deviance(power: float) -> nn.Module:
+    """Return the loss of the logarithm of the mean."""
+    return nn.PoissonNLLLoss(log_input=True) if power == 1 else TweedieLoss(power)
 
 
 @_convert.register(LogisticRegression)
@@ -347,7 +423,47 @@ def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
     # class i weighs c_i in its own problem, in which all other classes weigh 1
     pos_weight = None if weights is None else torch.as_tensor(weights)
     encode = partial(one_hot, classes=estimator.classes_)
-    return TorchModel(_linear_network(estimator), criterion(pos_weight=pos_weight), encode)
+    summed = criterion(weight=_sum_of(len(estimator.classes_)), pos_weight=pos_weight)
+    return TorchModel(_linear_network(estimator), summed, encode)
+
+
+@_convert.register(OneVsRestClassifier)
+def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
+    """Put linear classifiers of one class each side by side, as the rows of one layer."""
+    if estimator.multilabel_:
+        encode = partial(label_indicators, n_labels=len(estimator.classes_))
+    elif len(estimator.estimators_) == 1:
+        encode = partial(binary_targets, classes=estimator.classes_)
+    else:
+        encode = partial(one_hot, classes=estimator.classes_)
+    columns = None if y is None else encode(y)
+    models = []
+    for i, one in enumerate(estimator.estimators_):
+        if not hasattr(one, "coef_"):
+            raise ValueError(
+                f"OneVsRestClassifier is measured with linear classifiers, got "
+                f"{type(one).__name__} for the class {estimator.classes_[i]}: different "
+                "networks have no layer in common. Measure one of its estimators_."
+            )
+        models.append(to_torch(one, None if columns is None else columns[:, i]))
+    layer = _network([
+        (
+            np.concatenate([one.coef_ for one in estimator.estimators_]),
+            np.concatenate([one.intercept_ for one in estimator.estimators_]),
+        )
+    ])
+    criterion: Any = copy.copy(models[0].criterion)
+    for name in ("weight", "pos_weight"):
+        each = [getattr(model.criterion, name) for model in models]
+        found = [torch.ones(1, dtype=torch.float64) if one is None else one for one in each]
+        setattr(criterion, name, torch.cat(found))
+    criterion.weight = criterion.weight * len(models)
+    return TorchModel(layer, criterion, encode)
+
+
+def _sum_of(n_outputs: int) -> Tensor:
+    """Return the weights by which torch's mean over outputs becomes their sum."""
+    return torch.full((n_outputs,), float(n_outputs), dtype=torch.float64)
 
 
 def _two_classes(
@@ -369,7 +485,7 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
         encode = partial(binary_targets, classes=estimator.classes_)
     else:
         encode = partial(label_indicators, n_labels=estimator.n_outputs_)
-    return TorchModel(module, nn.BCEWithLogitsLoss(), encode)
+    return TorchModel(module, nn.BCEWithLogitsLoss(_sum_of(estimator.n_outputs_)), encode)
 
 
 @_convert.register(MLPRegressor)

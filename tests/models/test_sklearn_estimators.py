@@ -11,18 +11,27 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.sparse import csr_array
 from scipy.special import expit, log_expit, log_softmax, softmax, xlogy
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import (
+    ElasticNet,
+    GammaRegressor,
+    HuberRegressor,
+    Lasso,
     LinearRegression,
     LogisticRegression,
     LogisticRegressionCV,
     Perceptron,
+    PoissonRegressor,
     Ridge,
     RidgeCV,
     SGDClassifier,
     SGDRegressor,
+    TweedieRegressor,
 )
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import compute_class_weight
 from torch import nn
@@ -32,6 +41,7 @@ from relflat_sk._models.sklearn_estimators import (
     SGD_CLASSIFICATION_LOSSES,
     MarginLoss,
     SquaredEpsilonInsensitiveLoss,
+    TweedieLoss,
     _convert,
     to_torch,
 )
@@ -49,6 +59,7 @@ LABELS = (SCORES > 0).astype(int)
 ONE_TARGET = SCORES[:, 0]
 THREE_TARGETS = SCORES
 COUNTS = RNG.poisson(np.exp(SCORES / 2))
+POSITIVE = RNG.gamma(2, np.exp(SCORES[:, 0] / 2))
 
 # Names in the oracles below: z is the linear predictor of shape (n, k), t the target as numbers
 # of the same shape, and s = +-1 the target of losses of two classes.
@@ -113,6 +124,23 @@ def of_sign(loss):
     return lambda z, t: loss(z, 2 * t - 1)
 
 
+def gamma(z, t):
+    return z + t * np.exp(-z)
+
+
+def tweedie(z, t):
+    return 2 * np.exp(z / 2) + 2 * t * np.exp(-z / 2)
+
+
+def of_all(loss):
+    """Sum a loss over the outputs."""
+    return lambda z, t: loss(z, t).sum(axis=1)
+
+
+def beside(estimator):
+    return np.concatenate([linear(one) for one in estimator.estimators_], axis=1)
+
+
 SGD_LOSSES = {  # scikit-learn's user guide, "Mathematical formulation" of SGD
     "huber": of_sign(lambda z, s: huber(z - s, 0.3)),
     "log_loss": of_sign(lambda z, s: np.log1p(np.exp(-s * z))),
@@ -172,7 +200,21 @@ CASES = {
     "logistic-cv": (LOGISTIC_CV, *MULTINOMIAL),
     "mlp-two": (mlp(MLPClassifier), TWO, layered, logistic, per_class),
     "mlp-three": (mlp(MLPClassifier, "tanh"), THREE, layered, cross_entropy, per_class),
-    "mlp-labels": (mlp(MLPClassifier, "logistic"), LABELS, layered, logistic, columns),
+    "mlp-labels": (mlp(MLPClassifier, "logistic"), LABELS, layered, of_all(logistic), columns),
+    "elastic-net": (ElasticNet(alpha=0.1), ONE_TARGET, linear, squared, columns),
+    "lasso": (Lasso(alpha=0.1), ONE_TARGET, linear, squared, columns),
+    "huber": (HuberRegressor(epsilon=1.1), ONE_TARGET, linear, None, columns),
+    "poisson": (PoissonRegressor(), COUNTS[:, 0], linear, poisson, columns),
+    "gamma": (GammaRegressor(), POSITIVE, linear, gamma, columns),
+    "tweedie": (TweedieRegressor(power=1.5), COUNTS[:, 0], linear, tweedie, columns),
+    "tweedie-0": (TweedieRegressor(power=0), ONE_TARGET, linear, squared, columns),
+    "rest-two": (OneVsRestClassifier(LogisticRegression()), TWO, beside, logistic, per_class),
+    "rest-three": (
+        OneVsRestClassifier(LogisticRegression()), THREE, beside, of_all(logistic), per_class,
+    ),
+    "rest-labels": (
+        OneVsRestClassifier(LogisticRegression()), LABELS, beside, of_all(logistic), columns,
+    ),
     "mlp-one-target": (mlp(MLPRegressor), ONE_TARGET, layered, squared, columns),
     "mlp-outputs": (mlp(MLPRegressor, "identity"), THREE_TARGETS, layered, squared, columns),
 }  # fmt: skip
@@ -180,7 +222,7 @@ if HAS_POISSON:
     model = mlp(MLPRegressor, loss="poisson")
     CASES["mlp-counts"] = (model, COUNTS, layered, poisson, columns)
 CASES |= {
-    f"sgd-{classes}-{loss}": (sgd(SGDClassifier, loss), y, linear, formula, per_class)
+    f"sgd-{classes}-{loss}": (sgd(SGDClassifier, loss), y, linear, of_all(formula), per_class)
     for loss, formula in SGD_LOSSES.items()
     for classes, y in [("two", TWO), ("three", THREE)]
 }
@@ -207,6 +249,8 @@ def fitted(name):
 @pytest.mark.parametrize("name", CASES)
 def test_module_and_criterion_are_the_estimators(name):
     _, y, predictor, loss, targets = CASES[name]
+    if name == "huber":
+        loss = lambda z, t: huber(z - t, 1.1 * fitted(name).scale_)  # noqa: E731
     model = to_torch(fitted(name))
     z = outputs(model)
     assert z.ndim == 2
@@ -230,6 +274,14 @@ def test_module_and_criterion_are_the_estimators(name):
         ("mlp-one-target", "predict", np.ravel),
         ("mlp-outputs", "predict", np.asarray),
         pytest.param("mlp-counts", "predict", np.exp, marks=SINCE_1_7),
+        ("lasso", "predict", np.ravel),
+        ("huber", "predict", np.ravel),
+        ("poisson", "predict", lambda z: np.exp(z).ravel()),
+        ("gamma", "predict", lambda z: np.exp(z).ravel()),
+        ("tweedie", "predict", lambda z: np.exp(z).ravel()),
+        ("tweedie-0", "predict", np.ravel),
+        ("rest-three", "decision_function", np.asarray),
+        ("rest-labels", "predict_proba", expit),
         ("logistic-two", "decision_function", np.ravel),
         ("logistic-three", "decision_function", np.asarray),
         ("logistic-two", "predict_proba", lambda z: np.hstack([expit(-z), expit(z)])),
@@ -248,10 +300,10 @@ def test_link_leads_to_the_estimators_predictions(name, method, link):
 
 @pytest.mark.parametrize(
     ("name", "factor", "constant"),
-    [  # factors: scikit-learn halves squares, and sums over outputs where torch averages
+    [  # factors: scikit-learn halves squares, and sums over targets where torch averages
         ("mlp-two", 1, 0.0),
         ("mlp-three", 1, 0.0),
-        ("mlp-labels", 3, 0.0),
+        ("mlp-labels", 1, 0.0),
         ("mlp-one-target", 1 / 2, 0.0),
         ("mlp-outputs", 1 / 2, 0.0),
         pytest.param(
@@ -338,8 +390,8 @@ def test_weighted_sgd_classifier_weighs_its_samples(loss, classes, balanced):
     c = estimator._expanded_class_weight
     weights = np.where(t == 1, c[1], c[0]) if classes == "two" else np.where(t == 1, c, 1.0)
     value = model.criterion(tensor(z), tensor(model.encode_target(y))).item()
-    assert_allclose(value, (weights * SGD_LOSSES[loss](z, t)).mean(), rtol=1e-12)
-    assert not np.isclose(value, SGD_LOSSES[loss](z, t).mean(), rtol=1e-3)
+    assert_allclose(value, (weights * SGD_LOSSES[loss](z, t)).sum(axis=1).mean(), rtol=1e-12)
+    assert not np.isclose(value, SGD_LOSSES[loss](z, t).sum(axis=1).mean(), rtol=1e-3)
 
 
 def test_balanced_weights_ignore_classes_that_the_labels_lack():
@@ -426,7 +478,11 @@ def test_targets_that_do_not_fit(name, y, message):
 
 Z = torch.tensor([[-2.5, 0.2], [-0.4, 1.7], [0.9, -3.0]], dtype=torch.float64)
 T = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-OWN_LOSSES = {"tube": SquaredEpsilonInsensitiveLoss(0.3)}
+OWN_LOSSES = {
+    "gamma": TweedieLoss(2),
+    "tweedie": TweedieLoss(1.5),
+    "tube": SquaredEpsilonInsensitiveLoss(0.3),
+}
 OWN_LOSSES |= {
     loss: SGD_CLASSIFICATION_LOSSES[loss](sgd(SGDClassifier, loss))(
         weight=torch.tensor([2.0, 0.5]), pos_weight=torch.tensor([3.0, 1.5])
@@ -467,7 +523,8 @@ def test_margin_loss_weighs_as_binary_cross_entropy_does():
     torch.testing.assert_close(ours(Z, T), nn.BCEWithLogitsLoss(**weights)(Z, T))
 
 
-def test_repr_shows_the_tube():
+def test_repr_shows_the_parameter():
+    assert repr(TweedieLoss(1.5)) == "TweedieLoss(power=1.5)"
     assert repr(SquaredEpsilonInsensitiveLoss(0.3)) == (
         "SquaredEpsilonInsensitiveLoss(epsilon=0.3)"
     )
@@ -517,7 +574,70 @@ def test_estimators_without_a_curvature(make, message):
 )
 def test_refuses_unfitted_estimators(kind):
     with pytest.raises(NotFittedError, match=f"This {kind.__name__} instance is not fitted"):
-        to_torch(kind())
+        to_torch(kind(LogisticRegression()) if kind is OneVsRestClassifier else kind())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: OneVsRestClassifier(MLPClassifier(2)).fit(X, THREE),
+            ValueError,
+            "linear classifiers, got MLPClassifier for the class a: .*one of its estimators_",
+        ),
+        (
+            lambda: CalibratedClassifierCV(LogisticRegression()).fit(X, TWO),
+            TypeError,
+            r"CalibratedClassifierCV averages .*calibrated_classifiers_\[0\]\.estimator",
+        ),
+        (
+            lambda: TweedieRegressor(power=1, link="identity").fit(X, COUNTS[:, 0] + 1000),
+            ValueError,
+            r"power=1, link='identity'\) has no loss.*link='log'",
+        ),
+    ],
+    ids=["rest of networks", "calibrated", "identity"],
+)
+def test_models_without_one_loss_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        relative_flatness(make(), X, THREE)
+
+
+@pytest.mark.parametrize(
+    ("name", "curvature"),
+    [
+        ("poisson", lambda z, t: np.exp(z)),
+        ("gamma", lambda z, t: t * np.exp(-z)),
+        ("tweedie", lambda z, t: (np.exp(z / 2) + t * np.exp(-z / 2)) / 2),
+        ("rest-three", lambda z, t: expit(z) * expit(-z)),
+    ],
+)
+def test_flatness_is_the_papers_sum(name, curvature):
+    estimator, y, predictor, _, targets = CASES[name]
+    estimator = fitted(name)
+    squares = (to_torch(estimator).module[-1].weight.detach().numpy() ** 2).sum(axis=1)
+    each = curvature(predictor(estimator), targets(y)) @ squares * (X**2).sum(axis=1)
+    assert_allclose(relative_flatness(estimator, X, y), each.mean(), rtol=1e-6)
+
+
+def test_a_frozen_estimator_is_the_one_inside():
+    model = LogisticRegression().fit(X, THREE)
+    expected = relative_flatness(model, X, THREE)
+    assert relative_flatness(FrozenEstimator(model), X, THREE) == expected
+    with pytest.raises(NotFittedError):
+        relative_flatness(FrozenEstimator(LogisticRegression()), X, THREE)
+
+
+def test_classes_against_the_rest_weigh_as_their_estimators():
+    single = LogisticRegression(class_weight="balanced", C=1e6, tol=1e-10, max_iter=10000)
+    model = to_torch(OneVsRestClassifier(single).fit(X, THREE), THREE)
+    z, t = model.module(tensor(X)), tensor(per_class(THREE))
+    losses = nn.functional.softplus(-(2 * t - 1) * z) * (1 + (model.criterion.pos_weight - 1) * t)
+    weight = len(THREE) / (2 * (1 - t).sum(dim=0))  # of the rest
+    expected = (losses * weight).mean(dim=0).sum()
+    torch.testing.assert_close(model.criterion(z, t), expected)
+    gradient = torch.autograd.grad(expected, model.module.parameters())
+    assert max(one.abs().max() for one in gradient) < 1e-5  # at the minimum of the fits
 
 
 @pytest.mark.parametrize(
@@ -527,10 +647,7 @@ def test_refuses_unfitted_estimators(kind):
 )
 def test_refuses_other_types_and_lists_what_works(other):
     name = type(other).__name__
-    listed = (
-        "LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor, Ridge, RidgeCV, "
-        "SGDClassifier, SGDRegressor"
-    )
+    listed = "ElasticNet, .*LogisticRegression, .*SGDRegressor, TweedieRegressor"
     with pytest.raises(TypeError, match=rf"type {name} is not a network .* are: {listed}\."):
         to_torch(other)
 
