@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import optuna
-import torch
-from torch import nn
 
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, final_estimator, to_network, to_network_with_source
 from relflat_sk._network import Network, mean_loss
-from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import (
     Flatness,
@@ -23,18 +20,11 @@ from relflat_sk.measures import (
 )
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
-from relflat_sk.search._fit import LAST, missing_layer, trained_rows
-from relflat_sk.search._goal import record_verdict
-from relflat_sk.search._weights import save_weights
+from relflat_sk.search._fit import LAST, missing_layer
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
-# arguments of measures that a search passes itself, and where users give them
-_OWN = {
-    "layer": "layer=...",
-    "device": "device=...",
-    "random_state": "random_state=...",
-    "sample_weight": "fit(..., sample_weight=...)",
-}
+# arguments of measures that a search passes itself
+_OWN = ("layer", "device", "random_state", "sample_weight")
 
 
 class Measuring:
@@ -59,8 +49,9 @@ class Measuring:
         self.layer = layer
         self.params = dict(params or {})
         self.device = device
-        for name, place in _OWN.items():
-            if name in self.params:
+        for name in self.params:
+            if name in _OWN:
+                place = f"fit(..., {name}=...)" if name == "sample_weight" else f"{name}=..."
                 raise ValueError(f"measure_params holds {name!r}; give it as {place} instead.")
         self.batch_size = self.params.pop("batch_size", DataOptions.batch_size)
         check_integer("batch_size", self.batch_size, minimum=1)
@@ -113,12 +104,11 @@ def record_measures(
     """
     found: dict[str, Flatness] = {}
     error, train_loss = None, np.nan
-    if _has_finite_weights(network.module):
-        try:
-            found = measuring(network, names, seed)
-            train_loss = found[names[0]].risk
-        except Exception as caught:
-            error = caught
+    try:
+        found = measuring(network, names, seed)
+        train_loss = found[names[0]].risk
+    except Exception as caught:
+        error = caught
     if not np.isfinite(train_loss):
         train_loss = mean_loss(network)
     record["train_loss"] = train_loss
@@ -135,86 +125,40 @@ def record_measures(
     return found
 
 
-def record_trial(
-    record: dict[str, Any],
-    trial: optuna.Trial,
-    estimator: Any,
-    data: TrainingData,
-    objective: Any,
-    seed: int,
-) -> list[float]:
-    """Measure a trained candidate, record it, and save its weights."""
-    is_training_data = data.X is data.X_fit and data.y is data.y_fit
-    data = data.only(trained_rows(estimator))
-    with seeded(seed):  # data loaders draw from torch's random state
-        network = objective.measuring.network(estimator, data)
-        names, measuring = objective.measures, objective.measuring
-        found = record_measures(record, network, names, seed, measuring)
-        if not found:
-            return [np.nan] * len(objective.names)
-        if is_training_data and data.sample_weight is None:
-            _hand_over(estimator, found, measuring)
-        held_out = objective.X_test, objective.y_test
-        record_held_out(record, estimator, record["train_loss"], data, *held_out)
-    save_weights(objective.artifact_store, trial, network.module, record)
-    objectives = [record[name] for name in objective.names]
-    return record_verdict(record, estimator, objective.goal, found, objectives)
-
-
-def _hand_over(estimator: Any, found: Mapping[str, Flatness], measuring: Measuring) -> None:
+def hand_over(
+    estimator: Any, found: Mapping[str, Flatness], data: TrainingData, measuring: Measuring
+) -> None:
     """Give a net the measure that it would make of its training data itself, if it is exact."""
     net = final_estimator(estimator)
-    if not isinstance(net, RelativeFlatnessRegularizedNet) or measuring.params or measuring.device:
+    otherwise = measuring.params or measuring.device or data.sample_weight is not None
+    if otherwise or not isinstance(net, RelativeFlatnessRegularizedNet):
         return
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
     if name in found and not found[name].stderr and net.flatness_layer == measuring.layer:
         net.adopt_flatness(found[name])
 
 
-def _has_finite_weights(module: nn.Module) -> bool:
-    return all(bool(torch.isfinite(weight).all()) for weight in module.parameters())
-
-
-def record_held_out(
-    record: dict[str, Any],
-    estimator: Any,
-    train_loss: float,
-    data: TrainingData,
-    X_test: Any,
-    y_test: Any,
-) -> None:
-    """Record the loss on held-out data, and the estimator's own scores.
+def measure_held_out(
+    estimator: Any, train_loss: float, data: TrainingData, X_test: Any, y_test: Any
+) -> dict[str, float]:
+    """Compute the loss on held-out data, and the estimator's own scores.
 
     Shapes: `X_test`, `y_test` (n_test, ...).
     """
+    found: dict[str, float] = {}
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
         weights = data.sample_weight
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
-        record["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
+        found["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
-        return
+        return found
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
         test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
-    record["test_loss"] = test_loss
-    record["generalization_gap"] = test_loss - train_loss
-    if scored:
-        record["test_score"] = test_score
-
-
-def measure_held_out(
-    estimator: Any, train_loss: float, data: TrainingData, X_test: Any, y_test: Any
-) -> dict[str, float]:
-    """Measure what `record_held_out` records, for a minimum of an earlier session.
-
-    Shapes: `X_test`, `y_test` (n_test, ...).
-    """
-    found: dict[str, float] = {}
-    data = data.only(trained_rows(estimator))
-    record_held_out(found, estimator, train_loss, data, X_test, y_test)
-    return found
+    found |= {"test_loss": test_loss, "generalization_gap": test_loss - train_loss}
+    return found | ({"test_score": test_score} if scored else {})
 
 
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:

@@ -38,25 +38,31 @@ from relflat_sk.search._fit import (
     split_recorded,
     trained_rows,
 )
-from relflat_sk.search._goal import AUTO, check_goal
-from relflat_sk.search._measure import Measuring, check_names, record_trial, write_record
+from relflat_sk.search._goal import AUTO, check_goal, record_verdict
+from relflat_sk.search._measure import (
+    Measuring,
+    check_names,
+    hand_over,
+    measure_held_out,
+    record_measures,
+    write_record,
+)
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import Space
-from relflat_sk.search._weights import as_store, check_store, last_prefix, load_weights, restore
+from relflat_sk.search._weights import (
+    as_store,
+    check_store,
+    last_prefix,
+    load_weights,
+    restore,
+    save_weights,
+)
 from relflat_sk.training import check_parameters, measured_later
 
-
-def check_order(estimator: Any, X: Any, y: Any, space: Any) -> None:
-    """Refuse the arguments of an objective in another order."""
-    given = (estimator, X, y, space)
-    has_estimator_behind = any(hasattr(one, "get_params") for one in given[1:])
-    has_space_before = isinstance(X, Mapping) and hasattr(space, "shape")
-    if has_estimator_behind or has_space_before:
-        kinds = ", ".join(type(one).__name__ for one in given)
-        raise TypeError(
-            "MinimaObjective takes its first arguments in the order estimator, X, y, space, got "
-            f"{kinds}. Pass them in this order, or by name."
-        )
+SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
+# user attributes of a trial
+SEED = "seed"  # a text, because a number would seem to be a measure
+IN_FLEET = "in_fleet"  # whether its net was trained with others
 
 
 def check_kind(estimator: Any, varied: Collection[str]) -> None:
@@ -64,12 +70,12 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
 
     Classes of the user's own are not refused: only their training shows what they are.
     """
-    if isinstance(estimator, Pipeline):
+    prefix = ""
+    while isinstance(estimator, Pipeline):
         name, last = estimator.steps[-1]
-        if not {name, "steps"} & set(varied):  # otherwise, candidates have another last step
-            inside = f"{name}__"
-            check_kind(last, [one.removeprefix(inside) for one in varied if inside in one])
-        return
+        if {f"{prefix}{name}", f"{prefix}steps"} & set(varied):
+            return  # candidates have another last step
+        estimator, prefix = last, f"{prefix}{name}__"
     package = type(estimator).__module__.partition(".")[0]
     if package == "sklearn":
         with suppress(NotFittedError):  # which is the only objection to a network
@@ -78,140 +84,7 @@ def check_kind(estimator: Any, varied: Collection[str]) -> None:
         check_parameters(estimator)
 
 
-SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
-
-
-SEED = "seed"  # user attribute of a trial; a text, because a number would seem to be a measure
-
-
-class Seeds:
-    """The seeds of the trials of an objective.
-
-    With a `random_state`, the seed of a trial derives from it and from the drawn parameters, so
-    that a candidate has the same seed in each search. Without one, it derives from a draw from
-    torch's global random state and from the number of the trial, so that other searches have
-    other networks. Each trial records its seed.
-    """
-
-    def __init__(self, random_state: Any) -> None:
-        self.base = None if random_state is None else draw_seed(random_state)
-        self._drawn = int(torch.randint(2**31 - 1, ())) if random_state is None else 0
-
-    def begin(self, trial: Any, record: dict[str, Any]) -> int:
-        """Choose the seed of a trial that begins, and record it."""
-        if self.base is None:
-            seed = zlib.crc32(b"%d" % trial.number, self._drawn) >> 1
-        else:
-            seed = self._of_params(trial)
-        record[SEED] = str(seed)
-        return seed
-
-    def of(self, trial: Any) -> int | None:
-        """Return the seed of a trial."""
-        recorded = trial.user_attrs.get(SEED)
-        if recorded is not None:
-            return int(recorded)
-        return None if self.base is None else self._of_params(trial)
-
-    def _of_params(self, trial: Any) -> int:
-        assert self.base is not None
-        return zlib.crc32(repr(sorted(trial.params.items())).encode(), self.base) >> 1
-
-
-IN_FLEET = "in_fleet"  # user attribute of a trial: whether its net was trained with others
-
-
-class _Candidates:
-    """Train, restore and measure candidates, as an objective says."""
-
-    estimator: Any
-    X: Any
-    y: Any
-    X_test: Any
-    y_test: Any
-    space: Space
-    names: tuple[str, ...]  # of the objectives: measures, and "train_loss"
-    measures: tuple[str, ...]
-    measuring: Measuring
-    per_sample: dict[str, Any]
-    direction: str
-    artifact_store: Any
-    lr_scaling: str | None
-    goal: Any
-    seeds: Seeds
-    n_threads: int | None
-
-    @in_isolation
-    def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and return the trained estimator as well."""
-        record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
-        try:
-            params = self.space.suggest(trial)
-            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
-                record[f"param_scaled_{name}"] = lr
-            record[IN_FLEET] = in_fleet()
-            seed = self.seeds.begin(trial, record)
-            with measured_later() as later:
-                estimator = self.train(params, seed, record, trial)
-            found = record_trial(record, trial, estimator, self.data(params), self, seed)
-            for check in later:
-                check()
-            if not np.isfinite(found).all():
-                record["failed"] = True
-            write_record(trial, record)
-        except optuna.TrialPruned:
-            write_record(trial, record | {"reason": NO_REASON[TrialState.PRUNED]})
-            raise
-        except Exception as error:
-            write_record(trial, record | failure_record(error))
-            raise
-        values = tuple(SIGNS[self.direction] * value for value in found)
-        return (values[0] if len(values) == 1 else values), estimator
-
-    @in_isolation
-    def train(
-        self,
-        params: Mapping[str, Any],
-        seed: int | None,
-        record: dict[str, Any] | None = None,
-        trial: Any = None,
-    ) -> Any:
-        """Train the estimator with one combination of parameters, on all the data."""
-        record = {} if record is None else record
-        layer = self.measuring.layer
-        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
-
-    @in_isolation
-    def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
-        """Restore a trained candidate from its saved weights, without training."""
-        weights = load_weights(self.artifact_store, trial)
-        data, seed = self.data(params), self.seeds.of(trial)
-        estimator = self._prepare(params, seed)
-        with split_recorded(estimator, data.X_fit):
-            return restore(estimator, weights, data, seed)
-
-    @in_isolation
-    def measure(
-        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
-    ) -> dict[str, Flatness]:
-        """Measure a trained candidate, all measures in as few passes over the data as possible."""
-        seed, data = self.seeds.of(trial), data.only(trained_rows(estimator))
-        with seeded(seed):
-            return self.measuring(self.measuring.network(estimator, data), names, seed)
-
-    def data(self, params: Mapping[str, Any]) -> TrainingData:
-        """Choose the data that a candidate is trained and measured on."""
-        stratify = is_classifier(self.estimator)
-        arguments = split_params(params)[1] | self.per_sample
-        return vary_data(self.X, self.y, **arguments, stratify=stratify)
-
-    def _prepare(self, params: Mapping[str, Any], seed: int | None) -> Any:
-        own = split_params(params)[0]
-        own |= scale_lr(self.estimator, own, self.lr_scaling)
-        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)
-
-
-class MinimaObjective(_Candidates):
+class MinimaObjective:
     """Train one candidate per trial, and measure its minimum: for `optuna.Study.optimize`.
 
     Each trial clones the estimator, sets the parameters that the trial draws and trains on all
@@ -333,7 +206,6 @@ class MinimaObjective(_Candidates):
         device: Any = None,
         fit_params: Mapping[str, Any] | None = None,
     ) -> None:
-        check_order(estimator, X, y, space)
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         if direction not in SIGNS:
             raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
@@ -355,7 +227,9 @@ class MinimaObjective(_Candidates):
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling
         self.goal = goal
-        self.seeds = Seeds(random_state)
+        # without a random_state, other searches have other networks
+        self.seed = None if random_state is None else draw_seed(random_state)
+        self._drawn = int(torch.randint(2**31 - 1, ())) if random_state is None else 0
         self.n_threads = n_threads
         self.checked: set[str] = set()  # names of studies
 
@@ -375,3 +249,109 @@ class MinimaObjective(_Candidates):
             check_store(self.artifact_store)
             self.checked.add(study.study_name)
         return self.run(trial)[0]
+
+    @in_isolation
+    def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
+        """Train and measure one candidate, and return the trained estimator as well."""
+        record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
+        try:
+            params = self.space.suggest(trial)
+            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
+                record[f"param_scaled_{name}"] = lr
+            seed = self.seed_of(trial)
+            record |= {SEED: str(seed), IN_FLEET: in_fleet()}
+            with measured_later() as later:
+                estimator = self.train(params, seed, record, trial)
+            found = self._record(record, trial, estimator, self.data(params), seed)
+            for check in later:
+                check()
+            if not np.isfinite(found).all():
+                record["failed"] = True
+            write_record(trial, record)
+        except optuna.TrialPruned:
+            write_record(trial, record | {"reason": NO_REASON[TrialState.PRUNED]})
+            raise
+        except Exception as error:
+            write_record(trial, record | failure_record(error))
+            raise
+        values = tuple(SIGNS[self.direction] * value for value in found)
+        return (values[0] if len(values) == 1 else values), estimator
+
+    def _record(
+        self,
+        record: dict[str, Any],
+        trial: optuna.Trial,
+        estimator: Any,
+        data: TrainingData,
+        seed: int,
+    ) -> list[float]:
+        """Measure a trained candidate, record it, and save its weights."""
+        measured = data.only(trained_rows(estimator))
+        with seeded(seed):  # data loaders draw from torch's random state
+            network = self.measuring.network(estimator, measured)
+            found = record_measures(record, network, self.measures, seed, self.measuring)
+            if not found:
+                return [np.nan] * len(self.names)
+            if measured.X is data.X_fit and measured.y is data.y_fit:
+                hand_over(estimator, found, measured, self.measuring)
+            record |= measure_held_out(
+                estimator, record["train_loss"], measured, self.X_test, self.y_test
+            )
+        save_weights(self.artifact_store, trial, network.module, record)
+        values = [record[name] for name in self.names]
+        return record_verdict(record, estimator, self.goal, found, values)
+
+    @in_isolation
+    def train(
+        self,
+        params: Mapping[str, Any],
+        seed: int,
+        record: dict[str, Any] | None = None,
+        trial: Any = None,
+    ) -> Any:
+        """Train the estimator with one combination of parameters, on all the data."""
+        record = {} if record is None else record
+        layer = self.measuring.layer
+        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
+
+    @in_isolation
+    def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
+        """Restore a trained candidate from its saved weights, without training."""
+        weights = load_weights(self.artifact_store, trial)
+        data, seed = self.data(params), self.seed_of(trial)
+        estimator = self._prepare(params, seed)
+        with split_recorded(estimator, data.X_fit):
+            return restore(estimator, weights, data, seed)
+
+    @in_isolation
+    def measure(
+        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
+    ) -> dict[str, Flatness]:
+        """Measure a trained candidate, all measures in as few passes over the data as possible."""
+        seed, data = self.seed_of(trial), data.only(trained_rows(estimator))
+        with seeded(seed):
+            return self.measuring(self.measuring.network(estimator, data), names, seed)
+
+    def data(self, params: Mapping[str, Any]) -> TrainingData:
+        """Choose the data that a candidate is trained and measured on."""
+        stratify = is_classifier(self.estimator)
+        arguments = split_params(params)[1] | self.per_sample
+        return vary_data(self.X, self.y, **arguments, stratify=stratify)
+
+    def seed_of(self, trial: Any) -> int:
+        """Return the seed of a trial.
+
+        With a `random_state`, the seed derives from it and from the drawn parameters, so that a
+        candidate has the same seed in each search.
+        """
+        recorded = trial.user_attrs.get(SEED)
+        if recorded is not None:
+            return int(recorded)
+        if self.seed is None:
+            return zlib.crc32(b"%d" % trial.number, self._drawn) >> 1
+        return zlib.crc32(repr(sorted(trial.params.items())).encode(), self.seed) >> 1
+
+    def _prepare(self, params: Mapping[str, Any], seed: int) -> Any:
+        own = split_params(params)[0]
+        own |= scale_lr(self.estimator, own, self.lr_scaling)
+        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)

@@ -56,7 +56,7 @@ from relflat_sk.minima import MADE_WITH, UNITS
 _SETTINGS: dict[str, tuple[Any, str]] = {
     "lr_scaling": (None, "lr_scaling"),
     "goal": ("auto", "goal"),
-    "seeds.base": (None, "random_state"),
+    "seed": (None, "random_state"),
     "measuring.layer": (-1, "layer"),
     "measuring.params": ({}, "measure_params"),
 }

@@ -1,4 +1,4 @@
-"""Measure the minima of a study again, from their saved weights."""
+"""Provide the estimators of finished trials, and measure them again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,12 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet import Fleet
 from relflat_sk.measures import find_measures
 from relflat_sk.minima import remeasured_key
-from relflat_sk.search._fit import isolated
+from relflat_sk.search._fit import isolated, trained_rows
 from relflat_sk.search._measure import measure_held_out
 from relflat_sk.search._objective import IN_FLEET, MinimaObjective
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._weights import ARTIFACT, DamagedWeightsError, replace_weights
 from relflat_sk.training import measured_later
-
-# Provide the estimator of a trial: from its saved weights, or trained again.
 
 ROUNDING = 1e-5  # of the training loss, on another machine
 OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
@@ -43,26 +41,49 @@ def has_weights(objective: MinimaObjective, trial: FrozenTrial) -> bool:
     return objective.artifact_store is not None and ARTIFACT in trial.user_attrs
 
 
-def provide(objective: MinimaObjective, trial: FrozenTrial) -> Any:
-    """Provide the estimator of a trial."""
+def provide(
+    objective: MinimaObjective, trial: FrozenTrial, *, retrain: bool = True
+) -> tuple[Any, str]:
+    """Restore the estimator of a trial, or train it again, and say why it is not as it was.
+
+    Damaged weights are replaced by those of the network that is trained again.
+    """
+    params = objective.space.values(trial)
     if has_weights(objective, trial):
         try:
-            return objective.restore(objective.space.values(trial), trial)
+            return objective.restore(params, trial), ""
         except DamagedWeightsError as error:
+            if not retrain:
+                return None, str(error)
             warn(f"{error} The candidate is trained again.")
-    return train_again(objective, trial)
+    estimator = _train_again(objective, trial)
+    data, name = objective.data(params), objective.measures[0]
+    loss = objective.measure([name], estimator, data, trial)[name].risk
+    before = trial.user_attrs["train_loss"]
+    rounding = OF_FLEETS if trial.user_attrs.get(IN_FLEET) else ROUNDING
+    if np.isclose(loss, before, rtol=rounding, atol=0):
+        module = to_network(estimator, data.X, data.y, DataOptions()).module
+        replace_weights(objective.artifact_store, trial, module)
+        return estimator, ""
+    return estimator, (
+        f"the minimum of trial {trial.number} cannot be had again: its training loss was "
+        f"{before:.8g}, and is {loss:.8g} after training again with the same seed. Another "
+        "machine or version of a library computes other bits, and a part of the estimator may "
+        "draw from a random state of its own. An artifact_store keeps the weights: give the "
+        "search one before it trains."
+    )
 
 
-def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
+def _train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     """Train the candidate of a trial again, with the same seed, in a fleet if it was in one."""
-    params, seed = objective.space.values(trial), objective.seeds.of(trial)
+    params, seed = objective.space.values(trial), objective.seed_of(trial)
     trained: list[Any] = []
 
     def train_once() -> bool:
-        if trained:
-            return False
-        trained.append(objective.train(params, seed))
-        return True
+        if not trained:
+            trained.append(objective.train(params, seed))
+            return True
+        return False
 
     # the table of minima says already whether the goal was reached
     with measured_later() as later:
@@ -74,23 +95,6 @@ def train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     for check in later:
         check()
     return trained[0]
-
-
-def check_same(objective: MinimaObjective, trial: FrozenTrial, estimator: Any) -> None:
-    """Check that an estimator is the one that was measured in a trial."""
-    data = objective.data(objective.space.values(trial))
-    name = objective.measures[0]
-    found = objective.measure([name], estimator, data, trial)[name].risk
-    before = trial.user_attrs["train_loss"]
-    rounding = OF_FLEETS if trial.user_attrs.get(IN_FLEET) else ROUNDING
-    if not np.isclose(found, before, rtol=rounding, atol=0):
-        raise ValueError(
-            f"the minimum of trial {trial.number} cannot be had again: its training loss was "
-            f"{before:.8g}, and is {found:.8g} after training again with the same seed. Another "
-            "machine or version of a library computes other bits, and a part of the estimator may "
-            "draw from a random state of its own. An artifact_store keeps the weights: give the "
-            "search one before it trains."
-        )
 
 
 _TEST_LOSS = "test_loss"
@@ -119,7 +123,8 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
     A session may have measures or held-out data that the sessions before did not have. Minima
     without saved weights get nan.
     """
-    lacking = _complete(study, objective, objective.measures, held_out=True)
+    held_out = objective.X_test is not None
+    lacking = _complete(study, objective, objective.measures, held_out=held_out)
     if lacking:
         columns = sorted({name for names in lacking.values() for name in names})
         warn(
@@ -138,55 +143,36 @@ def _complete(
     retrain: bool = False,
 ) -> dict[int, list[str]]:
     """Measure what finished trials lack; return what is lacking where there are no weights."""
-    lacking, damaged = {}, []
+    lacking, problems = {}, []
     attributes = study.user_attrs
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
         found = trial.user_attrs | before
-        missing = [name for name in names if name not in found]
-        new_data = held_out and objective.X_test is not None and _TEST_LOSS not in found
-        if not missing and not new_data:
+        missing = [name for name in (*names, *[_TEST_LOSS] * held_out) if name not in found]
+        if not missing:
             continue
         if not retrain and not has_weights(objective, trial):
-            lacking[trial.number] = [*missing, *[_TEST_LOSS] * new_data]
+            lacking[trial.number] = missing
             continue
-        try:
-            estimator = _bring_back(objective, trial, retrain)
-        except DamagedWeightsError as error:
-            damaged.append(str(error))
+        estimator, problem = provide(objective, trial, retrain=retrain)
+        if problem:
+            problems.append(problem)
             continue
         data = objective.data(objective.space.values(trial))
-        measured = objective.measure(missing, estimator, data, trial) if missing else {}
+        measures = [name for name in missing if name != _TEST_LOSS]
+        measured = objective.measure(measures, estimator, data, trial) if measures else {}
         values = {name: float(one.value) for name, one in measured.items()}
-        if new_data:
-            held_out_data = objective.X_test, objective.y_test
-            values |= measure_held_out(estimator, found["train_loss"], data, *held_out_data)
+        if _TEST_LOSS in missing:
+            values |= measure_held_out(
+                estimator, found["train_loss"], data.only(trained_rows(estimator)),
+                objective.X_test, objective.y_test,
+            )  # fmt: skip
         study.set_user_attr(remeasured_key(trial), before | values)
-    if damaged:
+    if problems:
         warn(
-            "\n".join(damaged)
+            "\n".join(problems)
             + "\nThe other minima are measured."
             + " To train the candidates of damaged files again: remeasure(..., retrain=True)."
             * (not retrain)
         )
     return lacking
-
-
-def _bring_back(objective: MinimaObjective, trial: FrozenTrial, retrain: bool) -> Any:
-    """Restore a minimum from its weights, or train it again and mend its file."""
-    params = objective.space.values(trial)
-    try:
-        if has_weights(objective, trial):
-            return objective.restore(params, trial)
-    except DamagedWeightsError:
-        if not retrain:
-            raise
-    estimator = train_again(objective, trial)
-    data = objective.data(params)
-    module = to_network(estimator, data.X, data.y, DataOptions()).module
-    replace_weights(objective.artifact_store, trial, module)
-    try:
-        check_same(objective, trial, estimator)
-    except ValueError as error:
-        raise DamagedWeightsError(str(error)) from error
-    return estimator

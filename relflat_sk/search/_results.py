@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
 
 from relflat_sk._warnings import warn
-from relflat_sk.minima import STATES, is_complete, is_converged, table_of_trials
+from relflat_sk.minima import STATES, is_complete, rank_minima, table_of_trials
 from relflat_sk.search._claims import is_cut_short, is_superseded
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
@@ -34,10 +34,8 @@ def candidate_table(study: optuna.Study) -> pd.DataFrame:
     return table
 
 
-def check_table(
-    table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: str | None = None
-) -> None:
-    """Refuse a table in which no candidate was measured, and warn of one without minima."""
+def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: Any) -> None:
+    """Refuse a table in which no candidate was measured; warn of one without minima or of few."""
     if table.empty and not interrupted:
         raise ValueError(
             "no candidate was trained: the search was ended before, by timeout or by a callback."
@@ -62,64 +60,53 @@ def check_table(
             f"interrupted: the search ends with the {len(table)} candidates that were finished. "
             f"{advice}"
         )
-    if not is_converged(table).any():
-        if table["reason"].astype(str).str.startswith(NO_MEASURE).all():
-            what = "no candidate has a finite measure: the ranking is by their training loss"
-            advice = "Rank by another measure, or mend the function that returns such values."
-        elif table["reason"].eq(SATURATED).all():
-            what = "no candidate has a curvature to compare: the ranking is by their training loss"
-            advice = (
-                "Train to a larger loss (goal, StopAtLoss), with a criterion that has a curvature."
-            )
-        else:
-            what = (
-                "no candidate converged: the ranking is of networks that had not finished "
-                "training, not of minima, by their training loss"
-            )
-            advice = _advise_longer_training(estimator)
-        warn(f"{what} ({_losses(table)}). {advice} Reasons:\n" + _list_reasons(table))
-        return
-    _warn_of_others(table)
-    if "comparable" in table.columns:
-        _warn_of_other_depths(table)
-
-
-def _advise_longer_training(estimator: Any) -> str:
-    """Say which parameters of the estimator, if it has any, let a training end at a minimum."""
-    prefix, params = last_prefix(estimator), estimator.get_params()
-    if f"{prefix}max_epochs" in params:
-        return f"Train longer ({prefix}max_epochs), or to a goal within reach (goal, StopAtLoss)."
-    if f"{prefix}max_iter" in params:
-        return (
-            f"Train longer ({prefix}max_iter). If training ends by itself above the goal, set a "
-            f"smaller {prefix}tol, or a larger goal."
+    if not table["converged"].any():
+        what, advice = _explain_no_minimum(table["reason"].astype(str), estimator)
+        warn(
+            f"{what}, by their training loss ({_losses(table)}). {advice} Reasons:\n"
+            + _list_reasons(table)
         )
-    return "Search with a goal within reach (goal)."
-
-
-def _warn_of_others(table: pd.DataFrame) -> None:
-    """Warn of candidates that are no minima, with the reasons, but not of pruned ones."""
-    of_any_depth = table.drop(columns="comparable", errors="ignore")
-    minima = is_converged(of_any_depth) & is_complete(table)
-    others = table[~minima & (table["state"] != STATES[TrialState.PRUNED])]
+        return
+    others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
     if len(others):
         warn(
             f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
             "Reasons:\n" + _list_reasons(others)
         )
-
-
-def _warn_of_other_depths(table: pd.DataFrame) -> None:
-    """Warn of minima that are deeper or shallower than those that are ranked together."""
-    good = is_complete(table) & table["converged"].to_numpy(dtype=bool)
-    left_out = table[good & ~table["comparable"]]
+    left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
         warn(
-            f"{len(left_out)} of {good.sum()} minima are left out of the ranking, because their "
-            f"training losses ({_losses(left_out)}) differ too much from those of the others "
-            f"({_losses(table[table['comparable']])}), and flatness depends on the loss. Train "
-            "all to the same loss (goal), or set depth_band=None to rank them together."
+            f"{len(left_out)} of {table['converged'].sum()} minima are left out of the ranking, "
+            f"because their training losses ({_losses(left_out)}) differ too much from those of "
+            f"the others ({_losses(table[table['comparable']])}), and flatness depends on the "
+            "loss. Train all to the same loss (goal), or set depth_band=None to rank them together."
         )
+
+
+def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str, str]:
+    """Say what the ranking is of, if no candidate is a minimum, and what to do about it."""
+    if reasons.str.startswith(NO_MEASURE).all():
+        what = "no candidate has a finite measure: the ranking is"
+        return what, "Rank by another measure, or mend the function that returns such values."
+    if reasons.eq(SATURATED).all():
+        what = "no candidate has a curvature to compare: the ranking is"
+        advice = "Train to a larger loss (goal, StopAtLoss), with a criterion that has a curvature."
+        return what, advice
+    what = (
+        "no candidate converged: the ranking is of networks that had not finished training, not "
+        "of minima"
+    )
+    prefix, params = last_prefix(estimator), estimator.get_params()
+    if f"{prefix}max_epochs" in params:
+        advice = f"Train longer ({prefix}max_epochs), or to a goal within reach (goal, StopAtLoss)."
+    elif f"{prefix}max_iter" in params:
+        advice = (
+            f"Train longer ({prefix}max_iter). If training ends by itself above the goal, set a "
+            f"smaller {prefix}tol, or a larger goal."
+        )
+    else:
+        advice = "Search with a goal within reach (goal)."
+    return what, advice
 
 
 def _losses(table: pd.DataFrame) -> str:
@@ -142,28 +129,29 @@ def cv_results(
     trials: Sequence[FrozenTrial],
 ) -> dict[str, Any]:
     """Arrange the table of candidates as scikit-learn's searches do."""
-    minima = is_converged(table) & is_complete(table)
+    minima, n = table["comparable"].to_numpy(), len(table)
     scores = np.where(minima, -table[by].to_numpy(dtype=float), np.nan)
     params = [space.values(trials[number]) for number in table["trial"].tolist()]
-    results: dict[str, Any] = {
-        "mean_fit_time": table["seconds"].to_numpy(dtype=float),
-        "std_fit_time": np.zeros(len(table)),
-    }
-    for name in space.entries:
-        values = np.ma.array(np.empty(len(table), dtype=object), mask=True)
-        for index, drawn in enumerate(params):
-            if name in drawn:
-                values[index] = drawn[name]
-        results[f"param_{name}"] = values
-    results["params"] = params
-    results["split0_test_score"] = scores
-    results["mean_test_score"] = scores.copy()
-    results["std_test_score"] = np.zeros(len(table))
     order = ranked.set_index("trial")["rank"].loc[table["trial"]].to_numpy()
     # minima come first in the ranking; those with equal scores share the smallest of their ranks
     ranks = np.where(minima, rankdata(-scores, method="min", nan_policy="omit"), order)
-    results["rank_test_score"] = ranks.astype(np.int32)
-    return results
+    columns = {
+        f"param_{name}": np.ma.MaskedArray(
+            np.fromiter((one.get(name) for one in params), dtype=object, count=n),
+            mask=[name not in one for one in params],
+        )
+        for name in space.entries
+    }
+    return {
+        "mean_fit_time": table["seconds"].to_numpy(dtype=float),
+        "std_fit_time": np.zeros(n),
+        **columns,
+        "params": params,
+        "split0_test_score": scores,
+        "mean_test_score": scores.copy(),
+        "std_test_score": np.zeros(n),
+        "rank_test_score": ranks.astype(np.int32),
+    }
 
 
 def is_minimum(trial: FrozenTrial) -> bool:
@@ -172,7 +160,7 @@ def is_minimum(trial: FrozenTrial) -> bool:
 
 
 class _Held(NamedTuple):
-    """A candidate with its estimator; equally flat minima rank in the order of their trials."""
+    """A minimum with its estimator; equally flat minima rank in the order of their trials."""
 
     value: float
     number: int
@@ -189,43 +177,35 @@ class FlattestSoFar:
     long as there is no minimum, the first of the other candidates is held.
     """
 
-    def __init__(self, enabled: bool, depth_band: float | None) -> None:
-        self.enabled = enabled
-        self.band = np.inf if depth_band is None else depth_band
+    def __init__(self, by: str, depth_band: float | None) -> None:
+        self.by = by
+        self.band = depth_band
         self.held: list[_Held] = []
-        self.other: _Held | None = None
+        self.other: tuple[FrozenTrial, Any] | None = None
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
         """Hold the estimator of a trial if it may rank first."""
-        if not self.enabled or trial.state != TrialState.COMPLETE:
-            return
-        depth = trial.user_attrs.get("depth", np.nan)
-        offered = _Held(trial.values[0], trial.number, depth, estimator)
         if is_minimum(trial):
-            self.held = [*self.held, offered]
-            self.held = [one for one in self.held if not self._is_beaten(one)]
+            # minima without a depth are in every band, as if all had the depth 1
+            depth = trial.user_attrs.get("depth", 1.0) if self.band is not None else 1.0
+            held = [*self.held, _Held(trial.values[0], trial.number, depth, estimator)]
+            self.held = [one for one in held if not self._is_beaten(one, held)]
             self.other = None
-        elif not self.held and (self.other is None or _order(offered) < _order(self.other)):
-            self.other = offered
+        elif trial.state == TrialState.COMPLETE and not self.held:
+            both = [one for one in (self.other, (trial, estimator)) if one is not None]
+            table = table_of_trials((one for one, _ in both), {})
+            first = rank_minima(table, self.by)["trial"].iloc[0]
+            self.other = next(one for one in both if one[0].number == first)
 
     def estimator(self, number: int) -> Any:
         """Return the estimator of a trial."""
-        held = self.held if self.other is None else [self.other]
-        return next((one.estimator for one in held if one.number == number), None)
+        if self.other is not None and self.other[0].number == number:
+            return self.other[1]
+        return next((one.estimator for one in self.held if one.number == number), None)
 
-    def _is_beaten(self, one: _Held) -> bool:
+    def _is_beaten(self, one: _Held, held: Sequence[_Held]) -> bool:
         """Return whether flatter minima share every band with a minimum."""
-        flatter = [other for other in self.held if other[:2] < one[:2]]
-        if np.isnan(one.depth):  # it is in every band
-            return any(np.isnan(other.depth) for other in flatter)
-        deeper = min((o.depth for o in flatter if o.depth >= one.depth), default=np.inf)
-        shallower = max((o.depth for o in flatter if o.depth <= one.depth), default=0.0)
-        beside = any(np.isnan(other.depth) for other in flatter)
-        return beside or (bool(flatter) and np.isinf(self.band)) or deeper <= self.band * shallower
-
-
-def _order(one: _Held) -> tuple[Any, ...]:
-    """Return what ranks candidates that are no minima: the deepest first, as in `rank_minima`."""
-    if np.isnan(one.depth):
-        return not np.isfinite(one.value), np.inf, one.value, one.number
-    return not np.isfinite(one.value), -one.depth, 0.0, one.number
+        flatter = [other.depth for other in held if other[:2] < one[:2]]
+        deeper = min((depth for depth in flatter if depth >= one.depth), default=np.inf)
+        shallower = max((depth for depth in flatter if depth <= one.depth), default=0.0)
+        return deeper <= (self.band or 1.0) * shallower

@@ -3,24 +3,53 @@
 import copy
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
+import pandas as pd
 from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import FrozenTrial
+from sklearn import get_config
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
+from sklearn.utils import get_tags
+from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import check_integer
 from relflat_sk._random import as_random_state
+from relflat_sk._warnings import warn
 from relflat_sk.fleet import fleet_size
-from relflat_sk.minima import DEPTH_BAND, check_depth_band
+from relflat_sk.measures import find_measures, hold_functions
+from relflat_sk.minima import (
+    DEPTH_BAND,
+    check_depth_band,
+    mark_depth_band,
+    rank_minima,
+    shorten_parameters,
+)
 from relflat_sk.search._claims import CandidateSampler, Draws, Grid, Plan, failed_trials
-from relflat_sk.search._fitted_search import FittedSearchMixin, RoutingMixin, route
 from relflat_sk.search._objective import MinimaObjective
-from relflat_sk.search._remeasure import measure_what_is_new
-from relflat_sk.search._results import FlattestSoFar, listed
+from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._remeasure import (
+    find_trial,
+    has_weights,
+    measure_what_is_new,
+    provide,
+    remeasure,
+)
+from relflat_sk.search._report import render, render_short
+from relflat_sk.search._results import (
+    FlattestSoFar,
+    candidate_table,
+    check_table,
+    cv_results,
+    listed,
+)
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import (
     StorageGuard,
@@ -30,7 +59,7 @@ from relflat_sk.search._study import (
     log_level,
     open_storage,
 )
-from relflat_sk.search._weights import check_store
+from relflat_sk.search._weights import check_store, last_prefix
 from relflat_sk.search._workers import Stopping, Sweep, n_processes, train_all
 
 
@@ -91,7 +120,47 @@ def create_study(search: Any, storage: BaseStorage) -> optuna.Study:
     )
 
 
-class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, BaseEstimator):
+def _if_best_has(method: str) -> Callable[[Any], Any]:
+    """Make a method available if the search refits and its estimator has the method."""
+
+    def is_there(search: Any) -> bool:
+        if not search.refit:
+            raise AttributeError(
+                f"{method} is not available in a search with refit=False, which keeps no "
+                "estimator. Set refit=True and fit again."
+            )
+        return hasattr(getattr(search, "best_estimator_", search.estimator), method)
+
+    return available_if(is_there)  # type: ignore[no-any-return]
+
+
+def _of_best(method: str, summary: str, returns: str) -> Any:
+    """Make a method that calls the best estimator's."""
+
+    def call(self: Any, X: Any) -> Any:
+        check_is_fitted(self, "best_estimator_")
+        return getattr(self.best_estimator_, method)(X)
+
+    call.__name__ = method
+    call.__doc__ = f"""{summary} with the flattest minimum.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+
+        Returns
+        -------
+        {returns}
+        """
+    return _if_best_has(method)(call)
+
+
+# attributes of the best estimator that the search has as well
+_OF_BEST = ("classes_", "n_features_in_", "feature_names_in_")
+
+
+class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     """Train every candidate once, on all the data, and keep the flattest minimum.
 
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
@@ -341,12 +410,12 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         KeyboardInterrupt
             On Ctrl-C before any candidate is finished.
         """
-        for name in ("best_estimator_", "refit_time_"):
+        for name in ("best_estimator_", "refit_time_", *_OF_BEST):
             self.__dict__.pop(name, None)
         rng = None if self.random_state is None else as_random_state(self.random_state)
         seeds: Any = (None, None) if rng is None else rng.randint(2**31 - 1, size=2)
         self._seed = seeds[1]
-        objective = self._make_objective(X, y, X_test, y_test, route(self, fit_params))
+        objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         stopping = Stopping(self.timeout, self.callbacks)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
@@ -372,11 +441,12 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
                 study, storage, objective, plan,
                 quiet=quiet, fleet=self.fleet, stopping=stopping, file=file_of(self.storage),
             )  # fmt: skip
-            flattest = FlattestSoFar(self.refit, self.depth_band)
+            flattest = FlattestSoFar(objective.names[0], self.depth_band)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
-                flattest.offer(trial, estimator)
+                if self.refit:
+                    flattest.offer(trial, estimator)
 
             interrupted = train_all(sweep, jobs, keep, progress=self.verbose > 0)
             if self.storage is None and jobs:
@@ -391,9 +461,15 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
         return self
 
     def _make_objective(
-        self, X: Any, y: Any, X_test: Any = None, y_test: Any = None, fit_params: Any = None
+        self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any
     ) -> MinimaObjective:
         """Make the objective that trains and measures each candidate."""
+        if get_config()["enable_metadata_routing"]:
+            fit_params = process_routing(self, "fit", **fit_params).estimator.fit
+        same = (
+            *("artifact_store", "lr_scaling", "goal", "n_threads"),
+            *("layer", "measure_params", "device"),
+        )
         return MinimaObjective(
             self.estimator,
             X,
@@ -402,13 +478,261 @@ class FlatMinimaSearch(RoutingMixin, FittedSearchMixin, MetaEstimatorMixin, Base
             measures=listed(self.measure),
             X_test=X_test,
             y_test=y_test,
-            artifact_store=self.artifact_store,
-            lr_scaling=self.lr_scaling,
-            goal=self.goal,
             random_state=self._seed,
-            n_threads=self.n_threads,
-            layer=self.layer,
-            measure_params=self.measure_params,
-            device=self.device,
-            fit_params=fit_params,
+            fit_params=dict(fit_params),
+            **{name: getattr(self, name) for name in same},
         )
+
+    def _objective_of(self, X: Any, y: Any, fit_params: Any) -> MinimaObjective:
+        """Return the objective of `fit`, made again from the data if the search was unpickled."""
+        check_is_fitted(self, "minima_")
+        if X is not None:
+            return self._make_objective(X, y, None, None, fit_params)
+        found: MinimaObjective | None = getattr(self, "_objective", None)
+        if found is None:
+            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+        return found
+
+    def _table(self, measures: Sequence[str]) -> pd.DataFrame:
+        """Return the unranked table of candidates, with `comparable` and short parameter names.
+
+        Measures that no candidate has are columns of nan.
+        """
+        table = shorten_parameters(candidate_table(self.study_), last_prefix(self.estimator))
+        nowhere = {str(name): np.nan for name in measures if name not in table.columns}
+        return mark_depth_band(table.assign(**nowhere), self.depth_band)
+
+    def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
+        """Return the estimator of any minimum, fitted.
+
+        Parameters
+        ----------
+        number : int
+            Number of its trial, from the column ``trial`` of `minima_`.
+        X : array-like of shape (n, n_features), optional
+            The training data that `fit` was given; needed only if the search was unpickled.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            The labels or values that `fit` was given.
+        **fit_params
+            The other arguments that `fit` was given, such as `sample_weight`; with X only.
+
+        Returns
+        -------
+        estimator
+            With the predictions that it had. It is restored from its weights if they were saved
+            (`artifact_store`). Otherwise it is trained again with the same seed; the same within
+            rounding after a search with a `fleet`.
+
+        Raises
+        ------
+        ValueError
+            If no such trial was trained to its end, or training again leads to another training
+            loss, as it may on another machine.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> from relflat_sk import FlatMinimaSearch
+        >>> X, y = load_iris(return_X_y=True)
+        >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]})
+        >>> search.fit(X, y).get_estimator(1).C
+        1.0
+        """
+        objective = self._objective_of(X, y, fit_params)
+        if number == self.minima_["trial"].iloc[0] and hasattr(self, "best_estimator_"):
+            return self.best_estimator_
+        trial = find_trial(self.study_, number)
+        check_made_with(self.study_, objective)
+        estimator, problem = provide(objective, trial)
+        if problem:
+            raise ValueError(problem)
+        return estimator
+
+    def remeasure(
+        self,
+        measures: Sequence[Any],
+        X: Any = None,
+        y: Any = None,
+        *,
+        retrain: bool = False,
+        **fit_params: Any,
+    ) -> pd.DataFrame:
+        """Measure the minima again from their saved weights, without training.
+
+        Parameters
+        ----------
+        measures : sequence of str or callable
+            Names of measures, see `get_measure_names`, or functions of model, X and y, see
+            `register_measure`. A minimum that has a measure already is not measured again.
+        X : array-like of shape (n, n_features), optional
+            The training data that `fit` was given; needed only if the search was unpickled.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            The labels or values that `fit` was given.
+        retrain : bool, default=False
+            Whether to train minima again, with the same seed, whose weights were not saved or
+            whose files are damaged; damaged files are replaced.
+        **fit_params
+            The other arguments that `fit` was given, such as `sample_weight`; with X only.
+
+        Returns
+        -------
+        pandas.DataFrame
+            `minima_`, with a column for each measure, nan for candidates without weights or with
+            damaged ones, which a warning names. The study stores the measures, too.
+
+        Raises
+        ------
+        ValueError
+            If no weights were saved (the search had no `artifact_store` when it trained), a
+            name is not a measure, or estimator or data are not those of the study.
+        """
+        objective = self._objective_of(X, y, fit_params)
+        remeasure(self.study_, objective, measures, retrain=retrain)
+        table = self._table(find_measures(measures))
+        self.minima_ = rank_minima(table, by=objective.names[0], depth_band=None)
+        return self.minima_
+
+    def report(self, path: Any = None) -> Path | str:
+        """Write a report on the search: one HTML page that any browser opens.
+
+        The page holds the goal, the depth of the minima, why candidates were left out, the table
+        of minima, which a click sorts, plots, the correlation of every measure with the
+        generalization gap (if `fit` was given held-out data), the settings, all parameters of
+        the estimator and the versions of all libraries. It loads nothing from elsewhere.
+
+        Parameters
+        ----------
+        path : str or path, optional
+            The file to write, such as ``"minima.html"``, in a folder that exists.
+
+        Returns
+        -------
+        pathlib.Path or str
+            The file; without `path`, the page itself, as from pandas' `DataFrame.to_html`.
+
+        Raises
+        ------
+        OSError
+            If the folder of the file does not exist.
+        ImportError
+            If matplotlib is not installed.
+        """
+        check_is_fitted(self, "minima_")
+        if path is None:
+            return render(self)
+        file = Path(path)
+        file.write_text(render(self), encoding="utf-8")
+        return file
+
+    predict = _of_best(
+        "predict",
+        "Predict",
+        "ndarray of shape (n,) or (n, n_outputs)\n            Predicted labels or values.",
+    )
+    predict_proba = _of_best(
+        "predict_proba",
+        "Predict class probabilities",
+        "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
+    )
+    predict_log_proba = _of_best(
+        "predict_log_proba",
+        "Predict natural logarithms of class probabilities",
+        "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
+    )
+    decision_function = _of_best(
+        "decision_function",
+        "Compute the decision function",
+        "ndarray of shape (n,) or (n, n_classes)\n            As the estimator returns it.",
+    )
+
+    @_if_best_has("score")
+    def score(self, X: Any, y: Any = None) -> float:
+        """Score the flattest minimum with the estimator's own `score`.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            True labels or values.
+
+        Returns
+        -------
+        float
+            Accuracy for classifiers, R2 for regressors, unless the estimator has another score.
+        """
+        check_is_fitted(self, "best_estimator_")
+        return float(self.best_estimator_.score(X, y))
+
+    def get_metadata_routing(self) -> MetadataRouter:
+        """Return which arguments of `fit` the estimator asks for.
+
+        Returns
+        -------
+        sklearn.utils.metadata_routing.MetadataRouter
+            For scikit-learn's metadata routing.
+        """
+        router = MetadataRouter(owner=self).add_self_request(self)
+        mapping = MethodMapping().add(caller="fit", callee="fit")
+        return router.add(estimator=self.estimator, method_mapping=mapping)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        inner = get_tags(self.estimator)
+        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
+            setattr(tags, name, getattr(inner, name))
+        tags.input_tags = inner.input_tags
+        return tags
+
+    def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
+        """Set the attributes that describe the candidates; refuse a table without any."""
+        table = self._table(objective.measures)
+        stored_as = None if self.storage is None else self.study_.study_name
+        check_table(table, interrupted, objective.estimator, stored_as)
+        by = objective.names[0]
+        self.minima_ = rank_minima(table, by=by, depth_band=None)
+        trials = self.study_.get_trials(deepcopy=False)
+        best = int(self.minima_["trial"].iloc[0])
+        self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)
+        self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
+        self.best_params_ = objective.space.values(trials[best])
+        self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
+
+    def _refit(
+        self, objective: MinimaObjective, flattest: FlattestSoFar, interrupted: bool
+    ) -> None:
+        """Set `best_estimator_`, trained again only if there is no other way.
+
+        After Ctrl-C nothing is trained, and the search has no best estimator.
+        """
+        best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
+        held = flattest.estimator(best.number)
+        if held is not None:
+            self.best_estimator_ = held
+        elif interrupted and not has_weights(objective, best):
+            warn(
+                f"the interrupted search has no best_estimator_: an earlier session "
+                f"trained the flattest minimum, of trial {best.number}, and saved no weights. Fit "
+                f"again, or train it by get_estimator({best.number})."
+            )
+        else:  # an earlier session trained it
+            self.best_estimator_, problem = provide(objective, best)
+            if problem:
+                warn(f"best_estimator_ is not the network of the table: {problem}")
+        for name in _OF_BEST:
+            if hasattr(getattr(self, "best_estimator_", None), name):
+                setattr(self, name, getattr(self.best_estimator_, name))
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """Add the flattest minima to what notebooks show of an estimator."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        if "text/html" in bundle and hasattr(self, "minima_"):
+            bundle["text/html"] += render_short(self)
+        return bundle
+
+    def __getstate__(self) -> Any:
+        state: Any = super().__getstate__()
+        state = {name: value for name, value in state.items() if name != "_objective"}
+        # a registered name is known in this process only
+        return state | {"measure": hold_functions(self.measure)}

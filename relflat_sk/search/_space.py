@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -140,8 +140,12 @@ def _label(value: Any) -> Any:
 
 
 def _name(value: Any) -> str:
-    name = getattr(value, "__name__", None) or repr(value)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", name)  # an address differs in every process
+    return getattr(value, "__name__", None) or plain_repr(value)
+
+
+def plain_repr(value: Any) -> str:
+    """Return the `repr` of a value without addresses, which differ in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 # parts of a skorch net: parameters such as module__n_features are arguments of their constructors
@@ -186,16 +190,14 @@ class Space:
                 raise ValueError(f"space names {name!r}, but {problem}")
 
     def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
-        """List the values that parameters may have in a search, as far as they can be listed."""
-        replaced = tuple(f"{name}__" for name in self.entries)  # parameters of a step that varies
-        own = estimator.get_params().items()
-        found = [(name, value) for name, value in own if not name.startswith(replaced)]
+        """List the values that parameters have in a search, but for those of steps that vary."""
+        varied = tuple(f"{name}__" for name in self.entries)
+        for name, value in estimator.get_params().items():
+            if not f"{name}__".startswith(varied):
+                yield name, value
         for name, entry in self.entries.items():
             for value in entry.values if isinstance(entry, Choices) else ():
                 yield name, value
-                if hasattr(value, "get_params") and not isinstance(value, type):  # of a step
-                    found += ((f"{name}__{inner}", x) for inner, x in value.get_params().items())
-        yield from ((name, value) for name, value in found if name not in self.entries)
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Return the distributions that Optuna draws from."""

@@ -339,7 +339,7 @@ def test_the_held_estimators_hold_the_best_of_every_band():
         n = 12
         depths, values = np.exp(rng.uniform(0, 5, n)), rng.integers(0, 6, n).astype(float)
         depths[rng.random(n) < 0.1] = np.nan
-        flattest = FlattestSoFar(True, 3.0)
+        flattest = FlattestSoFar("relative_flatness", 3.0)
         for i in range(n):
             attrs = {"converged": True} | ({} if np.isnan(depths[i]) else {"depth": depths[i]})
             trial = create_trial(value=values[i], user_attrs=attrs)
@@ -356,7 +356,7 @@ def test_the_held_estimators_hold_the_best_of_every_band():
 def test_the_first_of_the_table_is_held_whether_or_not_there_are_minima(n_minima):
     rng = np.random.default_rng(0)
     for _ in range(30):
-        study, flattest, n = optuna.create_study(), FlattestSoFar(True, 3.0), 8
+        study, flattest, n = optuna.create_study(), FlattestSoFar("relative_flatness", 3.0), 8
         minima = set(rng.choice(n, n_minima, replace=False))
         depths, values = np.exp(rng.integers(0, 4, n)), rng.integers(1, 6, n).astype(float)
         values[rng.random(n) < 0.2] = np.inf

@@ -62,7 +62,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "table" in self.open and self.open[-1] in {"td", "th", "button"}:
+        if "table" in self.open and self.open[-1] in {"td", "th", "data"}:
             self.tables[-1][-1][-1] += data
 
 
@@ -149,7 +149,7 @@ def test_names_of_parameters_lose_the_prefix_of_a_pipeline():
     assert sorted(params) == sorted(expected)
     assert find_axis(search.minima_, "net__lr", argument="axes") == "param_lr"
     assert "param_net__lr" in search.cv_results_
-    assert '<button type="button">param_lr</button>' in render(search)
+    assert "param_lr" in Page(render(search)).tables[0][0]
     assert "a training loss of 0.9" in render(search)
 
 
@@ -181,7 +181,7 @@ def test_a_report_without_any_minimum():
 
 def test_the_page_itself_and_a_folder_that_is_missing(search, tmp_path):
     assert search.report().startswith("<!DOCTYPE html>")
-    with pytest.raises(OSError, match="cannot write minima.html: there is no folder .*new'"):
+    with pytest.raises(FileNotFoundError, match="new/minima.html"):
         search.report(tmp_path / "new" / "minima.html")
     assert not (tmp_path / "new").exists()
 

@@ -204,7 +204,6 @@ def piped(net):
         (early(), {"alpha": [0.1]}, "early_stopping"),
         (early(early_stopping=False), {"early_stopping": [False, True]}, "early_stopping"),
         (piped(early()), {"net__alpha": [0.1]}, "net__early_stopping"),
-        (piped(LogisticRegression()), {"net": [early()]}, "net__early_stopping"),
     ],
 )
 def test_early_stopping_of_scikit_learn_is_refused_before_training(
@@ -378,8 +377,7 @@ OBJECTIVE = {"X": X, "y": Y, "space": {"C": [1.0]}}
         ({"measures": ["flat"]}, ValueError, "there is no measure 'flat'"),
         ({"X_test": X}, ValueError, "X_test and y_test go together"),
         ({"y_test": Y}, ValueError, "X_test and y_test go together"),
-        ({"X": {"C": [1.0]}, "y": X, "space": Y}, TypeError, "in the order estimator, X, y, space"),
-        ({"X": LogisticRegression()}, TypeError, "got LogisticRegression, LogisticRegression, nda"),
+        ({"X": {"C": [1.0]}, "y": X, "space": Y}, TypeError, "space must be a dict .* got ndarray"),
     ],
 )
 def test_objective_refuses_bad_arguments(parameters, error, match):
@@ -976,7 +974,7 @@ def test_a_fitted_search_is_its_best_estimator():
     search = logistic()
     with pytest.raises(NotFittedError):
         search.predict(X)
-    with pytest.raises(AttributeError, match="has no classes_ before it is fitted"):
+    with pytest.raises(AttributeError, match="has no attribute .classes_"):
         _ = search.classes_
     best = search.fit(X, Y).best_estimator_
     for method in ("predict", "predict_proba", "predict_log_proba", "decision_function"):
