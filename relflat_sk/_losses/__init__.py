@@ -24,7 +24,7 @@ from relflat_sk._losses.loss import (
     warn_of_ending,
     weighted_loss,
 )
-from relflat_sk._losses.many_classes import MANY, ManyClasses, Rows
+from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import LINKS, TABLE, ProbabilityNLLLoss, Target
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "Loss",
     "ManyClasses",
     "ProbabilityNLLLoss",
-    "Rows",
     "Target",
     "as_criterion",
     "check_twice",

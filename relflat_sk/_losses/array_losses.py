@@ -7,7 +7,6 @@ samples (..., n), and those of networks (...). A loss is a sum of the samples' l
 ``sum_i scale_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of sample i's loss.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 # numbers in the differences between a weight's rows, up to which they are written out
-_FEW = 2**16
+FEW = 2**16
 
 
 def namespace(array: Any) -> Any:
@@ -28,7 +27,7 @@ def transposed(array: Any) -> Any:
     return array.swapaxes(-1, -2)
 
 
-def _squared_distances(rows: Any) -> Any:
+def squared_distances(rows: Any) -> Any:
     """Compute the squared distances between rows: (..., d, d).
 
     By differences of few rows. Products of many rows take less memory, but round to the largest
@@ -36,7 +35,7 @@ def _squared_distances(rows: Any) -> Any:
     prediction weighs it.
     """
     d, m = rows.shape[-2:]
-    if d * d * m <= _FEW:
+    if d * d * m <= FEW:
         gaps = rows[..., :, None, :] - rows[..., None, :, :]
         return (gaps * gaps).sum(-1)
     squares = (rows * rows).sum(-1)
@@ -75,8 +74,11 @@ class Slopes(NamedTuple):
     p: Any
 
 
-class ArrayLoss(ABC):
-    """A loss of outputs."""
+class ArrayLoss:
+    """A loss that is a mean over all outputs of all samples, of a loss of each of them."""
+
+    # the slope of an output's loss, as a multiple of ``p - target``
+    slope = 1.0
 
     def divisor(self, d: int) -> int:
         """Return what each sample adds to the divisor of the mean."""
@@ -86,23 +88,35 @@ class ArrayLoss(ABC):
         """Return targets of the outputs' shape and kind from those that the criterion takes."""
         return values
 
-    @abstractmethod
-    def each(self, z: Any, target: Any) -> Any:
-        """Compute the samples' losses: (..., n)."""
+    def each(self, z: Any, target: Any) -> tuple[Any, Any]:
+        """Compute the samples' losses, (..., n), and what the outputs predict, (..., n, d)."""
+        raise NotImplementedError
 
-    @abstractmethod
+    def derivatives(self, p: Any) -> tuple[Any, Any]:
+        """Compute the second and the third derivative of each output's loss."""
+        raise NotImplementedError
+
     def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
         """Compute the losses of networks, and their gradients in the outputs."""
+        losses, p = self.each(z, target)
+        scale = shares * (self.slope / self.divisor(z.shape[-1]))
+        return Slopes((losses * shares).sum(-1), (p - target) * scale[..., None], p)
 
-    @abstractmethod
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         """Compute the trace term at the last layer, given the predictions of `slopes`."""
+        second, third = self.derivatives(p)
+        squares = (weight * weight).sum(-1)[..., None, :]
+        norms = ((phi * phi).sum(-1) * scale)[..., None]
+        forms = (second * squares).sum(-1)[..., None]
+        value = (forms * norms)[..., 0].sum(-1)
+        of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
+        return TraceTerm(value, third * squares * norms, 2 * forms * scale[..., None], of_weight)
 
     def gain(self, loss: Any, z: Any, target: Any, shares: Any) -> Any:
         """Compute what networks have gained over their mean output, the same for all samples."""
         if z.shape[-2] == 1:
             return loss + np.inf
-        return (self.each(shares[..., None, :] @ z, target) * shares).sum(-1) - loss
+        return (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1) - loss
 
 
 class CrossEntropy(ArrayLoss):
@@ -118,19 +132,18 @@ class CrossEntropy(ArrayLoss):
         hot = (values[..., None] == torch.arange(d, device=values.device)).to(like)
         return hot * (1 - self._smoothing) + self._smoothing / d if self._smoothing else hot
 
-    def each(self, z: Any, target: Any) -> Any:
-        return -(target * self._logarithms(z)[0]).sum(-1)
-
-    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
-        logarithms, p = self._logarithms(z)
-        loss = -((target * logarithms).sum(-1) * shares).sum(-1)
-        return Slopes(loss, (p - target) * shares[..., None], p)
+    def each(self, z: Any, target: Any) -> tuple[Any, Any]:
+        xp = namespace(z)
+        shifted = z - xp.amax(z, -1)[..., None]
+        p = xp.exp(shifted)
+        total = p.sum(-1)[..., None]
+        return -(target * (shifted - xp.log(total))).sum(-1), p / total
 
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
         # so the result is exact to rounding if the distances are
         rows = weight - weight.mean(-2)[..., None, :]
-        distances = _squared_distances(rows)
+        distances = squared_distances(rows)
         slope = p @ distances
         forms = (slope * p).sum(-1)  # twice the variances
         norms = (phi * phi).sum(-1) * scale
@@ -141,59 +154,28 @@ class CrossEntropy(ArrayLoss):
         of_z = weighted * (slope - forms[..., None])
         return TraceTerm((forms * norms).sum(-1) / 2, of_z, (forms * scale)[..., None], of_weight)
 
-    def _logarithms(self, z: Any) -> tuple[Any, Any]:
-        """Compute the logarithms of the probabilities, and these."""
-        xp = namespace(z)
-        shifted = z - xp.amax(z, -1)[..., None]
-        p = xp.exp(shifted)
-        total = p.sum(-1)[..., None]
-        return shifted - xp.log(total), p / total
 
-
-class _OutputLoss(ArrayLoss):
-    """A mean over all outputs of all samples, of a loss of each of them."""
-
-    @abstractmethod
-    def derivatives(self, p: Any) -> tuple[Any, Any]:
-        """Compute the second and the third derivative of each output's loss."""
-
-    def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
-        second, third = self.derivatives(p)
-        squares = (weight * weight).sum(-1)[..., None, :]
-        norms = ((phi * phi).sum(-1) * scale)[..., None]
-        forms = (second * squares).sum(-1)[..., None]
-        value = (forms * norms)[..., 0].sum(-1)
-        of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
-        return TraceTerm(value, third * squares * norms, 2 * forms * scale[..., None], of_weight)
-
-
-class SquaredError(_OutputLoss):
+class SquaredError(ArrayLoss):
     """The mean squared error."""
 
-    def each(self, z: Any, target: Any) -> Any:
-        error = z - target
-        return (error * error).mean(-1)
+    slope = 2.0
 
-    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
+    def each(self, z: Any, target: Any) -> tuple[Any, Any]:
         error = z - target
-        scaled = error * (shares / z.shape[-1])[..., None]
-        return Slopes((error * scaled).sum(-1).sum(-1), 2 * scaled, z)
+        return (error * error).mean(-1), z
 
     def derivatives(self, p: Any) -> tuple[Any, Any]:
         zeros = namespace(p).zeros_like(p)
         return zeros + 2, zeros
 
 
-class LogisticLoss(_OutputLoss):
+class LogisticLoss(ArrayLoss):
     """The mean logistic loss of labels from 0 to 1."""
 
-    def each(self, z: Any, target: Any) -> Any:
-        return (namespace(z).logaddexp(namespace(z).zeros_like(z), z) - z * target).mean(-1)
-
-    def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
-        p = 1 / (1 + namespace(z).exp(-z))
-        gradient = (p - target) * (shares / z.shape[-1])[..., None]
-        return Slopes((self.each(z, target) * shares).sum(-1), gradient, p)
+    def each(self, z: Any, target: Any) -> tuple[Any, Any]:
+        xp = namespace(z)
+        losses = xp.logaddexp(xp.zeros_like(z), z) - z * target
+        return losses.mean(-1), 1 / (1 + xp.exp(-z))
 
     def derivatives(self, p: Any) -> tuple[Any, Any]:
         second = p * (1 - p)

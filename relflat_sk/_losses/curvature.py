@@ -18,53 +18,100 @@ Because ``z`` is linear in ``W``, the Hessian of the loss in ``W`` is exactly
 .. math:: q_i(F)_k = F_{:,k}^\top B_i F_{:,k} .
 
 A curvature in *closed form* gives those numbers and all other quantities that measures use.
-There are two: that of the softmax family, see `relflat_sk._losses.softmax`, and that of losses
-that act on each output alone. Any other curvature is given by its products with vectors.
+There are two: that of the softmax family, and that of losses that act on each output alone. Any
+other curvature is given by its products with vectors.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from relflat_sk._numerics import safe_root
+from relflat_sk._losses.array_losses import FEW, CrossEntropy, squared_distances
+from relflat_sk._numerics import full_precision, safe_root
+
+# number of rows from which the common row of a factor is computed, as their mean
+_CENTRED = 1024
+# largest number of rows in a chunk, and of numbers in its arrays, on a CPU and on a GPU. Large
+# chunks lose digits, because a matrix product adds up more terms; small chunks take long on a GPU
+_ROWS = {False: 2**10, True: 2**13}
+_NUMBERS = {False: 2**23, True: 2**26}
 
 
-class Curvature(ABC):
+def chunks(n: int, array: Tensor) -> Iterator[slice]:
+    """Cut rows into chunks, for arrays of (n, c) and (c, m) numbers. Shapes: `array` (d, m)."""
+    d, m = array.shape
+    size = max(1, min(_ROWS[array.is_cuda], _NUMBERS[array.is_cuda] // (n + m)))
+    for start in range(0, d, size):
+        yield slice(start, min(start + size, d))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A matrix F, shared by all samples of all batches, whose columns may be spread out.
+
+    Its rows can be read some at a time, minus a common row, whose squares would cost digits.
+
+    Shapes: `array` (d, k), `spread` (k,).
+    """
+
+    array: Tensor
+    spread: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return self.array.shape
+
+    def matrix(self) -> Tensor:
+        """Return the matrix. Shapes: returns (d, k)."""
+        return self.stretch(full_precision(self.array))
+
+    @cached_property
+    def centre(self) -> Tensor:
+        """The common row: (k,)."""
+        some = self.array[:: max(1, len(self.array) // _CENTRED)]
+        return full_precision(some).mean(dim=0)
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Squared norms of the rows, minus the common row: (d, 1)."""
+        parts = [
+            torch.linalg.vector_norm(self[part], dim=1, keepdim=True)
+            for part in chunks(0, self.array)
+        ]
+        return torch.cat(parts).square_()
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        # some of the rows, as a new array: (c, k)
+        return self.stretch(full_precision(self.array[index]) - self.centre)
+
+    def stretch(self, rows: Tensor) -> Tensor:
+        """Multiply rows by the spread. Shapes: `rows` (c, k); returns (c, k)."""
+        return rows if self.spread is None else rows * self.spread.to(rows.dtype)
+
+
+class Curvature(Protocol):
     """The Hessians ``B_i`` of the samples' losses in an array of shape (n, d)."""
 
-    @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
         """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
 
 
-class ClosedForm(Curvature):
+class ClosedForm:
     """A curvature by formula, without differentiation."""
 
-    @abstractmethod
     def __call__(self, factor: Tensor) -> Tensor:
         """Compute quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
+        raise NotImplementedError
 
-    def trace(self, factor: Any) -> Tensor:
-        """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.
+    def product(self, vectors: Tensor) -> Tensor:
+        """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
+        raise NotImplementedError
 
-        Parameters
-        ----------
-        factor : Factor of shape (d, k) or None
-            The matrix F; the identity if None. `ManyClasses` takes `Rows` instead.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            One number for each sample.
-        """
-        return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
-
-    @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonals of the ``B_i``.
 
@@ -73,8 +120,8 @@ class ClosedForm(Curvature):
         Tensor of shape (n, d)
             One diagonal for each sample.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def root(self) -> Tensor:
         """Return matrices ``R_i`` with ``R_i R_i^T = B_i``.
 
@@ -83,8 +130,8 @@ class ClosedForm(Curvature):
         Tensor of shape (n, d, d)
             One root for each sample; any root will do.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def root_product(self, vectors: Tensor) -> Tensor:
         """Compute products ``R_i v_i``, with their graph.
 
@@ -98,8 +145,23 @@ class ClosedForm(Curvature):
         Tensor of shape (n, d)
             One product for each sample.
         """
+        raise NotImplementedError
 
-    @abstractmethod
+    def trace(self, factor: Factor | None) -> Tensor:
+        """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.
+
+        Parameters
+        ----------
+        factor : Factor of shape (d, k) or None
+            The matrix F; the identity if None.
+
+        Returns
+        -------
+        Tensor of shape (n,)
+            One number for each sample.
+        """
+        return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
+
     def total(
         self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
     ) -> Tensor:
@@ -121,26 +183,11 @@ class ClosedForm(Curvature):
         Tensor of shape ()
             With its graph.
         """
+        return self._total(factor, features, scale if weights is None else scale * weights)
 
-
-def sample_factors(weights: Tensor | None, scale: float | Tensor) -> float | Tensor:
-    """Return the numbers by which the samples' forms are multiplied in a weighted sum.
-
-    Shapes: `weights` (n,); returns (n, 1).
-    """
-    return scale if weights is None else scale * weights[:, None]
-
-
-def total_by_forms(
-    curvature: ClosedForm, factor: Tensor, features: Tensor, each: float | Tensor
-) -> Tensor:
-    """Compute `ClosedForm.total` from the quadratic forms.
-
-    Shapes: `factor` (d, k), `features` (n, m).
-    """
-    forms = curvature(factor).sum(dim=1, keepdim=True)
-    norms = features.square().sum(dim=1, keepdim=True)
-    return (forms * norms * each).sum()
+    def _total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
+        """Sum the samples' forms times `each`, by which their weights are joined: ()."""
+        return (self(factor).sum(dim=1) * features.square().sum(dim=1) * each).sum()
 
 
 # -- losses that are sums over outputs ---------------------------------------------------
@@ -174,9 +221,6 @@ class _Diagonal(ClosedForm):
     def __call__(self, factor: Tensor) -> Tensor:
         return self.beta @ factor.square()
 
-    def trace(self, factor: Any) -> Tensor:
-        return super().trace(factor) if factor is None else self.beta @ factor.norms
-
     def product(self, vectors: Tensor) -> Tensor:
         return self.beta * vectors
 
@@ -189,10 +233,169 @@ class _Diagonal(ClosedForm):
     def root_product(self, vectors: Tensor) -> Tensor:
         return safe_root(self.beta) * vectors
 
-    def total(
-        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
+
+# -- softmax cross-entropy, exact for confident predictions too --------------------------
+# With logits z_i and p_i = softmax(z_i), the Hessian of sample i's loss in z_i is
+# B_i = diag(p_i) - p_i p_i^T, times the total weight of the sample's targets. Its form v^T B_i v is
+# the variance of the entries of v under p_i. In floating point, the usual formula
+# E[v^2] - E[v]^2 cancels to nothing where one class has nearly all probability.
+
+
+def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
+    r"""Return the curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, d)
+        Logits, ``p_i = softmax(z_i)``.
+    scale : Tensor of shape (n,), optional
+        The total weight of the targets of each sample, one if None.
+
+    Returns
+    -------
+    ClosedForm
+        Never negative, and exact to rounding also where ``p`` is nearly one-hot.
+
+    Examples
+    --------
+    The variance of the numbers 0 and 1 under the probabilities 1/4 and 3/4 is 3/16:
+
+    >>> z = torch.tensor([[0.25, 0.75]]).log()
+    >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
+    tensor([[0.1875]])
+    """
+    return Softmax(z, scale)
+
+
+# from the gradient of a total to that in logits, features and factor
+Slopes = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Softmax(ClosedForm):
+    """The curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
+
+    Shapes: `z` (n, d), `scale` (n,).
+    """
+
+    z: Tensor
+    scale: Tensor | None
+    _in_chunks: ClassVar[bool] = False  # whether a total is summed up over chunks of the classes
+
+    @cached_property
+    def p(self) -> Tensor:
+        """Probabilities: (n, d)."""
+        return full_precision(self.z).softmax(dim=1)
+
+    @cached_property
+    def _top(self) -> Tensor:
+        """The most probable class: (n, 1)."""
+        return self.p.argmax(dim=1, keepdim=True)
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        """Probabilities of the other classes, 0 for the most probable one: (n, d)."""
+        return self.p.scatter(1, self._top, 0.0)
+
+    def __call__(self, factor: Tensor) -> Tensor:
+        # The form q_k is the variance of column k of F under p. It is computed from the
+        # distance to row c, that of the most probable class: with r = sum of the other
+        # probabilities,
+        #   Var = sum_{s != top} p_s (F_s - c)^2 - (sum_{s != top} p_s (F_s - c))^2,
+        # where the first term is of order r and the second of order r^2.
+        c = factor[self._top[:, 0]]
+        r = self._rest.sum(dim=1, keepdim=True)
+        first = self._rest @ factor
+        second = self._rest @ factor.square()
+        spread = second - 2 * c * first + r * c.square()
+        return self._scaled((spread - (first - r * c).square()).clamp_min(0))
+
+    def trace(self, factor: Factor | None) -> Tensor:
+        if factor is None or factor.shape[0] * factor.shape.numel() > FEW:
+            return super().trace(factor)
+        # 1/2 p^T D p with the squared distances D of the rows of F: there are no negative terms,
+        # and few operations, whose launches take a GPU's time
+        distances = squared_distances(factor.matrix())
+        return self._scaled(((self.p @ distances) * self.p).sum(dim=1, keepdim=True) / 2)[:, 0]
+
+    def product(self, vectors: Tensor) -> Tensor:
+        spread = vectors - (self.p * vectors).sum(dim=1, keepdim=True)
+        return self._scaled(self.p * spread)
+
+    def diagonal(self) -> Tensor:
+        return self._scaled(self.p * self._others())
+
+    def root(self) -> Tensor:
+        # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T
+        away = -self.p[:, :, None].expand(-1, -1, self.p.shape[1])
+        away = away.diagonal_scatter(self._others(), dim1=1, dim2=2)
+        return away * self._scaled(self.p).sqrt()[:, None, :]
+
+    def root_product(self, vectors: Tensor) -> Tensor:
+        # This cancels for confident predictions, to values as small as rounding errors. Their
+        # squares are what is used, so no care is needed as in forms.
+        parts = safe_root(self.p) * vectors
+        products = parts - self.p * parts.sum(dim=1, keepdim=True)
+        return products if self.scale is None else products * self.scale.sqrt()[:, None]
+
+    def _total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
+        if len(factor) > factor.shape[1] and not self._in_chunks:
+            return super()._total(factor, features, each)
+        each = each if self.scale is None else each * self.scale
+        total: Tensor = _Total.apply(type(self), self.z, features, factor, each)  # type: ignore[no-untyped-call]
+        return total
+
+    @staticmethod
+    def total_with_slopes(
+        z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
+    ) -> tuple[Tensor, Slopes]:
+        """Compute the total, and return a function that computes its slopes."""
+        term = CrossEntropy().trace_term(z.softmax(-1), features, factor, each)
+        return term.value, lambda outer: (
+            term.z * outer,
+            features * (term.of_phi * outer),
+            term.weight * outer,
+        )
+
+    def _others(self) -> Tensor:
+        """Compute 1 - p without cancellation: for the top class, the sum of the others."""
+        return (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
+
+    def _scaled(self, array: Tensor) -> Tensor:
+        """Multiply the rows of an array by the samples' scales."""
+        return array if self.scale is None else array * self.scale[:, None]
+
+
+class _Total(torch.autograd.Function):
+    """The total of a softmax, with a gradient that needs no graph of its operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kind: type[Softmax],
+        z: Tensor,
+        features: Tensor,
+        factor: Tensor,
+        each: float | Tensor,
     ) -> Tensor:
-        return total_by_forms(self, factor, features, sample_factors(weights, scale))
+        ctx.save_for_backward(z, features, factor)
+        ctx.each = each
+        value, ctx.slopes = kind.total_with_slopes(z, features, factor, each)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return None, *ctx.slopes(outer), None
+        # To be differentiated again: by autograd, from the forms. In each tensor as if the others
+        # were constants, since logits may depend on features and factor.
+        tensors = [x.view_as(x) for x in ctx.saved_tensors]
+        z, features, factor = map(full_precision, tensors)
+        total = ClosedForm._total(Softmax(z, None), factor, features, ctx.each)
+        needs = ctx.needs_input_grad[1:4]
+        needed = [x for x, is_needed in zip(tensors, needs, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(total, needed, outer, create_graph=True))
+        return None, *(next(found) if is_needed else None for is_needed in needs), None
 
 
 # -- any loss, by differentiating twice --------------------------------------------------
@@ -275,33 +478,3 @@ def check_twice(*gradients: Tensor | None) -> None:
         new = {source for source, _ in step.next_functions} - seen
         seen |= new
         steps.extend(new)
-
-
-# A matrix whose quadratic forms are summed over its columns, with what these sums need of it.
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A matrix F, shared by all samples of all batches. Shapes: `array` (d, k)."""
-
-    array: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the matrix."""
-        return self.array.shape
-
-    def matrix(self) -> Tensor:
-        """Return the matrix. Shapes: returns (d, k)."""
-        return self.array
-
-    @cached_property
-    def norms(self) -> Tensor:
-        """Squared norms of the rows: (d,)."""
-        return self.array.square().sum(dim=1)
-
-    @cached_property
-    def half_distances(self) -> Tensor:
-        """Half of the squared distances between the rows: (d, d)."""
-        gaps = self.array.unsqueeze(1) - self.array
-        return 0.5 * (gaps * gaps).sum(dim=2)

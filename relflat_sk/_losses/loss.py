@@ -137,9 +137,10 @@ class Loss:
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> "Loss":
         """Copy the loss with the criterion's own weights on another device and of another type."""
-        if not isinstance(self.criterion, nn.Module) or not _has_tensors(self.criterion):
+        module = self.criterion
+        if not isinstance(module, nn.Module) or not [*module.parameters(), *module.buffers()]:
             return self
-        return Loss(copy.deepcopy(self.criterion).to(device=device, dtype=dtype))
+        return Loss(copy.deepcopy(module).to(device=device, dtype=dtype))
 
     def classes_second(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Move the classes of a language model's logits, (n, tokens, classes), to axis 1."""
@@ -231,11 +232,6 @@ class Loss:
         rows = losses.reshape(n, -1)
         over_outputs = summed or reduction == "batchmean"
         return rows.sum(dim=1) if over_outputs else rows.mean(dim=1)
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    """Return whether a criterion has weights."""
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:

@@ -25,71 +25,17 @@ With the mean row ``xbar = sum_k p_k x_k`` of a sample, the gradients of its ``V
 probable class come from ``x_t - xbar = g (U x_t - S)``, where nothing cancels.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.curvature import ClosedForm, sample_factors, total_by_forms
-from relflat_sk._losses.softmax import Softmax, differentiable_backward
+from relflat_sk._losses.curvature import ClosedForm, Factor, Slopes, Softmax, chunks
 from relflat_sk._numerics import full_precision, without_autocast
 
 # number of classes from which on they are read in chunks
 MANY = 4096
-# largest number of classes in a chunk, and of numbers in its arrays, on a CPU and on a GPU. Large
-# chunks lose digits, because a matrix product adds up more terms; small chunks take long on a GPU
-_CLASSES = {False: 2**10, True: 2**13}
-_NUMBERS = {False: 2**23, True: 2**26}
-# number of rows from which the row that is subtracted is computed, as their mean
-_CENTRED = 1024
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows ``x_k`` of a factor, minus a common row, whose squares would cost digits.
-
-    Shapes: `factor` (d, m), `centre`, `spread` (m,).
-    """
-
-    factor: Tensor
-    centre: Tensor
-    spread: Tensor | None = None
-
-    @classmethod
-    def of(cls, factor: Tensor, spread: Tensor | None = None) -> "Rows":
-        """Centre the rows of a factor. Shapes: `factor` (d, m), `spread` (m,)."""
-        factor = factor.detach()
-        some = factor[:: max(1, len(factor) // _CENTRED)]
-        return cls(factor, full_precision(some).mean(dim=0), spread)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the factor."""
-        return self.factor.shape
-
-    def matrix(self) -> Tensor:
-        """Return a copy of the factor, with the spread. Shapes: returns (d, m)."""
-        return self.stretch(full_precision(self.factor).clone())
-
-    @cached_property
-    def norms(self) -> Tensor:
-        """Squared norms ``|x_k|^2``: (d, 1)."""
-        parts = [
-            torch.linalg.vector_norm(self[part], dim=1, keepdim=True).square_()
-            for part in _chunks(0, self.factor)
-        ]
-        return torch.cat(parts)
-
-    def __getitem__(self, index: slice | Tensor) -> Tensor:
-        # some of the rows, as a new array: (c, m)
-        return self.stretch(full_precision(self.factor[index]) - self.centre)
-
-    def stretch(self, rows: Tensor) -> Tensor:
-        """Multiply rows by the spread, in place. Shapes: `rows` (c, m); returns (c, m)."""
-        return rows if self.spread is None else rows.mul_(self.spread)
 
 
 @dataclass(frozen=True)
@@ -132,14 +78,14 @@ class _Odds:
         return p, self.ratio * p
 
     def trace(self, z: Tensor) -> Tensor:
-        """Compute ``sum_k p_k (1 - p_k)``. Shapes: `z` (n, d); returns (n,)."""
+        """Compute ``sum_k p_k (1 - p_k)``. Shapes: `z` (n, d); returns (n, 1)."""
         total = squares = torch.zeros_like(self.ratio)
-        for part in _chunks(0, z.T):
+        for part in chunks(0, z.T):
             u = self.others(z, part)
             total = total + u.sum(dim=1, keepdim=True)
             squares = squares + u.square_().sum(dim=1, keepdim=True)
         p, g = self.shares(total)
-        return (g * (total * (1 + p) - g * squares))[:, 0]
+        return g * (total * (1 + p) - g * squares)
 
 
 @dataclass(frozen=True)
@@ -156,19 +102,19 @@ class _Sums:
     row: Tensor
 
     @classmethod
-    def over(cls, z: Tensor, rows: Rows, *, columns: bool = False) -> "_Sums":
+    def over(cls, z: Tensor, factor: Factor, *, columns: bool = False) -> "_Sums":
         """Compute the sums chunk by chunk. Shapes: `z` (n, d)."""
         odds = _Odds.of(z)
         total = first = second = torch.zeros_like(odds.ratio)
         with without_autocast(z):
-            for part in _chunks(len(z), rows.factor):
+            for part in chunks(len(z), factor.array):
                 u = odds.others(z, part)
                 total = total + u.sum(dim=1, keepdim=True)
-                first = first + u @ full_precision(rows.factor[part])
-                second = second + u @ (rows[part].square_() if columns else rows.norms[part])
+                first = first + u @ full_precision(factor.array[part])
+                second = second + u @ (factor[part].square_() if columns else factor.norms[part])
         # the common row costs digits in squares, but not in sums, where it is subtracted at the end
-        first = rows.stretch(first - total * rows.centre)
-        return cls(odds, total, first, second, rows[odds.top[:, 0]].double())
+        first = factor.stretch(first - total * factor.centre)
+        return cls(odds, total, first, second, factor[odds.top[:, 0]].double())
 
     def variances(self) -> Tensor:
         """Compute the variance of each column under ``p``, or their sum.
@@ -182,20 +128,20 @@ class _Sums:
         others = self.second - g * squares
         return g * (others + p * (self.total * own - 2 * mixed)).clamp_min(0)
 
-    def gradients(self, z: Tensor, rows: Rows, outer: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, z: Tensor, factor: Factor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradients of ``sum_i outer_i V_i`` in the logits and in the rows.
 
         Shapes: `z` (n, d), `outer` (n, 1); returns (n, d), (d, m).
         """
-        dtype, (p, g) = rows.centre.dtype, self.odds.shares(self.total)
+        dtype, (p, g) = factor.centre.dtype, self.odds.shares(self.total)
         variances, away = self.variances(), g * (self.total * self.row - self.first)
         mean, others = (self.row - away).to(dtype), (outer * g).to(dtype)
         offset = (mean.double().square().sum(dim=1, keepdim=True) - variances).to(dtype)
         of_top = (2 * outer * p * away).to(dtype)
-        in_logits, in_rows = torch.empty_like(z), torch.empty_like(rows.factor)
-        for part in _chunks(len(z), rows.factor):
-            shares, x = self.odds.others(z, part).mul_(others), rows[part]
-            distances = torch.addmm(rows.norms[part].T, mean, x.T, alpha=-2)
+        in_logits, in_rows = torch.empty_like(z), torch.empty_like(factor.array)
+        for part in chunks(len(z), factor.array):
+            shares, x = self.odds.others(z, part).mul_(others), factor[part]
+            distances = torch.addmm(factor.norms[part].T, mean, x.T, alpha=-2)
             in_logits[:, part] = distances.add_(offset).mul_(shares)
             x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, mean, alpha=-2)
             at, inside = self.odds.place(part)
@@ -203,17 +149,6 @@ class _Sums:
         gaps = away.square().sum(dim=1, keepdim=True) - variances
         in_logits.scatter_(1, self.odds.top, (outer * p * gaps).to(z.dtype))
         return in_logits, in_rows
-
-
-def _chunks(n: int, factor: Tensor) -> Iterator[slice]:
-    """Cut the classes into chunks, for arrays of (n, c) and (c, m) numbers.
-
-    Shapes: `factor` (d, m).
-    """
-    d, m = factor.shape
-    size = max(1, min(_CLASSES[factor.is_cuda], _NUMBERS[factor.is_cuda] // (n + m)))
-    for start in range(0, d, size):
-        yield slice(start, min(start + size, d))
 
 
 @dataclass(frozen=True)
@@ -226,64 +161,35 @@ class ManyClasses(Softmax):
     Shapes: `z` (n, d), `scale` (n,).
     """
 
+    _in_chunks: ClassVar[bool] = True
+
     @classmethod
     def of(cls, curvature: ClosedForm | None) -> "ManyClasses | None":
         """Return the curvature for chunks of the classes, if it is that of a softmax."""
         return cls(curvature.z, curvature.scale) if isinstance(curvature, Softmax) else None
 
-    @cached_property
-    def p(self) -> Tensor:
-        """Probabilities: (n, d)."""
-        return full_precision(self.z).softmax(dim=1)
-
     def __call__(self, factor: Tensor) -> Tensor:
-        """Compute quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
-        return self._scaled(_Sums.over(self.z, Rows.of(factor), columns=True).variances())
+        return self._scaled(_Sums.over(self.z, Factor(factor), columns=True).variances())
 
-    def trace(self, factor: Rows | None) -> Tensor:
-        """Compute ``Tr(F^T B_i F)``, the trace of ``B_i`` without a factor: (n,)."""
+    def trace(self, factor: Factor | None) -> Tensor:
         if factor is None:
-            found = _Odds.of(self.z).trace(self.z)
-        else:
-            found = _Sums.over(self.z, factor).variances()[:, 0]
-        return found if self.scale is None else found * self.scale
-
-    def total(
-        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
-    ) -> Tensor:
-        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)``, for training: ()."""
-        each = sample_factors(self._weighted(weights), scale)
-        total: Tensor = _Total.apply(self.z, features, factor, each)  # type: ignore[no-untyped-call]
-        return total
-
-
-class _Total(torch.autograd.Function):
-    """The total of `ManyClasses.total`, with its gradient over chunks."""
+            return self._scaled(_Odds.of(self.z).trace(self.z))[:, 0]
+        return self._scaled(_Sums.over(self.z, factor).variances())[:, 0]
 
     @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor
-    ) -> Tensor:
-        ctx.rows, ctx.each = Rows.of(weight), each
-        ctx.sums = _Sums.over(z, ctx.rows)
-        ctx.outer = features.double().square().sum(dim=1, keepdim=True) * each
-        ctx.save_for_backward(z, features, weight)
-        value: Tensor = (ctx.sums.variances() * ctx.outer).sum()
-        return value.to(full_precision(z).dtype)
+    def total_with_slopes(
+        z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
+    ) -> tuple[Tensor, Slopes]:
+        rows = Factor(factor)
+        sums = _Sums.over(z, rows)
+        variances = sums.variances()
+        each = each[:, None] if isinstance(each, Tensor) and each.ndim else each
+        norms = features.double().square().sum(dim=1, keepdim=True) * each
 
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # to be differentiated again: leave it to autograd
-            by_forms = partial(_dense_total, each=ctx.each)
-            return (*differentiable_backward(by_forms, ctx, outer), None)
-        z, features, _ = ctx.saved_tensors
-        along = 2 * ctx.sums.variances() * ctx.each * outer
-        with without_autocast(outer):
-            of_z, of_weight = ctx.sums.gradients(z, ctx.rows, ctx.outer * outer)
-        return of_z, features * along.to(features.dtype), of_weight, None
+        def slopes(outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with without_autocast(outer):
+                of_z, of_factor = sums.gradients(z, rows, norms * outer)
+            along = 2 * variances * each * outer
+            return of_z, features * along.to(features.dtype), of_factor
 
-
-def _dense_total(z: Tensor, features: Tensor, weight: Tensor, each: float | Tensor) -> Tensor:
-    """Compute the same with arrays of all classes, differentiable any number of times."""
-    curvature = Softmax(full_precision(z), None)
-    return total_by_forms(curvature, full_precision(weight), features, each)
+        return (variances * norms).sum().to(full_precision(z).dtype), slopes

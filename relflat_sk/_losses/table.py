@@ -8,17 +8,16 @@ curvatures are always *summed* over outputs and samples. The divisors are summed
 that sums of batches of any size can be added.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import gathers, judge
-from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature
-from relflat_sk._losses.softmax import softmax_curvature
+from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature, softmax_curvature
 from relflat_sk._numerics import read_numbers
 
 # The form of a row in the table of criteria.
@@ -80,8 +79,8 @@ class Row:
     read_target: Callable[[Any, Tensor, Tensor], Target]
     divisors: Callable[[Any, Tensor, Tensor | None], float | Tensor]
     best_constant: BestConstant | None
-    links: Mapping[str, CurvatureOf] = field(default_factory=dict)
-    needs_target: Callable[[Any], bool] = field(default_factory=lambda: never)
+    links: Mapping[str, CurvatureOf]
+    needs_target: Callable[[Any], bool] = never
 
 
 # Rows of the table for softmax cross-entropy in its spellings.
@@ -122,48 +121,45 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
         )
     if not target.numel():
         return Target(target.long(), None)
-    classes = _read_integers(criterion, target)
+    classes = target.long()
+    if target.is_floating_point():
+        _judge_range(
+            target.where(classes != target, 0).abs(),
+            (0, 0),
+            f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such as "
+            "{high:g}. Is this a regression target? Then use a regression criterion such as "
+            "MSELoss.",
+        )
     n_classes, ignored = output.shape[1], criterion.ignore_index
     if not gathers(classes):
         # one operation, since every training step does it
         low, high = read_numbers(*classes.aminmax())
         if low >= 0 and high < n_classes:  # the usual case, in which no label is ignored
-            matter = ignored >= 0 or _class_target_matters(criterion)
+            matter = ignored >= 0 or criterion.weight is not None
             return Target(classes, classes if matter else None)
     counting = classes.where(classes != ignored, 0)
-    judge(partial(_refuse_other_than_indices, n_classes), *counting.aminmax())
+    _judge_range(
+        counting,
+        (0, n_classes - 1),
+        f"y must hold class indices from 0 to {n_classes - 1}, one per output, got values from "
+        "{low:.0f} to {high:.0f}. Encode the labels, for instance with "
+        "sklearn.preprocessing.LabelEncoder, or give the network more outputs.",
+    )
     if gathers(classes):  # until the error comes, there must be something to compute with
         classes = classes.where(counting == counting.clamp(0, n_classes - 1), ignored)
     return Target(classes, classes)
 
 
-def _read_integers(criterion: Any, target: Tensor) -> Tensor:
-    """Return labels as integers; refuse fractions."""
-    classes = target.long()
-    if not target.is_floating_point():
-        return classes
-    fractions = target.where(classes != target, 0)
-    judge(partial(_refuse_fractions, type(criterion).__name__), *fractions.aminmax())
-    return classes
+def _judge_range(values: Tensor, allowed: tuple[float, float], message: str) -> None:
+    """Refuse values outside of a range, by a message that may name the extreme ones."""
+    least, most = allowed
 
+    def refuse(low: float, high: float) -> None:
+        if not least <= low <= high <= most:
+            raise ValueError(message.format(low=low, high=high))
 
-def _refuse_fractions(criterion: str, low: float, high: float) -> None:
-    """Refuse labels between the indices of classes."""
-    if not low == high == 0:
-        raise ValueError(
-            f"{criterion} needs class indices 0, 1, ..., got fractions such as {low or high:g}. "
-            "Is this a regression target? Then use a regression criterion such as MSELoss."
-        )
-
-
-def _refuse_other_than_indices(n_classes: int, low: float, high: float) -> None:
-    """Refuse labels that are no indices of classes."""
-    if not 0 <= low <= high < n_classes:
-        raise ValueError(
-            f"y must hold class indices from 0 to {n_classes - 1}, one per output, got "
-            f"values from {low:.0f} to {high:.0f}. Encode the labels, for instance with "
-            "sklearn.preprocessing.LabelEncoder, or give the network more outputs."
-        )
+    if values.numel():
+        judge(refuse, *values.aminmax())
 
 
 def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
@@ -182,9 +178,8 @@ def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.d
 
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     """Return the curvature of cross-entropy with the total weight of each sample's targets."""
-    if target is None:
-        return softmax_curvature(z)
-    return softmax_curvature(z, _target_weights(criterion, target, z))
+    weights = None if target is None else _target_weights(criterion, target, z)
+    return softmax_curvature(z, weights)
 
 
 def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
@@ -200,11 +195,6 @@ def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
     of_label = weight[target.where(counts, 0)]
     found: Tensor = (1 - smoothing) * of_label + smoothing * weight.mean()
     return found * counts
-
-
-def _class_target_matters(criterion: Any) -> bool:
-    """Return whether classes have weights of their own."""
-    return criterion.weight is not None
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
@@ -240,7 +230,7 @@ def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) ->
         _class_divisors,
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
         dict.fromkeys(links, _softmax),
-        _class_target_matters,
+        lambda criterion: criterion.weight is not None,
     )
 
 
@@ -256,8 +246,8 @@ CLASS_LOSSES: dict[type, Row] = {
 
 def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and type of the output; axes of length 1 may differ."""
-    same_rows = len(target) == len(output)
-    if not (same_rows and _squeezed(target) == _squeezed(output)):
+    own, wanted = ([size for size in one.shape[1:] if size != 1] for one in (target, output))
+    if len(target) != len(output) or own != wanted:
         raise ValueError(
             f"{type(criterion).__name__} needs targets of the outputs' shape "
             f"{tuple(output.shape)}, got {tuple(target.shape)}."
@@ -265,39 +255,28 @@ def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     return target.reshape(output.shape).to(output.dtype)
 
 
-def _squeezed(array: Tensor) -> tuple[int, ...]:
-    return tuple(size for size in array.shape[1:] if size != 1)
-
-
 def _check_shares(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has numbers from 0 to 1."""
     target = _check_numbers(criterion, output, target)
-    if target.numel():
-        judge(partial(_refuse_other_than_shares, type(criterion).__name__), *target.aminmax())
+    _judge_range(
+        target,
+        (0, 1),
+        f"{type(criterion).__name__} needs targets from 0 to 1, got values from {{low:g}} to "
+        "{high:g}. Encode the two classes as 0 and 1.",
+    )
     return target
-
-
-def _refuse_other_than_shares(criterion: str, low: float, high: float) -> None:
-    if not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"{criterion} needs targets from 0 to 1, got values from {low:g} to {high:g}. Encode "
-            "the two classes as 0 and 1."
-        )
 
 
 def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target if it has no negative numbers."""
     target = _check_numbers(criterion, output, target)
-    if target.numel():
-        judge(partial(_refuse_other_than_counts, type(criterion).__name__), target.amin())
+    _judge_range(
+        target,
+        (0, math.inf),
+        f"{type(criterion).__name__} needs counts, which are not negative, as targets, got "
+        "{low:g}.",
+    )
     return target
-
-
-def _refuse_other_than_counts(criterion: str, lowest: float) -> None:
-    if lowest < 0:
-        raise ValueError(
-            f"{criterion} needs counts, which are not negative, as targets, got {lowest:g}."
-        )
 
 
 def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
@@ -331,8 +310,7 @@ def _check_of_outputs(criterion: Any, name: str, z: Tensor) -> None:
 
 def _mean(y: Tensor, weight: Tensor) -> Tensor:
     """Return the weighted mean of each output."""
-    rows = y.reshape(len(y), -1).to(weight.dtype)
-    return (weight[:, None] * rows).sum(dim=0) / weight.sum()
+    return weight @ y.reshape(len(y), -1).to(weight.dtype) / weight.sum()
 
 
 def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:

@@ -322,7 +322,7 @@ class EarlierStep:
         layers = list(self._layers())
         moves = [move for move, *_ in layers]
         divisor = self._loss.divisor(self._body.z.shape[-1])
-        losses = self._loss.each(self._body.z, batch.targets).sum() * divisor
+        losses = self._loss.each(self._body.z, batch.targets)[0].sum() * divisor
         gradients = torch.autograd.grad(losses, moves, create_graph=True)
 
         def draw(*signs: Tensor) -> Tensor:

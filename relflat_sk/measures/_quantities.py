@@ -30,7 +30,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Curvature, Factor, Rows, product_curvature
+from relflat_sk._losses import ClosedForm, Curvature, Factor, product_curvature
 from relflat_sk._network import LayerMap
 from relflat_sk._random import rademacher
 
@@ -54,7 +54,7 @@ class LayerPass:
         """The weight as a matrix of shape (d, m), in float64."""
         return self.map.weight.double()
 
-    def left_factor(self, spread: Tensor | None = None) -> Factor | Rows:
+    def left_factor(self, spread: Tensor | None = None) -> Factor:
         """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
 
         Shapes: `spread` (m,); returns (d, min(d, m).
@@ -183,9 +183,9 @@ class ManyClassesLayerPass(ClosedFormLayerPass):
         """The weight as a matrix of shape (d, m), of its own floating type."""
         return self.map.weight
 
-    def left_factor(self, spread: Tensor | None = None) -> Rows:
+    def left_factor(self, spread: Tensor | None = None) -> Factor:
         """Return the weight times the spread, without a copy: (d, m)."""
-        return Rows.of(self.weight, spread)
+        return Factor(self.weight, spread)
 
 
 Key = tuple[str, str]  # layer, name of the quantity
@@ -293,7 +293,7 @@ class Trace(Quantity):
     Shapes: `factor` (d, k), `inverse` (m,).
     """
 
-    factor: Factor | Rows | None = None
+    factor: Factor | None = None
     inverse: Tensor | None = None
 
     def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:

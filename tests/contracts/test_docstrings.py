@@ -35,7 +35,7 @@ EXTENSION_POINTS = [
     "relflat_sk._network.layer_maps.LayerMap",
     "relflat_sk._losses.curvature.ClosedForm",
     "relflat_sk._losses.curvature.diagonal_curvature",
-    "relflat_sk._losses.softmax.softmax_curvature",
+    "relflat_sk._losses.curvature.softmax_curvature",
 ]
 
 

@@ -201,7 +201,7 @@ def test_reparameterized_networks_compute_the_same(factors):
 def few_are_many(monkeypatch):
     """Read networks of few classes in chunks, as those of very many."""
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 2, True: 2})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 2, True: 2})
 
 
 @pytest.mark.usefixtures("few_are_many")

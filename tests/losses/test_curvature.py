@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from relflat_sk._losses.curvature import Factor, diagonal_curvature, product_curvature
-from relflat_sk._losses.softmax import softmax_curvature
+from relflat_sk._losses.curvature import (
+    Factor,
+    diagonal_curvature,
+    product_curvature,
+    softmax_curvature,
+)
 
 
 def dense_softmax(z, scale=None):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from relflat_sk._losses import many_classes
-from relflat_sk._losses.many_classes import ManyClasses, Rows
+from relflat_sk._losses import Factor
+from relflat_sk._losses.many_classes import ManyClasses
 
 
 def class_by_class(z, W, spread=None):
@@ -49,7 +49,9 @@ def total(z, W, spread=None, weights=None, features=None):
 
 @pytest.fixture(params=[1, 7, 2**23], ids=lambda size: f"chunks of {size}")
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(many_classes, "_CLASSES", {False: request.param, True: request.param})
+    monkeypatch.setattr(
+        "relflat_sk._losses.curvature._ROWS", {False: request.param, True: request.param}
+    )
 
 
 @pytest.mark.parametrize("gap", [0.0, 10.0, 60.0, 300.0], ids=lambda gap: f"ahead by {gap:g}")
@@ -61,7 +63,7 @@ def test_float32_agrees_with_float64(d, m, gap):
     curvature, forms = ManyClasses(z, None), class_by_class(z, W)
     assert (forms > 0).all()
     assert_close(curvature(W).double(), forms, rtol=5e-6, atol=0)
-    assert_close(curvature.trace(Rows.of(W)).double(), forms.sum(dim=1), rtol=5e-6, atol=0)
+    assert_close(curvature.trace(Factor(W)).double(), forms.sum(dim=1), rtol=5e-6, atol=0)
     assert_close(curvature.trace(None).double(), trace(z), rtol=5e-6, atol=0)
 
 
@@ -75,7 +77,7 @@ def test_any_chunks_give_the_same():
     assert_close(curvature(W).double(), forms, rtol=1e-5, atol=0)
     assert_close(curvature.trace(None).double(), trace(z) * scale, rtol=1e-5, atol=0)
     scaled = class_by_class(z, W, spread).sum(dim=1) * scale
-    assert_close(curvature.trace(Rows.of(W, spread)).double(), scaled, rtol=1e-5, atol=0)
+    assert_close(curvature.trace(Factor(W, spread)).double(), scaled, rtol=1e-5, atol=0)
     weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
     summed = curvature.total(W * spread, torch.full((4, 1), 3.0), weights, 2.0)
     assert_close(summed.double(), 18 * (weights * scaled).sum(), rtol=1e-5, atol=0)
@@ -128,7 +130,7 @@ def test_half_precision_is_summed_in_float32():
     forms = class_by_class(z, W)
     curvature = ManyClasses(z, None)
     assert_close(curvature(W).double(), forms, rtol=1e-5, atol=0)
-    assert_close(curvature.trace(Rows.of(W)).double(), forms.sum(dim=1), rtol=1e-5, atol=0)
+    assert_close(curvature.trace(Factor(W)).double(), forms.sum(dim=1), rtol=1e-5, atol=0)
     z.requires_grad_()
     W.requires_grad_()
     value = 2 * total(z, W, features=torch.ones(len(z), 1))
@@ -143,9 +145,9 @@ def test_half_precision_is_summed_in_float32():
 
 def test_autocast_does_not_reach_the_sums():
     z, W = make(5000, 6, 3.0)
-    expected = ManyClasses(z, None).trace(Rows.of(W))
+    expected = ManyClasses(z, None).trace(Factor(W))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_close(ManyClasses(z, None).trace(Rows.of(W)), expected, rtol=0, atol=0)
+        assert_close(ManyClasses(z, None).trace(Factor(W)), expected, rtol=0, atol=0)
 
 
 def test_classes_that_are_masked_out():
@@ -160,7 +162,7 @@ def test_classes_that_are_masked_out():
 def test_rows_with_a_large_common_part():
     z, W = make(100, 8, 3.0)
     far = W + 100
-    found = ManyClasses(z, None).trace(Rows.of(far)).double()
+    found = ManyClasses(z, None).trace(Factor(far)).double()
     assert_close(found, class_by_class(z, far).sum(dim=1), rtol=1e-4, atol=0)
 
 

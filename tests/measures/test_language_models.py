@@ -47,7 +47,7 @@ def assert_own_loss(net):
 def classes(request, monkeypatch):
     if request.param == "many classes":
         monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-        monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+        monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
 
 
 @pytest.mark.usefixtures("classes")

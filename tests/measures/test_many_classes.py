@@ -26,7 +26,7 @@ TRACES = [
 def few_are_many(monkeypatch):
     """Read networks of few classes in chunks, too: their Hessians are small enough to compare."""
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
 
 
 def by_sums(net, X, weights=None):
@@ -176,7 +176,7 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_memory_is_that_of_a_chunk(monkeypatch):
     """No array that a measure makes of classes and features has more classes than a chunk."""
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 64, True: 64})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 64, True: 64})
     monkeypatch.setattr("relflat_sk._numerics._TOGETHER", 64 * 48)
     net, X, y = make(5000, 48, 1.0)
     measure("relative_flatness", net, X, y, criterion=CE)  # also checks what the layer computes

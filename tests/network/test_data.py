@@ -182,7 +182,7 @@ def test_an_overflowing_sum_is_not_mistaken_for_infinity():
         (X, torch.full((12,), torch.nan), ValueError, "y contains NaN"),
         (X, Y + 1, ValueError, "class indices from 0 to 2, one per output, got .* from 1 to 3"),
         (X, Y - 1, ValueError, "got values from -1 to 1"),
-        (X, Y + 0.5, ValueError, "needs class indices 0, 1, ..., got fractions such as 0.5"),
+        (X, Y + 0.5, ValueError, "needs class indices 0, 1, ..., got fractions such as 2.5"),
         (X, np.zeros((12, 2)), ValueError, r"outputs of shape \(12, 3\) needs .* got \(12, 2\)"),
         ("text", Y, TypeError, "X must hold numbers"),
         (np.array([["a"] * 4] * 12), Y, TypeError, "X must hold numbers, got ndarray of <U1"),

@@ -20,7 +20,7 @@ SOFTMAX = [name for name in small.CLOSED if "cross-entropy" in name]
 @pytest.fixture
 def few_are_many(monkeypatch):
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
 
 
 @pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
@@ -76,7 +76,7 @@ def test_few_and_many_classes_with_weights_are_penalised_alike(normalize, reduct
 
     expected = value_and_gradients()
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -148,7 +148,7 @@ def test_few_and_many_classes_are_penalised_alike(case, normalize, monkeypatch):
 
     expected = value_and_gradients()
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -203,7 +203,7 @@ def test_the_limit_by_gradients_is_that_of_few_classes(normalize, monkeypatch):
     parts = [None, "weight of the head"]
     few = [share(part) for part in parts]
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.many_classes._CLASSES", {False: 3, True: 3})
+    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
     many = [share(part) for part in parts]
     assert all(0 < one < 1 for one in few)
     assert not any(one.requires_grad for one in [*few, *many])  # constants in the differentiation
