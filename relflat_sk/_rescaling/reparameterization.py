@@ -22,7 +22,7 @@ holds for ``kind="layer"`` with a single number ``rows`` and ``after = before * 
 for c > 0 keeps the scale. Any step keeps a scale of 1.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,44 +37,31 @@ from relflat_sk._rescaling.tracing import copy_module, is_plain_layer, trace
 Floats = NDArray[np.float64]
 
 
-def _parse_layer_factors(
-    module: nn.Module, factors: Any, order: Sequence[str]
+def _read_factors(
+    module: nn.Module, factors: Any, order: Sequence[str], kind: str
 ) -> dict[str, Floats]:
-    """Read one factor for each layer, from a sequence for all or a mapping for some of them."""
+    """Read the factors of some layers, one for each layer or for each of its output neurons."""
     if isinstance(factors, Mapping):
         named = _by_name(module, factors, order)
-        return {name: _positive(name, values, ()).reshape(1) for name, values in named.items()}
-    values = _to_array("factors", factors)
-    if values.shape != (len(order),):
-        raise ValueError(
-            f"factors must hold one number for each of the {len(order)} layers with a weight "
-            f"matrix, in forward order ({', '.join(map(repr, order))}), got shape {values.shape}."
-        )
-    return {
-        name: _positive(name, value, ()).reshape(1)
-        for name, value in zip(order, values, strict=True)
-    }
-
-
-def _parse_neuron_factors(
-    module: nn.Module, factors: Any, order: Sequence[str]
-) -> dict[str, Floats]:
-    """Read one factor for each output neuron of some layers."""
-    if not isinstance(factors, Mapping):
+    elif kind == "neuron":
         raise TypeError(
             'factors must be a mapping of layer to one factor per output neuron for kind="neuron", '
             f"got {type(factors).__name__}."
         )
-    return {
-        name: _positive(name, values, (layer_map(module.get_submodule(name)).n_outputs,))
-        for name, values in _by_name(module, factors, order).items()
+    else:
+        values = _to_array("factors", factors)
+        if values.shape != (len(order),):
+            raise ValueError(
+                f"factors must hold one number for each of the {len(order)} layers with a weight "
+                f"matrix, in forward order ({', '.join(map(repr, order))}), got shape "
+                f"{values.shape}."
+            )
+        named = dict(zip(order, values, strict=True))
+    n_factors = {
+        name: (layer_map(module.get_submodule(name)).n_outputs,) if kind == "neuron" else ()
+        for name in named
     }
-
-
-_PARSERS: dict[str, Callable[[nn.Module, Any, Sequence[str]], dict[str, Floats]]] = {
-    "layer": _parse_layer_factors,
-    "neuron": _parse_neuron_factors,
-}
+    return {name: _positive(name, one, n_factors[name]).reshape(-1) for name, one in named.items()}
 
 
 def _by_name(
@@ -218,8 +205,8 @@ def reparameterize(
             f"torch.fx sees no layer with a weight matrix in the {type(module).__name__}; give "
             "the network itself, not a wrapper around it."
         )
-    named = _PARSERS[kind](module, factors, order)
-    walk = Walk(module, graph, KINDS[kind], named)
+    named = _read_factors(module, factors, order, kind)
+    walk = Walk(module, graph, kind, named)
     walk.run()
     result = copy_module(module, {})
     for name, change in walk.layers.items():

@@ -4,13 +4,13 @@ See `relflat_sk._rescaling.reparameterization` for the notation.
 """
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
@@ -71,51 +71,13 @@ class Change:
     columns: Floats
     after: Floats
 
-    @property
-    def is_none(self) -> bool:
-        """Whether the layer stays as it is."""
-        return all(bool((part == 1).all()) for part in (self.rows, self.columns, self.after))
 
-
-def _plan_layer(before: Scale, features: int, factor: Floats | None) -> Change:
-    """Plan to multiply the whole weight."""
-    rows = np.ones(1) if factor is None else factor
-    after = before.values * rows
-    if abs(after[0] - 1) <= _PRODUCT_TOLERANCE:
-        after = np.ones(1)
-        rows = after / before.values
-    return Change(rows, np.ones(1), after)
-
-
-def _plan_neurons(before: Scale, features: int, factor: Floats | None) -> Change | None:
-    """Plan to multiply rows, and to divide columns by the scales of the neurons they read."""
-    columns = before.spread(features)
-    rows = np.ones(1) if factor is None else factor
-    return None if columns is None else Change(rows, columns, rows)
-
-
-_Plan = Callable[[Scale, int, Floats | None], Change | None]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of rescaling."""
-
-    plan: _Plan
-    unfinished: str
-
-
+# the kinds of rescaling, with the error for factors that nothing undoes
 KINDS = {
-    "layer": Kind(
-        _plan_layer,
-        "the factors multiply to {after:.10g} on the way to the network's output, behind layer "
-        "{name!r}; their product must be 1.",
-    ),
-    "neuron": Kind(
-        _plan_neurons,
-        "layer {name!r} has no layer behind it in which the factors of its output neurons could "
-        "be undone; give factors for layers before it.",
-    ),
+    "layer": "the factors multiply to {after:.10g} on the way to the network's output, behind "
+    "layer {name!r}; their product must be 1.",
+    "neuron": "layer {name!r} has no layer behind it in which the factors of its output neurons "
+    "could be undone; give factors for layers before it.",
 }
 
 
@@ -130,7 +92,7 @@ class Walk:
 
     module: nn.Module
     graph: fx.Graph
-    kind: Kind
+    kind: str
     factors: dict[str, Floats]
     scales: dict[fx.Node, Scale] = field(default_factory=dict)
     layers: dict[str, Change] = field(default_factory=dict)
@@ -161,6 +123,13 @@ class Walk:
         if any(source is not first for source in self._rescaled_inputs(node)):
             raise self.refusal(node, "takes a rescaled value in a place where it cannot be undone")
         return self.scales[first] if isinstance(first, fx.Node) else ONE
+
+    def kept(self, node: fx.Node, *layouts: str) -> Scale:
+        """Keep a single factor, or those of neurons in some layouts: the rest would be mixed."""
+        scale = self.only_input(node)
+        if not scale.is_uniform and scale.layout not in layouts:
+            raise self.refusal(node, _MIXES)
+        return scale
 
     def check_changeable(self, node: fx.Node) -> None:
         """Refuse to change tensors that are computed, or used in more than one place."""
@@ -236,23 +205,34 @@ class Walk:
         before = self.only_input(node)
         as_map = layer_map(layer)
         fits = before.is_uniform or (before.layout == "channels") != as_map.channels_last
-        factor = self.factors.get(name)
-        change = self.kind.plan(before, as_map.n_inputs, factor) if fits else None
+        change = self._plan(before, as_map.n_inputs, self.factors.get(name)) if fits else None
         if change is None:
             raise self.refusal(
                 node,
                 f"takes {as_map.n_inputs} features, which cannot be matched with "
                 f"the {len(before.values)} neurons that are rescaled before it",
             )
-        if change.is_none:
+        if all((part == 1).all() for part in (change.rows, change.columns, change.after)):
             return ONE
         self.check_changeable(node)
         layout = "last" if as_map.channels_last else "channels"
         after = Scale(change.after, layout, layer.weight.ndim)
         if not after.is_one and node not in self._leads_to_layer:
-            raise ValueError(self.kind.unfinished.format(name=name, after=after.values[0]))
+            raise ValueError(KINDS[self.kind].format(name=name, after=after.values[0]))
         self.layers[name] = change
         return after
+
+    def _plan(self, before: Scale, n_features: int, factor: Floats | None) -> Change | None:
+        """Plan the change of a layer; None if its columns cannot be matched with the neurons."""
+        rows = np.ones(1) if factor is None else factor
+        if self.kind == "neuron":
+            columns = before.spread(n_features)
+            return None if columns is None else Change(rows, columns, rows)
+        after = before.values * rows
+        if abs(after[0] - 1) <= _PRODUCT_TOLERANCE:
+            after = np.ones(1)
+            rows = after / before.values
+        return Change(rows, np.ones(1), after)
 
 
 def _identity(tensor: Tensor) -> int:
@@ -277,11 +257,6 @@ def _argument(walk: Walk, node: fx.Node, position: int, name: str, default: Any 
     return node.kwargs.get(name, default)
 
 
-def _keep(walk: Walk, node: fx.Node) -> Scale:
-    """Keep the scale: the step acts on each number alone, with f(c x) = c f(x)."""
-    return walk.only_input(node)
-
-
 def _cast(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale if device or precision change, but not to integers."""
     arguments = (*node.args, *node.kwargs.values())
@@ -291,20 +266,9 @@ def _cast(walk: Walk, node: fx.Node) -> Scale:
     return walk.only_input(node)
 
 
-def _keep_uniform(walk: Walk, node: fx.Node) -> Scale:
-    """Keep a single factor: the step moves numbers or adds them up."""
-    scale = walk.only_input(node)
-    if not scale.is_uniform:
-        raise walk.refusal(node, _MIXES)
-    return scale
-
-
 def _pool(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale: the step acts within channels."""
-    scale = walk.only_input(node)
-    if not scale.is_uniform and scale.layout != "channels":
-        raise walk.refusal(node, _MIXES)
-    return scale
+    return walk.kept(node, "channels")
 
 
 def _pad(walk: Walk, node: fx.Node) -> Scale:
@@ -312,15 +276,13 @@ def _pad(walk: Walk, node: fx.Node) -> Scale:
     value = _argument(walk, node, 3, "value")
     if isinstance(value, fx.Node) or value:
         raise walk.refusal(node, f"pads a rescaled value with {value!r}")
-    return (_pool if node.op == "call_module" else _keep_uniform)(walk, node)
+    return walk.kept(node, *["channels"] * (node.op == "call_module"))
 
 
 def _flatten(walk: Walk, node: fx.Node) -> Scale:
-    start, end = (
-        _argument(walk, node, 1, "start_dim", 0),
-        _argument(walk, node, 2, "end_dim", -1),
-    )
-    return _flatten_axes(walk, node, start, end)
+    """Flatten the axes that the step names."""
+    start = _argument(walk, node, 1, "start_dim", 0)
+    return _flatten_axes(walk, node, start, _argument(walk, node, 2, "end_dim", -1))
 
 
 def _flatten_axes(walk: Walk, node: fx.Node, start: Any, end: Any) -> Scale:
@@ -434,12 +396,12 @@ def _multiply(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale of a value that is multiplied by a number, or by a value with scale 1."""
     if isinstance(_argument(walk, node, 0, "input"), int | float):
         return walk.scales[node.all_input_nodes[0]]
-    return _multiply_first(walk, node)
+    return _divide(walk, node)
 
 
-def _multiply_first(walk: Walk, node: fx.Node) -> Scale:
+def _divide(walk: Walk, node: fx.Node) -> Scale:
     """Keep the scale of the first operand; a second one may mix neurons by broadcasting."""
-    if node.kwargs.get("rounding_mode") is not None:  # of a division
+    if node.kwargs.get("rounding_mode") is not None:
         raise walk.refusal(node, "rounds a rescaled value")
     scale = walk.only_input(node)
     if not scale.is_uniform and len(node.all_input_nodes) > 1:
@@ -458,63 +420,40 @@ def _attribute(walk: Walk, node: fx.Node) -> Scale:
     raise walk.refusal(node, f"takes the attribute {node.args[1]!r} of a rescaled value")
 
 
-_RULES: dict[Rule, tuple[Any, ...]] = {  # modules, functions and names of tensor methods
-    _keep: (
-        *(nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU),
-        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-        *(F.relu, F.relu_, torch.relu, torch.relu_, F.leaky_relu, F.leaky_relu_),
-        *(F.prelu, torch.prelu, F.rrelu, torch.rrelu, torch.abs, torch.neg, operator.neg),
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
-        *("relu", "relu_", "abs", "neg", "contiguous", "clone", "detach"),
-        *("float", "double", "half", "bfloat16", "cpu", "cuda"),
-    ),
-    _cast: ("to",),
-    _pool: (
-        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, F.max_pool1d, F.max_pool2d, F.max_pool3d),
-        *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
-        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-        *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-        *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
-        *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d),
-        *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, F.interpolate),
-        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-        *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
-        *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-        *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
-    ),
-    _keep_uniform: (
-        *(nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Fold, nn.Unfold),
-        *(torch.permute, torch.transpose, torch.movedim, torch.unsqueeze, torch.chunk),
-        *(torch.split, torch.unbind, torch.narrow, torch.select, operator.getitem),
-        *("permute", "transpose", "movedim", "unsqueeze", "chunk", "split", "unbind", "narrow"),
-        *("select", "expand", "expand_as", "repeat", "unflatten", "t"),
-    ),
-    _pad: (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, F.pad),
-    _flatten: (nn.Flatten, torch.flatten, "flatten"),
-    _view: (torch.reshape, "reshape", "view"),
-    _reduce: (
-        *(torch.mean, torch.sum, torch.amax, torch.amin, torch.squeeze),
-        *("mean", "sum", "amax", "amin", "squeeze"),
-    ),
-    _sum: (operator.add, operator.sub, torch.add, torch.sub, "add", "add_", "sub", "sub_"),
-    _join: (torch.cat, torch.concat, torch.stack, torch.maximum, torch.minimum),
-    _multiply: (operator.mul, torch.mul, "mul"),
-    _multiply_first: ("mul_", operator.truediv, torch.div, "div", "div_"),
-    _one: ("size", "dim", "numel"),
-    _attribute: (getattr,),
+# The steps of torch that pass scales on, by the names of modules, functions and methods without
+# underscores and the number of axes: "maxpool" is nn.MaxPool1d, F.max_pool2d, torch.max_pool1d
+_RULES: dict[Rule, str] = {
+    # f(c x) = c f(x) for each number alone
+    Walk.only_input: "identity relu leakyrelu prelu rrelu dropout abs neg contiguous clone detach "
+    "float double half bfloat16 cpu cuda",
+    _cast: "to",
+    _pool: "maxpool avgpool adaptiveavgpool adaptivemaxpool lppool interpolate upsample "
+    "upsamplingnearest upsamplingbilinear zeropad reflectionpad replicationpad circularpad",
+    # numbers are moved or added up
+    Walk.kept: "unflatten pixelshuffle pixelunshuffle channelshuffle fold unfold permute transpose "
+    "movedim unsqueeze chunk split unbind narrow select getitem expand expandas repeat t",
+    _pad: "constantpad pad",
+    _flatten: "flatten",
+    _view: "reshape view",
+    _reduce: "mean sum amax amin squeeze",
+    _sum: "add sub",
+    _join: "cat concat stack maximum minimum",
+    _multiply: "mul",
+    _divide: "truediv div",
+    _one: "size dim numel",
+    _attribute: "getattr",
 }
-_RULE_OF = {step: rule for rule, steps in _RULES.items() for step in steps}
+_RULE_OF = {name: rule for rule, names in _RULES.items() for name in names.split()}
 
 
 def _find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
     """Return the rule by which a step passes the scale of its input on."""
-    if node.op in {"call_function", "call_method"}:
-        return _RULE_OF.get(node.target)
-    if node.op != "call_module":
-        return None
-    module = modules[str(node.target)]
-    if is_plain(module, BATCH_NORMS):
-        return _norm
-    return None if has_own_forward(module) else _RULE_OF.get(type(module))
+    step: Any = node.target
+    if node.op == "call_module":
+        if is_plain(modules[step], BATCH_NORMS):
+            return _norm
+        step = None if has_own_forward(modules[step]) else type(modules[step])
+    if not isinstance(step, str):  # of torch, or an operator of Python
+        origin = getattr(step, "__module__", "").partition(".")[0]
+        step = getattr(step, "__name__", "") if origin in {"torch", "_operator", "builtins"} else ""
+    return _RULE_OF.get(re.sub(r"_|[123]d$", "", step.lower()))
