@@ -29,6 +29,7 @@ from relflat_sk import (
     StopAtLoss,
     correlate,
     fleet_training,
+    granulated_kendall,
 )
 
 BATCH_SIZES = [16, 32, 64, 128, 256]
@@ -108,16 +109,31 @@ def compare(minima, seconds, cv_params, cv_seconds):
     return pd.DataFrame(rows, columns=columns).set_index("choice")
 
 
-def in_words(table, correlation, n_test):
-    """Return the result in words, whether it favors flatness or not."""
-    kappa = correlation.set_index("measure").loc["relative_flatness"]
-    tau, low, high = kappa["kendall"], kappa["kendall_low"], kappa["kendall_high"]
+def verdict(low, high):
+    """Return what an interval of a rank correlation says of flatness and the gap."""
     if low > 0:
-        verdict = "flatter minima generalised better (the interval excludes zero)"
-    elif high < 0:
-        verdict = "flatter minima generalised WORSE (the interval excludes zero)"
-    else:
-        verdict = "no relation that could not be chance"
+        return "flatter minima generalised better"
+    return "flatter minima generalised WORSE" if high < 0 else "no relation beyond chance"
+
+
+def in_words(table, correlation, granulated, n_test):
+    """Return the result in words, whether it favors flatness or not.
+
+    All minima together mix two questions: whether flatness tells batch sizes apart, and whether
+    it tells the networks of one batch size apart. Each has its own coefficient.
+    """
+    kappa = correlation.set_index("measure").loc["relative_flatness"]
+    granules = granulated.set_index("measure").loc["relative_flatness"]
+    rows = [
+        ("all minima together, Kendall tau", kappa, "kendall"),
+        ("equal seeds, other batch sizes, granulated", granules, "psi_batch_size"),
+        ("equal batch sizes, other seeds, granulated", granules, "psi_random_state"),
+    ]
+    found = []
+    for name, row, column in rows:
+        low, high = row[f"{column}_low"], row[f"{column}_high"]
+        interval = f"{row[column]:z.2f} [{low:z.2f}, {high:z.2f}]"
+        found.append(f"  {name}: {interval}: {verdict(low, high)}")
     accuracy = table["held-out accuracy"]
     flat, average = accuracy["flattest minimum"], accuracy["average candidate"]
     cv, best = accuracy["5-fold cross-validation"], accuracy["best candidate (hindsight)"]
@@ -125,8 +141,7 @@ def in_words(table, correlation, n_test):
     times = table["seconds"]
     ratio = times["5-fold cross-validation"] / times["flattest minimum"]
     return (
-        f"Flatness against the generalisation gap: Kendall tau {tau:z.2f} "
-        f"[{low:z.2f}, {high:z.2f}]: {verdict}.\n"
+        "Flatness against the generalisation gap:\n" + "\n".join(found) + f"\n"
         f"The flattest minimum has a held-out accuracy of {flat:.3f}: "
         f"{100 * (flat - average):+.1f} points against the average candidate, "
         f"{100 * (flat - cv):+.1f} against the pick of cross-validation, which took "
@@ -188,7 +203,8 @@ def main(arguments=None):
     table = compare(minima, seconds, cv.best_params_, cv_seconds)
     print("\nWhat each way to choose found and cost:")
     print(table.to_string(float_format=lambda v: f"{v:.3f}", na_rep="-"))
-    print("\n" + in_words(table, correlation, len(X_test)))
+    granulated = granulated_kendall(minima, ["batch_size", "random_state"], random_state=0)
+    print("\n" + in_words(table, correlation, granulated, len(X_test)))
     draw(minima, options.output)
     print(f"\nPicture: {options.output}. All in {time.perf_counter() - started:.0f} s.")
 

@@ -26,6 +26,11 @@ def is_reserved(name: str) -> bool:
 def column_of(measure: str | Callable[..., Any]) -> str:
     """Return the column of a measure: its name, or that of its function."""
     if not callable(measure):
+        if not isinstance(measure, str):
+            raise TypeError(
+                "a measure is one name or one function, got "
+                f"{measure!r} of type {type(measure).__name__}."
+            )
         return measure
     name = str(getattr(measure, "__name__", "<lambda>"))
     if name == "<lambda>":
@@ -128,7 +133,7 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
 
 
 def find_axes(table: pd.DataFrame, axes: str | Sequence[str] | None) -> list[str]:
-    """Return the columns of several hyper-parameters, by default of all that were varied."""
+    """Return the columns of several hyper-parameters, by default of all varied but for seeds."""
     if axes is None:
         return _varied_axes(table)
     names = [axes] if isinstance(axes, str) else list(axes)
@@ -145,18 +150,23 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
     partitions: dict[Any, str] = {}
     for column in parameter_columns(table):
         levels = number_levels(table, [column])[:, 0]
-        if levels.any():
+        if levels.any() and not _is_seed(column):
             # two parameters drawn at random never repeat a value: both divide the minima into
             # groups of one, but were not varied together
             all_differ = column if levels.max() + 1 == len(levels) else None
             partitions.setdefault((all_differ, *levels), column)
     if not partitions:
         raise ValueError(
-            "No hyper-parameter was varied over these minima: no column "
-            f"'{PARAM_PREFIX}...' has more than one value. Name the columns of the "
+            "No hyper-parameter was varied over these minima, but for random seeds: no other "
+            f"column '{PARAM_PREFIX}...' has more than one value. Name the columns of the "
             "hyper-parameters as axes."
         )
     return list(partitions.values())
+
+
+def _is_seed(column: str) -> bool:
+    """Return whether a parameter is a random seed, whose values are repeats of an experiment."""
+    return plain_name(column).rpartition("__")[2] in {"random_state", "seed"}
 
 
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:

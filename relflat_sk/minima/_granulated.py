@@ -53,7 +53,7 @@ def granulated_kendall(
     axes : str, sequence of str or None, default=None
         The hyper-parameters, as ``"batch_size"`` or ``"param_batch_size"``. None takes every
         parameter that was varied, and the first of several that were only varied together.
-        Leave out the random seed, so that runs with different seeds count as repeats.
+        Random seeds are left out unless they are named: runs with other seeds are repeats.
     target : str or callable, default="generalization_gap"
         The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int, default=1000

@@ -66,7 +66,7 @@ def conditional_mutual_information(
     axes : str, sequence of str or None, default=None
         The hyper-parameters, as ``"batch_size"`` or ``"param_batch_size"``. None takes every
         parameter that was varied, and the first of several that were only varied together.
-        Leave out the random seed, which has no systematic effect on the gap.
+        Random seeds, which have no systematic effect on the gap, are left out unless named.
     target : str or callable, default="generalization_gap"
         The numeric column to predict, or the function of which it is the measure.
     n_bootstrap : int, default=1000

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import optuna
 import pandas as pd
 from numpy.typing import NDArray
 
@@ -12,6 +13,7 @@ from relflat_sk.minima._columns import (
     is_complete,
     is_converged,
     is_score,
+    measure_columns,
     numeric_column,
 )
 from relflat_sk.minima._depth import DEPTH_BAND, check_depth_band, mark_depth_band
@@ -64,7 +66,8 @@ def rank_minima(
     TypeError
         If `minima` is neither a table nor a study nor a fitted search.
     ValueError
-        If there is no column `by`, or it is not numeric, or `depth_band` is less than 1.
+        If no candidate of a study could be trained, there is no column `by`, or it is not
+        numeric, or `depth_band` is less than 1.
 
     See Also
     --------
@@ -91,6 +94,8 @@ def rank_minima(
     check_depth_band(depth_band)
     by = column_of(by)
     table = mark_depth_band(minima_table(minima), depth_band)
+    if isinstance(minima, optuna.Study):
+        _check_trained(table)
     values = numeric_column(table, by, argument="by")
     if is_score(by):
         values = -values
@@ -106,6 +111,30 @@ def rank_minima(
     ranked = table.drop(columns="rank", errors="ignore").iloc[order].reset_index(drop=True)
     ranked["rank"] = np.arange(1, len(ranked) + 1)
     return ranked
+
+
+def _check_trained(table: pd.DataFrame) -> None:
+    """Refuse the table of a study without minima, and say why there are none."""
+    if table.empty:
+        raise ValueError(
+            "there are no minima to rank: no candidate has been trained. A study needs finished "
+            "trials: run the search, or study.optimize(MinimaObjective(...)), first."
+        )
+    if not is_complete(table).any():
+        reasons = table.get("reason", pd.Series(dtype=str)).value_counts()
+        raise ValueError(
+            f"there are no minima to rank: none of {len(table)} candidates could be trained and "
+            "measured:\n" + "\n".join(f"  {n} x {reason}" for reason, n in reasons.items())
+        )
+    if (
+        {"train_loss", "state"} <= set(table.columns)
+        and not measure_columns(table)
+        and (table["train_loss"].isna().all())
+    ):
+        raise ValueError(
+            f"none of these {len(table)} trials recorded a minimum: the study was made by another "
+            "objective. Train with MinimaObjective or FlatMinimaSearch."
+        )
 
 
 def _shallowness(table: pd.DataFrame, values: Floats) -> Floats:

@@ -11,6 +11,7 @@ from relflat_sk.minima import (
     FEWEST_MINIMA,
     column_of,
     correlate,
+    find_axis,
     is_complete,
     is_converged,
     measure_columns,
@@ -40,8 +41,10 @@ CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 
 
 def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
     """Return the column that colors the minima."""
+    if color_by is None:
+        return None
     if color_by != "auto":
-        return color_by
+        return find_axis(minima, color_by, argument="color_by")
     varied = [name for name in parameter_columns(minima) if minima[name].nunique() > 1]
     batch_sizes = [name for name in varied if name.endswith("batch_size")]
     return next(iter([*batch_sizes, *varied]), None)
@@ -58,13 +61,6 @@ class Colors:
         self.column = column
         if column is None:
             return
-        if column not in minima.columns:
-            parameter = f"param_{column}"
-            hint = f" Did you mean {parameter!r}?" if parameter in minima.columns else ""
-            raise ValueError(
-                f"color_by={column!r} is not a column of these minima; there are: "
-                f"{list(minima.columns)}.{hint}"
-            )
         self.cmap = colormaps[cmap].with_extremes(bad="0.8")
         values = minima[column]
         self.levels = sorted(values.dropna().unique(), key=_order)

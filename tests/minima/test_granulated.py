@@ -169,11 +169,14 @@ def test_axes_are_named_with_or_without_their_prefix():
     assert_frame_equal(one[["psi"]], one[["psi_lr"]].set_axis(["psi"], axis=1))
 
 
-def test_seeds_left_out_of_the_axes_are_repeats():
+def test_seeds_are_repeats_unless_they_are_named():
     minima = make_minima(repeats=3).assign(param_random_state=np.tile([0, 1, 2], 18))
-    row = granulated_kendall(minima, list(AXES), n_bootstrap=1, random_state=0).iloc[0]
     expected = by_definition(minima.drop(columns="param_random_state"))
-    np.testing.assert_allclose(row["psi"], expected[0], **ROUNDING)
+    for axes in (list(AXES), None):
+        row = granulated_kendall(minima, axes, n_bootstrap=1, random_state=0).iloc[0]
+        np.testing.assert_allclose(row["psi"], expected[0], **ROUNDING)
+    named = granulated_kendall(minima, [*AXES, "random_state"], n_bootstrap=1, random_state=0)
+    assert named["psi"].iloc[0] != row["psi"]
 
 
 def test_hyper_parameters_varied_together_are_one_axis():

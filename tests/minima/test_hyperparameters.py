@@ -39,3 +39,14 @@ def test_parameters_varied_together_are_one_axis_but_random_draws_are_not_merged
     assert find_axes(varied, None) == ["param_a"]
     drawn = pd.DataFrame({"param_a": [0.1, 0.2, 0.3], "param_b": [5.0, 6.0, 7.0]})
     assert find_axes(drawn, None) == ["param_a", "param_b"]
+
+
+@pytest.mark.parametrize("seed", ["random_state", "net__random_state", "seed"])
+def test_seeds_are_no_axes_unless_they_are_named(seed):
+    table = pd.DataFrame({"param_lr": [0.1, 0.1, 0.2], f"param_{seed}": [0, 1, 0]})
+    assert find_axes(table, None) == ["param_lr"]
+    assert find_axes(table, seed) == [f"param_{seed}"]
+    with pytest.raises(
+        ValueError, match="was varied over these minima, but for random seeds"
+    ):
+        find_axes(table.assign(param_lr=0.1), None)

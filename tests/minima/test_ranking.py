@@ -96,8 +96,8 @@ def test_ranking_agrees_with_sorting_by_definition(cases):
     assert ranked["trial"].tolist() == sorted(range(len(cases)), key=key)
 
 
-def test_study_without_trials_is_ranked_as_an_empty_table():
-    ranked = rank_minima(optuna.create_study(), by="train_loss")
+def test_an_empty_table_is_ranked_as_one():
+    ranked = rank_minima(minima_table(optuna.create_study()), by="train_loss")
     assert ranked.columns.tolist() == list(FIXED)
     assert len(ranked) == 0
 
@@ -129,6 +129,37 @@ def test_says_which_types_can_be_ranked():
         rank_minima(search)
     with pytest.raises(TypeError, match=r"must be a pandas.DataFrame.*got list"):
         rank_minima([1.0, 2.0])
+
+
+def _failing(trial):
+    raise ValueError("no such layer")
+
+
+def _number(trial):
+    return trial.suggest_float("x", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (None, "no minima to rank: no candidate has been trained"),
+        (_failing, "none of 2 candidates could be trained and measured:\n  2 x failed without"),
+        (_number, "none of these 2 trials recorded a minimum: .* another objective"),
+    ],
+    ids=["empty", "failed", "foreign"],
+)
+def test_says_why_a_study_has_no_minima(objective, message):
+    study = optuna.create_study()
+    if objective is not None:
+        study.optimize(objective, 2, catch=ValueError)
+    with pytest.raises(ValueError, match=message):
+        rank_minima(study)
+
+
+@pytest.mark.parametrize("by", [["relative_flatness"], None])
+def test_ranks_by_one_measure(by):
+    with pytest.raises(TypeError, match="a measure is one name or one function, got"):
+        rank_minima(make_minima(), by=by)
 
 
 def test_saturated_networks_do_not_win():

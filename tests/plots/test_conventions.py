@@ -138,7 +138,9 @@ def test_tables_stay_as_they_are_and_studies_are_accepted(name):
 def test_an_error_leaves_no_empty_figure():
     for display in (FlatnessGapDisplay, MinimaRankingDisplay):
         for minima, color_by in [(table(), "seed"), (table(converged=False), None)]:
-            with pytest.raises(ValueError, match=r"color_by='seed'|None of the 12 candidates"):
+            with pytest.raises(
+                ValueError, match=r"color_by: 'seed' is no parameter|None of the 12 candidates"
+            ):
                 display.from_minima(minima, color_by=color_by, random_state=0)
     with pytest.raises(ValueError, match="estimator is an empty dict"):
         SharpnessKLDisplay.from_estimator({}, X, Y)

@@ -103,7 +103,7 @@ def test_many_numbers_get_a_color_scale_and_names_a_label_each():
     assert scale.color_by == "param_lr"
     assert scale.figure_.axes[-1].get_ylabel() == "lr"
     assert scale.figure_.axes[-1].get_yscale() == "log"
-    names = FlatnessGapDisplay.from_minima(minima, color_by="param_init", random_state=0)
+    names = FlatnessGapDisplay.from_minima(minima, color_by="init", random_state=0)
     assert ticks(names.figure_.axes[-1].yaxis) == ["a", "b"]
 
 
@@ -332,8 +332,7 @@ CONSTANT = table().drop(columns="param_batch_size")
     [
         ("gap", table(), {"measure": "sharpness"}, "measure='sharpness' is not a column"),
         ("gap", table(), {"target": "reason"}, "target='reason' is not numeric"),
-        ("gap", table(), {"color_by": "seed"}, "color_by='seed' is not a column of these"),
-        ("gap", table(), {"color_by": "batch_size"}, "Did you mean 'param_batch_size'"),
+        ("gap", table(), {"color_by": "seed"}, "color_by: 'seed' is no parameter of these"),
         ("gap", NOTHING, {}, "None of the 12 candidates is a minimum, so"),
         (
             "gap",
