@@ -46,7 +46,5 @@ def test_seeds_are_no_axes_unless_they_are_named(seed):
     table = pd.DataFrame({"param_lr": [0.1, 0.1, 0.2], f"param_{seed}": [0, 1, 0]})
     assert find_axes(table, None) == ["param_lr"]
     assert find_axes(table, seed) == [f"param_{seed}"]
-    with pytest.raises(
-        ValueError, match="was varied over these minima, but for random seeds"
-    ):
+    with pytest.raises(ValueError, match="was varied over these minima, but for random seeds"):
         find_axes(table.assign(param_lr=0.1), None)
