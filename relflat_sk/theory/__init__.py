@@ -4,10 +4,13 @@ from relflat_sk._rescaling import reparameterize
 from relflat_sk.theory._bound import generalization_bound, representativeness
 from relflat_sk.theory._label_constancy import label_constancy
 from relflat_sk.theory._pac_bayes_bound import PacBayesBound, pac_bayes_bound
-from relflat_sk.theory._robustness import feature_robustness, neuron_robustness
+from relflat_sk.theory._robustness import (
+    feature_robustness,
+    neuron_robustness,
+    worst_feature_robustness,
+)
 from relflat_sk.theory._sharpness import SharpnessBound, sharpness_bound, sharpness_conditions
 from relflat_sk.theory._smoothing import Smoothing
-from relflat_sk.theory._worst_robustness import worst_feature_robustness
 
 __all__ = [
     "PacBayesBound",

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.stats import sem
 from sklearn.base import clone
 from sklearn.model_selection import ShuffleSplit
 from skorch.utils import multi_indexing
 from torch import nn
 
-from relflat_sk._checks import check_integer, is_number
+from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer, mean_loss
 from relflat_sk._random import RandomState, as_random_state
 from relflat_sk.measures import measure_feature_curvature, measure_flatness
-from relflat_sk.theory._directions import KERNELS
-from relflat_sk.theory._feature_moves import find_site
+from relflat_sk.theory._moves import KERNELS, find_site
 from relflat_sk.theory._smoothing import (
     Smoothing,
     check_alphas,
@@ -82,8 +82,8 @@ def representativeness(  # noqa: PLR0913
         samples that it was fitted to.
     n_splits : int, default=10
         Random splits to average over, at least 2.
-    test_size : float, default=0.25
-        Share of the samples that is held out.
+    test_size : float or int, default=0.25
+        Share of the samples that is held out, or their number.
     refit : bool, default=False
         Fit a clone of the estimator to the rest of each split, so that the held-out samples
         are new to it. Only then is the result about new data; see Notes.
@@ -147,18 +147,20 @@ def representativeness(  # noqa: PLR0913
     (True, True)
     """
     smoothing = check_smoothing(smoothing, delta)
+    check_integer("n_splits", n_splits, minimum=2, reason="one split has no standard error")
     options = DataOptions(criterion, batch_size, device, in_order=smoothing.alphas is not None)
     site = find_site(model, X, y, layer, options)
     delta = find_delta(site, delta)
     rng = as_random_state(random_state)
-    splits = _splits(site.n_samples, n_splits, test_size, rng)
+    splitter = ShuffleSplit(n_splits, test_size=test_size, random_state=rng)
+    splits = list(splitter.split(range(site.n_samples)))
     shares = check_alphas(smoothing.alphas, site.n_samples)
     if not refit:
         smoothed = smooth(site, smoothing, delta, n_draws, rng, shares)
         values = [
             smoothed.mean_loss(held) - smoothed.mean_smooth_loss(rest) for rest, held in splits
         ]
-        return float(np.mean(values)), float(np.hypot(_stderr(values), smoothed.stderr))
+        return float(np.mean(values)), math.hypot(sem(values), smoothed.stderr)
     if isinstance(model, nn.Module) or not (hasattr(model, "fit") and hasattr(model, "get_params")):
         raise TypeError(
             f"refit=True needs an estimator to clone and fit, got {type(model).__name__}. Wrap a "
@@ -173,24 +175,7 @@ def representativeness(  # noqa: PLR0913
         site = find_site(fitted, X_rest, y_rest, layer, options)
         smoothed = smooth(site, smoothing, delta, n_draws, rng, shares[rest])
         values.append(risk - smoothed.mean_smooth_loss())
-    return float(np.mean(values)), _stderr(values)
-
-
-def _splits(
-    n: int, n_splits: int, test_size: float, rng: np.random.RandomState
-) -> list[tuple[Any, Any]]:
-    """Draw random splits into two parts, the second of which is held out."""
-    check_integer("n_splits", n_splits, minimum=2, reason="one split has no standard error")
-    if not (is_number(test_size) and 0 < test_size < 1):
-        raise ValueError(
-            f"test_size must be a number between 0 and 1, got {test_size!r}: it is the share of "
-            "the samples that is held out."
-        )
-    return list(ShuffleSplit(n_splits, test_size=test_size, random_state=rng).split(range(n)))
-
-
-def _stderr(values: list[float]) -> float:
-    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+    return float(np.mean(values)), float(sem(values))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
-from relflat_sk._checks import is_integer
 from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import (
     Layer,
@@ -121,7 +120,8 @@ def label_constancy(  # noqa: PLR0913
             labels.append(batch.y.cpu())
             if by == "loss":
                 found.append(outcome_of(network, batch, output))
-        near = _neighbours(torch.cat(features).numpy(), n_neighbors)
+        search = NearestNeighbors(n_neighbors=n_neighbors).fit(torch.cat(features).numpy())
+        near = search.kneighbors(return_distance=False)
         if by == "loss":
             return _rise_by_neighbours(found, near)
     classes = torch.cat(labels).numpy()
@@ -133,19 +133,6 @@ def label_constancy(  # noqa: PLR0913
         )
     rows = classes.reshape(len(classes), -1)
     return float((rows[near] == rows[:, None]).all(axis=2).mean())
-
-
-def _neighbours(features: NDArray[Any], n_neighbors: int) -> NDArray[Any]:
-    """Find the nearest other samples of each sample: (n, n_neighbors)."""
-    n = len(features)
-    if not (is_integer(n_neighbors) and 1 <= n_neighbors < n):
-        raise ValueError(
-            f"n_neighbors must be an integer between 1 and {n - 1}, one less than the number of "
-            f"samples, got {n_neighbors!r}."
-        )
-    search = NearestNeighbors(n_neighbors=n_neighbors).fit(features)
-    near: NDArray[Any] = search.kneighbors(return_distance=False)
-    return near
 
 
 def _rise_by_neighbours(found: list[Outcome], near: NDArray[Any]) -> float:

@@ -1,19 +1,40 @@
 """Feature robustness: how much the loss rises when the features of a layer are moved."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from torch import nn
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
 
+from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, name_layers, to_network
-from relflat_sk._network import Layer, find_non_finite, layer_names
+from relflat_sk._network import Layer, borrowed, find_non_finite, layer_names
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures import measure_layers
-from relflat_sk.theory._directions import make_scheme, projections
-from relflat_sk.theory._feature_moves import Site, check_delta, find_site, mean_rises
+from relflat_sk.theory._moves import (
+    Site,
+    check_delta,
+    check_matrices,
+    find_site,
+    haar_matrices,
+    matrix_moves,
+    mean_rises,
+    projections,
+)
+
+# shares of the way to a vertex that are tried, the largest first
+_STEPS = (1.0, 0.5, 0.25, 0.1, 0.03)
+
+
+# -- the mean over matrices ----------------------------------------------------------------
 
 
 def feature_robustness(  # noqa: PLR0913
@@ -146,17 +167,17 @@ def feature_robustness(  # noqa: PLR0913
     delta = check_delta(delta)
     site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
     generator = make_generator(random_state, site.network.device)
-    scheme = make_scheme(matrices, site.size, n_draws, generator, shared=absolute)
+    moves = matrix_moves(matrices, delta, site.size, n_draws, generator, shared=absolute)
     relabel = None if labelling is None else lambda phi, _: labelling(phi)
-    draws = mean_rises(site, scheme, delta, relabel=relabel)
+    draws = mean_rises(site, moves, relabel)
     draws = draws.abs() if absolute else draws
     robustness = float(draws.mean())
     if not math.isfinite(robustness):
-        warn_of_non_finite_rise(site.network.module)
-    return robustness, scheme.stderr(draws)
+        _warn_of_non_finite_rise(site.network.module)
+    return robustness, moves.stderr(draws)
 
 
-def warn_of_non_finite_rise(module: nn.Module) -> None:
+def _warn_of_non_finite_rise(module: nn.Module) -> None:
     """Say why the robustness is not finite."""
     parameter = find_non_finite(module)
     cause = "a loss is too large"
@@ -166,6 +187,9 @@ def warn_of_non_finite_rise(module: nn.Module) -> None:
         f"the feature robustness is nan or infinite, because {cause}. Has training diverged? Train "
         "again, with a lower learning rate for example."
     )
+
+
+# -- single neurons ----------------------------------------------------------------------
 
 
 def neuron_robustness(  # noqa: PLR0913
@@ -248,14 +272,13 @@ def neuron_robustness(  # noqa: PLR0913
     rng = as_random_state(random_state)
     tables = []
     for site in _sites(model, X, y, layers, DataOptions(criterion, batch_size, device)):
-        name = "neuron_flatness_max"
+        name, neurons = "neuron_flatness_max", range(site.size)
         found = measure_layers(site.network, [name], [site.name], random_state=rng)
-        rho = found[site.name, name].neurons
-        assert rho is not None
+        rho: Any = found[site.name, name].neurons
         table = {
             "layer": site.name,
-            "neuron": range(site.size),
-            "robustness": mean_rises(site, projections(range(site.size)), delta).numpy(),
+            "neuron": neurons,
+            "robustness": mean_rises(site, projections(neurons, delta)).numpy(),
             "flatness_term": delta**2 / 2 * rho,
         }
         tables.append(pd.DataFrame(table))
@@ -266,11 +289,11 @@ def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> lis
     """Find the layers that receive one vector for each sample."""
     chosen = name_layers(model, layers)
     every = isinstance(chosen, str)
-    if isinstance(chosen, str):
-        chosen = list(layer_names(to_network(model, X, y, options)))
-    sites = [find_site(model, X, y, layer, options) for layer in chosen]
+    names = layer_names(to_network(model, X, y, options)) if every else chosen
+    sites = [find_site(model, X, y, layer, options) for layer in names]
+    found = [site for site in sites if len(site.shape) == 1]
     others = [site for site in sites if len(site.shape) != 1]
-    if others and (not every or len(others) == len(sites)):
+    if others and not (every and found):
         raise ValueError(
             f"layer {others[0].name!r} receives {tuple(others[0].shape)} for each sample; single "
             "neurons need a layer that receives one vector. Choose a linear layer behind it."
@@ -280,4 +303,248 @@ def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> lis
             f"{', '.join(repr(site.name) for site in others)} left out: layers that receive more "
             "than one vector for each sample have no single neurons."
         )
-    return [site for site in sites if len(site.shape) == 1]
+    return found
+
+
+# -- the worst matrix --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorstRobustness:
+    """The largest change of the loss that was found, and the bound by flatness beside it.
+
+    Parameters
+    ----------
+    value : float
+        The larger of `rise` and `fall`: a lower bound of the smallest epsilon for which the
+        model is epsilon-feature robust.
+    rise : float
+        The largest rise of the mean loss that was found, not negative.
+    fall : float
+        The largest fall of the mean loss that was found, not negative.
+    matrix : ndarray of shape (m, m)
+        A matrix of operator norm at most 1 by which the loss changes by `value`; a multiple of
+        one of your own if you gave any.
+    flatness_bound : float
+        ``delta^2 / 2 |W|^2 lambda_max(H)``; nan where the layer receives more than one vector
+        for each sample.
+    """
+
+    value: float
+    rise: float
+    fall: float
+    matrix: NDArray[np.float64]
+    flatness_bound: float
+
+
+def worst_feature_robustness(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    delta: float,
+    *,
+    layer: Layer = -1,
+    matrices: Any = None,
+    n_steps: int = 20,
+    n_restarts: int = 2,
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    random_state: RandomState = None,
+) -> WorstRobustness:
+    r"""Find a matrix by which the mean loss changes most when it moves the features of a layer.
+
+    All matrices A of operator norm at most 1 are allowed, or those that you give, and all moves
+    by ``delta' A`` with ``|delta'| <= delta``. The result is a lower bound of the largest change:
+    an ascent finds a local maximum.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        Any model that `relative_flatness` measures.
+    X, y : array-like of n samples
+        Inputs and labels as the model was trained with.
+    delta : float
+        How far features are moved at most, as a share of their norm.
+    layer : int, str or nn.Module, default=-1
+        The layer whose features are moved, see `relative_flatness`.
+    matrices : array of shape (m, m) or (k, m, m), optional
+        Matrices A of your own. The largest change is then searched over ``delta'`` and these
+        matrices alone.
+    n_steps : int, default=20
+        Most steps of an ascent. With `matrices`, ``delta'`` is tried at so many values on either
+        side of zero; the best one is refined.
+    n_restarts : int, default=2
+        Ascents from random orthogonal matrices, beside those from the identity and its negative.
+        Not used with `matrices`.
+    criterion, batch_size, device : optional
+        The loss, the samples in one forward pass and where to compute, see `relative_flatness`.
+    random_state : int, RandomState or None, default=None
+        Decides the random starts, which differ from call to call if None.
+
+    Returns
+    -------
+    WorstRobustness
+        Frozen, with `value`, `rise`, `fall`, `matrix` and `flatness_bound`; all but the matrix
+        in the unit of the loss, averaged over n samples.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or data, labels and model do not fit together.
+    LayerNotFoundError, TypeError
+        If there is no such layer, or no network in the model.
+
+    Warns
+    -----
+    FlatnessWarning
+        If the loss is not finite; the result is nan. If a matrix has an operator norm above 1.
+
+    See Also
+    --------
+    feature_robustness : The mean change over random matrices.
+
+    Notes
+    -----
+    A model is :math:`((\delta, S, A), \epsilon)`-feature robust if :math:`|F(\delta', S, A)| \le
+    \epsilon` for all :math:`|\delta'| \le \delta` (Definition 1 of [1]_). Since moves by
+    :math:`\delta' A` are those by :math:`\delta A'` with a matrix :math:`A'` of smaller norm, one
+    search over :math:`\|A\| \le 1` covers all of them. With `matrices`, the search is over
+    :math:`\delta'` for each of these A. By equation 6 and Theorem 2, at a minimum
+
+    .. math:: \max_{\|A\| \le 1} F(\delta, S, A) \le \frac{\delta^2}{2} \|W\|_F^2
+        \lambda_{\max}(H) + O(\delta^3) .
+
+    An ascent moves towards the matrix ``U V^T`` of the gradient's singular vectors, at which the
+    linear approximation is largest, as far as the loss rises. Where the loss is convex in the
+    layer's weight, as at the last layer, a full step never lowers it.
+
+    References
+    ----------
+    .. [1] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
+       Neural Networks", 2020.
+
+    Examples
+    --------
+    For linear regression with one output the bound is attained:
+
+    >>> import numpy as np
+    >>> from sklearn.linear_model import LinearRegression
+    >>> X = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]])
+    >>> model = LinearRegression(fit_intercept=False).fit(X, [1.0, 2.0, 3.0])
+    >>> worst = worst_feature_robustness(model, X, [1.0, 2.0, 3.0], 0.1, random_state=0)
+    >>> bool(np.isclose(worst.rise, worst.flatness_bound, rtol=1e-6)), round(worst.fall, 12)
+    (True, 0.0)
+    """
+    delta = check_delta(delta)
+    check_integer("n_steps", n_steps, minimum=1)
+    check_integer("n_restarts", n_restarts, minimum=0)
+    site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    rng = as_random_state(random_state)
+    generator = make_generator(rng, site.network.device)
+    identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)
+    still, risk = 0 * identity, _Risk(site, delta)
+    with borrowed(site.network.module):
+        before = risk(still)
+        if not math.isfinite(before):
+            _warn_of_non_finite_rise(site.network.module)
+            nothing = np.full(identity.shape, np.nan)
+            return WorstRobustness(math.nan, math.nan, math.nan, nothing, math.nan)
+        if matrices is None:
+            starts = [identity, -identity, *haar_matrices(site.size, n_restarts, generator)]
+            # the loss often falls most near the features as they are
+            starts_down = [still, *starts]
+        else:
+            starts = starts_down = list(check_matrices(matrices, site.size, identity.device))
+        climb = _ascend if matrices is None else _along
+        ends = [
+            max(
+                [(sign * before, still), *(climb(risk, one, sign, n_steps) for one in several)],
+                key=itemgetter(0),
+            )
+            for sign, several in ((1.0, starts), (-1.0, starts_down))
+        ]
+    (highest, up), (lowest, down) = ends
+    rise, fall = highest - before, lowest + before
+    return WorstRobustness(
+        value=max(rise, fall),
+        rise=rise,
+        fall=fall,
+        matrix=(up if rise >= fall else down).cpu().numpy(),
+        flatness_bound=_flatness_bound(site, delta, rng),
+    )
+
+
+def _flatness_bound(site: Site, delta: float, rng: np.random.RandomState) -> float:
+    """Compute the right-hand side of equation 6 without its remainder."""
+    if len(site.shape) != 1:
+        return np.nan
+    name = "eigenvalue_flatness"
+    found = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
+    return delta**2 / 2 * found[site.name, name].value
+
+
+@dataclass(frozen=True)
+class _Risk:
+    """The mean loss as a function of the matrix, (m, m), that moves the features."""
+
+    site: Site
+    delta: float
+
+    def __call__(self, matrix: Tensor) -> float:
+        with torch.no_grad():
+            sums = np.array([(float(total), part) for total, part in self._sums(matrix)])
+        total, divisor = sums.sum(axis=0)
+        return float(total / divisor)
+
+    def slope(self, matrix: Tensor) -> Tensor:
+        """Compute the gradient of the mean loss in the matrix."""
+        leaf, slope, divisor = matrix.clone().requires_grad_(), torch.zeros_like(matrix), 0.0
+        with torch.enable_grad():
+            for total, part in self._sums(leaf):
+                if total.requires_grad:
+                    slope += torch.autograd.grad(total, leaf)[0]
+                divisor += part
+        return slope / divisor
+
+    def _sums(self, matrix: Tensor) -> Iterator[tuple[Tensor, float]]:
+        """Sum losses and divisors of each batch with moved features."""
+        for split in self.site.splits():
+            losses, divisors = split.losses(self.delta * split.features @ matrix.T)
+            yield split.weights @ losses, float(split.weights @ divisors.detach())
+
+
+def _along(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float, Tensor]:
+    """Maximise ``sign * risk`` over multiples of the start, by shares from -1 to 1."""
+    shares = np.linspace(-1, 1, 2 * n_steps + 1)
+    values = [sign * risk(share * start) for share in shares]
+    best = int(np.argmax(values))
+    found = minimize_scalar(
+        lambda share: -sign * risk(share * start),
+        bounds=(shares[max(0, best - 1)], shares[min(len(shares) - 1, best + 1)]),
+        method="bounded",
+        options={"xatol": 1e-6},
+    )
+    if -found.fun > values[best]:
+        return -float(found.fun), float(found.x) * start
+    return values[best], shares[best] * start
+
+
+def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float, Tensor]:
+    """Climb with ``sign * risk`` within the ball of operator norms at most 1."""
+    matrix, value = start, sign * risk(start)
+    for _ in range(n_steps):
+        slope = sign * risk.slope(matrix)
+        if not torch.isfinite(slope).all():
+            break
+        u, _s, vh = torch.linalg.svd(slope)
+        vertex = u @ vh
+        for share in _STEPS:
+            tried = matrix + share * (vertex - matrix)
+            found = sign * risk(tried)
+            if found > value + 1e-12 * abs(value):
+                matrix, value = tried, found
+                break
+        else:
+            break
+    return value, matrix

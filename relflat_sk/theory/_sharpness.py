@@ -18,9 +18,9 @@ weights than the others in its layer.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,10 +39,8 @@ from relflat_sk._network import (
     layer_input,
     mean_loss,
 )
-from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk._rescaling import fold_layers
 from relflat_sk._warnings import warn
-
-_T = TypeVar("_T")
 
 # name and meaning of each condition's constant
 _CONSTANTS = {
@@ -170,15 +168,17 @@ def sharpness_conditions(
         )
     # `to_network` needs a criterion for a bare module; it is not used here
     network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
+    chain = _without_zeros(_read_chain(network, batch_size))
     if detail == "C1":
-        return _factors(network)
+        return _factors(chain)
     if detail == "C2":
-        return _curve(network, np.geomspace(1e-4, 10, 26).tolist() if deltas is None else deltas)
-    table = _table(network)
+        return _curve(chain, np.geomspace(1e-4, 10, 26).tolist() if deltas is None else deltas)
+    table = _table(chain)
     if initial is None:
         return table
     # on the inputs of the network, behind the steps of a pipeline
-    before = _table(replace(network, module=initial, forward=None))
+    first = replace(network, module=initial, forward=None)
+    before = _table(_without_zeros(_read_chain(first, batch_size)))
     keys = ["condition", "layer", "position", "constant"]
     if not table[keys].equals(before[keys]):
         raise ValueError(
@@ -189,15 +189,15 @@ def sharpness_conditions(
     return table.join(before[["worst", "median"]].add_prefix("initial_"))
 
 
-def _table(network: Network) -> pd.DataFrame:
+def _table(chain: "Chain") -> pd.DataFrame:
     """Summarise the constants of all samples, a row for each condition and layer."""
     rows = []
-    for (condition, layer, position), values in _join(network, _constants).items():
+    for (condition, position), values in _constants(chain).items():
         constant, reading = _CONSTANTS[condition]
         worst = float(values.min() if condition == "C1" else values.max())
         rows.append({
             "condition": condition,
-            "layer": layer,
+            "layer": chain.names[position],
             "position": position,
             "constant": constant,
             "worst": worst,
@@ -207,48 +207,26 @@ def _table(network: Network) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _factors(network: Network) -> pd.DataFrame:
+def _factors(chain: "Chain") -> pd.DataFrame:
     """List the norms of condition C1, each at the sample where mu is smallest."""
-    rows = []
-    for (a, c, b, layer), values in _join(network, _norms_in_c1).items():
-        worst = values[:, values[3].argmin()].cpu().tolist()
-        names = ("whole", "after", "before", "mu")
-        rows.append({
-            "a": a,
-            "c": c,
-            "b": b,
-            "layer": layer,
-            **dict(zip(names, worst, strict=True)),
-        })
-    return pd.DataFrame(rows)
+    rows = [
+        (a, c, b, chain.names[c - 1], *norms[:, norms[3].argmin()].tolist())
+        for (a, c, b), norms in _norms_in_c1(chain).items()
+    ]
+    return pd.DataFrame(rows, columns=["a", "c", "b", "layer", "whole", "after", "before", "mu"])
 
 
-def _curve(network: Network, deltas: Sequence[float]) -> pd.DataFrame:
+def _curve(chain: "Chain", deltas: Sequence[float]) -> pd.DataFrame:
     """List the shares of small units of condition C2 by the size of the disturbance."""
-    for delta in deltas:
-        check_number("deltas", delta)
-
-    def shares(chain: Chain) -> dict[tuple[int, str], Tensor]:
-        """Return the share of units within each delta of zero, (n_deltas, n), of each layer."""
-        small = [
-            torch.stack([(size <= delta).double().mean(dim=1) for delta in deltas])
-            for size in map(chain.relative_sizes, range(len(chain.names) - 1))
-        ]
-        return {(k, chain.names[k]): share for k, share in enumerate(small)}
-
     rows = []
-    for (position, layer), of_samples in _join(network, shares).items():
-        for delta, share in zip(deltas, of_samples, strict=True):
-            largest = float(share.max())
-            rows.append({
-                "layer": layer,
-                "position": position,
-                "delta": delta,
-                "mean_share": float(share.mean()),
-                "largest_share": largest,
-                "ratio": largest / delta,
-            })
-    return pd.DataFrame(rows)
+    for position, layer in enumerate(chain.names[:-1]):
+        for delta in deltas:
+            check_number("deltas", delta)
+            shares = (chain.relative_sizes(position) <= delta).double().mean(dim=1)
+            largest = float(shares.max())
+            rows.append((layer, position, delta, float(shares.mean()), largest, largest / delta))
+    columns = ["layer", "position", "delta", "mean_share", "largest_share", "ratio"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 @dataclass(frozen=True)
@@ -378,10 +356,20 @@ def sharpness_bound(  # noqa: PLR0913
     check_number("lipschitz", lipschitz, optional=True)
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
     slope = _lipschitz(network) if lipschitz is None else lipschitz
-    chains = _map_chains(network, lambda chain: (chain.weights, chain.outputs[-1].norm(dim=1)))
-    weights, norms = chains[0][0], torch.cat([norm for _, norm in chains])
+    chain = _read_chain(network, batch_size)
+    weights, n = chain.weights, len(chain.x)
+    if len(weights) < 2:
+        raise ValueError(
+            "sharpness_bound needs a network of two layers or more: the conditions are about the "
+            "layers between others."
+        )
     sizes, sigmas = [float(weight.norm()) for weight in weights], _sigmas(sigma, len(weights))
-    mu, c_2, c_3 = _worst(network)
+    found = _constants(_without_zeros(chain))
+    mu = min(float(values.min()) for (name, _), values in found.items() if name == "C1")
+    c_2, c_3 = (
+        max(float(values.max()) for (name, _), values in found.items() if name == condition)
+        for condition in ("C2", "C3")
+    )
     gammas = tuple(
         one * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
         for one, size, weight in zip(sigmas, sizes, weights, strict=True)
@@ -393,25 +381,14 @@ def sharpness_bound(  # noqa: PLR0913
     else:
         spread = _product(gammas, 1.0) - 1
         switched = _product(gammas, c_2 * c_delta) * (_product(gammas, c_3 * c_delta) - 1)
-        sharpness = (spread + switched) * slope * float(norms.mean())
+        output = float(chain.outputs[-1].norm(dim=1).mean())
+        sharpness = (spread + switched) * slope * output
     distance = sum((size / one) ** 2 for one, size in zip(sigmas, sizes, strict=True))
-    complexity = math.sqrt((distance + math.log(2 * len(norms) / delta)) / len(norms))
+    complexity = math.sqrt((distance + math.log(2 * n / delta)) / n)
     risk = mean_loss(network)
     return SharpnessBound(
         risk + sharpness + complexity, risk, sharpness, complexity, mu, c_2, c_3, gammas
     )
-
-
-def _worst(network: Network) -> tuple[float, float, float]:
-    """Find the constants with which the conditions hold at all layers and samples."""
-    table = _table(network)
-    c_1, c_2, c_3 = (table["worst"][table["condition"] == name].to_numpy() for name in _CONSTANTS)
-    if not len(c_1):
-        raise ValueError(
-            "sharpness_bound needs a network of two layers or more: the conditions are about the "
-            "layers between others."
-        )
-    return float(c_1.min()), float(c_2.max()), float(c_3.max())
 
 
 def _product(gammas: Sequence[float], factor: float) -> float:
@@ -450,16 +427,17 @@ def _lipschitz(network: Network) -> float:
 
 @dataclass(frozen=True)
 class Chain:
-    """A batch of n samples in a chain of d layers; all tensors are float64.
+    """The n samples in a chain of d layers; all tensors are float64.
 
     Shapes: `x` (n, h_0), `weights` (h_i, h_{i-1}), `outputs`, `slopes` (n, h_i).
     """
 
     names: list[str]
-    x: Tensor
     weights: list[Tensor]
+    x: Tensor
     outputs: list[Tensor]
     slopes: list[Tensor]
+    batch_size: int  # samples whose products of matrices are held in memory at once
 
     def relative_sizes(self, k: int) -> Tensor:
         """Measure outputs of a layer in units of the norm of the network's input: (n, h_k)."""
@@ -467,17 +445,42 @@ class Chain:
         return sizes
 
 
-def _map_chains(network: Network, function: Callable[[Chain], _T]) -> list[_T]:
-    """Run the network batch by batch, and apply a function to the chain of each batch."""
-    with borrowed(network.module), torch.no_grad():
+def _read_chain(network: Network, batch_size: int) -> Chain:
+    """Run the network batch by batch, and read the chain of its layers from the records."""
+    with borrowed(network.module):
         layers = fold_layers(network)
-        return [function(chain) for chain in _chains(network, layers)]
+        for layer in layers:
+            if len(layer.input_shape) != 1:
+                raise ValueError(
+                    f"the sharpness conditions need a fully connected network, but layer "
+                    f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
+                    "sample."
+                )
+        named = [name for layer in layers for name in (layer.name, layer.norm) if name is not None]
+        modules = {name: network.module.get_submodule(name) for name in named}
+        batches = []
+        for batch in network.batches():
+            with torch.enable_grad(), Recorder(modules, _start_step) as recorder:
+                network(batch.x)
+            inputs = [recorder[layer.name].check()[0] for layer in layers]
+            steps = [recorder[layer.norm or layer.name] for layer in layers]
+            slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
+            outputs = [step.check()[1].detach().double() for step in steps]
+            batches.append([
+                inputs[0].detach().double(),
+                *outputs,
+                *slopes,
+                torch.ones_like(outputs[-1]),
+            ])
+    x, *rest = map(torch.cat, zip(*batches, strict=True))
+    d = len(layers)
+    names, weights = [layer.name for layer in layers], [layer.weight for layer in layers]
+    return Chain(names, weights, x, rest[:d], rest[d:], batch_size)
 
 
-def _join(network: Network, function: Callable[[Chain], dict[Any, Tensor]]) -> dict[Any, Tensor]:
-    """Compute tensors of samples that are not zero, and join them along the last axis."""
-    parts = _map_chains(network, lambda chain: (chain.x.norm(dim=1) > 0, function(chain)))
-    kept = torch.cat([nonzero for nonzero, _ in parts])
+def _without_zeros(chain: Chain) -> Chain:
+    """Leave out samples that are zero."""
+    kept = chain.x.norm(dim=1) > 0
     if not kept.any():
         raise ValueError(
             "all samples in X are zero, but the conditions are about disturbances in units of a "
@@ -488,40 +491,8 @@ def _join(network: Network, function: Callable[[Chain], dict[Any, Tensor]]) -> d
             f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
             "are about disturbances in units of a sample's norm."
         )
-    return {
-        key: torch.cat([found[key] for _, found in parts], dim=-1)[..., kept] for key in parts[0][1]
-    }
-
-
-def _chains(network: Network, layers: list[AffineLayer]) -> Iterator[Chain]:
-    """Run the network batch by batch, and read the chain of its layers from the records."""
-    for layer in layers:
-        if len(layer.input_shape) != 1:
-            raise ValueError(
-                f"the sharpness conditions need a fully connected network, but layer "
-                f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
-                "sample."
-            )
-    modules = {
-        name: network.module.get_submodule(name)
-        for layer in layers
-        for name in (layer.name, layer.norm)
-        if name is not None
-    }
-    for batch in network.batches():
-        with torch.enable_grad(), Recorder(modules, _start_step) as recorder:
-            network(batch.x)
-        inputs = [recorder[layer.name].check()[0] for layer in layers]
-        steps = [recorder[layer.norm or layer.name] for layer in layers]
-        slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
-        outputs = [step.check()[1].detach().double() for step in steps]
-        yield Chain(
-            [layer.name for layer in layers],
-            inputs[0].detach().double(),
-            [layer.weight for layer in layers],
-            outputs,
-            [*slopes, torch.ones_like(outputs[-1])],
-        )
+    outputs, slopes = ([each[kept] for each in some] for some in (chain.outputs, chain.slopes))
+    return replace(chain, x=chain.x[kept], outputs=outputs, slopes=slopes)
 
 
 def _start_step(
@@ -560,54 +531,61 @@ def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
 # -- the constants -----------------------------------------------------------------------
 
 
-def _constants(chain: Chain) -> dict[tuple[str, str, int], Tensor]:
-    """Compute the constants of each sample, (n,), by condition, layer and position."""
+def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
+    """Compute the constants of each sample, (n,), by condition and position of the layer."""
     mu: dict[int, Tensor] = {}
-    for (_, c, *_), (*_, found) in _norms_in_c1(chain).items():
+    for (_, c, _b), (*_, found) in _norms_in_c1(chain).items():
         mu[c] = torch.minimum(mu.get(c, found), found)
     constants = {}
-    for k, name in enumerate(chain.names):
+    for k, weight in enumerate(chain.weights):
         if k + 1 in mu:
-            constants["C1", name, k] = mu[k + 1]
+            constants["C1", k] = mu[k + 1]
             # the maximum of C2 is reached where delta is the size of one of the units
             sizes = chain.relative_sizes(k).sort(dim=1).values
             width = sizes.shape[1]
             shares = torch.arange(1, width + 1, device=sizes.device) / width
-            constants["C2", name, k] = (shares / sizes).amax(dim=1)
-        rows = chain.weights[k].norm(dim=1)
+            constants["C2", k] = (shares / sizes).amax(dim=1)
+        rows = weight.norm(dim=1)
         active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample
         largest = len(rows) ** 0.5 * rows.max()
         # weights of zero have no largest row, and the condition holds for any constant
-        constants["C3", name, k] = largest / active if largest > 0 else active
+        constants["C3", k] = largest / active if largest > 0 else active
     return constants
 
 
-def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int, str], Tensor]:
-    """Compute the three norms of condition C1, and their mu: (4, n), by a, c, b and layer c."""
-    norms = _norms_of_products(chain)
+def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
+    """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
+    of_samples = torch.vmap(
+        lambda x, *slopes: _norms_of_products(chain.weights, x, slopes),
+        chunk_size=chain.batch_size,
+    )
+    norms = of_samples(chain.x, *chain.slopes)
     last = len(chain.names)
     found = {}
     for c in range(1, last):
-        width = chain.outputs[c - 1].shape[1]
         for a in range(c):
             for b in range(c + 1, last + 1):
                 whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
                 apart = after * before
-                mu = torch.where(apart > 0, width**0.5 * whole / apart, torch.inf)
-                found[a, c, b, chain.names[c - 1]] = torch.stack([whole, after, before, mu])
+                root = len(chain.weights[c - 1]) ** 0.5
+                mu = torch.where(apart > 0, root * whole / apart, torch.inf)
+                found[a, c, b] = torch.stack([whole, after, before, mu])
     return found
 
 
-def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
-    """Compute the Frobenius norms of ``P_ab``, (n,) each; P_0b is a vector."""
+def _norms_of_products(
+    weights: Sequence[Tensor], x: Tensor, slopes: Sequence[Tensor]
+) -> dict[tuple[int, int], Tensor]:
+    """Compute the Frobenius norms of ``P_ab`` at one sample; P_0b is a vector.
+
+    Shapes: `x` (h_0,), `slopes` (h_i,).
+    """
     norms = {}
-    last = len(chain.weights)
+    last = len(weights)
     for a in range(last + 1):
-        product = chain.x[:, :, None]
-        if a:
-            product = chain.slopes[a - 1][:, :, None] * chain.weights[a - 1]
-        norms[a, a] = product.flatten(1).norm(dim=1)
+        product = slopes[a - 1][:, None] * weights[a - 1] if a else x[:, None]
+        norms[a, a] = product.norm()
         for b in range(a + 1, last + 1):
-            product = chain.slopes[b - 1][:, :, None] * (chain.weights[b - 1] @ product)
-            norms[a, b] = product.flatten(1).norm(dim=1)
+            product = slopes[b - 1][:, None] * (weights[b - 1] @ product)
+            norms[a, b] = product.norm()
     return norms

@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import borrowed
 from relflat_sk._random import make_generator
-from relflat_sk.theory._directions import KERNELS, gaussian_scheme, kernel_scheme
-from relflat_sk.theory._feature_moves import Site, check_delta, move_features, split_at
+from relflat_sk.theory._moves import (
+    KERNELS,
+    Site,
+    check_delta,
+    kernel_moves,
+    move_features,
+    normal_moves,
+)
 
 Floats = NDArray[np.float64]
 
@@ -78,16 +84,11 @@ class Smoothing:
         if not isinstance(self.kernel, str) or self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {sorted(KERNELS)}, got {self.kernel!r}.")
         check_number("sigma", self.sigma)
-        if self.bandwidth is None:
-            return
-        if not isinstance(self.bandwidth, str):
-            check_number("bandwidth", self.bandwidth)
-        elif self.bandwidth not in ("scott", "silverman"):
-            raise ValueError(
-                'bandwidth must be a positive number, "scott" or "silverman", got '
-                f"{self.bandwidth!r}."
-            )
-        if (self.kernel, self.sigma) != ("truncated_normal", 1.0):
+        if self.bandwidth not in ("scott", "silverman"):
+            named = 'bandwidth, where it is not "scott" or "silverman",'
+            check_number(named, self.bandwidth, optional=True)
+        changed = (self.kernel, self.sigma) != ("truncated_normal", 1.0)
+        if self.bandwidth is not None and changed:
             raise ValueError(
                 f"bandwidth={self.bandwidth!r} smooths by a normal distribution of this deviation, "
                 f"in place of a kernel, but kernel={self.kernel!r} and sigma={self.sigma!r} are "
@@ -140,24 +141,23 @@ def smooth(
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     noise, generator = smoothing.label_noise, make_generator(rng, site.network.device)
     if smoothing.bandwidth is None:
-        scheme = kernel_scheme(smoothing.kernel, smoothing.sigma, n_draws, generator)
+        moves = kernel_moves(smoothing.kernel, smoothing.sigma, delta, n_draws, generator)
     else:
-        scheme = gaussian_scheme(n_draws, generator)
-        delta = find_bandwidth(site, smoothing.bandwidth)
+        moves = normal_moves(find_bandwidth(site, smoothing.bandwidth), n_draws, generator)
     relabel = None if noise is None else lambda _, labels: noise(labels, rng)
-    with borrowed(site.network.module):
-        batches = list(move_features(site, scheme, delta, each=True, relabel=relabel))
-    weight, loss = (torch.cat([getattr(b, key) for b in batches]) for key in ("weights", "losses"))
-    rise = torch.cat([batch.rises for batch in batches], dim=1)
+    batches = list(move_features(site, moves, each=True, relabel=relabel))
+    weight = torch.cat([batch.weights for batch in batches])
+    loss = weight * torch.cat([batch.losses for batch in batches])
+    rises = weight * torch.cat([batch.rises for batch in batches], dim=1)
     divisor = weight * torch.cat([batch.divisors for batch in batches])
     shares = np.ones(len(weight)) if shares is None else shares
     share = torch.from_numpy(shares).to(weight)
     return Smoothed(
-        (weight * loss).cpu().numpy(),
-        (weight * (loss + rise.mean(dim=0))).cpu().numpy(),
+        loss.cpu().numpy(),
+        (loss + rises.mean(dim=0)).cpu().numpy(),
         divisor.cpu().numpy(),
         shares,
-        scheme.stderr(rise @ (share * weight) / (share @ divisor)),
+        moves.stderr(rises @ share / (share @ divisor)),
     )
 
 
@@ -166,7 +166,7 @@ def find_bandwidth(site: Site, bandwidth: float | str) -> float:
     if not isinstance(bandwidth, str):
         return bandwidth
     with borrowed(site.network.module):
-        features = torch.cat([split_at(site, batch)[0] for batch in site.network.batches()])
+        features = torch.cat([split.features for split in site.splits()])
     n, m = features.shape
     factor = n if bandwidth == "scott" else n * (m + 2) / 4
     return float(features.var(dim=0).mean().sqrt()) * float(factor ** (-1 / (m + 4)))
