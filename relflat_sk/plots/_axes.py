@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 MAX_COLUMNS = 4
-PANEL_SIZE = (3.3, 2.8)  # inches
-MIN_WIDTH = 2.6  # inches, of a panel with readable labels
-MIN_HEIGHT = 1.5  # inches, of a panel with room for a label beside it
+PANEL_WIDTH = 3.3  # inches
 LOG_RATIO = 10.0  # largest over smallest value
 MAX_LETTERS = 44  # of a name on an axis
 
@@ -29,7 +27,6 @@ MAX_LETTERS = 44  # of a name on an axis
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 LINES = ["-", "--", ":", "-."]
-OUTSIDE: dict[str, Any] = {"frameon": False, "borderaxespad": 0.0}
 
 # columns in the unit of the loss
 IN_LOSS_UNITS = {
@@ -112,38 +109,26 @@ def divide(
     grid = spec.subgridspec(n_rows, n_columns, hspace=None if has_layout(ax) else 0.5)
     ax.set_subplotspec(grid[0, 0])
     shared = dict.fromkeys(share, ax)
-    count = n_rows * n_columns if n is None else n
-    places = [divmod(number, n_columns) for number in range(1, count)]
+    places = [divmod(number, n_columns) for number in range(1, n or n_rows * n_columns)]
     return [ax, *(figure.add_subplot(grid[place], **shared) for place in places)]
 
 
-def grid_shape(n: int, ax: "Axes | None" = None) -> tuple[int, int]:
-    """Return the shape of a grid for a number of panels."""
-    n_columns = -(-n // -(-n // (3 if n <= 9 else MAX_COLUMNS)))  # nearly fills the last row
-    if ax is not None:
-        width = ax.bbox.width / figure_of(ax).dpi
-        n_columns = max(1, min(n_columns, int(width / MIN_WIDTH)))
-    return -(-n // n_columns), n_columns
+def make_panels(
+    ax: "Axes | None", n: int, label: str, *, height: float = 2.8, margin: float = 0.6, **share: str
+) -> "list[Axes]":
+    """Make panels with a common y axis, labelled at the first panel of every row.
 
-
-def make_panels(ax: "Axes | None", n: int, **share: str) -> "tuple[list[Axes], int]":
-    """Make panels with a common y axis."""
-    n_rows, n_columns = grid_shape(n, ax)
-    size = (n_columns * PANEL_SIZE[0] + 0.6, n_rows * PANEL_SIZE[1])
-    return divide(make_axes(ax, size), n_rows, n_columns, n, sharey="all", **share), n_columns
-
-
-def label_rows(panels: "list[Axes]", n_columns: int, label: str) -> None:
-    """Label the common y axis of panels at the first panel of every row.
-
-    Where the rows are too low for that, only the row in the middle gets the label.
+    `height` of a panel, and the `margin` for labels on the left, are in inches.
     """
-    firsts = panels[::n_columns]
-    for panel in panels:
-        panel.tick_params(labelleft=panel in firsts)
-    height = panels[0].bbox.height / figure_of(panels[0]).dpi
-    for panel in firsts if height > MIN_HEIGHT else firsts[len(firsts) // 2 :][:1]:
-        panel.set_ylabel(label, fontsize="small")
+    n_columns = -(-n // -(-n // (3 if n <= 9 else MAX_COLUMNS)))  # nearly fills the last row
+    n_rows = -(-n // n_columns)
+    ax = make_axes(ax, (n_columns * PANEL_WIDTH + margin, max(n_rows * height, 2.2)))
+    panels = divide(ax, n_rows, n_columns, n, sharey="all", **share)
+    for number, panel in enumerate(panels):
+        is_first = number % n_columns == 0
+        panel.tick_params(labelleft=is_first)
+        panel.set_ylabel(label if is_first else "", fontsize="small")
+    return panels
 
 
 # -- scales and styles -------------------------------------------------------------------
@@ -167,31 +152,23 @@ def write_note(ax: "Axes", text: str) -> None:
     ax.text(0.5, 0.75, text, transform=ax.transAxes, ha="center", va="center", color="0.35")
 
 
-def legend_below(ax: "Axes", others: "Sequence[Axes]" = ()) -> None:
-    """Put a legend of all axes below the first, or inside in a figure without a layout engine."""
+def draw_legend(ax: "Axes", others: "Sequence[Axes]" = (), *, on_the_right: bool = False) -> None:
+    """Put a legend of all axes below or beside the first, or inside it without a layout engine."""
     from matplotlib.transforms import ScaledTranslation  # noqa: PLC0415
 
     labeled: dict[str, Any] = {}
     for each in [ax, *others]:
         handles, labels = each.get_legend_handles_labels()
         labeled |= dict(zip(labels, handles, strict=True))
-    place: dict[str, Any] = {}
-    if has_layout(ax):
-        # below the tick labels and the axis label, whatever the size of the figure
-        below = ax.transAxes + ScaledTranslation(0, -40 / 72, figure_of(ax).dpi_scale_trans)
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": 2}
-        place |= {"bbox_transform": below} | OUTSIDE
+    # below the tick labels and the axis label, whatever the size of the figure
+    below = ax.transAxes + ScaledTranslation(0, -40 / 72, figure_of(ax).dpi_scale_trans)
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": 2}
+    place |= {"bbox_transform": below}
+    if on_the_right:
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    place = place | {"frameon": False, "borderaxespad": 0.0} if has_layout(ax) else {}
     if labeled:
         ax.legend(list(labeled.values()), list(labeled), fontsize="small", **place)
-
-
-def legend_right(ax: "Axes") -> None:
-    """Put a legend to the right of the axes, or inside in a figure without a layout engine."""
-    place: dict[str, Any] = {}
-    if has_layout(ax):
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} | OUTSIDE
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize="small", **place)
 
 
 def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:

@@ -1,14 +1,14 @@
 """Base classes of the displays: what `plot` takes, and in which order it draws."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
 from sklearn.base import is_regressor
 
-from relflat_sk.plots._axes import figure_of, legend_below, require_matplotlib
+from relflat_sk.plots._axes import draw_legend, figure_of, require_matplotlib
 from relflat_sk.plots._points import Colors
 
 if TYPE_CHECKING:
@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def with_unit(arguments: Mapping[str, Any], *sources: Any) -> dict[str, Any]:
+def with_unit(arguments: Mapping[str, Any], estimators: Iterable[Any]) -> dict[str, Any]:
     """Leave the unit of the loss out of the labels if a regressor is shown."""
-    known: dict[str, Any] = {}
-    for one in sources:
-        if isinstance(one, pd.DataFrame):
-            known |= {name: unit for name, unit in one.attrs.items() if name == "loss_unit"}
-        elif hasattr(one, "fit") and is_regressor(one):
-            known["loss_unit"] = ""
-    return known | dict(arguments)
+    has_none = any(hasattr(one, "fit") and is_regressor(one) for one in estimators)
+    return {"loss_unit": "" if has_none else "nats", **arguments}
 
 
 class Display(ABC):
@@ -54,7 +49,7 @@ class MinimaDisplay(Display):
         self,
         ax: "Axes | None" = None,
         *,
-        loss_unit: str = "nats",
+        loss_unit: str | None = None,
         cmap: str = "viridis",
         **kwargs: Any,
     ) -> Self:
@@ -65,9 +60,9 @@ class MinimaDisplay(Display):
         ax : matplotlib.axes.Axes or None, default=None
             The axes to draw in; a display with several panels divides their space. None makes
             a new figure.
-        loss_unit : str, default="nats"
-            Unit of the loss, for the axis labels: nats for cross-entropy; "" for none, which is
-            the default of `from_minima` for a search over regressors, its study and its table.
+        loss_unit : str or None, default=None
+            Unit of the loss, for the axis labels, such as "nats" for cross-entropy; "" for none.
+            None takes no unit for the minima of regressors, and nats for others.
         cmap : str, default="viridis"
             Color map for the column `color_by`, preferably with increasing lightness.
         **kwargs
@@ -87,8 +82,9 @@ class MinimaDisplay(Display):
         """
         require_matplotlib()
         colors = Colors(self.minima, self.color_by, cmap)
-        self.axes_ = self._draw(ax, colors, loss_unit, kwargs)
-        legend_below(self.axes_[-1], self.axes_)
+        unit = self.minima.attrs.get("loss_unit", "nats") if loss_unit is None else loss_unit
+        self.axes_ = self._draw(ax, colors, unit, kwargs)
+        draw_legend(self.axes_[-1], self.axes_)
         colors.draw_bar(self.axes_)
         return self
 
@@ -127,6 +123,7 @@ class EstimatorDisplay(Display):
         ImportError
             If matplotlib is not installed.
         """
+        require_matplotlib()
         self.axes_ = self._draw(ax, loss_unit, kwargs)
         return self
 

@@ -20,7 +20,6 @@ from relflat_sk.plots._axes import (
     curve_style,
     draw_grid,
     label_of,
-    label_rows,
     make_panels,
     write_note,
 )
@@ -184,8 +183,12 @@ class LabelNoiseDisplay(Display):
         """
         if coefficient not in SYMBOLS:
             raise ValueError(f"coefficient={coefficient!r}, expected one of {', '.join(SYMBOLS)}.")
+        # the gap by its name, not as a difference of losses
+        is_gap = self.target == "generalization_gap"
+        target = "generalization gap" if is_gap else label_of(self.target, "")
+        label = f"{SYMBOLS[coefficient]} with the\n{target}"
         names = list(dict.fromkeys(self.correlations["measure"]))
-        self.axes_, n_columns = make_panels(ax, len(names), sharex="all")
+        self.axes_ = make_panels(ax, len(names), label, sharex="all")
         style = curve_style(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
         for name, panel in zip(names, self.axes_, strict=True):
             rows = self.correlations[self.correlations["measure"] == name]
@@ -199,10 +202,6 @@ class LabelNoiseDisplay(Display):
             # a percentile interval need not contain the coefficient itself
             bars = np.maximum([value - low, high - value], 0.0)
             panel.errorbar(rows["share"], value, yerr=bars, **style)
-            panel.set(ylim=(-1.08, 1.08), title=label_of(name, ""), xlabel=label_of(self.by, ""))
-            panel.title.set_fontsize("small")
-        # the gap by its name, not as a difference of losses
-        is_gap = self.target == "generalization_gap"
-        target = "generalization gap" if is_gap else label_of(self.target, "")
-        label_rows(self.axes_, n_columns, f"{SYMBOLS[coefficient]} with the\n{target}")
+            panel.set(ylim=(-1.08, 1.08), xlabel=label_of(self.by, ""))
+            panel.set_title(label_of(name, ""), fontsize="small")
         return self

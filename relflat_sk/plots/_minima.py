@@ -22,13 +22,12 @@ from relflat_sk.plots._axes import (
     choose_scale,
     divide,
     label_of,
-    label_rows,
     make_axes,
     make_panels,
     shorten,
     write_note,
 )
-from relflat_sk.plots._display import MinimaDisplay, with_unit
+from relflat_sk.plots._display import MinimaDisplay
 from relflat_sk.plots._points import (
     Colors,
     Points,
@@ -145,7 +144,7 @@ class FlatnessGapDisplay(MinimaDisplay):
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, measure, target, random_state),
         )
-        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
@@ -268,7 +267,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
             },
             color_by=color_column(table, color_by),
         )
-        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
@@ -277,7 +276,8 @@ class MeasurePanelsDisplay(MinimaDisplay):
         y = numeric_column(self.minima, self.target, argument="target")
         with_target = Points(self.minima, y, y)
         with_target.require_minima(self.target)
-        panels, n_columns = make_panels(ax, len(self.measures))
+        panels = make_panels(ax, len(self.measures), label_of(self.target, loss_unit))
+        drawn = []
         for name, panel in zip(self.measures, panels, strict=True):
             x = numeric_column(self.minima, name, argument="measures")
             points = Points(self.minima, x, y)
@@ -287,12 +287,10 @@ class MeasurePanelsDisplay(MinimaDisplay):
                 continue
             choose_scale(panel.xaxis, x[points.converged])
             points.draw_minima(panel, colors, **({"s": 22} | kwargs))
-            # the same limits in all panels, whichever minima have the measure
-            panel.set_ylim(with_target.y_limits())
-            points.draw_crosses(panel, ", ".join(with_target.kinds))
             show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
-        label_rows(panels, n_columns, label_of(self.target, loss_unit))
-        colors.n_rows = -(-len(panels) // n_columns)
+            drawn.append((points, panel))
+        for points, panel in drawn:  # now that all panels have their common limits
+            points.draw_crosses(panel, ", ".join(with_target.kinds))
         return panels
 
 
@@ -401,7 +399,7 @@ class MinimaRankingDisplay(MinimaDisplay):
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, by, target, random_state),
         )
-        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
@@ -526,7 +524,7 @@ class HyperparameterDisplay(MinimaDisplay):
         if color_by == "auto":
             color_by = color_column(table.drop(columns=column), "auto")
         display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
-        return display.plot(ax=ax, **with_unit(kwargs, minima, table))
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
@@ -540,7 +538,7 @@ class HyperparameterDisplay(MinimaDisplay):
         levels = np.unique(x[good])
         few = 1 < len(levels) <= MAX_DISTINCT
         if names:
-            points.x_limits = -0.5, len(names) - 0.5  # names without minima count, too
+            ax.set_xlim(-0.5, len(names) - 0.5)  # names without minima count, too
         else:
             choose_scale(ax.xaxis, x[good])
         choose_scale(ax.yaxis, y[good])

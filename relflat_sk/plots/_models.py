@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +14,11 @@ from relflat_sk.measures import find_measures, flatness_report, sharpness_curve
 from relflat_sk.plots._axes import (
     choose_scale,
     curve_style,
-    divide,
     draw_grid,
-    grid_shape,
+    draw_legend,
     label_of,
-    legend_right,
     make_axes,
+    make_panels,
     shorten,
 )
 from relflat_sk.plots._display import EstimatorDisplay, with_unit
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LAYER_HEIGHT, LETTER_WIDTH = 0.28, 0.075  # inches
-# arguments that `from_estimator` passes itself, where they have another name there
-OTHER_NAMES = {"layer": "layers", "measure": "measures", "model": "estimator"}
-# arguments of `flatness_report` that matplotlib would get, which has none of these names
-REPORT_ARGUMENTS = {
-    *("batch_size", "criterion", "device", "method", "n_probes", "process_group"),
-    *("random_state", "rtol", "sample_weight", "weight_decay"),
-}
 WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
@@ -121,17 +114,20 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['0: hidden0', '1: output']
         """
-        for name in kwargs.keys() & REPORT_ARGUMENTS:
+        # matplotlib has none of these names
+        for name in kwargs.keys() & signature(flatness_report).parameters:
             raise TypeError(
                 f"from_estimator has no argument {name!r}: pass it in measure_params, as "
                 f'measure_params={{"{name}": ...}}.'
             )
-        names, params = find_measures(measures), _check_params(measure_params)
-        report = flatness_report(estimator, X, y, measures=names, layers=layers, **params)
+        names = find_measures(measures)
+        report = flatness_report(
+            estimator, X, y, measures=names, layers=layers, **(measure_params or {})
+        )
         # the report has an order of its own; the panels follow the user's
         report = pd.concat([report[report["measure"] == name] for name in names])
         display = cls(report=report.reset_index(drop=True))
-        return display.plot(ax=ax, **with_unit(kwargs, estimator))
+        return display.plot(ax=ax, **with_unit(kwargs, [estimator]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
         """Draw a panel for each measure."""
@@ -139,13 +135,10 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         # values of the whole network have no layer; they come last
         layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
         names = self._name_layers(layers)
-        n_rows, n_columns = grid_shape(len(measures), ax)
-        width = 0.8 + LETTER_WIDTH * max(map(len, names)) + 3.2 * n_columns
-        height = n_rows * (LAYER_HEIGHT * len(names) + 1.3)
-        place = make_axes(ax, (width, max(height, 2.2)))
-        panels = divide(place, n_rows, n_columns, len(measures), sharey="all")
+        height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
+        panels = make_panels(ax, len(measures), "layer", height=height, margin=margin)
         style = curve_style(0) | {"linestyle": "none", "markersize": 6, "capsize": 3} | kwargs
-        for number, (measure, panel) in enumerate(zip(measures, panels, strict=True)):
+        for measure, panel in zip(measures, panels, strict=True):
             rows = self.report[self.report["measure"] == measure].set_index("layer")
             value, stderr = (
                 rows[column].reindex(layers).to_numpy(dtype=np.float64)
@@ -156,9 +149,6 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
             panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
             panel.set_xlabel(label_of(measure, loss_unit))
-            panel.tick_params(labelleft=number % n_columns == 0)
-            if number % n_columns == 0:
-                panel.set_ylabel("layer")
         panels[0].set_yticks(range(len(layers)), names)
         panels[0].set_ylim(len(layers) - 0.4, -0.6)
         return panels
@@ -171,21 +161,6 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             for name, position in zip(known["layer"], known["position"], strict=True):
                 prefixes[name] = f"{position:.0f}: "
         return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
-
-
-def _check_params(measure_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Check further arguments of `flatness_report`, and return them."""
-    if not isinstance(measure_params, Mapping | None):
-        raise TypeError(
-            f"measure_params={measure_params!r}, expected None or a dict of further arguments of "
-            'flatness_report, such as {"batch_size": 256}.'
-        )
-    for name in {"layers", "measures", "X", "y", *OTHER_NAMES}.intersection(measure_params or ()):
-        raise ValueError(
-            f"measure_params={measure_params!r} must not contain {name!r}: give it to "
-            f"from_estimator itself, as {OTHER_NAMES.get(name, name)}=..."
-        )
-    return measure_params or {}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -304,7 +279,7 @@ class SharpnessKLDisplay(EstimatorDisplay):
             )
             for name, model in models.items()
         }
-        return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, *models.values()))
+        return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, models.values()))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
         """Draw one curve per model, with standard errors."""
@@ -321,5 +296,5 @@ class SharpnessKLDisplay(EstimatorDisplay):
         ends = f"$\\alpha$ = {high:.3g} (left) to {low:.3g} (right)"
         ax.set_xlabel(f"KL divergence (nats), from {ends}")
         ax.set_ylabel(label_of("expected_sharpness", loss_unit))
-        legend_right(ax)
+        draw_legend(ax, on_the_right=True)
         return [ax]

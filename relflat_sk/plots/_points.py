@@ -53,8 +53,6 @@ def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
 class Colors:
     """Colors of minima: one per value, or a continuous scale for many numbers."""
 
-    n_rows = 1  # of panels beside the color bar
-
     def __init__(self, minima: pd.DataFrame, column: str | None, cmap: str) -> None:
         from matplotlib import colormaps, colors  # noqa: PLC0415
 
@@ -96,7 +94,7 @@ class Colors:
         if self.column is None:
             return
         colors = ScalarMappable(self.norm, self.cmap)
-        bar = axes[0].figure.colorbar(colors, ax=axes, aspect=20 * self.n_rows)
+        bar = axes[0].figure.colorbar(colors, ax=axes, aspect=20 if len(axes) < 4 else 40)
         if not self.is_scale:
             bar.set_ticks(range(len(self.levels)), labels=[_text(it) for it in self.levels])
             bar.ax.minorticks_off()
@@ -120,19 +118,19 @@ def _text(level: Any) -> str:
 class Points:
     """Minima as points in a plane. Shapes: `x, y` (n,)."""
 
-    x_limits: tuple[float, float] | None = None
-
     def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
         self.x, self.y = x, y
         finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
         self.converged = finite & is_converged(minima)
         self.unconverged = finite & ~self.converged
-        n_others = int((finite & _is_of_another_depth(minima)).sum())
-        n_open = int(self.unconverged.sum()) - n_others
-        counts = {"not converged": n_open, "at another depth": n_others}
+        of_any_depth = is_converged(minima.drop(columns="comparable", errors="ignore"))
+        counts = {
+            "not converged": (finite & ~of_any_depth).sum(),
+            "at another depth": (self.unconverged & of_any_depth).sum(),
+        }
         self.kinds = {name: n for name, n in counts.items() if n}
-        self.n_not_drawn = int((~finite).sum())
-        self.n_minima = int((is_complete(minima) & is_converged(minima)).sum())
+        self.n_not_drawn = (~finite).sum()
+        self.n_minima = (is_complete(minima) & is_converged(minima)).sum()
 
     def require_minima(self, *columns: str) -> None:
         """Check that there is a minimum to draw."""
@@ -152,10 +150,6 @@ class Points:
             "columns 'converged' and 'reason' of the table say why."
         )
 
-    def y_limits(self) -> tuple[float, float]:
-        """Return the limits of a linear y axis around the minima."""
-        return _limits(self.y[self.converged], "linear")
-
     def draw(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
         """Draw all points, with the numbers of the other candidates for the legend."""
         self.draw_minima(ax, colors, **kwargs)
@@ -164,34 +158,21 @@ class Points:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 
     def draw_minima(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
-        """Draw the minima, and set the limits of the axes around them."""
+        """Draw the minima, which decide the limits of the axes."""
         draw_grid(ax)
+        ax.margins(MARGIN)
         x, y = self.x[self.converged], self.y[self.converged]
         ax.scatter(x, y, **(DOT | colors.arguments(self.converged) | kwargs))
-        ax.set(xlim=self.x_limits or _limits(x, ax.get_xscale()), ylim=_limits(y, ax.get_yscale()))
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
         """Draw the candidates that did not converge, at most as far out as the limits."""
+        # a diverged run may lie anywhere; with it in view, the minima would fill a corner
+        x_limits, y_limits = ax.get_xlim(), ax.get_ylim()
+        ax.set(xlim=x_limits, ylim=y_limits)
         if self.unconverged.any():
-            # a diverged run may lie anywhere; with it in view, the minima would fill a corner
-            x = np.clip(self.x[self.unconverged], *ax.get_xlim())
-            y = np.clip(self.y[self.unconverged], *ax.get_ylim())
+            x = np.clip(self.x[self.unconverged], *x_limits)
+            y = np.clip(self.y[self.unconverged], *y_limits)
             ax.scatter(x, y, **CROSS, clip_on=False, label=label)
-
-
-def _is_of_another_depth(minima: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are minima of a depth that is not compared."""
-    if "comparable" not in minima.columns:
-        return np.zeros(len(minima), dtype=bool)
-    return is_converged(minima.drop(columns="comparable")) & ~is_converged(minima)
-
-
-def _limits(values: Floats, scale: str) -> tuple[float, float]:
-    """Return axis limits around values on a linear or logarithmic axis."""
-    to_axis, from_axis = (np.log10, lambda v: 10.0**v) if scale == "log" else (np.array, float)
-    low, high = to_axis(values.min()), to_axis(values.max())
-    margin = MARGIN * (high - low) or MARGIN * max(abs(high), 1.0)
-    return float(from_axis(low - margin)), float(from_axis(high + margin))
 
 
 # -- correlations ------------------------------------------------------------------------

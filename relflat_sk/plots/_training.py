@@ -18,8 +18,8 @@ from relflat_sk.plots._axes import (
     curve_style,
     divide,
     draw_grid,
+    draw_legend,
     label_of,
-    legend_right,
     make_axes,
 )
 from relflat_sk.plots._display import EstimatorDisplay, MinimaDisplay, with_unit
@@ -148,7 +148,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             losses={name: values[name] for name in losses},
             flatness={name: signs.get(name, 1.0) * values[name] for name in names},
         )
-        return display.plot(ax=ax, **with_unit(kwargs, net))
+        return display.plot(ax=ax, **with_unit(kwargs, [net]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
         """Draw the two panels."""
@@ -164,7 +164,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
                 panel.plot(self.epochs, values, **style)
                 drawn += 1  # in both panels, so that every curve of the figure has its own style
             choose_scale(panel.yaxis, np.concatenate([*columns.values(), np.empty(0)]))
-            legend_right(panel)
+            draw_legend(panel, on_the_right=True)
             panel.set_ylabel(f"{quantity}{unit}")
         _, self.flatness_ax_ = panels
         panels[0].tick_params(labelbottom=False)
@@ -274,7 +274,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         curves = {number: (epochs[number], values[number]) for number in numbers}
         color_by = color_column(table, color_by)
         return cls(minima=table, curves=curves, column=column, color_by=color_by).plot(
-            ax=ax, **with_unit(kwargs, minima, table)
+            ax=ax, **kwargs
         )
 
     def _draw(

@@ -18,12 +18,16 @@ from relflat_sk import (
 )
 from tests.plots.drawings import MEASURES, legend, lines, noisy_table, points, table, ticks
 
-GAP_AND_RANKING = [FlatnessGapDisplay, MinimaRankingDisplay]
+GAP_AND_RANKING = pytest.mark.parametrize("display", [FlatnessGapDisplay, MinimaRankingDisplay])
 
 
 def lowest(made):
     """The panel with the target on its y axis."""
     return getattr(made, "target_ax_", made.ax_)
+
+
+def interval(row, name):
+    return f"{row[name]:z.2f} [{row[f'{name}_low']:z.2f}, {row[f'{name}_high']:z.2f}]"
 
 
 # the gap, and the rank
@@ -36,11 +40,10 @@ def test_the_gap_is_drawn_against_the_measure():
     assert display.ax_.get_xlabel() == "relative flatness κ (nats)"
     assert display.ax_.get_ylabel().startswith("test loss")
     expected = correlate(minima, random_state=0).set_index("measure").loc["relative_flatness"]
-    title = display.ax_.get_title()
-    assert f"= {expected['pearson']:z.2f} [" in title
-    assert f"{expected['kendall']:z.2f} [{expected['kendall_low']:z.2f}" in title
-    assert "= 12" in title
-    assert title.startswith("relative flatness κ and test loss − training loss\n")  # noqa: RUF001
+    names, title = display.ax_.get_title().split("\n")
+    assert names == "relative flatness κ and test loss − training loss"  # noqa: RUF001
+    assert f"= {interval(expected, 'pearson')}" in title
+    assert f"= {interval(expected, 'kendall')},  $n$ = 12" in title
     assert FlatnessGapDisplay.from_minima(table(2)).ax_.get_title() == ""
 
 
@@ -54,17 +57,11 @@ def test_the_ranking_is_that_of_rank_minima():
     assert_allclose(mean.get_ydata(), ranked["test_loss"].mean())
     assert display.ax_.get_title().startswith("relative flatness κ and test loss\n")
     assert all(float(tick).is_integer() for tick in display.target_ax_.get_xticks())
+    assert display.target_ax_.get_xlabel().endswith("1 is flattest")
+    by_loss = MinimaRankingDisplay.from_minima(minima, "train_loss", random_state=0)
+    assert by_loss.target_ax_.get_xlabel().endswith("1 is best")
     without_test = MinimaRankingDisplay.from_minima(table(test_loss=np.nan), random_state=0)
     assert without_test.target == "train_loss"
-
-
-@pytest.mark.parametrize(
-    ("by", "ending"),
-    [("relative_flatness", "1 is flattest"), ("train_loss", "1 is best"), ("test_loss", "best")],
-)
-def test_the_label_says_what_rank_one_means(by, ending):
-    panel = MinimaRankingDisplay.from_minima(table(), by, random_state=0).target_ax_
-    assert panel.get_xlabel().endswith(ending)
 
 
 def test_a_wide_range_gets_a_logarithmic_axis_with_plain_numbers():
@@ -81,7 +78,7 @@ def test_a_wide_range_gets_a_logarithmic_axis_with_plain_numbers():
     assert FlatnessGapDisplay.from_minima(wide, random_state=0).ax_.get_xscale() == "linear"
 
 
-@pytest.mark.parametrize("display", GAP_AND_RANKING)
+@GAP_AND_RANKING
 def test_every_batch_size_has_a_color_and_otherwise_there_is_one(display):
     made = display.from_minima(table(), random_state=0)
     made.figure_.canvas.draw()
@@ -89,9 +86,9 @@ def test_every_batch_size_has_a_color_and_otherwise_there_is_one(display):
     assert bar.get_ylabel() == "batch size"
     assert ticks(bar.yaxis) == ["8", "32", "128"]
     assert len({tuple(color) for color in made.ax_.collections[0].get_facecolors()}) == 3
-    one = display.from_minima(table().drop(columns="param_batch_size"), random_state=0)
+    one = display.from_minima(table(), color_by=None, random_state=0)
     assert len(one.figure_.axes) == len(one.axes_)
-    assert display.from_minima(table(), color_by=None, random_state=0).color_by is None
+    assert display.from_minima(CONSTANT, random_state=0).color_by is None
 
 
 def test_many_numbers_get_a_color_scale_and_names_a_label_each():
@@ -107,20 +104,31 @@ def test_many_numbers_get_a_color_scale_and_names_a_label_each():
     assert ticks(names.figure_.axes[-1].yaxis) == ["a", "b"]
 
 
-@pytest.mark.parametrize("display", GAP_AND_RANKING)
-def test_candidates_that_did_not_converge_are_crosses_and_failed_ones_are_counted(display):
+@GAP_AND_RANKING
+@pytest.mark.parametrize("layout", ["constrained", None])
+def test_candidates_that_did_not_converge_are_crosses_and_failed_ones_are_counted(display, layout):
     minima = table()
     minima.loc[[1, 2], "converged"] = False
     minima.loc[1, "test_loss"] = 1e6  # diverged: must not squeeze the others into a corner
     minima.loc[3, "state"] = "failed"
     minima.loc[4, ["test_loss", "relative_flatness"]] = np.nan
     minima["generalization_gap"] = minima["test_loss"] - minima["train_loss"]
-    panel = lowest(display.from_minima(minima, random_state=0))
+    made = display.from_minima(minima, random_state=0, ax=plt.subplots(layout=layout)[1])
+    panel = lowest(made)
     assert len(points(panel)) == 8
     assert len(points(panel, 1)) == 2
     assert points(panel, 1)[:, 1].max() <= panel.get_ylim()[1] < 10
     assert "not converged (2)" in legend(panel)
     assert "failed or not finite, not drawn (2)" in legend(panel)
+    # the legend stands below the axes, or inside without a layout engine
+    made.figure_.canvas.draw()
+    place, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
+    if layout is None:
+        assert axes.y0 < place.y0 < place.y1 < axes.y1
+        return
+    labels = [*panel.get_xticklabels(), panel.xaxis.label]
+    assert 0 <= place.y0 < place.y1 < axes.y0
+    assert place.y1 < min(label.get_window_extent().y0 for label in labels if label.get_text())
 
 
 def test_candidates_of_another_depth_are_crosses_too():
@@ -133,23 +141,6 @@ def test_candidates_of_another_depth_are_crosses_too():
     assert "not converged, at another depth" in labels
 
 
-@pytest.mark.parametrize("display", GAP_AND_RANKING)
-@pytest.mark.parametrize("layout", ["constrained", None])
-def test_the_legend_stands_below_the_axes_or_inside_without_a_layout(display, layout):
-    minima = table()
-    minima.loc[1, "converged"] = False
-    made = display.from_minima(minima, random_state=0, ax=plt.subplots(layout=layout)[1])
-    made.figure_.canvas.draw()
-    panel = lowest(made)
-    place, axes = panel.get_legend().get_window_extent(), panel.get_window_extent()
-    if layout is None:
-        assert axes.y0 < place.y0 < place.y1 < axes.y1
-        return
-    labels = [*panel.get_xticklabels(), panel.xaxis.label]
-    assert 0 <= place.y0 < place.y1 < axes.y0
-    assert place.y1 < min(label.get_window_extent().y0 for label in labels if label.get_text())
-
-
 def test_arguments_reach_matplotlib():
     minima = table(hessian_trace=np.arange(12.0), test_score=np.linspace(0.8, 0.9, 12))
     made = FlatnessGapDisplay.from_minima(
@@ -157,8 +148,7 @@ def test_arguments_reach_matplotlib():
     )
     assert_allclose(made.ax_.collections[0].get_sizes(), 99)
     assert made.ax_.collections[0].get_cmap().name == "cividis"
-    assert made.ax_.get_xlabel() == "Hessian trace"
-    assert made.ax_.get_ylabel() == "held-out score"
+    assert (made.ax_.get_xlabel(), made.ax_.get_ylabel()) == ("Hessian trace", "held-out score")
     assert made.plot(loss_unit="").ax_.get_xlabel() == "Hessian trace"
 
 
@@ -171,9 +161,7 @@ def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
     expected = correlate(minima, random_state=0).set_index("measure")
     for name, panel in zip(MEASURES, display.axes_, strict=True):
         assert_allclose(points(panel), minima[[name, "generalization_gap"]])
-        row = expected.loc[name]
-        tau = f"{row['kendall']:z.2f} [{row['kendall_low']:z.2f}, {row['kendall_high']:z.2f}]"
-        assert tau in panel.get_title()
+        assert interval(expected.loc[name], "kendall") in panel.get_title()
         assert "= 24" in panel.get_title()
         assert panel.get_ylim() == display.ax_.get_ylim()
     labels = [panel.get_xlabel() for panel in display.axes_]
@@ -205,27 +193,21 @@ def test_panels_have_crosses_for_others_and_may_be_empty():
     first, empty, last = display.axes_
     assert (len(points(first)), len(points(last)), len(points(last, 1))) == (22, 22, 1)
     assert 3 < last.get_ylim()[1] < 4
+    assert points(last, 1)[0, 1] == last.get_ylim()[1]
     assert not empty.collections
     assert "not finite" in {text.get_text() for text in empty.texts}
     assert "not converged" in legend(last)
 
 
 @pytest.mark.parametrize(("n", "shape"), [(1, (1, 1)), (4, (2, 2)), (6, (2, 3)), (20, (5, 4))])
-def test_panels_fill_their_rows(n, shape):
+def test_panels_fill_their_rows_also_in_axes_of_no_grid(n, shape):
     minima = table(measures=[f"measure_{i}" for i in range(n)]).drop(columns="relative_flatness")
-    display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
-    grid = display.ax_.get_subplotspec().get_gridspec()
-    assert (grid.nrows, grid.ncols) == shape
-    assert len(display.axes_) == n
-    assert sum(panel.get_ylabel() != "" for panel in display.axes_) == shape[0]
-
-
-def test_panels_in_narrow_axes_stand_below_each_other():
-    ax = plt.figure(figsize=(4, 6)).add_axes((0.2, 0.1, 0.75, 0.8))  # of no grid
-    display = MeasurePanelsDisplay.from_minima(noisy_table(), random_state=0, ax=ax)
-    grid = display.ax_.get_subplotspec().get_gridspec()
-    assert (grid.nrows, grid.ncols) == (3, 1)
-    assert [panel.get_ylabel() != "" for panel in display.axes_] == [False, True, False]
+    for ax in (None, plt.figure().add_axes((0.2, 0.1, 0.75, 0.8))):
+        display = MeasurePanelsDisplay.from_minima(minima, random_state=0, ax=ax)
+        grid = display.ax_.get_subplotspec().get_gridspec()
+        assert (grid.nrows, grid.ncols) == shape
+        assert len(display.axes_) == n
+        assert sum(panel.get_ylabel() != "" for panel in display.axes_) == shape[0]
 
 
 # a measure against a hyper-parameter
@@ -258,10 +240,7 @@ def test_a_measure_against_names():
     assert ticks(ax.xaxis) == ["relu", "tanh"]
     assert points(ax)[:, 0].tolist() == [0] * 5 + [1] * 6
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("activation", "depth")
-
-
-def test_names_without_minima_have_their_places():
-    """Such as an optimizer that never converged."""
+    # an optimizer that never converged has its place, too
     names = ["sgd", "adam", "adamw"]
     minima = table(param_optimizer=np.resize(names, 12))
     minima["converged"] = minima["param_optimizer"] != "adam"
@@ -308,9 +287,7 @@ def test_other_coefficients_and_other_columns():
     every = LabelNoiseDisplay.from_minima(minima, by="depth", random_state=0)
     assert "depth" not in set(every.correlations["measure"])
     recorded = minima.rename(columns={"depth": "param_data__random_labels"})
-    display = LabelNoiseDisplay.from_minima(recorded, random_state=0)
-    assert display.by == "param_data__random_labels"
-    assert display.ax_.get_xlabel() == "share of random labels"
+    assert LabelNoiseDisplay.from_minima(recorded, random_state=0).by == "param_data__random_labels"
 
 
 def test_shares_with_too_few_minima_are_left_out():
@@ -325,68 +302,45 @@ def test_shares_with_too_few_minima_are_left_out():
 
 NOTHING = table(converged=False)
 CONSTANT = table().drop(columns="param_batch_size")
+NO_TEST, NO_VALUE = table(test_loss=np.nan), table(relative_flatness=np.nan)
+NO_MEASURE, SPREAD = NO_TEST[["train_loss"]], noisy_table(param_random_labels=np.arange(24))
+GAP, PANELS, AXIS, NOISE = (
+    FlatnessGapDisplay,
+    MeasurePanelsDisplay,
+    HyperparameterDisplay,
+    LabelNoiseDisplay,
+)
 
 
 @pytest.mark.parametrize(
     ("display", "minima", "arguments", "message"),
     [
-        ("gap", table(), {"measure": "sharpness"}, "measure='sharpness' is not a column"),
-        ("gap", table(), {"target": "reason"}, "target='reason' is not numeric"),
-        ("gap", table(), {"color_by": "seed"}, "color_by: 'seed' is no parameter of these"),
-        ("gap", NOTHING, {}, "None of the 12 candidates is a minimum, so"),
-        (
-            "gap",
-            table(test_loss=np.nan),
-            {},
-            "None of the 12 minima has a finite 'relative_flatness' and 'generalization_gap', .*"
-            r"Held-out data are needed: fit\(X, y, X_test, y_test\)",
-        ),
-        (
-            "gap",
-            table(relative_flatness=np.nan),
-            {"target": "train_loss"},
-            "None of the 12 minima has a finite 'relative_flatness' and 'train_loss', so there is "
-            r"nothing to draw\.$",
-        ),
-        ("panels", table(), {"measures": ["sharpness"]}, "measures='sharpness' is not a column"),
-        ("panels", table()[["train_loss", "generalization_gap"]], {}, "There are no measures to"),
-        ("panels", NOTHING, {}, "None of the 12 candidates is a minimum, so"),
-        ("axis", table(), {"axis": "width"}, "axis: 'width' is no parameter of these minima"),
-        ("axis", CONSTANT, {}, "No hyper-parameter was varied"),
-        ("axis", NOTHING, {}, "there is nothing to draw"),
-        (
-            "noise",
-            noisy_table(),
-            {"by": "noise"},
-            r"by: 'noise' is no parameter of these minima; there are \['batch_size', 'rand",
-        ),
-        ("noise", noisy_table(), {"by": "state"}, "by='state' is not numeric"),
-        (
-            "noise",
-            noisy_table(param_random_labels=np.arange(24)),
-            {},
-            "No value of 'param_random_labels' has 3 converged minima.*there are {0.0: 1, 1.0: 1",
-        ),
-        (
-            "noise",
-            noisy_table(),
-            {"coefficient": "tau"},
-            "coefficient='tau', expected one of pearson, spearman, kendall",
-        ),
+        (GAP, table(), {"measure": "sharpness"}, "measure='sharpness' is not a column"),
+        (GAP, table(), {"target": "reason"}, "target='reason' is not numeric"),
+        (GAP, table(), {"color_by": "seed"}, "color_by: 'seed' is no parameter of these"),
+        (GAP, NOTHING, {}, "None of the 12 candidates is a minimum, so"),
+        (GAP, NO_TEST, {}, r"has a finite 'relative_flatness' and 'generalization_gap', .*Held-out "
+         r"data are needed: fit\(X, y, X_test, y_test\)"),
+        (GAP, NO_VALUE, {"target": "train_loss"}, "None of the 12 minima has a finite "
+         r"'relative_flatness' and 'train_loss', so there is nothing to draw\.$"),
+        (PANELS, table(), {"measures": ["sharpness"]}, "measures='sharpness' is not a column"),
+        (PANELS, NO_MEASURE, {"target": "train_loss"}, "There are no measures to"),
+        (PANELS, NOTHING, {}, "None of the 12 candidates is a minimum, so"),
+        (AXIS, table(), {"axis": "width"}, "axis: 'width' is no parameter of these minima"),
+        (AXIS, CONSTANT, {}, "No hyper-parameter was varied"),
+        (AXIS, NOTHING, {}, "there is nothing to draw"),
+        (NOISE, noisy_table(), {"by": "noise"}, r"by: 'noise' is no parameter .* there are \['bat"),
+        (NOISE, noisy_table(), {"by": "state"}, "by='state' is not numeric"),
+        (NOISE, SPREAD, {}, "No value of 'param_random_labels' has 3 .*there are {0.0: 1, 1.0: 1"),
+        (NOISE, noisy_table(), {"coefficient": "tau"}, "coefficient='tau', expected one of pears"),
     ],
-)
+)  # fmt: skip
 def test_refuses(display, minima, arguments, message):
-    kinds = {
-        "gap": FlatnessGapDisplay,
-        "panels": MeasurePanelsDisplay,
-        "axis": HyperparameterDisplay,
-        "noise": LabelNoiseDisplay,
-    }
     with pytest.raises(ValueError, match=message):
-        kinds[display].from_minima(minima, **arguments)
+        display.from_minima(minima, **arguments)
 
 
-@pytest.mark.parametrize("display", [FlatnessGapDisplay, MeasurePanelsDisplay, LabelNoiseDisplay])
+@pytest.mark.parametrize("display", [GAP, PANELS, NOISE])
 def test_refuses_what_is_no_table(display):
     with pytest.raises(TypeError, match="minima must be a pandas.DataFrame, an optuna.Study"):
         display.from_minima([1, 2])
