@@ -460,7 +460,7 @@ class FlatNet(SkorchNet):
         """Record the penalty per epoch as well, and a classifier's accuracy."""
         callbacks = super()._default_callbacks
         for name in ("flatness_penalty", "flatness_clipped"):
-            callbacks.insert(-1, (name, EpochMean(name, on_train=True, find_best=False)))
+            callbacks.insert(-1, (name, EpochMean(name, on_train=True, lower_is_better=None)))
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
             callbacks.insert(-1, ("valid_acc", accuracy))

@@ -1,14 +1,13 @@
 """A skorch net with scikit-learn's rules for parameters, and batches that are cut from arrays."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import Callback, EpochTimer, PrintLog
+from skorch.callbacks import EpochTimer, PassthroughScoring, PrintLog
 from skorch.utils import to_device
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -227,32 +226,15 @@ def _advice(net: NeuralNet, unknown: Sequence[str]) -> str:
 # -- callbacks -----------------------------------------------------------------------------
 
 
-class EpochMean(Callback):
-    """Record the mean over an epoch's batches, as skorch's `PassthroughScoring` in less time."""
+class EpochMean(PassthroughScoring):
+    """Record the mean over an epoch's batches, as skorch does, in less time."""
 
-    def __init__(self, name: str, *, on_train: bool = False, find_best: bool = True) -> None:
-        self.name = name
-        self.on_train = on_train
-        self.find_best = find_best
-
-    def initialize(self) -> "EpochMean":
-        """Forget the best score of an earlier training."""
-        self.best_score_ = math.inf
-        return self
-
-    def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Record the mean over the batches, weighted by their sizes."""
-        batches = [batch for batch in net.history[-1, "batches"] if self.name in batch]
-        if not batches:
-            return
+    def get_avg_score(self, history: Any) -> float:
+        """Compute the mean over the batches, weighted by their sizes."""
         size = "train_batch_size" if self.on_train else "valid_batch_size"
+        batches = [batch for batch in history[-1, "batches"] if self.name in batch]
         sizes = [batch[size] for batch in batches]
-        score = float(np.dot([batch[self.name] for batch in batches], sizes) / sum(sizes))
-        net.history.record(self.name, score)
-        if self.find_best:
-            is_best = score < self.best_score_  # nan is not
-            net.history.record(f"{self.name}_best", is_best)
-            self.best_score_ = score if is_best else self.best_score_
+        return float(np.dot([batch[self.name] for batch in batches], sizes) / sum(sizes))
 
 
 class _PrintLog(PrintLog):
