@@ -9,20 +9,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from sklearn.metrics import accuracy_score
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
-from skorch.callbacks import EpochScoring
+from skorch.callbacks import EpochScoring, PassthroughScoring
 from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_integer, check_number
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss, weighted_loss
 from relflat_sk._models import (
     CRITERION_ALONE,
-    IGNORED,
     DataOptions,
     skorch_batches,
     skorch_network,
@@ -46,14 +45,17 @@ from relflat_sk.training._after_fit import Record, adopt, checksum, record_outco
 from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
 from relflat_sk.training._mlp import MLP
-from relflat_sk.training._skorch_net import EpochMean, SkorchNet
+from relflat_sk.training._skorch_net import SkorchNet
 from relflat_sk.training._tasks import (
     TASKS,
     Task,
     check_ending,
     check_ignored,
     check_measurable,
+    describe_labels,
+    main_part,
     movable,
+    to_array,
     to_predictions,
     unwrap,
     with_class_weights,
@@ -167,11 +169,9 @@ class FlatNet(SkorchNet):
             If `flatness_layer` names no layer.
         """
         restart = not (self.warm_start and self.initialized_)
-        with self._session(X, y, sample_weight, restart=restart) as (inputs, targets):
-            epochs = 0 if restart else len(self.history)
-            super().fit(inputs, targets, **fit_params)
-            self._learn_from_outputs()
-            record_outcome(self, self._state().dataset, since=epochs)
+        since = 0 if restart else len(self.history)
+        with self._session(X, y, sample_weight, restart=restart, since=since) as data:
+            super().fit(*data, **fit_params)
         return self
 
     def partial_fit(
@@ -209,29 +209,38 @@ class FlatNet(SkorchNet):
             super().partial_fit(X, y, **fit_params)
             return self
         restart = not self.initialized_
-        session = self._session(X, y, sample_weight, restart=restart, classes=classes)
-        with session as (inputs, targets):
-            super().partial_fit(inputs, targets, **fit_params)
-            self._learn_from_outputs()
-            record_outcome(self, self._state().dataset, since=None)
+        with self._session(X, y, sample_weight, restart=restart, classes=classes) as data:
+            super().partial_fit(*data, **fit_params)
         return self
 
     @contextmanager
     def _session(
-        self, X: Any, y: Any, sample_weight: Any, *, restart: bool, classes: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        *,
+        restart: bool,
+        classes: Any = None,
+        since: int | None = None,
     ) -> Iterator[tuple[Any, Any]]:
-        """Check everything, and train inside the context on the inputs and targets it yields."""
+        """Check everything, train inside the context on the inputs and targets it yields, measure.
+
+        Check how the epochs `since` one went, if given.
+        """
         self._check_penalty()
         self._check_task()
         check_device(self.device)
         check_stream(self, X, sample_weight)
-        X, y, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
+        *data, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = _Training(weights, labels_encoded=True)
         self._record = None
         self._criterion_takes_whole = None
         try:
             with self._own_random_state(restart=restart):
-                yield X, y
+                yield tuple(data)
+                self._learn_from_outputs()
+                record_outcome(self, self._training.dataset, since=since)
         finally:
             self._training = None
 
@@ -259,13 +268,20 @@ class FlatNet(SkorchNet):
         self, X: Any, y: Any, sample_weight: Any, reset: bool, classes: Any
     ) -> tuple[Any, Any, np.ndarray | None]:
         """Check data and weights, and learn from them; a fitted net survives bad data."""
-        labelled = y is not None or not isinstance(X, Dataset)
+        labelled = y is not None or not isinstance(X, Dataset | DataLoader)
         # initialize() may have been called by hand, and labels may come after a Dataset
         reset = reset or (labelled and not self._knows_labels())
         attributes = self.__dict__  # skorch's own __delattr__ would unregister components
         learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
         try:
-            X, y = self._learn(X, y, reset, classes)
+            X = check_inputs(self, X, reset=reset)
+            if labelled:
+                if reset:
+                    self._task.learn(self, y, classes)
+                    self._check_ignored()
+                y = self._encode(y)
+                if hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
+                    raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
             if sample_weight is None:
                 return X, y, None
             n = len(X) if isinstance(X, Dataset) else count_samples(X)  # type: ignore[arg-type]
@@ -273,19 +289,6 @@ class FlatNet(SkorchNet):
         except (TypeError, ValueError):
             attributes.update(learned)
             raise
-
-    def _learn(self, X: Any, y: Any, reset: bool, classes: Any) -> tuple[Any, Any]:
-        """Check inputs and encode labels; with `reset`, learn sizes and classes first."""
-        X = check_inputs(self, X, reset=reset)
-        if y is None and isinstance(X, Dataset):
-            return X, None
-        if reset:
-            self._task.learn(self, y, classes)
-            self._check_ignored()
-        y = self._encode(y)
-        if hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
-            raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
-        return X, y
 
     def get_split_datasets(self, X: Any, y: Any = None, **fit_params: Any) -> Any:
         """Split off the validation data as skorch does, together with the sample weights.
@@ -351,7 +354,7 @@ class FlatNet(SkorchNet):
         array of shape (n,) or (n, n_outputs)
             Labels as they were given to `fit`, or predicted values.
         """
-        predicted = self._task.predict(self._predicted(X, to_predictions(self).function))
+        predicted = self._task.predict(self._apply(to_predictions(self).function, X))
         return predicted if self._gets_targets() else self._task.decode(self, predicted)
 
     @_if_task(lambda task: task.estimator_type != "regressor")
@@ -368,7 +371,7 @@ class FlatNet(SkorchNet):
         array of shape (n, n_classes)
             Probabilities, with columns in the order of `classes_`.
         """
-        return self._task.probabilities(self._predicted(X, to_predictions(self).function))
+        return self._task.probabilities(self._apply(to_predictions(self).function, X))
 
     @_if_task(lambda task: task.estimator_type == "classifier")
     def predict_log_proba(self, X: Any) -> Any:
@@ -390,7 +393,7 @@ class FlatNet(SkorchNet):
         """
         logarithm = to_predictions(self).logarithm
         if logarithm is not None:
-            return self._predicted(X, logarithm)
+            return self._apply(logarithm, X)
         with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
             return np.log(self.predict_proba(X))
 
@@ -412,12 +415,16 @@ class FlatNet(SkorchNet):
         float
             At most 1, which is a perfect prediction.
         """
-        return self._task.score(y, self.predict(X), sample_weight)
+        metric = r2_score if self._task.estimator_type == "regressor" else accuracy_score
+        return float(metric(to_array(y), self.predict(X), sample_weight=sample_weight))
 
-    def _predicted(self, X: Any, function: Any) -> Any:
+    def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
         """Apply a function to the module's outputs for all samples."""
+        required = not callable(self.predict_nonlinearity)
         outputs = self.forward_iter(check_inputs(self, X, reset=False))
-        return np.concatenate([to_numpy(function(output)) for output in outputs])
+        return np.concatenate([
+            to_numpy(function(main_part(output, required=required))) for output in outputs
+        ])
 
     # -- the task: network, criterion and labels -----------------------------------------
 
@@ -460,7 +467,8 @@ class FlatNet(SkorchNet):
         """Record the penalty per epoch as well, and a classifier's accuracy."""
         callbacks = super()._default_callbacks
         for name in ("flatness_penalty", "flatness_clipped"):
-            callbacks.insert(-1, (name, EpochMean(name, on_train=True, lower_is_better=None)))
+            mean = PassthroughScoring(name, on_train=True, lower_is_better=None)
+            callbacks.insert(-1, (name, mean))
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
             callbacks.insert(-1, ("valid_acc", accuracy))
@@ -527,7 +535,7 @@ class FlatNet(SkorchNet):
         if of_classes and weight is not None and weight.numel() != len(self.classes_):
             raise ValueError(
                 f"criterion__weight has {weight.numel()} number(s), but y has "
-                f"{self._task.describe(self)}: pass one weight for each class, in this order."
+                f"{describe_labels(self)}: pass one weight for each class, in this order."
             )
         return self
 
@@ -536,10 +544,8 @@ class FlatNet(SkorchNet):
         return module if name == "criterion" else super().torch_compile(module, name)
 
     def _check_ignored(self) -> None:
-        """Refuse an index to ignore that the encoding of labels gives another meaning."""
-        criterion = getattr(self, "criterion_", None)
-        if self._task is TASKS["classification"] and criterion is not None and self._knows_labels():
-            check_ignored(getattr(criterion, "ignore_index", IGNORED), self.classes_)
+        if self._task is TASKS["classification"] and self._knows_labels():
+            check_ignored(self)
 
     def _check_criterion(self) -> None:
         """Refuse a criterion of which a net can make no instance, such as a function."""
@@ -711,7 +717,7 @@ class FlatNet(SkorchNet):
             state.output_shape = y_pred.shape[1:]
         elif y_pred.shape[1:].numel() != n_outputs:
             raise ValueError(
-                f"y has {self._task.describe(self)}, which takes {n_outputs} output(s) for each "
+                f"y has {describe_labels(self)}, which takes {n_outputs} output(s) for each "
                 f"sample, but the module returned shape {tuple(y_pred.shape)} for a batch. Give "
                 "the module's constructor an argument n_outputs, which is then set from y, or "
                 "pass all classes to partial_fit."

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.sparse import csr_matrix, issparse
-from sklearn.utils.validation import check_array, validate_data
+from sklearn.utils.validation import assert_all_finite, check_array, validate_data
 from skorch.dataset import ValidSplit
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from relflat_sk._network import (
     LoadedBatches,
-    RowSource,
     as_row_source,
+    check_finite,
     check_kind,
     is_row_source,
     mapped_file,
@@ -31,15 +31,19 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return X
     check_kind(X)
     if isinstance(X, Mapping) and not issparse(X):  # a dok_matrix is a Mapping too
-        return _check_parts(X)
+        return {name: _check_part(part) for name, part in X.items()}
     if isinstance(X, tuple):
-        return tuple(_check_parts(dict(enumerate(X))).values())
-    if is_row_source(X):
-        X = as_row_source(X)
-        _check_shape(net, X, reset)
-    elif isinstance(X, Tensor):
-        _check_finite(X)
-        _check_shape(net, X, reset)
+        return tuple(map(_check_part, X))
+    if isinstance(X, Tensor) or is_row_source(X):
+        X = _check_part(X)
+        if len(X.shape) < 2:
+            raise ValueError(
+                f"X must have shape (n_samples, n_features, ...), got {tuple(X.shape)}. Use "
+                "X.reshape(-1, 1) if there is a single feature."
+            )
+        if 0 in X.shape:
+            raise ValueError(f"X has shape {tuple(X.shape)}, and there is nothing to learn from.")
+        validate_data(net, X, reset=reset, skip_check_array=True)
     else:
         X = _check_array(net, X, reset)
     if reset:
@@ -47,6 +51,17 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         dtype = X.dtype if isinstance(X, Tensor) else native_type(X.dtype)
         net.is_double_ = dtype in (np.float64, torch.float64)
     return X
+
+
+def _check_part(part: Any) -> Any:
+    """Check one of several inputs; rows on disk are checked when they are read."""
+    if is_row_source(part):
+        return as_row_source(part)
+    if isinstance(part, np.ndarray):
+        assert_all_finite(part, input_name="X")
+        return native(part)
+    check_finite(part)
+    return part
 
 
 def _check_array(net: Any, X: Any, reset: bool) -> Any:
@@ -102,50 +117,6 @@ def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
             f"train_split={net.train_split!r} holds out a share of the samples, but {stream}. Pass "
             "train_split=None, or a stream of validation data with "
             "skorch.helper.predefined_split."
-        )
-
-
-def _check_finite(X: Any) -> None:
-    """Refuse arrays and tensors with NaN or infinity."""
-    finite = True
-    if isinstance(X, Tensor):
-        finite = bool(torch.isfinite(X).all())
-    elif isinstance(X, np.ndarray) and X.dtype.kind in "fc":
-        finite = bool(np.isfinite(X).all())
-    if not finite:
-        raise ValueError("Input X contains NaN or infinity.")
-
-
-def _check_parts(X: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Check several inputs; those on disk become sources of rows."""
-    for part in X.values():
-        _check_finite(part)
-    parts = {name: _readable(part) for name, part in X.items()}
-    return X if all(part is X[name] for name, part in parts.items()) else parts
-
-
-def _readable(part: Any) -> Any:
-    """Return one of several inputs as a source of rows, or as numbers that torch knows."""
-    if is_row_source(part):
-        return as_row_source(part)
-    return native(part) if isinstance(part, np.ndarray) else part
-
-
-def _check_shape(net: Any, X: Tensor | RowSource, reset: bool) -> None:
-    """Check the shape of inputs as validate_data does, without a copy to numpy."""
-    if X.ndim < 2:
-        raise ValueError(
-            f"X must have shape (n_samples, n_features, ...), got {tuple(X.shape)}. Use "
-            "X.reshape(-1, 1) if there is a single feature."
-        )
-    if 0 in X.shape:
-        raise ValueError(f"X has shape {tuple(X.shape)}, and there is nothing to learn from.")
-    if reset:
-        net.n_features_in_ = X.shape[1]
-    elif getattr(net, "n_features_in_", X.shape[1]) != X.shape[1]:
-        raise ValueError(
-            f"X has {X.shape[1]} features, but {type(net).__name__} is expecting "
-            f"{net.n_features_in_} features as input."
         )
 
 

@@ -1,6 +1,8 @@
 """skorch nets that are trained to be flat, as scikit-learn estimators."""
 
-from typing import Any
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -199,6 +201,17 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         )
 
 
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _showing_all_parameters(init: _Init) -> _Init:
+    """Show the parameters that a constructor hands on in its signature, as those of the net."""
+    base, own = signature(RelativeFlatnessRegularizedNet.__init__), signature(init).parameters
+    shown = [own.get(name, parameter) for name, parameter in base.parameters.items()]
+    vars(init)["__signature__"] = base.replace(parameters=shown)
+    return init
+
+
 class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
     """Train a classifier with one output per class to a flat minimum.
 
@@ -320,44 +333,11 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
 
     _fixed_task = "binary"
 
-    def __init__(  # noqa: PLR0913
-        self,
-        module: Any = MLP,
-        *,
-        criterion: Any = nn.BCEWithLogitsLoss,
-        flatness_weight: float = 0.1,
-        flatness_layer: Any = -1,
-        flatness_normalize: bool = False,
-        flatness_probes: int = 1,
-        flatness_warmup: int = 0,
-        flatness_clip: float | None = 0.5,
-        random_state: Any = None,
-        optimizer: Any = torch.optim.Adam,
-        lr: float = 0.003,
-        max_epochs: int = 30,
-        batch_size: int = 32,
-        iterator_train__shuffle: bool = True,
-        train_split: Any = None,
-        **skorch_arguments: Any,
+    @_showing_all_parameters
+    def __init__(
+        self, module: Any = MLP, *, criterion: Any = nn.BCEWithLogitsLoss, **arguments: Any
     ) -> None:
-        super().__init__(
-            module,
-            criterion=criterion,
-            flatness_weight=flatness_weight,
-            flatness_layer=flatness_layer,
-            flatness_normalize=flatness_normalize,
-            flatness_probes=flatness_probes,
-            flatness_warmup=flatness_warmup,
-            flatness_clip=flatness_clip,
-            random_state=random_state,
-            optimizer=optimizer,
-            lr=lr,
-            max_epochs=max_epochs,
-            batch_size=batch_size,
-            iterator_train__shuffle=iterator_train__shuffle,
-            train_split=train_split,
-            **skorch_arguments,
-        )
+        super().__init__(module, criterion=criterion, **arguments)
 
 
 class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
@@ -416,41 +396,14 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
 
     _fixed_task = "regression"
 
-    def __init__(  # noqa: PLR0913
+    @_showing_all_parameters
+    def __init__(
         self,
         module: Any = MLP,
         *,
         criterion: Any = nn.MSELoss,
-        flatness_weight: float = 0.1,
-        flatness_layer: Any = -1,
-        flatness_normalize: bool = False,
-        flatness_probes: int = 1,
-        flatness_warmup: int = 0,
-        flatness_clip: float | None = 0.5,
-        random_state: Any = None,
-        optimizer: Any = torch.optim.Adam,
         lr: float = 0.01,
         max_epochs: int = 50,
-        batch_size: int = 32,
-        iterator_train__shuffle: bool = True,
-        train_split: Any = None,
-        **skorch_arguments: Any,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            module,
-            criterion=criterion,
-            flatness_weight=flatness_weight,
-            flatness_layer=flatness_layer,
-            flatness_normalize=flatness_normalize,
-            flatness_probes=flatness_probes,
-            flatness_warmup=flatness_warmup,
-            flatness_clip=flatness_clip,
-            random_state=random_state,
-            optimizer=optimizer,
-            lr=lr,
-            max_epochs=max_epochs,
-            batch_size=batch_size,
-            iterator_train__shuffle=iterator_train__shuffle,
-            train_split=train_split,
-            **skorch_arguments,
-        )
+        super().__init__(module, criterion=criterion, lr=lr, max_epochs=max_epochs, **arguments)

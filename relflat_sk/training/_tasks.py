@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted
@@ -52,10 +51,6 @@ class Link:
     logarithm: Callable[[Tensor], Tensor] | None = None
 
 
-def _as_it_is(output: Tensor) -> Tensor:
-    return output
-
-
 def _log_sigmoid(z: Tensor) -> Tensor:
     """Return the logarithms for two classes with one logit, or for each of several labels."""
     if z.ndim == 2 and z.shape[1] > 1:
@@ -64,7 +59,7 @@ def _log_sigmoid(z: Tensor) -> Tensor:
     return nn.functional.logsigmoid(torch.stack([-z, z], dim=1))
 
 
-_IDENTITY = Link(_as_it_is)
+_IDENTITY = Link(lambda output: output)
 _SOFTMAX = Link(partial(torch.softmax, dim=1), partial(torch.log_softmax, dim=1))
 _SIGMOID = Link(torch.sigmoid, _log_sigmoid)
 _EXP = Link(torch.exp)  # the expected count
@@ -94,10 +89,6 @@ class Task:
         """Count the outputs that the targets need."""
         return None
 
-    def describe(self, net: Any) -> str:
-        """Describe the labels for error messages."""
-        return "of any kind"
-
     def probabilities(self, outputs: Array) -> Array:
         """Arrange the probabilities in one column per class. Shapes: returns (n, n_classes)."""
         return outputs
@@ -109,10 +100,6 @@ class Task:
     def decode(self, net: Any, predicted: Array) -> Array:
         """Turn predicted targets into labels as the user knows them."""
         return predicted
-
-    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        """Compute scikit-learn's default score of predictions. Shapes: `sample_weight` (n,)."""
-        raise AttributeError("a net whose criterion determines no task has no score")
 
 
 class _Classification(Task):
@@ -139,7 +126,7 @@ class _Classification(Task):
         net.classes_ = np.arange(n_outputs)
 
     def encode(self, net: Any, y: Any) -> Any:
-        y = column_or_1d(_numpy(y), warn=True)
+        y = column_or_1d(to_array(y), warn=True)
         unseen = np.setdiff1d(y, net.classes_)
         if len(unseen):
             raise ValueError(
@@ -151,9 +138,6 @@ class _Classification(Task):
     def n_outputs(self, net: Any) -> int | None:
         return len(net.classes_)
 
-    def describe(self, net: Any) -> str:
-        return f"classes {_listed(net.classes_)}"
-
     def predict(self, outputs: Array) -> Array:
         indices: Array = outputs.argmax(axis=1)
         return indices
@@ -161,9 +145,6 @@ class _Classification(Task):
     def decode(self, net: Any, predicted: Array) -> Array:
         # a net that was trained on a Dataset knows class indices only
         return net.classes_[predicted] if hasattr(net, "classes_") else predicted
-
-    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        return float(accuracy_score(_numpy(y), predicted, sample_weight=sample_weight))
 
 
 class _Binary(_Classification):
@@ -190,12 +171,12 @@ class _Binary(_Classification):
         net.multilabel_ = n_outputs > 1
 
     def encode(self, net: Any, y: Any) -> Any:
-        if getattr(net, "multilabel_", False):
-            return np.array(_numpy(y), dtype=np.float32)
+        if net.multilabel_:
+            return np.array(to_array(y), dtype=np.float32)
         return super().encode(net, y).astype(np.float32)[:, None]
 
     def n_outputs(self, net: Any) -> int | None:
-        return len(net.classes_) if getattr(net, "multilabel_", False) else 1
+        return len(net.classes_) if net.multilabel_ else 1
 
     def probabilities(self, outputs: Array) -> Array:
         if outputs.ndim == 2 and outputs.shape[1] > 1:
@@ -229,18 +210,12 @@ class _Regression(Task):
     def n_outputs(self, net: Any) -> int | None:
         return int(net.n_outputs_)
 
-    def describe(self, net: Any) -> str:
-        return f"{net.n_outputs_} column(s)"
-
     def predict(self, outputs: Array) -> Array:
         return outputs.astype(np.float64)  # as scikit-learn's regressors do
 
     def decode(self, net: Any, predicted: Array) -> Array:
         flat = getattr(net, "flat_target_", False)
         return predicted.reshape(len(predicted)) if flat else predicted
-
-    def score(self, y: Any, predicted: Array, sample_weight: Any) -> float:
-        return float(r2_score(_numpy(y), predicted, sample_weight=sample_weight))
 
 
 # by the names of tasks in the table of losses
@@ -255,7 +230,7 @@ TASKS: dict[str | None, Task] = {
 # -- labels -------------------------------------------------------------------------------
 
 
-def _numpy(y: Any) -> Any:
+def to_array(y: Any) -> Any:
     """Convert tensors to arrays, and leave other labels as they are."""
     return y.detach().cpu().numpy() if hasattr(y, "detach") else y
 
@@ -267,7 +242,7 @@ def _require(y: Any) -> Any:
             "this estimator requires y to be passed, but the target y is None. Pass y, or a "
             "torch Dataset that holds the labels."
         )
-    return _numpy(y)
+    return to_array(y)
 
 
 def _numbers(y: Any) -> Array:
@@ -281,6 +256,13 @@ def _numbers(y: Any) -> Array:
         input_name="y",
     )
     return array
+
+
+def describe_labels(net: Any) -> str:
+    """Describe for error messages what a net has learned from labels."""
+    if hasattr(net, "classes_"):
+        return f"classes {_listed(net.classes_)}"
+    return f"{net.n_outputs_} column(s)"
 
 
 def _listed(labels: Array) -> str:
@@ -310,8 +292,10 @@ def _check_are_labels(net: Any, y: Array) -> None:
         )
 
 
-def check_ignored(ignored: int, classes: Array) -> None:
+def check_ignored(net: Any) -> None:
     """Refuse an index to ignore that the encoding of labels gives another meaning."""
+    classes = net.classes_
+    ignored = getattr(getattr(net, "criterion_", None), "ignore_index", IGNORED)
     if np.array_equal(classes, np.arange(len(classes))):
         return  # the criterion sees the labels as they are
     if ignored != IGNORED or ignored in classes.tolist():
@@ -363,18 +347,13 @@ def to_predictions(net: Any) -> Link:
     """Return the functions from a net's outputs to its predictions, by criterion and task."""
     check_is_fitted(net, "module_")
     chosen = net.predict_nonlinearity
-    if callable(chosen):
-        return Link(lambda output: chosen(_main_part(output, required=False)))
-    if chosen not in ("auto", None):
+    if not callable(chosen) and chosen not in ("auto", None):
         raise TypeError(
             f"predict_nonlinearity has to be a callable, 'auto' or None, got {chosen!r}."
         )
-    link = _IDENTITY if chosen is None else _link(unwrap(net.criterion_), net._task)
-    function, logarithm = link.function, link.logarithm
-    return Link(
-        lambda output: function(_main_part(output, required=True)),
-        logarithm and (lambda output: logarithm(_main_part(output, required=True))),
-    )
+    if callable(chosen):
+        return Link(chosen)
+    return _IDENTITY if chosen is None else _link(unwrap(net.criterion_), net._task)
 
 
 def _link(criterion: Any, task: Task) -> Link:
@@ -387,7 +366,7 @@ def _link(criterion: Any, task: Task) -> Link:
     return _SIGMOID if isinstance(criterion, nn.BCEWithLogitsLoss) else task.link
 
 
-def _main_part(output: Any, *, required: bool) -> Any:
+def main_part(output: Any, *, required: bool) -> Any:
     """Return the tensor among a module's outputs that predictions are made of."""
     if isinstance(output, Mapping) and not required and "logits" not in output:
         return output  # a function of the user's takes it

@@ -49,7 +49,7 @@ DATA = [
     (Classifier, spoilt(np.nan), NAMES, "contains NaN"),
     (Classifier, spoilt(np.inf), NAMES, "contains infinity"),
     (Classifier, torch.tensor(spoilt(np.nan)), NAMES, "contains NaN or infinity"),
-    (Classifier, {"x": spoilt(np.nan)}, NAMES, "contains NaN or infinity"),
+    (Classifier, {"x": spoilt(np.nan)}, NAMES, "X contains NaN"),
     (Classifier, X, NAMES[:-1], "X has 42 samples, y has 41 labels"),
     (Classifier, X[:0], NAMES[:0], r"0 sample\(s\)"),
     (Classifier, torch.tensor(X[:0]), NAMES[:0], "nothing to learn from"),
