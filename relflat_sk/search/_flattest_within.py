@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from relflat_sk._checks import is_number
+from relflat_sk._checks import check_number
 from relflat_sk._warnings import warn
 
 __all__ = ["flattest_within"]
@@ -51,9 +50,9 @@ def flattest_within(
     Raises
     ------
     TypeError
-        If `tolerance` is not a real number, or a column's name is no string.
+        If a column's name is no string.
     ValueError
-        If `tolerance` is negative or not finite, or both columns are the same. The rule
+        If `tolerance` is no finite number of at least 0, or both columns are the same. The rule
         raises it at the end of the search, if ``cv_results_`` lacks a column and it is not clear
         which other one to use, or no candidate has both a score and a flatness.
 
@@ -100,16 +99,8 @@ def flattest_within(
     >>> rule(results)
     2
     """
-    if not is_number(tolerance):
-        raise TypeError(
-            f"tolerance must be a number, got {tolerance!r}: how far below the best score a "
-            "candidate may be, in the unit of the score."
-        )
-    if not 0 <= tolerance < np.inf:
-        raise ValueError(
-            f"tolerance must be finite and at least 0, got {tolerance!r}: how far below the "
-            "best score a candidate may be, in the unit of the score."
-        )
+    reason = "how far below the best score a candidate may be, in the unit of the score"
+    check_number("tolerance", tolerance, positive=False, reason=reason)
     for name, column in {"score": score, "flatness": flatness}.items():
         if not isinstance(column, str):
             raise TypeError(
@@ -159,51 +150,33 @@ class FlattestWithin:
         # in floating point, 0.98 - 0.96 is more than 0.02
         rounding = ROUNDING * (abs(best) + self.tolerance)
         good = known & (best - scores <= self.tolerance + rounding)
-        if not good.any():
-            chosen = _argmax(scores, known)
-            warn(
-                f"no candidate within {self.tolerance:g} of the best {names[0]!r}, "
-                f"{best:g}, has a finite {names[1]!r}. The best candidate that has one is "
-                f"chosen: candidate {chosen}, with {scores[chosen]:g}."
-            )
-            return chosen
-        return _argmax(flatness, good)
+        if good.any():
+            return int(np.argmax(np.where(good, flatness, -np.inf)))
+        chosen = int(np.argmax(np.where(known, scores, -np.inf)))
+        warn(
+            f"no candidate within {self.tolerance:g} of the best {names[0]!r}, {best:g}, has a "
+            f"finite {names[1]!r}. The best candidate that has one is chosen: candidate {chosen}, "
+            f"with {scores[chosen]:g}."
+        )
+        return chosen
 
-    def _columns(self, cv_results: Mapping[str, Any]) -> tuple[str, str]:
+    def _columns(self, cv_results: Mapping[str, Any]) -> list[str]:
         """Find the columns of score and flatness; refuse names that leave a doubt."""
-        given = (self.score, self.flatness)
-        score, flatness = (_find_column(cv_results, name) for name in given)
-        if score is None and flatness is not None and self.score == SCORE:
-            score = _only_other(cv_results, flatness)
-        elif flatness is None and score is not None and self.flatness == FLATNESS:
-            flatness = _only_other(cv_results, score)
-        if score is None or flatness is None:
-            missing = self.score if score is None else self.flatness
+        given = [self.score, self.flatness]
+        found = [
+            next((column for column in (name, PREFIX + name) if column in cv_results), "")
+            for name in given
+        ]
+        columns = sorted(key for key in cv_results if key.startswith(PREFIX))
+        others = [column for column in columns if column not in found]
+        for i, default in enumerate((SCORE, FLATNESS)):
+            if not found[i] and found[1 - i] and given[i] == default and len(others) == 1:
+                found[i] = others[0]
+        if not all(found):
             raise ValueError(
-                f"cv_results_ has no column {missing!r}; its columns of this kind are "
-                f'{_score_columns(cv_results)}. With scoring={{"accuracy": "accuracy", "flatness": '
+                f"cv_results_ has no column {given[found.index('')]!r}; its columns of this kind "
+                f'are {columns}. With scoring={{"accuracy": "accuracy", "flatness": '
                 'FlatnessScorer()}, for example, their names are "mean_test_accuracy" and '
                 '"mean_test_flatness". Pass the names as score and flatness.'
             )
-        return score, flatness
-
-
-def _find_column(cv_results: Mapping[str, Any], name: str) -> str | None:
-    """Return the column of a name, which may be a scorer's name."""
-    return next((column for column in (name, PREFIX + name) if column in cv_results), None)
-
-
-def _score_columns(cv_results: Mapping[str, Any]) -> list[str]:
-    """List the columns with the mean scores of candidates."""
-    return sorted(key for key in cv_results if key.startswith(PREFIX))
-
-
-def _only_other(cv_results: Mapping[str, Any], known: str) -> str | None:
-    """Return the only column with mean scores beside a known one; None if there are more."""
-    others = [column for column in _score_columns(cv_results) if column != known]
-    return others[0] if len(others) == 1 else None
-
-
-def _argmax(values: NDArray[np.float64], rows: NDArray[np.bool_]) -> int:
-    """Return the index of the greatest value among some rows, the first of equal ones."""
-    return int(np.argmax(np.where(rows, values, -np.inf)))
+        return found

@@ -168,13 +168,7 @@ def test_refuses_to_choose_where_nothing_is_known():
         flattest_within(0.1)(results([0.9, nan], [nan, -1.0]))
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, nan, np.inf])
+@pytest.mark.parametrize("tolerance", [-0.1, nan, np.inf, "1%", None, True])
 def test_refuses_a_tolerance_that_is_none(tolerance):
-    with pytest.raises(ValueError, match="tolerance must be finite and at least 0"):
-        flattest_within(tolerance)
-
-
-@pytest.mark.parametrize("tolerance", ["1%", None, True])
-def test_refuses_a_tolerance_that_is_no_number(tolerance):
-    with pytest.raises(TypeError, match="tolerance must be a number"):
+    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, .*how"):
         flattest_within(tolerance)
