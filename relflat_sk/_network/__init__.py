@@ -44,14 +44,13 @@ from relflat_sk._network.layer_checks import (
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (
     Layer,
-    check_layer,
     check_stored,
     check_unshared,
     find_layer,
     find_non_finite,
-    is_tied,
     is_weight_layer,
     layer_map,
+    sharing_modules,
     weight_kind,
     weight_layers,
 )

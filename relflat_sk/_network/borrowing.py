@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Lock
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
-from torch.backends import cuda
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relflat_sk._random import fork_rng
 
@@ -218,50 +218,26 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
 
 
-# -- attention, in a kernel that has all derivatives ---------------------------------------
-# how to read and to set whether torch may use a kernel, also on the CPU, and whether it should
-_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], Any], bool], ...] = (
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-)
-
-
 class MathAttention:
     """Context in which attention runs in the kernel that has all derivatives.
 
-    It makes the choice that `torch.nn.attention.sdpa_kernel` makes, in a fifth of the time, which
-    counts in training steps. The choice is torch's global state: with several contexts open at a
-    time, in threads for example, the last one to end restores it.
+    It may be entered again while it is open. The choice of a kernel is torch's global state: with
+    several contexts open, in threads for example, the last one to end restores it.
     """
 
     _lock = Lock()
-    _n_open = 0
-    _before: tuple[bool, ...] = ()
-
-    def __init__(self) -> None:
-        self._is_open = False
+    _open: ClassVar[set["MathAttention"]] = set()
+    _choice = ExitStack()
 
     def __enter__(self) -> None:
-        """Choose the kernel; do nothing if the context is open already."""
-        if self._is_open:
-            return
-        self._is_open, shared = True, MathAttention
-        with shared._lock:
-            shared._n_open += 1
-            if shared._n_open == 1:
-                shared._before = tuple(is_enabled() for is_enabled, _, _ in _KERNELS)
-                for _, enable, wanted in _KERNELS:
-                    enable(wanted)
+        with self._lock:
+            if not self._open:
+                self._choice.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._open.add(self)
 
     def __exit__(self, *error: object) -> None:
-        """Restore the choice; do nothing if the context is not open."""
-        if not self._is_open:
-            return
-        self._is_open, shared = False, MathAttention
-        with shared._lock:
-            shared._n_open -= 1
-            if shared._n_open == 0:
-                for (_, enable, _), was_enabled in zip(_KERNELS, shared._before, strict=True):
-                    enable(was_enabled)
+        with self._lock:
+            if self in self._open:
+                self._open.remove(self)
+                if not self._open:
+                    self._choice.close()

@@ -17,7 +17,6 @@ A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p
 curvature in a weight needs. With groups, a row of ``W`` sees the patches of its own group.
 """
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -41,9 +40,22 @@ class LayerMap:
     channels_last : bool
         Whether channels are on the last axis of inputs and outputs, with samples and positions
         before them. Otherwise, they are on axis 1.
+    inputs_first : bool
+        Whether the first axis of the weight is that of the inputs, instead of the outputs.
+    n_inputs, n_outputs : int
+        Numbers of input and output features, or channels.
+    groups : int
+        Number of blocks of rows, each of which is applied to patches of its own.
+    n_offsets : int
+        Number of columns that read the same input channel.
     """
 
     channels_last = False
+    inputs_first = False
+    n_inputs: int
+    n_outputs: int
+    groups = 1
+    n_offsets = 1
 
     def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
         self.layer = layer
@@ -63,31 +75,6 @@ class LayerMap:
     def weight(self) -> Tensor:
         """The weight as a matrix of shape (d, m), detached."""
         return self.matrix.detach()
-
-    @property
-    def n_inputs(self) -> int:
-        """Number of input features, or channels."""
-        raise NotImplementedError
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of output features, or channels."""
-        raise NotImplementedError
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether the first axis of the weight is that of the inputs, instead of the outputs."""
-        return False
-
-    @property
-    def groups(self) -> int:
-        """Number of blocks of rows, each of which is applied to patches of its own."""
-        return 1
-
-    @property
-    def n_offsets(self) -> int:
-        """Number of columns that read the same input channel."""
-        return 1
 
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
         """Select what columns of the weight matrix are multiplied with at all positions.
@@ -229,7 +216,7 @@ class LayerMap:
         bool
             Whether the input has shape (n, m).
         """
-        return False
+        return self.channels_last and features.ndim == 2
 
 
 def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
@@ -252,19 +239,9 @@ class LinearMap(LayerMap):
 
     channels_last = True
 
-    @property
-    def n_inputs(self) -> int:
-        """Number of input features."""
-        return int(self.layer.in_features)  # a weight may be expensive to compute
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of output features."""
-        return int(self.layer.out_features)
-
-    def is_flat(self, features: Tensor) -> bool:
-        """Return whether the input has no axis of positions."""
-        return features.ndim == 2
+    def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
+        super().__init__(layer, weight)
+        self.n_inputs, self.n_outputs = layer.in_features, layer.out_features
 
     def to_rows(self, z: Tensor) -> Tensor:
         """Flatten the positions of (n, ..., d) and move them behind the channels."""
@@ -310,25 +287,16 @@ class TransposedLinearMap(LinearMap):
     Shapes: `weight` (...).
     """
 
+    inputs_first = True
+
+    def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
+        LayerMap.__init__(self, layer, weight)
+        self.n_inputs, self.n_outputs = self.kernel.shape
+
     @property
     def matrix(self) -> Tensor:
         """The weight as a matrix of shape (outputs, inputs), with its graph."""
         return self.kernel.T
-
-    @property
-    def n_inputs(self) -> int:
-        """Number of input features."""
-        return len(self.kernel)
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of output features."""
-        return int(self.kernel.shape[1])
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether the first axis of the weight is that of the inputs."""
-        return True
 
 
 # -- convolutions --------------------------------------------------------------------------
@@ -343,40 +311,20 @@ class ConvolutionMap(LayerMap):
     Shapes: `weight` (...).
     """
 
+    def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
+        super().__init__(layer, weight)
+        self.n_inputs, self.n_outputs = layer.in_channels, layer.out_channels
+        self.inputs_first, self.groups = layer.transposed, layer.groups
+        self.n_offsets = prod(layer.kernel_size)
+
     @property
     def matrix(self) -> Tensor:
         """The weight as a matrix: one row for each output channel, one column for each input."""
         weight = self.kernel
         if not self.inputs_first:
             return weight.flatten(1)
-        groups, d = self.layer.groups, self.layer.out_channels
-        columns = weight.reshape(groups, -1, d // groups, prod(weight.shape[2:]))
-        return columns.transpose(1, 2).reshape(d, -1)
-
-    @property
-    def n_inputs(self) -> int:
-        """Number of input channels."""
-        return int(self.layer.in_channels)
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of output channels."""
-        return int(self.layer.out_channels)
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether the layer is a transposed convolution."""
-        return bool(self.layer.transposed)
-
-    @property
-    def groups(self) -> int:
-        """Number of the convolution's groups."""
-        return int(self.layer.groups)
-
-    @property
-    def n_offsets(self) -> int:
-        """Number of entries of the kernel."""
-        return prod(self.layer.kernel_size)
+        columns = weight.reshape(self.groups, -1, self.n_outputs // self.groups, self.n_offsets)
+        return columns.transpose(1, 2).reshape(self.n_outputs, -1)
 
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
         """Select one entry of all patches, in channels of each group."""
@@ -401,13 +349,12 @@ class ConvolutionMap(LayerMap):
 
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
         """Convolve each sample with its own kernels, all in one grouped convolution."""
-        layer, n = self.layer, len(features)
-        x = self._padded(features)
+        n, x = len(features), self._padded(features)
         if matrices.ndim == 2:
-            return self._convolve(x, self._kernels(matrices[None]), layer.groups).flatten(2)
+            return self._convolve(x, self._kernels(matrices[None]), self.groups).flatten(2)
         x = x.reshape(1, -1, *x.shape[2:])
-        out = self._convolve(x, self._kernels(matrices), n * layer.groups)
-        return out.reshape(n, layer.out_channels, -1)
+        out = self._convolve(x, self._kernels(matrices), n * self.groups)
+        return out.reshape(n, self.n_outputs, -1)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products of output channels and patches over positions."""
@@ -430,16 +377,16 @@ class ConvolutionMap(LayerMap):
 
     def column_channels(self) -> Tensor:
         """Return the input channel of each column; with groups, those of each row's group."""
-        layer = self.layer
-        size = self.n_offsets
-        within = torch.arange(layer.in_channels // layer.groups).repeat_interleave(size)
-        group = torch.arange(layer.out_channels) // (layer.out_channels // layer.groups)
-        at = within + group[:, None] * (layer.in_channels // layer.groups)
-        return (at if layer.groups > 1 else within).to(self.kernel.device)
+        n_within = self.n_inputs // self.groups
+        within = torch.arange(n_within, device=self.kernel.device).repeat_interleave(self.n_offsets)
+        if self.groups == 1:
+            return within
+        row = torch.arange(self.n_outputs, device=self.kernel.device)
+        return within + (row // (self.n_outputs // self.groups))[:, None] * n_within
 
     def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows with copies of the patches, for some samples at a time."""
-        groups, n_axes = self.layer.groups, len(self.layer.kernel_size)
+        groups, n_axes = self.groups, len(self.layer.kernel_size)
         patches = self._patches(features)
         within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
         patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
@@ -456,15 +403,11 @@ class ConvolutionMap(LayerMap):
 
     def _patches(self, features: Tensor) -> Tensor:
         """Return a view of all patches: (n, c, positions ..., kernel ...)."""
-        x = self._fully_padded(features)
-        for axis, (size, stride, dilation) in enumerate(self._axes()):
+        layer, x = self.layer, self._fully_padded(features)
+        axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+        for axis, (size, stride, dilation) in enumerate(axes):
             x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
         return x
-
-    def _axes(self) -> Iterator[tuple[int, int, int]]:
-        """Iterate over kernel size, stride and dilation of the axes."""
-        layer = self.layer
-        return zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
 
     def _fully_padded(self, features: Tensor) -> Tensor:
         """Pad features as the layer does, with zeros too."""
@@ -486,28 +429,22 @@ class ConvolutionMap(LayerMap):
 
     def _kernels(self, matrices: Tensor) -> Tensor:
         """Rearrange matrices (n, d, m) into the kernels of n convolutions side by side."""
-        groups, d, size = self.layer.groups, self.layer.out_channels, self.layer.kernel_size
+        groups, d, size = self.groups, self.n_outputs, self.layer.kernel_size
         if not self.inputs_first:
-            return matrices.reshape(-1, self.layer.in_channels // groups, *size)
+            return matrices.reshape(-1, self.n_inputs // groups, *size)
         parts = matrices.reshape(len(matrices), groups, d // groups, -1, self.n_offsets)
         return parts.transpose(2, 3).reshape(-1, d // groups, *size)
 
     def _convolve(self, x: Tensor, kernels: Tensor, groups: int) -> Tensor:
         """Run the layer's convolution with other kernels and groups, without bias."""
-        layer = self.layer
-        n_axes = len(layer.kernel_size)
-        padding = layer.padding if layer.padding_mode == "zeros" else 0
+        layer, n_axes = self.layer, len(self.layer.kernel_size)
+        options = {
+            "stride": layer.stride,
+            "padding": layer.padding if layer.padding_mode == "zeros" else 0,
+            "dilation": layer.dilation,
+            "groups": groups,
+        }
         if self.inputs_first:
             transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n_axes - 1]
-            return transposed(
-                x,
-                kernels,
-                None,
-                layer.stride,
-                padding,
-                layer.output_padding,
-                groups,
-                layer.dilation,
-            )
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[n_axes - 1]
-        return convolve(x, kernels, None, layer.stride, padding, layer.dilation, groups)
+            return transposed(x, kernels, output_padding=layer.output_padding, **options)
+        return (F.conv1d, F.conv2d, F.conv3d)[n_axes - 1](x, kernels, **options)

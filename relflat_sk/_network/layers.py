@@ -28,22 +28,19 @@ def is_weight_layer(module: nn.Module) -> bool:
 
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that makes a module a layer with a weight matrix."""
-    kind = next((kind for kind in _MAPS if isinstance(module, kind)), None)
-    if kind is None and _is_conv1d(module):
-        return next(kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D")
-    return kind
+    kinds = (kind for kind in _MAPS if isinstance(module, kind))
+    return next(kinds, None) or _conv1d_kind(module)
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
     """Recognise the linear layer of GPT-2 in Hugging Face's transformers, without importing it.
 
     Its name is misleading: it is a linear layer with a weight of shape (inputs, `nf` outputs).
     """
-    n_outputs = module.__dict__.get("nf")
-    if n_outputs is None or all(kind.__name__ != "Conv1D" for kind in type(module).__mro__):
-        return False
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim == 2 and weight.shape[1] == n_outputs
+    n_outputs, weight = module.__dict__.get("nf"), module._parameters.get("weight")
+    if n_outputs is None or weight is None or weight.shape[1:] != (n_outputs,):
+        return None
+    return next((kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D"), None)
 
 
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
@@ -121,46 +118,32 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
     return f"Layers with a weight matrix: {listed}."
 
 
-def check_layer(module: nn.Module, name: str) -> nn.Module:
-    """Return the layer of a dotted name, if its weight is its own."""
-    named: dict[str, nn.Module] = dict(module.named_modules())
-    check_unshared(name, named)
-    return named[name]
-
-
 def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
-    """Refuse a layer whose weight is also a parameter of another module than an embedding.
-
-    A layer that is tied to an embedding is the head of a language model. It counts as if it had a
-    copy of the weight to itself.
-    """
-    if is_tied(name, named):
-        users = sorted([name, *users_of_weight(name, named)])
+    """Refuse a layer whose weight is also a parameter of another module than an embedding."""
+    others = sharing_modules(name, named)
+    if others:
         raise ValueError(
-            f"the weight of layer {name!r} is shared by the modules {users}; the "
+            f"the weight of layer {name!r} is shared by the modules {sorted([name, *others])}; the "
             "curvature in a shared weight is not that of one layer. Measure another layer."
         )
 
 
-def is_tied(name: str, named: Mapping[str, nn.Module]) -> bool:
-    """Return whether a layer shares its weight with another module than an embedding."""
-    users = users_of_weight(name, named)
-    return not all(isinstance(named[user], _EMBEDDINGS) for user in users)
+def sharing_modules(name: str, named: Mapping[str, nn.Module]) -> list[str]:
+    """List the other modules that have the weight of a layer, embeddings left out.
 
-
-def users_of_weight(name: str, named: Mapping[str, nn.Module]) -> list[str]:
-    """List the other modules that use the weight of a layer."""
+    A layer that is tied to an embedding is the head of a language model. It counts as if it had a
+    copy of the weight to itself.
+    """
     weight = named[name]._parameters.get("weight")
     if weight is None:  # computed from parameters of its own
         return []
     return [
         other
         for other, candidate in named.items()
-        for parameter in candidate._parameters.values()
         # the packed weight of attention is that of the layer `in_proj` inside it
-        if parameter is weight
-        and other != name
-        and not isinstance(candidate, nn.MultiheadAttention)
+        if other != name
+        and not isinstance(candidate, (nn.MultiheadAttention, *_EMBEDDINGS))
+        and any(parameter is weight for parameter in candidate._parameters.values())
     ]
 
 

@@ -65,32 +65,27 @@ def primary_output(output: Any) -> Tensor:
 
 def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
     """Find out whether a criterion takes a network's whole output, rather than one tensor of it."""
-    refusals: list[str] = []
-    found: dict[bool, Any] = {}
+    answers: list[Any] = []
     with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
-        for takes in (False, True):
+        for choose in (primary_output, lambda output: output):
             try:
-                found[takes] = criterion(output if takes else primary_output(output), target)
+                answers.append(criterion(choose(output), target))
             except _REFUSALS as error:
-                refusals.append(f"{type(error).__name__}: {error}")
-    if not found:
-        if isinstance(output, Mapping):
-            whole, part = f"a mapping with the names {list(output)}", "the entry 'logits'"
-        else:
-            whole, part = f"a {type(output).__name__} of {len(output)}", "its first entry"
-        raise ValueError(
-            f"the module returned {whole}, and {name_criterion(criterion)} can take neither "
-            f"{part} ({refusals[0]}) nor the whole output ({refusals[1]})."
-        )
-    losses = list(found.values())
-    are_equal = (
-        len(losses) == 2
-        and all(isinstance(loss, Tensor) for loss in losses)
-        and losses[0].shape == losses[1].shape
-        and torch.equal(*losses)
+                answers.append(error)
+    part, whole = answers
+    if not isinstance(whole, Exception):
+        tensors = isinstance(part, Tensor) and isinstance(whole, Tensor)
+        return not (tensors and torch.equal(part, whole))
+    if not isinstance(part, Exception):
+        return False
+    returned, first = f"a {type(output).__name__} of {len(output)}", "its first entry"
+    if isinstance(output, Mapping):
+        returned, first = f"a mapping with the names {list(output)}", "the entry 'logits'"
+    raise ValueError(
+        f"the module returned {returned}, and {name_criterion(criterion)} can take neither {first} "
+        f"({type(part).__name__}: {part}) nor the whole output ({type(whole).__name__}: {whole})."
     )
-    return True in found and not are_equal
 
 
 def refuse_whole(criterion: Any, by: str) -> NoReturn:

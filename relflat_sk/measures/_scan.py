@@ -21,10 +21,10 @@ from relflat_sk._network import (
     Network,
     Tail,
     WeightWatch,
-    check_layer,
     check_linear,
     check_rows,
     check_unmixed,
+    check_unshared,
     check_uses,
     choose_curvatures,
     depends_on,
@@ -35,11 +35,11 @@ from relflat_sk._network import (
     find_mixed,
     find_uses_elsewhere,
     has_fused_attention,
-    is_tied,
     layer_map,
     record_order,
     record_tail,
     sample_weight,
+    sharing_modules,
     weight_layers,
 )
 from relflat_sk._numerics import full_precision
@@ -241,7 +241,7 @@ class _Runner:
         output, records = self._find(batch) if is_first else self._record(self.names, batch)
         self.names = [record.name for record in records]
         for record in records if is_first and self.checked else ():
-            check_layer(self.network.module, record.name)
+            check_unshared(record.name, dict(self.network.module.named_modules()))
             check_linear(record, *few_rows(record, *record.check()))
             check_uses(record.name, self._elsewhere)
             check_unmixed(record.name, self._mixed)
@@ -309,7 +309,7 @@ class _Runner:
             "not that of one layer": {
                 name
                 for name in names
-                if is_tied(name, named) or calls.count(name) > 1 or name in self._elsewhere
+                if sharing_modules(name, named) or calls.count(name) > 1 or name in self._elsewhere
             },
             "the criterion does not depend on the layer's output, which the network returns beside "
             "its first output, for example": self._unused,
