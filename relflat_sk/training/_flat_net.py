@@ -1,8 +1,9 @@
 """A skorch net with a task and a flatness penalty, as a scikit-learn estimator."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import isfunction, signature
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_integer, check_number
+from relflat_sk._engine import EPOCH_TRAINER
 from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss, weighted_loss
 from relflat_sk._models import (
     CRITERION_ALONE,
@@ -61,6 +63,8 @@ from relflat_sk.training._tasks import (
     with_class_weights,
 )
 
+# torch has one random state for all threads of a process: nets with a seed train one at a time
+_ONE_AT_A_TIME = threading.RLock()
 # the attributes that `fit` learns from the data
 _LEARNED = (
     "_knows_outputs",
@@ -250,7 +254,9 @@ class FlatNet(SkorchNet):
         if self.random_state is None:
             yield
             return
-        with fork_rng(self.device):
+        # nets of a fleet take turns
+        alone = _ONE_AT_A_TIME if EPOCH_TRAINER.get() is None else nullcontext()
+        with alone, fork_rng(self.device):
             if restart or not hasattr(self, "_rng_states"):
                 seed_torch(draw_seed(self.random_state))
             else:

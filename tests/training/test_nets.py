@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from joblib import Parallel, delayed
 from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
 from sklearn.datasets import load_digits, make_friedman1
 from sklearn.model_selection import cross_val_score
@@ -555,6 +556,24 @@ def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
     same(first.fit(X, NAMES), second)  # a second fit starts from the beginning
     with pytest.raises(AssertionError):
         same(make(**params, random_state=1).fit(X, NAMES), second)
+
+
+class Drops(torch.nn.Sequential):
+    """A network that draws from torch's global random state, in each step."""
+
+    def __init__(self):
+        layers = [torch.nn.Linear(4, 30), torch.nn.Dropout(0.3), torch.nn.Linear(30, 3)]
+        super().__init__(*layers)
+
+
+def test_random_state_makes_fits_in_threads_repeatable():
+    def train(seed):
+        return make(module=Drops, random_state=seed, max_epochs=10).fit(X, NAMES)
+
+    alone = [train(seed) for seed in range(4)]
+    in_threads = Parallel(4, backend="threading")(delayed(train)(seed) for seed in range(4))
+    for one, other in zip(alone, in_threads, strict=True):
+        same(one, other)
 
 
 @pytest.mark.parametrize("how", ["partial_fit", "warm_start"])
