@@ -193,8 +193,9 @@ def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batc
 @singledispatch
 def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     """Find the network in a model, its loss, and the data as the network takes them."""
-    if _is_search(model):
-        return to_network(_wrapped(model), X, y, options)
+    inside = _estimator_inside(model)
+    if inside is not None:
+        return to_network(inside, X, y, options)
     if isinstance(model, type):
         raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
     if isinstance(model, Mapping):
@@ -305,7 +306,7 @@ def _of_transformed_target(
         check_is_fitted(model)
         columns = np.asarray(y, dtype=np.float64)
         y = model.transformer_.transform(columns.reshape(len(columns), -1))
-    return to_network(_wrapped(model), X, y, options)
+    return to_network(_estimator_inside(model), X, y, options)
 
 
 @to_network.register
@@ -317,48 +318,28 @@ def _of_calibrated(model: CalibratedClassifierCV, X: Any, y: Any, options: DataO
     )
 
 
-@to_network.register(FixedThresholdClassifier)
-@to_network.register(FrozenEstimator)
-@to_network.register(TunedThresholdClassifierCV)
-def _of_wrapper(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
-    return to_network(_wrapped(model), X, y, options)
-
-
-_WRAPPERS = (
-    FixedThresholdClassifier,
-    FrozenEstimator,
-    TransformedTargetRegressor,
-    TunedThresholdClassifierCV,
-)
-
-
-def _is_search(model: Any) -> bool:
-    """Return whether a model searches for an estimator: scikit-learn's and others do."""
-    return hasattr(model, "best_estimator_") or (
-        isinstance(model, BaseEstimator) and hasattr(model, "estimator") and hasattr(model, "refit")
-    )
-
-
-def _wrapped(model: Any) -> Any:
-    """Return the fitted estimator inside one of the wrappers."""
+def _estimator_inside(model: Any) -> Any | None:
+    """Return the fitted estimator in a wrapper, such as a search of any library, or None."""
     if isinstance(model, FrozenEstimator):
         return model.estimator
+    searches = isinstance(model, BaseEstimator) and hasattr(model, "refit")
+    is_search = hasattr(model, "best_estimator_") or (searches and hasattr(model, "estimator"))
+    wraps = FixedThresholdClassifier | TransformedTargetRegressor | TunedThresholdClassifierCV
+    if not (is_search or isinstance(model, wraps)):
+        return None
     for attribute in ("best_estimator_", "regressor_", "estimator_"):
         if hasattr(model, attribute):
             return getattr(model, attribute)
     raise NotFittedError(
         f"this {type(model).__name__} holds no fitted estimator: call fit first"
-        + (", with refit=True." if _is_search(model) else ".")
+        + (", with refit=True." if is_search else ".")
     )
 
 
 def final_estimator(model: Any) -> Any:
     """Unwrap pipelines and search objects, down to the estimator that holds the network."""
-    if isinstance(model, Pipeline):
-        return final_estimator(model.steps[-1][1])
-    if isinstance(model, _WRAPPERS) or _is_search(model):
-        return final_estimator(_wrapped(model))
-    return model
+    inside = model.steps[-1][1] if isinstance(model, Pipeline) else _estimator_inside(model)
+    return model if inside is None else final_estimator(inside)
 
 
 def name_layer(model: Any, layer: Layer) -> Layer:
@@ -422,9 +403,6 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 def _shorten(value: Any) -> str:
     """Write a parameter on one line."""
-    text = (
-        value.__name__
-        if isinstance(value, type)
-        else " ".join(re.sub(r" at 0x\w+", "", repr(value)).split())
-    )
+    written = value.__name__ if isinstance(value, type) else repr(value)
+    text = " ".join(re.sub(r" at 0x\w+", "", written).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -14,15 +14,15 @@ Ridge, ElasticNet,
 Lasso, their CVs
 HuberRegressor      huber                        ``HuberLoss(delta=epsilon * scale_)``
 PoissonRegressor,   ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
-GammaRegressor,     ``mu = exp(z)``              `TweedieLoss` of half the deviance
+GammaRegressor,     ``mu = exp(z)``              `FormulaLoss` of half the deviance
 TweedieRegressor
 LogisticRegression  two classes                  ``BCEWithLogitsLoss``
 \                   more classes                 ``CrossEntropyLoss``
 SGDClassifier       log_loss                     ``BCEWithLogitsLoss``
-\                   modified_huber, …            `MarginLoss` of the margin ``(2t - 1) z``
+\                   modified_huber, …            `FormulaLoss` of the margin ``(2t - 1) z``
 SGDRegressor        squared_error                ``MSELoss``
 \                   huber                        ``HuberLoss(delta=epsilon)``
-\                   squared_epsilon_insensitive  `SquaredEpsilonInsensitiveLoss`
+\                   squared_epsilon_insensitive  `FormulaLoss` of ``z - t``
 MLPClassifier       softmax outputs              ``CrossEntropyLoss``
 \                   logistic outputs             ``BCEWithLogitsLoss``
 MLPRegressor        squared_error                ``MSELoss``
@@ -41,7 +41,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, singledispatch
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,39 +72,16 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Array = npt.NDArray[Any]
+LossT = TypeVar("LossT")
+
 # -- losses --------------------------------------------------------------------------------
-# Criteria of classifiers take scores before any link function and targets of 0 and 1, and
-# weigh classes as ``BCEWithLogitsLoss`` does.
-
-_Loss = TypeVar("_Loss")
 
 
-def _reduce(losses: Tensor, reduction: str) -> Tensor:
-    """Average or sum losses, or return them as they are, as torch's criteria do."""
-    reduced: Tensor = losses if reduction == "none" else getattr(torch, reduction)(losses)
-    return reduced
+class FormulaLoss(nn.Module):
+    """A loss by a formula for each output, with the weights of ``BCEWithLogitsLoss``.
 
-
-class SquaredEpsilonInsensitiveLoss(nn.Module):
-    r"""Squared distance to a tube around the target: ``max(0, |z - t| - epsilon)^2``."""
-
-    def __init__(self, epsilon: float, reduction: str = "mean") -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.reduction = reduction
-
-    def extra_repr(self) -> str:
-        """Show the width of the tube."""
-        return f"epsilon={self.epsilon}"
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of predictions."""
-        losses = _squared_tube(input - target, self.epsilon)
-        return _reduce(losses, self.reduction)
-
-
-class MarginLoss(nn.Module):
-    """Loss as a function of the margin ``s z``, with ``s`` 1 for positives and -1 otherwise.
+    The formula takes the module's output and the target, of classes 0 or 1.
 
     Shapes: `weight, pos_weight` (k,).
     """
@@ -114,48 +91,27 @@ class MarginLoss(nn.Module):
 
     def __init__(
         self,
-        of_margin: Callable[[Tensor], Tensor],
+        formula: Callable[[Tensor, Tensor], Tensor],
         weight: Tensor | None = None,
         pos_weight: Tensor | None = None,
         reduction: str = "mean",
     ) -> None:
         super().__init__()
-        self.of_margin = of_margin
+        self.formula = formula
         self.register_buffer("weight", weight)
         self.register_buffer("pos_weight", pos_weight)
         self.reduction = reduction
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of scores. Shapes: `input`, `target` (n, k)."""
-        losses = self.of_margin((2 * target - 1) * input)
+        """Compute the loss of outputs. Shapes: `input`, `target` (n, k)."""
+        losses = self.formula(input, target)
         if self.pos_weight is not None:
             losses = losses * (1 + (self.pos_weight - 1) * target)
         if self.weight is not None:
             losses = losses * self.weight
-        return _reduce(losses, self.reduction)
-
-
-class TweedieLoss(nn.Module):
-    r"""Half the Tweedie deviance of the mean ``mu = exp(z)``, up to terms of the target alone.
-
-    With power p: ``mu^(2-p) / (2-p) - t mu^(1-p) / (1-p)``; for p = 2 ``z + t / mu``.
-    """
-
-    def __init__(self, power: float, reduction: str = "mean") -> None:
-        super().__init__()
-        self.power = power
-        self.reduction = reduction
-
-    def extra_repr(self) -> str:
-        """Show the power of the variance."""
-        return f"power={self.power:g}"
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of the logarithms of means."""
-        first, second = 2 - self.power, 1 - self.power
-        of_mean = input if first == 0 else torch.exp(first * input) / first
-        of_target = -input if second == 0 else -torch.exp(second * input) / second
-        return _reduce(of_mean + target * of_target, self.reduction)
+        if self.reduction == "none":
+            return losses
+        return losses.sum() if self.reduction == "sum" else losses.mean()
 
 
 def _squared_tube(residual: Tensor, epsilon: float) -> Tensor:
@@ -166,51 +122,98 @@ def _squared_hinge(margin: Tensor) -> Tensor:
     return torch.relu(1 - margin).square()
 
 
-# From the name of a loss to a function of the estimator, whose parameters some losses need. For
-# classifiers the function returns a class, which is called with the class weights.
-# scikit-learn codes classes as -1 and 1: the residual of a classifier is 1 - margin, up to sign.
-SGD_CLASSIFICATION_LOSSES: dict[str, Callable[[Any], Callable[..., nn.Module]]] = {
-    "huber": lambda sgd: partial(
-        MarginLoss,
-        lambda margin: F.huber_loss(
-            margin, torch.ones_like(margin), reduction="none", delta=sgd.epsilon
-        ),
+def _deviance(power: float) -> nn.Module:
+    """Return half the Tweedie deviance of ``mu = exp(z)``, up to terms of the target alone.
+
+    With power p: ``mu^(2-p) / (2-p) - t mu^(1-p) / (1-p)``; for p = 2 ``z + t / mu``.
+    """
+    if power == 1:
+        return nn.PoissonNLLLoss(log_input=True)
+    first, second = 2 - power, 1 - power
+
+    def deviance(z: Tensor, target: Tensor) -> Tensor:
+        of_mean = z if first == 0 else torch.exp(first * z) / first
+        return of_mean - target * torch.exp(second * z) / second
+
+    return FormulaLoss(deviance)
+
+
+# Losses as functions of the margin, and of an epsilon. scikit-learn codes classes as -1 and 1: the
+# residual of a classifier is 1 - margin, up to sign.
+MARGIN_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "huber": lambda margin, epsilon: F.huber_loss(
+        margin, torch.ones_like(margin), reduction="none", delta=epsilon
     ),
-    "log_loss": lambda sgd: nn.BCEWithLogitsLoss,
-    "modified_huber": lambda sgd: partial(
-        MarginLoss,
-        lambda margin: torch.where(margin < -1, -4 * margin, _squared_hinge(margin)),
+    "modified_huber": lambda margin, _: torch.where(
+        margin < -1, -4 * margin, _squared_hinge(margin)
     ),
-    "squared_epsilon_insensitive": lambda sgd: partial(
-        MarginLoss, lambda margin: _squared_tube(1 - margin, sgd.epsilon)
-    ),
-    "squared_error": lambda sgd: partial(MarginLoss, lambda margin: (1 - margin).square()),
-    "squared_hinge": lambda sgd: partial(MarginLoss, _squared_hinge),
-}
-SGD_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
-    "huber": lambda sgd: nn.HuberLoss(delta=sgd.epsilon),
-    "squared_epsilon_insensitive": lambda sgd: SquaredEpsilonInsensitiveLoss(sgd.epsilon),
-    "squared_error": lambda sgd: nn.MSELoss(),
-}
-MLP_REGRESSION_LOSSES: dict[str, Callable[[Any], nn.Module]] = {
-    "poisson": lambda mlp: nn.PoissonNLLLoss(log_input=True),
-    "squared_error": lambda mlp: nn.MSELoss(),
+    "squared_epsilon_insensitive": lambda margin, epsilon: _squared_tube(1 - margin, epsilon),
+    "squared_error": lambda margin, _: (1 - margin).square(),
+    "squared_hinge": lambda margin, _: _squared_hinge(margin),
 }
 
 
-def fitted_loss(estimator: Any, losses: Mapping[str, _Loss]) -> _Loss:
+def _sgd_loss(estimator: Any) -> Callable[..., nn.Module]:
+    """Return the class of a classifier's criterion, which is called with the class weights."""
+    if estimator.loss == "log_loss":
+        return nn.BCEWithLogitsLoss
+    of_margin = _fitted_loss(estimator, {"log_loss": None, **MARGIN_LOSSES})
+    assert of_margin is not None
+    epsilon = estimator.epsilon
+    return partial(FormulaLoss, lambda z, target: of_margin((2 * target - 1) * z, epsilon))
+
+
+def _fitted_loss(estimator: Any, losses: Mapping[str, LossT]) -> LossT:
     """Look up the loss that an estimator was fitted with."""
-    try:
-        return losses[estimator.loss]
-    except KeyError:
+    if estimator.loss not in losses:
         raise ValueError(
             f"{type(estimator).__name__}(loss={estimator.loss!r}) has no flatness: the loss "
             "is piecewise linear, so that its second derivative is zero or does not exist. "
             f"Losses that work: {', '.join(losses)}."
-        ) from None
+        )
+    return losses[estimator.loss]
 
 
-Array = npt.NDArray[Any]
+def _tweedie(estimator: Any) -> nn.Module:
+    power, link = estimator.power, estimator.link
+    if link == "auto":
+        link = "identity" if power <= 0 else "log"
+    if link == "log":
+        return _deviance(power)
+    if power != 0:
+        raise ValueError(
+            f"TweedieRegressor(power={power:g}, link='identity') has no loss here: its deviance "
+            "does not exist where a prediction is not positive. Fit it with link='log', or with "
+            "power=0."
+        )
+    return nn.MSELoss()
+
+
+# from the types of regressors to functions of the estimator that return its criterion
+_REGRESSORS: dict[type, Callable[[Any], nn.Module]] = {
+    **dict.fromkeys(
+        (LinearRegression, Ridge, RidgeCV, ElasticNet, ElasticNetCV, Lasso, LassoCV),
+        lambda estimator: nn.MSELoss(),
+    ),
+    # its loss is 2 / scale_ times torch's
+    HuberRegressor: lambda estimator: nn.HuberLoss(delta=estimator.epsilon * estimator.scale_),
+    PoissonRegressor: lambda estimator: _deviance(1),
+    GammaRegressor: lambda estimator: _deviance(2),
+    TweedieRegressor: _tweedie,
+    SGDRegressor: lambda estimator: _fitted_loss(
+        estimator,
+        {
+            "huber": nn.HuberLoss(delta=estimator.epsilon),
+            "squared_epsilon_insensitive": FormulaLoss(
+                lambda z, target: _squared_tube(z - target, estimator.epsilon)
+            ),
+            "squared_error": nn.MSELoss(),
+        },
+    ),
+    MLPRegressor: lambda estimator: _fitted_loss(
+        estimator, {"poisson": _deviance(1), "squared_error": nn.MSELoss()}
+    ),
+}
 
 
 # -- class weights --------------------------------------------------------------------------
@@ -239,24 +242,6 @@ def class_weights(estimator: Any, y: Any) -> Array | None:
     return weights
 
 
-def two_class_criterion(criterion: Callable[..., nn.Module], weights: Array | None) -> nn.Module:
-    """Make a criterion of one output with the weights of the negative and positive class.
-
-    Shapes: `weights` (2,).
-    """
-    if weights is None:
-        return criterion()
-    if weights[0] == 0:
-        raise ValueError(
-            "the first of two classes has class weight 0: a loss of positive samples alone "
-            "has no minimum to be flat or sharp at. Give both classes a positive weight."
-        )
-    return criterion(
-        weight=torch.as_tensor(weights[:1]),
-        pos_weight=torch.as_tensor(weights[1:] / weights[0]),
-    )
-
-
 # -- targets --------------------------------------------------------------------------------
 
 
@@ -277,20 +262,13 @@ def class_indices(y: Any, classes: Array) -> Array:
         ) from None
 
 
-def binary_targets(y: Any, classes: Array) -> Array:
-    """Turn labels of two classes into one column of 0 and 1.
+def class_columns(y: Any, classes: Array) -> Array:
+    """Turn labels into one column of 0 and 1 for each class, or one for two classes.
 
-    Shapes: `y` (n,), `classes` (2,); returns (n, 1).
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n, k).
     """
-    return class_indices(y, classes).astype(np.float64)[:, None]
-
-
-def one_hot(y: Any, classes: Array) -> Array:
-    """Turn labels into one column of 0 and 1 for each class.
-
-    Shapes: `y` (n,), `classes` (n_classes,); returns (n, n_classes).
-    """
-    return np.eye(len(classes))[class_indices(y, classes)]
+    indices = class_indices(y, classes)
+    return np.eye(len(classes))[indices] if len(classes) > 2 else indices.astype(float)[:, None]
 
 
 def label_indicators(y: Any, n_labels: int) -> Array:
@@ -334,75 +312,26 @@ class TorchModel:
 
 def to_torch(estimator: Any, y: Any = None) -> TorchModel:
     """Copy a fitted scikit-learn estimator into a torch module with its loss. Shapes: `y` (n,)."""
-    if _convert.dispatch(type(estimator)) is not _convert.registry[object]:
-        check_is_fitted(estimator)
-    return _convert(estimator, y)
-
-
-# -- one converter per type -----------------------------------------------------------------
-
-
-@singledispatch
-def _convert(estimator: Any, y: Any) -> TorchModel:
-    """Refuse estimators that have no converter below."""
-    name = type(estimator).__name__
-    known = sorted(kind.__name__ for kind in _convert.registry if kind is not object)
-    raise TypeError(
-        f"a model of type {name} is not a network that can be read from its attributes; of "
-        f"scikit-learn's estimators these are: {', '.join(known)}."
-    )
-
-
-@_convert.register(LinearRegression)
-@_convert.register(Ridge)
-@_convert.register(RidgeCV)
-@_convert.register(ElasticNet)
-@_convert.register(ElasticNetCV)
-@_convert.register(Lasso)
-@_convert.register(LassoCV)
-def _least_squares(estimator: Any, y: Any) -> TorchModel:
-    return _linear_regressor(estimator, nn.MSELoss())
-
-
-@_convert.register(SGDRegressor)
-def _sgd_regressor(estimator: Any, y: Any) -> TorchModel:
-    return _linear_regressor(estimator, fitted_loss(estimator, SGD_REGRESSION_LOSSES)(estimator))
-
-
-@_convert.register(HuberRegressor)
-def _huber_regressor(estimator: Any, y: Any) -> TorchModel:
-    # its loss is 2 / scale_ times torch's
-    return _linear_regressor(estimator, nn.HuberLoss(delta=estimator.epsilon * estimator.scale_))
-
-
-@_convert.register(PoissonRegressor)
-@_convert.register(GammaRegressor)
-def _log_linear_model(estimator: Any, y: Any) -> TorchModel:
-    return _linear_regressor(estimator, _deviance(2 if type(estimator) is GammaRegressor else 1))
-
-
-@_convert.register(TweedieRegressor)
-def _tweedie_regressor(estimator: Any, y: Any) -> TorchModel:
-    power, link = estimator.power, estimator.link
-    if link == "auto":
-        link = "identity" if power <= 0 else "log"
-    if link == "identity" and power != 0:
-        raise ValueError(
-            f"TweedieRegressor(power={power:g}, link='identity') has no loss here: its deviance "
-            "does not exist where a prediction is not positive. Fit it with link='log', or with "
-            "power=0."
+    known = {**_REGRESSORS, **_CLASSIFIERS}
+    kind = next((kind for kind in type(estimator).__mro__ if kind in known), None)
+    if kind is None:
+        raise TypeError(
+            f"a model of type {type(estimator).__name__} is not a network that can be read from "
+            "its attributes; of scikit-learn's estimators these are: "
+            f"{', '.join(sorted(kind.__name__ for kind in known))}."
         )
-    if link == "identity":
-        return _linear_regressor(estimator, nn.MSELoss())
-    return _linear_regressor(estimator, _deviance(power))
+    check_is_fitted(estimator)
+    if kind in _CLASSIFIERS:
+        return _CLASSIFIERS[kind](estimator, y)
+    module = _to_module(estimator)
+    *_, last_bias = module.parameters()
+    encode = partial(regression_targets, n_outputs=len(last_bias))
+    return TorchModel(module, _REGRESSORS[kind](estimator), encode)
 
 
-def _deviance(power: float) -> nn.Module:
-    """Return the loss of the logarithm of the mean."""
-    return nn.PoissonNLLLoss(log_input=True) if power == 1 else TweedieLoss(power)
+# -- classifiers ----------------------------------------------------------------------------
 
 
-@_convert.register(LogisticRegression)
 def _logistic_regression(estimator: Any, y: Any) -> TorchModel:
     """Use one logit for two classes, and softmax for more."""
     weights = class_weights(estimator, y)
@@ -410,32 +339,45 @@ def _logistic_regression(estimator: Any, y: Any) -> TorchModel:
         return _two_classes(estimator, nn.BCEWithLogitsLoss, weights)
     criterion = nn.CrossEntropyLoss(weight=None if weights is None else torch.as_tensor(weights))
     encode = partial(class_indices, classes=estimator.classes_)
-    return TorchModel(_linear_network(estimator), criterion, encode)
+    return TorchModel(_to_module(estimator), criterion, encode)
 
 
-@_convert.register(SGDClassifier)
 def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
     """Use one score for two classes, and one score per class, against the rest, for more."""
-    criterion = fitted_loss(estimator, SGD_CLASSIFICATION_LOSSES)(estimator)
-    weights = class_weights(estimator, y)
+    criterion, weights = _sgd_loss(estimator), class_weights(estimator, y)
     if len(estimator.classes_) == 2:
         return _two_classes(estimator, criterion, weights)
     # class i weighs c_i in its own problem, in which all other classes weigh 1
     pos_weight = None if weights is None else torch.as_tensor(weights)
-    encode = partial(one_hot, classes=estimator.classes_)
     summed = criterion(weight=_sum_of(len(estimator.classes_)), pos_weight=pos_weight)
-    return TorchModel(_linear_network(estimator), summed, encode)
+    encode = partial(class_columns, classes=estimator.classes_)
+    return TorchModel(_to_module(estimator), summed, encode)
 
 
-@_convert.register(OneVsRestClassifier)
+def _two_classes(
+    estimator: Any, criterion: Callable[..., nn.Module], weights: Array | None
+) -> TorchModel:
+    """Convert a linear classifier of two classes, which has one output."""
+    encode = partial(class_columns, classes=estimator.classes_)
+    options: dict[str, Tensor] = {}
+    if weights is not None:
+        if weights[0] == 0:
+            raise ValueError(
+                "the first of two classes has class weight 0: a loss of positive samples alone "
+                "has no minimum to be flat or sharp at. Give both classes a positive weight."
+            )
+        options = {
+            "weight": torch.as_tensor(weights[:1]),
+            "pos_weight": torch.as_tensor(weights[1:] / weights[0]),
+        }
+    return TorchModel(_to_module(estimator), criterion(**options), encode)
+
+
 def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
     """Put linear classifiers of one class each side by side, as the rows of one layer."""
+    encode = partial(class_columns, classes=estimator.classes_)
     if estimator.multilabel_:
         encode = partial(label_indicators, n_labels=len(estimator.classes_))
-    elif len(estimator.estimators_) == 1:
-        encode = partial(binary_targets, classes=estimator.classes_)
-    else:
-        encode = partial(one_hot, classes=estimator.classes_)
     columns = None if y is None else encode(y)
     models = []
     for i, one in enumerate(estimator.estimators_):
@@ -466,54 +408,24 @@ def _sum_of(n_outputs: int) -> Tensor:
     return torch.full((n_outputs,), float(n_outputs), dtype=torch.float64)
 
 
-def _two_classes(
-    estimator: Any, criterion: Callable[..., nn.Module], weights: Array | None
-) -> TorchModel:
-    """Convert a linear classifier of two classes, which has one output."""
-    encode = partial(binary_targets, classes=estimator.classes_)
-    return TorchModel(_linear_network(estimator), two_class_criterion(criterion, weights), encode)
-
-
-@_convert.register(MLPClassifier)
 def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
     """Use softmax for classes, and one logit for two classes or for each of several labels."""
-    module = _mlp(estimator)
+    module = _to_module(estimator)
     if estimator.out_activation_ == "softmax":
         encode = partial(class_indices, classes=estimator.classes_)
         return TorchModel(module, nn.CrossEntropyLoss(), encode)
-    if estimator.n_outputs_ == 1:
-        encode = partial(binary_targets, classes=estimator.classes_)
-    else:
+    encode = partial(class_columns, classes=estimator.classes_)
+    if estimator.n_outputs_ > 1:
         encode = partial(label_indicators, n_labels=estimator.n_outputs_)
     return TorchModel(module, nn.BCEWithLogitsLoss(_sum_of(estimator.n_outputs_)), encode)
 
 
-@_convert.register(MLPRegressor)
-def _mlp_regressor(estimator: Any, y: Any) -> TorchModel:
-    return TorchModel(
-        _mlp(estimator),
-        fitted_loss(estimator, MLP_REGRESSION_LOSSES)(estimator),
-        partial(regression_targets, n_outputs=estimator.n_outputs_),
-    )
-
-
-def _linear_regressor(estimator: Any, criterion: nn.Module) -> TorchModel:
-    encode = partial(regression_targets, n_outputs=len(np.atleast_2d(estimator.coef_)))
-    return TorchModel(_linear_network(estimator), criterion, encode)
-
-
-def _linear_network(estimator: Any) -> nn.Sequential:
-    return _network([(estimator.coef_, estimator.intercept_)])
-
-
-def _mlp(estimator: Any) -> nn.Sequential:
-    """Copy the layers of an MLP."""
-    # scikit-learn multiplies from the right: its weights are torch's transposed
-    layers = [
-        (coef.T, intercept)
-        for coef, intercept in zip(estimator.coefs_, estimator.intercepts_, strict=True)
-    ]
-    return _network(layers, MLP_ACTIVATIONS[estimator.activation])
+_CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
+    LogisticRegression: _logistic_regression,
+    SGDClassifier: _sgd_classifier,
+    OneVsRestClassifier: _one_vs_rest,
+    MLPClassifier: _mlp_classifier,
+}
 
 
 # -- modules --------------------------------------------------------------------------------
@@ -525,6 +437,16 @@ MLP_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "tanh": nn.Tanh,
 }
+
+
+def _to_module(estimator: Any) -> nn.Sequential:
+    """Copy the layers of an MLP, or the single one of a linear model."""
+    if not hasattr(estimator, "coefs_"):
+        return _network([(estimator.coef_, estimator.intercept_)])
+    # scikit-learn multiplies from the right: its weights are torch's transposed
+    weights = [coef.T for coef in estimator.coefs_]
+    layers = list(zip(weights, estimator.intercepts_, strict=True))
+    return _network(layers, MLP_ACTIVATIONS[estimator.activation])
 
 
 def _network(

@@ -38,11 +38,12 @@ from torch import nn
 
 from relflat_sk import relative_flatness
 from relflat_sk._models.sklearn_estimators import (
-    SGD_CLASSIFICATION_LOSSES,
-    MarginLoss,
-    SquaredEpsilonInsensitiveLoss,
-    TweedieLoss,
-    _convert,
+    _CLASSIFIERS,
+    _REGRESSORS,
+    MARGIN_LOSSES,
+    FormulaLoss,
+    _deviance,
+    _squared_tube,
     to_torch,
 )
 
@@ -478,17 +479,18 @@ def test_targets_that_do_not_fit(name, y, message):
 
 Z = torch.tensor([[-2.5, 0.2], [-0.4, 1.7], [0.9, -3.0]], dtype=torch.float64)
 T = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+CLASS_WEIGHTS = {
+    "weight": torch.tensor([2.0, 0.5], dtype=torch.float64),
+    "pos_weight": torch.tensor([3.0, 1.5], dtype=torch.float64),
+}
 OWN_LOSSES = {
-    "gamma": TweedieLoss(2),
-    "tweedie": TweedieLoss(1.5),
-    "tube": SquaredEpsilonInsensitiveLoss(0.3),
+    "gamma": _deviance(2),
+    "tweedie": _deviance(1.5),
+    "tube": FormulaLoss(lambda z, t: _squared_tube(z - t, 0.3)),
 }
 OWN_LOSSES |= {
-    loss: SGD_CLASSIFICATION_LOSSES[loss](sgd(SGDClassifier, loss))(
-        weight=torch.tensor([2.0, 0.5]), pos_weight=torch.tensor([3.0, 1.5])
-    )
-    for loss in SGD_LOSSES
-    if loss != "log_loss"
+    loss: FormulaLoss(lambda z, t, formula=formula: formula((2 * t - 1) * z, 0.3), **CLASS_WEIGHTS)
+    for loss, formula in MARGIN_LOSSES.items()
 }
 
 
@@ -502,32 +504,14 @@ def test_losses_can_be_differentiated_twice(name):
     assert hessian.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", OWN_LOSSES)
-def test_losses_reduce_as_torch_does(name):
-    criterion = copy.deepcopy(OWN_LOSSES[name])
-    mean = criterion(Z, T)
-    criterion.reduction = "none"
-    each = criterion(Z, T)
-    criterion.reduction = "sum"
-    assert each.shape == Z.shape
-    assert_allclose(criterion(Z, T), each.sum(), rtol=1e-12)
-    assert_allclose(mean, each.mean(), rtol=1e-12)
+def test_formulas_weigh_and_reduce_as_binary_cross_entropy_does():
+    def logistic(z, t):
+        return nn.functional.softplus(-(2 * t - 1) * z)
 
-
-def test_margin_loss_weighs_as_binary_cross_entropy_does():
-    weights = {
-        "weight": torch.tensor([2.0, 0.5], dtype=torch.float64),
-        "pos_weight": torch.tensor([3.0, 1.5], dtype=torch.float64),
-    }
-    ours = MarginLoss(lambda margin: nn.functional.softplus(-margin), **weights)
-    torch.testing.assert_close(ours(Z, T), nn.BCEWithLogitsLoss(**weights)(Z, T))
-
-
-def test_repr_shows_the_parameter():
-    assert repr(TweedieLoss(1.5)) == "TweedieLoss(power=1.5)"
-    assert repr(SquaredEpsilonInsensitiveLoss(0.3)) == (
-        "SquaredEpsilonInsensitiveLoss(epsilon=0.3)"
-    )
+    for reduction in ("none", "mean", "sum"):
+        options = {**CLASS_WEIGHTS, "reduction": reduction}
+        expected = nn.BCEWithLogitsLoss(**options)(Z, T)
+        torch.testing.assert_close(FormulaLoss(logistic, **options)(Z, T), expected)
 
 
 # -- refusals -------------------------------------------------------------------------------
@@ -569,9 +553,7 @@ def test_estimators_without_a_curvature(make, message):
         to_torch(make())
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in _convert.registry if kind is not object], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kind", [*_REGRESSORS, *_CLASSIFIERS], ids=lambda kind: kind.__name__)
 def test_refuses_unfitted_estimators(kind):
     with pytest.raises(NotFittedError, match=f"This {kind.__name__} instance is not fitted"):
         to_torch(kind(LogisticRegression()) if kind is OneVsRestClassifier else kind())
