@@ -28,7 +28,7 @@ from optuna.trial import TrialState, create_trial
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk.search import _claims as claims_module
-from relflat_sk.search._claims import Draws, claim
+from relflat_sk.search._claims import Plan, claim
 from relflat_sk.search._measure import write_record
 from relflat_sk.search._study import open_storage
 
@@ -91,7 +91,7 @@ def claim_at_once(n_workers: int) -> tuple[int, int]:
     Returns the number of different candidates that they hold, and of withdrawn trials.
     """
     study, together = optuna.create_study(), Together(n_workers)
-    plan, add_trial = Draws(2 * n_workers, {}), claims_module._add_trial
+    plan, add_trial = Plan({}, n_trials=2 * n_workers), claims_module._add_trial
     study.sampler = optuna.samplers.RandomSampler(seed=0)
 
     def add_with_others(*arguments: Any) -> list[Any]:
@@ -146,7 +146,7 @@ def work(storage: str, study_name: str, workers: Sequence[int], n_trials: int) -
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.load_study(study_name=study_name, storage=open_storage(storage))
     study.sampler = optuna.samplers.RandomSampler()
-    plan, times, rng = Draws(n_trials, {}), Times([], []), random.Random(workers[0])
+    plan, times, rng = Plan({}, n_trials=n_trials), Times([], []), random.Random(workers[0])
     # by the simulated time at which a worker acts next
     queue: list[tuple[float, int, Any]] = [(0.0, worker, None) for worker in workers]
     while queue:
@@ -229,7 +229,7 @@ def by_size(kind: str, storage: str, sizes: Sequence[int], rounds: int) -> None:
         for worker in range(rounds):
             started = time.perf_counter()
             with as_worker(worker):
-                claimed = claim(study, Draws(size + rounds, {}), "sweep")
+                claimed = claim(study, Plan({}, n_trials=size + rounds), "sweep")
             times.claims.append(time.perf_counter() - started)
             assert claimed is not None
             started = time.perf_counter()

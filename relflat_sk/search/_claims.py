@@ -34,9 +34,9 @@ import socket
 import threading
 import warnings
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,23 +65,19 @@ def is_gone(process: Sequence[Any]) -> bool:
     host, process_id, started, thread = process
     if host != socket.gethostname():
         return False
-    if process_id == os.getpid() and started == _start_time(process_id):
+    if started != _start_time(process_id):
+        return True
+    if process_id == os.getpid():
         others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
         return thread not in others
-    return not _is_alive(process_id) or started != _start_time(process_id)
-
-
-def _is_alive(process_id: int) -> bool:
-    """Return whether a process of this machine runs; True where one cannot ask."""
-    if os.name != "posix":  # os.kill(..., 0) would end the process on Windows
-        return True
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    if os.name == "posix":  # os.kill(..., 0) would end the process on Windows
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    return False
 
 
 def _start_time(process_id: int) -> str | None:
@@ -144,72 +140,44 @@ def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
 # -- plans -------------------------------------------------------------------------------------
 
 
-class Plan(ABC):
-    """The candidates that a search is to train."""
+class Plan:
+    """The candidates that a search is to train: all points of a grid, or a number of draws.
 
-    choices: Mapping[str, BaseDistribution]
-    released: frozenset[int] = frozenset()
+    Draws are numbered from 0.
+    """
 
-    def counted(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    def __init__(
+        self,
+        choices: Mapping[str, BaseDistribution],
+        points: Sequence[dict[str, Any]] | None = None,
+        n_trials: int = 0,
+    ) -> None:
+        self.choices = choices
+        self.points = points
+        self.n_trials = n_trials
+        self.released: frozenset[int] = frozenset()  # trials that failed and are to be repeated
+
+    def holders(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
         """List the trials that hold a candidate of this plan."""
         return [trial for trial in counted(trials) if trial.number not in self.released]
 
-    @abstractmethod
     def left(self, trials: Iterable[FrozenTrial]) -> list[Candidate]:
         """List the candidates that no trial holds."""
+        holders = self.holders(trials)
+        if self.points is not None:
+            taken = {_key(trial.params) for trial in holders}
+            return [Candidate(point) for point in self.points if _key(point) not in taken]
+        numbers = [number_of(trial) for trial in holders]
+        # trials without a number are of a grid, or were made by something other than a search
+        n_trials, held = self.n_trials - numbers.count(None), set(numbers)
+        return [Candidate({}, number) for number in range(n_trials) if number not in held]
 
     def split(self, trials: Sequence[FrozenTrial]) -> tuple[list[Candidate], list[Candidate]]:
         """List the candidates left, and separately those that a process died of."""
         left = self.left(trials)
         killed = [trial for trial in trials if "killed" in trial.user_attrs]
-        suspects = [one for one in left if killed and any(map(one.is_held_by, killed))]
+        suspects = [one for one in left if any(map(one.is_held_by, killed))]
         return [one for one in left if one not in suspects] if suspects else left, suspects
-
-    def complete(
-        self, candidate: Candidate, study: optuna.Study, trials: Sequence[FrozenTrial]
-    ) -> Candidate:
-        """Give a candidate the values that are known before its trial begins."""
-        return candidate
-
-
-class Grid(Plan):
-    """The plan to train all combinations of choices."""
-
-    def __init__(
-        self, points: list[dict[str, Any]], choices: Mapping[str, BaseDistribution]
-    ) -> None:
-        self.points = points
-        self.choices = choices
-
-    def left(self, trials: Iterable[FrozenTrial]) -> list[Candidate]:
-        """List the combinations that no trial holds."""
-        taken = {_key(trial.params) for trial in self.counted(trials)}
-        return [Candidate(point) for point in self.points if _key(point) not in taken]
-
-
-class Draws(Plan):
-    """The plan to train a number of draws, which are numbered from 0."""
-
-    def __init__(self, n_trials: int, choices: Mapping[str, BaseDistribution]) -> None:
-        self.n_trials = n_trials
-        self.choices = choices
-
-    def left(self, trials: Iterable[FrozenTrial]) -> list[Candidate]:
-        """List the draws that no trial holds."""
-        numbers = [number_of(trial) for trial in self.counted(trials)]
-        # trials without a number are of a grid, or were made by something other than a search
-        n_trials, taken = self.n_trials - numbers.count(None), set(numbers)
-        return [Candidate({}, number) for number in range(n_trials) if number not in taken]
-
-    def complete(
-        self, candidate: Candidate, study: optuna.Study, trials: Sequence[FrozenTrial]
-    ) -> Candidate:
-        """Draw values from choices now, so that no combination is trained twice."""
-        sampler, number = study.sampler, candidate.number
-        if number is None or not isinstance(sampler, CandidateSampler) or not sampler.points:
-            return candidate
-        taken = {_key(trial.params) for trial in self.counted(trials)}
-        return Candidate(sampler.point(study, number, taken), number)
 
 
 def _key(point: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
@@ -283,14 +251,20 @@ def claim(
         if not left:
             return None
         # processes that begin at once would otherwise all try the same candidate, then the next
-        skip = _RANDOM.randrange(2 ** min(lost, 10)) % len(left)
-        candidate = plan.complete(left[skip], study, trials)
+        candidate = left[_RANDOM.randrange(2 ** min(lost, 10)) % len(left)]
+        sampler, number = study.sampler, candidate.number
+        if number is not None and isinstance(sampler, CandidateSampler) and sampler.points:
+            taken = {_key(trial.params) for trial in plan.holders(trials)}
+            candidate = Candidate(sampler.point(study, number, taken), number)
         own = _add_trial(study, plan, candidate, sweep)
         trials = study.get_trials(deepcopy=False)
-        number = max(trial.number for trial in trials if trial.user_attrs.get("process") == own)
-        if not any(map(candidate.is_held_by, plan.counted(trials[:number]))):
-            return optuna.Trial(study, id_of(trials[number]))
-        fail(study, trials[number])
+        trial = max(
+            (trial for trial in trials if trial.user_attrs.get("process") == own),
+            key=attrgetter("number"),
+        )
+        if not any(map(candidate.is_held_by, plan.holders(trials[: trial.number]))):
+            return optuna.Trial(study, id_of(trial))
+        fail(study, trial)
     return None
 
 
@@ -317,45 +291,38 @@ def id_of(trial: Any) -> int:
     return found
 
 
-def fail(
-    study: optuna.Study, trial: FrozenTrial, attributes: Mapping[str, Any] | None = None
-) -> None:
+def fail(study: optuna.Study, trial: FrozenTrial, **attributes: Any) -> None:
     """Mark a running trial as failed, unless another process has finished it."""
     plain = copy.copy(study)
     plain.sampler = RandomSampler()  # which neither draws for the trial nor learns of its end
     with suppress(UpdateFinishedTrialError):
-        for name, value in (attributes or {}).items():
+        for name, value in attributes.items():
             optuna.Trial(plain, id_of(trial)).set_user_attr(name, value)
         plain.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
 def give_up(
-    study: optuna.Study,
-    which: Callable[[FrozenTrial], bool],
-    attributes: Callable[[FrozenTrial], dict[str, Any]] = lambda trial: {},
+    study: optuna.Study, which: Callable[[FrozenTrial], bool], **attributes: Any
 ) -> list[FrozenTrial]:
     """Mark running trials as failed, so that their candidates are free, and return them."""
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     given_up = [trial for trial in running if which(trial)]
     for trial in given_up:
-        fail(study, trial, attributes(trial))
+        fail(study, trial, **attributes)
     return given_up
 
 
 def give_up_abandoned(study: optuna.Study, except_of: str = "") -> list[FrozenTrial]:
     """Give up the running trials of processes that are gone, and return all trials."""
+
+    def is_abandoned(trial: FrozenTrial) -> bool:
+        process = trial.user_attrs.get("process")
+        return (
+            process is not None and trial.user_attrs.get("sweep") != except_of and is_gone(process)
+        )
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)  # in storages with a heartbeat
-    trials = study.get_trials(deepcopy=False)
-    abandoned = [
-        trial
-        for trial in trials
-        if trial.state == TrialState.RUNNING
-        and trial.user_attrs.get("sweep") != except_of
-        and "process" in trial.user_attrs
-        and is_gone(trial.user_attrs["process"])
-    ]
-    for trial in abandoned:
-        fail(study, trial, {"killed": True})
-    return study.get_trials(deepcopy=False) if abandoned else trials
+    give_up(study, is_abandoned, killed=True)
+    return study.get_trials(deepcopy=False)

@@ -39,8 +39,8 @@ class CallError(RuntimeError):
 class StorageFailedError(CallError):
     """The storage of a study failed, while a candidate was trained."""
 
-
-_OF_STORAGES = (StorageFailedError, StorageInternalError)
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the storage failed: {explain(error)}")
 
 
 def failure_record(error: Exception) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def failure_record(error: Exception) -> dict[str, Any]:
     if isinstance(error, CallError):
         raise error
     if is_of_storage(error):
-        raise _of_storage(error) from error
+        raise StorageFailedError(error) from error
     return {"reason": f"{type(error).__name__}: {error}", "failed": True}
 
 
@@ -77,16 +77,17 @@ def blame_storage() -> Iterator[None]:
     except UpdateFinishedTrialError:  # another process has given the trial up
         raise
     except Exception as error:
-        raise _of_storage(error) from error
-
-
-def _of_storage(error: Exception) -> CallError:
-    return StorageFailedError(f"the storage failed: {explain(error)}")
+        raise StorageFailedError(error) from error
 
 
 def is_of_storage(error: BaseException) -> bool:
     """Return whether a storage of studies raised an error, or an earlier one that led to it."""
-    return any(isinstance(one, _OF_STORAGES) or _is_of_database(one) for one in _chain(error))
+    # sqlalchemy's by name, because it takes a tenth of the time that `import relflat_sk` takes
+    return any(
+        isinstance(one, StorageFailedError | StorageInternalError)
+        or any(kind.__module__.startswith("sqlalchemy.") for kind in type(one).__mro__)
+        for one in _chain(error)
+    )
 
 
 def has_storage_failed(error: BaseException) -> bool:
@@ -95,15 +96,9 @@ def has_storage_failed(error: BaseException) -> bool:
     A candidate's own errors are recorded and end no search, so that files that cannot be read or
     written are those of a journal.
     """
-    if isinstance(error, CallError):
-        return is_of_storage(error)
     of_files = OSError, json.JSONDecodeError
-    return is_of_storage(error) or any(isinstance(one, of_files) for one in _chain(error))
-
-
-def _is_of_database(error: BaseException) -> bool:
-    # by name, because sqlalchemy takes a tenth of the time that `import relflat_sk` takes
-    return any(kind.__module__.startswith("sqlalchemy.") for kind in type(error).__mro__)
+    of_journal = any(isinstance(one, of_files) for one in _chain(error))
+    return is_of_storage(error) or (of_journal and not isinstance(error, CallError))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -6,9 +6,9 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,8 +69,6 @@ def fit(
     trial: Any = None,
 ) -> Any:
     """Fit an estimator and record how long it took."""
-    if _nets(estimator):
-        _import_compiler()
     started = seconds_used()
     try:
         with (
@@ -87,12 +85,6 @@ def fit(
         record["seconds"] = seconds_used() - started
     record_curves(record, estimator)
     return estimator
-
-
-@cache
-def _import_compiler() -> None:
-    """Import what the first optimizer of a process imports, so that no candidate's time has it."""
-    torch.optim.SGD([torch.zeros(1)])
 
 
 def _nets(estimator: Any) -> list[NeuralNet]:
@@ -147,31 +139,18 @@ def isolated(n_threads: int | None) -> Iterator[None]:
 
     A fleet computes alone as a whole: the trainings in it take turns. A context within one of the
     same number of threads changes nothing: threadpoolctl takes 5 ms to find the libraries loaded.
+    With None, the number of threads stays what it is.
     """
     if in_fleet() or n_threads == _N_THREADS.get():
         yield
         return
-    with _LOCK, _limited(n_threads):
-        outer = _N_THREADS.set(n_threads)
-        try:
-            yield
-        finally:
-            _N_THREADS.reset(outer)
-
-
-@contextmanager
-def _limited(n_threads: int | None) -> Iterator[None]:
-    """Limit the threads of torch, BLAS and OpenMP; None changes nothing."""
-    if n_threads is None:
+    with _LOCK, ExitStack() as stack:
+        if n_threads is not None:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(n_threads)  # also of MKL inside torch, which has its own limit
+            stack.enter_context(threadpool_limits(limits=n_threads))
+        stack.callback(_N_THREADS.reset, _N_THREADS.set(n_threads))
         yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)  # also for MKL inside torch, which has a limit of its own
-    try:
-        with threadpool_limits(limits=n_threads):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_isolation(method: Method) -> Method:
@@ -205,9 +184,6 @@ class _Watcher(Callback):
 
     def __sklearn_clone__(self) -> "_Watcher":
         return self
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        return {}
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Look for the layer, which is there as soon as the net is initialised."""

@@ -18,15 +18,13 @@ part              content
 
 Descriptions are short texts, the same in every process. Classes and functions of the user have a
 checksum of their source, those of installed libraries their name only: another version of a library
-may continue a study.
+may continue a study. Other objects are described by what `pickle` would store of them.
 """
 
-import functools
 import inspect
-import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -37,12 +35,12 @@ import joblib
 import numpy as np
 import optuna
 import torch
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from scipy import sparse
 from sklearn.base import is_regressor
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from relflat_sk._network import as_row_source, copy_rows, is_row_source
 from relflat_sk._random import fork_rng
@@ -60,6 +58,7 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
     "measuring.layer": (-1, "layer"),
     "measuring.params": ({}, "measure_params"),
 }
+_PARTS = ("estimator", "data", "held-out data", "search", "choices", "own measures")
 # parts to which later sessions may add, or from which they may leave out
 _OPEN = ("held-out data", "choices", "own measures")
 # what torch's and skorch's own data sets consist of
@@ -74,8 +73,8 @@ _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
     r"|prefetch_factor)$"
 )
+_WITH_RESULT = tuple(state for state in TrialState if state != TrialState.WAITING)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST = 300  # characters; a longer text is cut, and ends in a checksum
 _DEEPEST = 6
 _ROWS = 256  # rows of an array that are read at a time: it may be on disk
@@ -88,11 +87,14 @@ def check_made_with(
     study: optuna.Study, objective: Any, own: int = -1, names: Sequence[str] = ()
 ) -> None:
     """Refuse a study whose minima were made otherwise; record in a new study how they are made."""
-    attributes = study.user_attrs
     now = _record(objective, len(study.directions), names)
-    then: Record = attributes.get(MADE_WITH, {})
-    others = [trial for trial in study.get_trials(deepcopy=False) if trial.number != own]
-    if then and any(map(_holds_result, others)):
+    then: Record = study.user_attrs.get(MADE_WITH, {})
+    others = [
+        trial
+        for trial in study.get_trials(deepcopy=False, states=_WITH_RESULT)
+        if trial.number != own and (trial.state != TrialState.FAIL or "failed" in trial.user_attrs)
+    ]
+    if then and others:
         differences = list(_differences(then, now))
         if differences:
             raise ValueError(
@@ -102,10 +104,9 @@ def check_made_with(
                 "study_name of its own, or undo the difference. In cross-validation leave "
                 "study_name out: every fold is a search of its own."
             )
-        for part in _OPEN:  # what earlier sessions have added stays
-            now[part] = then.get(part, {}) | now[part]
-        now = then | now  # and so do parts that a later version has added
-    elif any(_holds_result(trial) and trial.state.is_finished() for trial in others):
+        # what earlier sessions have added stays, and so do parts that a later version has added
+        now = then | now | {part: then.get(part, {}) | now[part] for part in _OPEN}
+    elif any(trial.state.is_finished() for trial in others):
         warn(
             f"study {study.study_name!r} has trials, but does not say how they were made: it is of "
             "an earlier version of relflat_sk, or of another program. The search takes them to be "
@@ -115,43 +116,35 @@ def check_made_with(
         study.set_user_attr(MADE_WITH, now)
 
 
-def _holds_result(trial: FrozenTrial) -> bool:
-    """Return whether a trial is finished, failed by its own fault, or running."""
-    if trial.state == TrialState.FAIL:
-        return "failed" in trial.user_attrs
-    return trial.state != TrialState.WAITING
-
-
 def _differences(then: Record, now: Record) -> Iterator[str]:
     """Say what differs, one line for each name."""
-    for part in ("estimator", "data", "held-out data", "search", "choices", "own measures"):
+    for part in _PARTS:
         one, other = then.get(part, {}), now[part]
-        both, either = one.keys() & other.keys(), one.keys() | other.keys()
-        for name in sorted(both if part in _OPEN else either):
-            if one.get(name) != other.get(name):
-                before, after = (x.get(name, "the default") for x in (one, other))
+        names = one.keys() & other.keys() if part in _OPEN else one.keys() | other.keys()
+        for name in sorted(names):
+            before, after = (x.get(name, "the default") for x in (one, other))
+            if before != after:
                 yield f"  {part}, {name}: {before} then, {after} now"
 
 
 def _record(objective: Any, n_objectives: int, others: Sequence[str]) -> Record:
     """Describe everything that changes the results; the first measures are the objectives."""
     space = objective.space
-    # with scaled learning rates, the estimator's own batch size has a meaning if others are drawn
-    kept = set() if objective.lr_scaling is None else {"batch_size"}
-    held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
+    varied = set(space.entries)
+    if objective.lr_scaling is not None:  # the rates are those of the estimator's own batch size
+        varied -= {name for name in varied if name.endswith("batch_size")}
     search = {"measure": describe([str(name) for name in objective.names[:n_objectives]])}
     for attribute, (default, name) in _SETTINGS.items():
-        text = describe(attrgetter(attribute)(objective))
-        if text != describe(default):
-            search[name] = text
+        value = attrgetter(attribute)(objective)
+        if value != default:
+            search[name] = describe(value)
     data = {"X": objective.X, "y": objective.y, **objective.per_sample["fit_params"]}
+    held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
     own = [name for name in (*objective.measures, *others) if isinstance(name, OwnMeasure)]
     return {
-        "estimator": dict(_describe_estimator(objective.estimator, set(space.entries), kept)),
-        "data": {name: _describe_data(one) for name, one in data.items()},
-        "held-out data": {
-            name: _describe_data(one) for name, one in held_out.items() if one is not None
-        },
+        "estimator": dict(_describe_estimator(objective.estimator, varied)),
+        "data": _describe_data(data),
+        "held-out data": _describe_data({n: x for n, x in held_out.items() if x is not None}),
         "search": search,
         "choices": space.describe_choices(),
         "own measures": {str(name): describe(name.function) for name in own},
@@ -159,39 +152,32 @@ def _record(objective: Any, n_objectives: int, others: Sequence[str]) -> Record:
     }
 
 
-def _describe_estimator(
-    estimator: Any, varied: set[str], kept: set[str], prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Describe an estimator and those in it, without the parameters that a space varies.
+def _describe_data(data: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest(one) or describe(one) for name, one in data.items()}
 
-    Parameters whose last name is in `kept` are described all the same.
-    """
+
+def _describe_estimator(
+    estimator: Any, varied: set[str], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Describe an estimator and those in it, without the parameters that a space varies."""
     yield prefix.removesuffix("__") or "class", describe(type(estimator))
     changed = _changed_params(estimator, 0)
     for name, value in estimator.get_params(deep=False).items():
-        if prefix + name in varied and name not in kept:
-            continue
-        if _fits(value):
-            yield from _describe_estimator(value, varied, kept, f"{prefix}{name}__")
-        elif _is_named_estimators(value):  # the steps of a pipeline
-            yield prefix + name, describe([one[0] for one in value])
-            for inner, one, *others in value:
-                if _fits(one) and prefix + inner not in varied:
-                    yield from _describe_estimator(one, varied, kept, f"{prefix}{inner}__")
-                    yield f"{prefix}{name} {inner}", describe(others)
-                elif prefix + inner not in varied:
-                    yield f"{prefix}{name} {inner}", describe([one, *others])
-        elif name in changed:
-            yield prefix + name, changed[name]
+        inner = {name: value}
+        if isinstance(value, list) and any(isinstance(x, tuple) and _fits(x[1]) for x in value):
+            inner = {step: one for step, one, *_ in value}  # of a pipeline
+            names = [[step, *columns] if columns else step for step, _, *columns in value]
+            changed |= {name: describe(names)} | {k: describe(x) for k, x in inner.items()}
+            inner = {name: names} | inner
+        for part, one in inner.items():
+            if _fits(one) and prefix + part not in varied:
+                yield from _describe_estimator(one, varied, f"{prefix}{part}__")
+            elif part in changed and prefix + part not in varied:
+                yield prefix + part, changed[part]
 
 
 def _fits(value: Any) -> bool:
     return not isinstance(value, type) and hasattr(value, "get_params") and hasattr(value, "fit")
-
-
-def _is_named_estimators(value: Any) -> bool:
-    named = [one for one in value if isinstance(one, tuple)] if isinstance(value, list) else []
-    return any(len(one) > 1 and _fits(one[1]) for one in named)
 
 
 def _changed_params(estimator: Any, depth: int) -> dict[str, str]:
@@ -200,16 +186,12 @@ def _changed_params(estimator: Any, depth: int) -> dict[str, str]:
     for kind in reversed(type(estimator).__mro__):
         if "__init__" in vars(kind) and kind is not object:
             defaults |= inspect.signature(kind).parameters
-    found = {
-        name: describe(value, depth)
-        for name, value in sorted(estimator.get_params(deep=False).items())
-        if not _WITHOUT_EFFECT.search(name)
-    }
-    return {
-        name: text
-        for name, text in found.items()
-        if name not in defaults or text != describe(defaults[name].default, depth)
-    }
+    found = {}
+    for name, value in sorted(estimator.get_params(deep=False).items()):
+        text = "" if _WITHOUT_EFFECT.search(name) else describe(value, depth)
+        if text and not (name in defaults and text == describe(defaults[name].default, depth)):
+            found[name] = text
+    return found
 
 
 # -- data --------------------------------------------------------------------------------------
@@ -221,9 +203,6 @@ def digest(data: Any) -> str | None:
         matrix = data.tocsr()
         parts = [matrix.data, matrix.indices, matrix.indptr]
         return f"{data.shape} {' '.join(map(_checksum, parts))}"
-    if isinstance(data, Mapping):
-        found = {str(key): digest(one) for key, one in sorted(data.items())}
-        return None if None in found.values() else str(found)
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         # numpy has no bfloat16
@@ -244,43 +223,25 @@ def digest(data: Any) -> str | None:
     return f"{array.shape} {_checksum(blocks)}"
 
 
-def _describe_data(data: Any) -> str:
-    """Describe data by shape and checksum, or else by class, length and, if known, contents."""
-    found = digest(data)
-    if found is not None or data is None:
-        return str(found)
-    if isinstance(data, bool | int | float | str):  # an argument of `fit`, such as epochs
-        return describe(data)
+def _describe_data_set(data: Any) -> str:
+    """Describe a data set by its class, its length and, if they are known, its contents."""
+    names = _ATTRIBUTES.get(type(data))
+    if names is not None:
+        contents = [describe(getattr(data, name)) for name in names]
+    else:
+        contents = _describe_samples(data)
     length = f" of length {len(data)}" if hasattr(data, "__len__") else ""
-    parts = list(map(_describe_data, _parts(data))) or _describe_samples(data)
-    return _with_contents(type(data).__name__ + length, parts)
-
-
-def _parts(data: Any) -> list[Any]:
-    """List what data of a known class consist of; another class may change what it holds."""
-    if isinstance(data, tuple):
-        return list(data)
-    if isinstance(data, Mapping):
-        return [part for name in sorted(data, key=str) for part in (str(name), data[name])]
-    return [getattr(data, name) for name in _ATTRIBUTES.get(type(data), ())]
+    return _with_contents(type(data).__name__ + length, contents)
 
 
 def _describe_samples(data: Any) -> list[str]:
     """Describe the first, the middle and the last sample of a data set, if they are not random."""
-    if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
-        return []
-    # samples may draw from the global random states
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
-        n = len(data)  # type: ignore[arg-type]
-        rows = sorted({0, n // 2, n - 1})
+        n = len(data)
         with fork_rng(None):
-            reads = [[describe(data[row]) for row in rows] for _ in range(_READS)]
+            reads = [[describe(data[row]) for row in (0, n // 2, n - 1)] for _ in range(_READS)]
     except Exception:  # the user's code, which training will call again
         return []
-    finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
     return reads[0] if all(read == reads[0] for read in reads) else []
 
 
@@ -293,15 +254,22 @@ def describe(value: Any, depth: int = 0) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({_checksum(text)})"
 
 
-def _describe(value: Any, depth: int) -> str:
+def _describe(value: Any, depth: int) -> str:  # noqa: PLR0911
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in _PLAIN:
         return repr(value)
-    if isinstance(value, Mapping | list | tuple | Set):
-        return _describe_container(value, depth + 1)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(describe(x, depth + 1) for x in value if not _is_logger(x)) + "]"
+    if isinstance(value, Set):
+        return "{" + ", ".join(sorted(describe(one, depth + 1) for one in value)) + "}"
+    if isinstance(value, Mapping):
+        items = sorted((repr(key), describe(one, depth + 1)) for key, one in value.items())
+        return "{" + ", ".join(f"{key}: {one}" for key, one in items) + "}"
     if isinstance(value, nn.Module):
         return _describe_module(value)
+    if isinstance(value, Dataset | DataLoader):
+        return _describe_data_set(value)
     found = digest(value)
     if found is not None:
         return f"{type(value).__name__} of shape {found}"
@@ -310,54 +278,42 @@ def _describe(value: Any, depth: int) -> str:
     return _describe_object(value, depth)
 
 
-def _describe_container(value: Any, depth: int) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(describe(one, depth) for one in value if _matters(one)) + "]"
-    if isinstance(value, Set):
-        return "{" + ", ".join(sorted(describe(one, depth) for one in value)) + "}"
-    items = sorted((repr(key), describe(one, depth)) for key, one in value.items())
-    return "{" + ", ".join(f"{key}: {one}" for key, one in items) + "}"
-
-
-def _matters(value: Any) -> bool:
-    """Return whether a value in a list changes training; skorch's loggers do not."""
+def _is_logger(value: Any) -> bool:
+    """Return whether a value in a list is a callback of skorch that only shows or notes."""
     one = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    return type(one).__module__ != "skorch.callbacks.logging"
+    return type(one).__module__ == "skorch.callbacks.logging"
 
 
 def _describe_module(module: nn.Module) -> str:
-    """Describe a network by its class, its weights, and the numbers and texts in its modules."""
-    parts = [_ADDRESS.sub("", repr(module))]
-    parts += [f"{name} {digest(one)}" for name, one in module.state_dict().items()]
+    """Describe a network by its modules, the numbers and texts in them, and its weights."""
+    parts = [f"{name} {digest(one)}" for name, one in module.state_dict().items()]
     for name, part in module.named_modules():
-        if not _is_installed(type(part)):
-            own = {key: one for key, one in vars(part).items() if key != "training"}
-            parts += [f"{name}.{text}" for text in _plain_values(own.items())]
+        held = {key: one for key, one in vars(part).items() if key != "training"}
+        parts.append(f"{name} {_describe_code(type(part), 0)} {_plain_values(held)}")
     return _with_contents(_describe_code(type(module), 0), parts)
 
 
 def _describe_object(value: Any, depth: int) -> str:
-    """Describe any other object by its class and its parameters or public attributes."""
+    """Describe any other object by its class and its parameters, or by what pickle would store."""
     name = _describe_code(type(value), depth)
-    if isinstance(value, functools.partial):
-        return describe(["partial", value.func, *value.args, value.keywords], depth + 1)
-    if isinstance(value, np.random.RandomState | np.random.Generator):
-        return f"{name}({_checksum(value)})"
-    if isinstance(value, torch.Generator):
-        return f"{name}({digest(value.get_state())})"
     if depth > _DEEPEST:
         return name
     if hasattr(value, "get_params"):
-        params = _changed_params(value, depth + 1)
-    elif getattr(value, "__dict__", None) and not isinstance(value, Path):
-        params = {
-            key: describe(one, depth + 1)
-            for key, one in sorted(vars(value).items())
-            if not key.startswith("_")
-        }
+        held = _changed_params(value, depth + 1)
     else:
-        return f"{name}({_ADDRESS.sub('', repr(value))})"
-    return f"{name}({', '.join(f'{key}={one}' for key, one in params.items())})"
+        held = {key: describe(one, depth + 1) for key, one in _stored(value).items()}
+    return f"{name}({', '.join(f'{key}={one}' for key, one in sorted(held.items()))})"
+
+
+def _stored(value: Any) -> dict[str, Any]:
+    """Return the public attributes of an object; without any, what pickle would store of it."""
+    if getattr(value, "__dict__", None):
+        return {key: one for key, one in vars(value).items() if not key.startswith("_")}
+    try:
+        _, *stored = value.__reduce_ex__(2)
+    except TypeError:  # a lock, a file
+        return {}
+    return dict(zip(("arguments", "state"), stored, strict=False))
 
 
 def _describe_code(code: Any, depth: int) -> str:
@@ -375,11 +331,11 @@ def _describe_code(code: Any, depth: int) -> str:
     text = f"{name} (source {_checksum(source)})" if source else name
     if not isinstance(code, FunctionType):
         return text
-    held = dict(inspect.getclosurevars(code).nonlocals)
     defaults = (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).items())
+    held = dict(inspect.getclosurevars(code).nonlocals)
     if defaults:
         held["defaults"] = defaults
-    return _with_contents(text, list(_plain_values(held.items())))
+    return _with_contents(text, _plain_values(held))
 
 
 def _module_of(code: Any) -> str:
@@ -421,11 +377,10 @@ def _bytecode(code: CodeType) -> list[Any]:
     return [code.co_code, code.co_names, constants]
 
 
-def _plain_values(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
+def _plain_values(held: Mapping[str, Any]) -> list[str]:
     """Describe those values that nothing changes in place: numbers, texts, tuples of these."""
-    for name, value in sorted(named):
-        if not name.startswith("_") and _is_plain(value):
-            yield f"{name}={value!r}"
+    plain = {name: one for name, one in held.items() if name[0] != "_" and _is_plain(one)}
+    return [f"{name}={value!r}" for name, value in sorted(plain.items())]
 
 
 def _is_plain(value: Any) -> bool:

@@ -235,7 +235,7 @@ def _settings(search: Any) -> dict[str, str]:
     params = search.get_params(deep=False)
     del params["estimator"]  # has a table of its own
     if params["storage"] is not None:
-        params["storage"] = without_password(params["storage"], unread="a storage by URL")
+        params["storage"] = without_password(params["storage"])
     shown = {name: text_of(value) for name, value in params.items()}
     return {**shown, "study": search.study_.study_name}
 

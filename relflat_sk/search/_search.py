@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from relflat_sk.minima import (
     rank_minima,
     shorten_parameters,
 )
-from relflat_sk.search._claims import CandidateSampler, Draws, Grid, Plan, failed_trials
+from relflat_sk.search._claims import CandidateSampler, Plan, failed_trials
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._remeasure import (
@@ -52,6 +53,7 @@ from relflat_sk.search._results import (
 )
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import (
+    SearchStudy,
     StorageGuard,
     check_resumable,
     file_of,
@@ -60,7 +62,13 @@ from relflat_sk.search._study import (
     open_storage,
 )
 from relflat_sk.search._weights import check_store, last_prefix
-from relflat_sk.search._workers import Stopping, Sweep, n_processes, train_all
+from relflat_sk.search._workers import (
+    Sweep,
+    check_callbacks,
+    deadline_after,
+    n_processes,
+    train_all,
+)
 
 
 def check_arguments(search: Any) -> None:
@@ -105,8 +113,8 @@ def plan_candidates(search: Any, space: Space) -> Plan:
             "finite grid to train. Say how many candidates to train."
         )
     if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
-        return Grid(grid or [], space.distributions())
-    return Draws(int(search.n_trials), space.distributions())
+        return Plan(space.distributions(), points=grid or [])
+    return Plan(space.distributions(), n_trials=int(search.n_trials))
 
 
 def create_study(search: Any, storage: BaseStorage) -> optuna.Study:
@@ -417,7 +425,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self._seed = seeds[1]
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
-        stopping = Stopping(self.timeout, self.callbacks)
+        deadline, callbacks = deadline_after(self.timeout), check_callbacks(self.callbacks)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
         check_store(objective.artifact_store)
@@ -438,8 +446,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             if self.retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
             sweep = Sweep(
-                study, storage, objective, plan,
-                quiet=quiet, fleet=self.fleet, stopping=stopping, file=file_of(self.storage),
+                SearchStudy(study, uuid.uuid4().hex), storage, objective, plan,
+                quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=callbacks,
+                file=file_of(self.storage),
             )  # fmt: skip
             flattest = FlattestSoFar(objective.names[0], self.depth_band)
 

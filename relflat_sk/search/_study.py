@@ -1,14 +1,15 @@
 """Open a study and its storage, check that a search may resume it, copy it into memory."""
 
 import json
+import mmap
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import SystemRandom
-from types import TracebackType
 from typing import Any
 
 import optuna
@@ -26,17 +27,16 @@ from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import check_space, new_choices
 from relflat_sk.search._weights import check_saved
 
-# Each attempt that fails has lost one step of making the tables to another process, and there are
-# fewer steps than attempts.
-ATTEMPTS = 30
-LONGEST_WAIT = 0.5  # seconds between two attempts
 LOCK_TIMEOUT = 60  # seconds to wait for a lock: SQLite's own 5 are few, PostgreSQL waits forever
-# words of databases: "table studies already exists", "UNIQUE constraint failed", "duplicate key
-# value violates unique constraint", "Duplicate entry"
-_LOST_A_RACE = ("already exists", "unique constraint", "duplicate")
+LONGEST_WAIT = 0.5  # seconds between two attempts to make the tables of a database
+# words of databases in which another process has just made a table, or holds a lock: "table studies
+# already exists", "UNIQUE constraint failed", "duplicate key value violates unique constraint",
+# "Duplicate entry", "database is locked"
+_LOST_A_RACE = ("already exists", "unique constraint", "duplicate", "lock")
 # how names of files end
 _OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
 _OF_JOURNALS = {".log", ".journal"}
+_STOPPED = "stopped_sweeps"  # user attribute of a study: the sweeps that a callback has ended
 _UNNAMED = "no-name-"  # how Optuna's names begin for studies that were given none
 # the log levels that quiet searches of this process have found
 _LEVELS: list[int] = []
@@ -46,7 +46,32 @@ _POSTGRESQL = {"postgresql", "postgresql+psycopg2", "postgresql+psycopg"}
 
 
 def open_storage(storage: Any) -> BaseStorage:
-    """Open a storage that several processes may open for the first time at once.
+    """Open a storage, which several processes may open for the first time at once."""
+    if storage is None:
+        return InMemoryStorage()
+    if isinstance(storage, BaseStorage):
+        return storage
+    if not isinstance(storage, str | Path):
+        raise TypeError(
+            "storage must be the URL of a database, a file such as 'minima.db', an optuna storage "
+            f"or None, got {storage!r}."
+        )
+    if not is_file(storage):
+        return _open_database(str(storage))
+    file = Path(storage)
+    folder = file.expanduser().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {str(folder)!r} for the storage {str(file)!r}: make it first, or "
+            "give a file in another folder."
+        )
+    if file.suffix in _OF_JOURNALS:
+        return JournalStorage(WholeLinesJournal(str(file)))
+    return _open_database(f"sqlite:///{file}")
+
+
+def _open_database(url: str) -> RDBStorage:
+    """Open a database, again while other processes make its tables.
 
     If two processes find a database empty, both create its tables, and one of them fails at the
     first table that the other has made. It tries again, and goes on from there.
@@ -55,40 +80,16 @@ def open_storage(storage: Any) -> BaseStorage:
     from sqlalchemy.exc import DBAPIError  # noqa: PLC0415
 
     deadline = time.monotonic() + LOCK_TIMEOUT
-    for _ in range(ATTEMPTS - 1):
+    while True:
         try:
-            return _open(storage)
+            return RDBStorage(url, engine_kwargs=_engine_arguments(url))
         except DBAPIError as error:
-            text = str(error).lower()
-            locked = "lock" in text and time.monotonic() < deadline
-            if not (locked or any(word in text for word in _LOST_A_RACE)):
+            lost_a_race = any(word in str(error).lower() for word in _LOST_A_RACE)
+            if not lost_a_race or time.monotonic() > deadline:
                 raise
             # processes that failed together do not try again together; the user's stream of
             # random numbers is left alone
             time.sleep(SystemRandom().uniform(0.0, LONGEST_WAIT))
-    return _open(storage)
-
-
-def _open(storage: Any) -> BaseStorage:
-    if storage is not None and not isinstance(storage, str | Path | BaseStorage):
-        raise TypeError(
-            "storage must be the URL of a database, a file such as 'minima.db', an optuna storage "
-            f"or None, got {storage!r}."
-        )
-    if is_file(storage):
-        file = str(storage)
-        folder = Path(file).expanduser().parent
-        if not folder.is_dir():
-            raise ValueError(
-                f"there is no folder {str(folder)!r} for the storage {file!r}: make it first, or "
-                "give a file in another folder."
-            )
-        if Path(file).suffix in _OF_JOURNALS:
-            return JournalStorage(WholeLinesJournal(file))
-        storage = f"sqlite:///{file}"
-    if isinstance(storage, str):
-        return RDBStorage(storage, engine_kwargs=_engine_arguments(storage))
-    return InMemoryStorage() if storage is None else storage
 
 
 def file_of(storage: Any) -> Path | None:
@@ -153,30 +154,33 @@ class WholeLinesJournal(JournalFileBackend):
 
 def _end_of_lines(file: Any) -> int:
     """Return where the last whole line of a file ends."""
-    end: int = file.seek(0, os.SEEK_END)
-    while end:
-        begin = max(0, end - 65536)
-        file.seek(begin)
-        found: int = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return 0
+    if not file.seek(0, os.SEEK_END):
+        return 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1
 
 
 class SearchStudy(optuna.Study):
     """A second object for a study, whose `stop` says that a search is to end.
 
-    Callbacks and samplers call it outside of `Study.optimize`, where Optuna's own raises.
+    Callbacks and samplers call it outside of `Study.optimize`, where Optuna's own raises. If
+    several processes take part in a sweep, its name in the study tells all of them.
     """
 
-    def __init__(self, study: optuna.Study) -> None:
+    def __init__(self, study: optuna.Study, sweep: str = "") -> None:
         self.__setstate__(study.__getstate__())  # as a copy by pickle, but for the storage
+        self.sweep = sweep
         self.stopped = False
 
     def stop(self) -> None:
         """End the search after the candidates that are in training."""
+        if self.sweep and not self.is_stopped():
+            self.set_user_attr(_STOPPED, [*self.user_attrs.get(_STOPPED, []), self.sweep])
         self.stopped = True
+
+    def is_stopped(self) -> bool:
+        """Return whether the search is to end."""
+        return self.stopped or self.sweep in self.user_attrs.get(_STOPPED, [])
 
 
 def check_resumable(
@@ -283,7 +287,7 @@ def log_level(quiet: bool) -> Iterator[None]:
                 optuna.logging.set_verbosity(before)
 
 
-class StorageGuard:
+class StorageGuard(AbstractContextManager["StorageGuard"]):
     """A context in which a search uses its storage: explains failures, and holds what it knows."""
 
     def __init__(self, search: Any) -> None:
@@ -295,30 +299,24 @@ class StorageGuard:
     def remember(self, study: optuna.Study) -> None:
         """Read what a study holds before training."""
         self.attributes = study.user_attrs
-        finished = (trial for trial in study.get_trials() if trial.state.is_finished())
-        self.known = {trial.number: trial for trial in finished}
+        self.known = {one.number: one for one in study.get_trials() if one.state.is_finished()}
 
-    def __enter__(self) -> "StorageGuard":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or not has_storage_failed(error):
             return
-        storage = self.search.storage
+        storage, reason = self.search.storage, explain(error)
         if self.study is None:
             raise ValueError(
-                f"storage={without_password(storage, unread=str(storage))!r} cannot be used: "
-                f"{explain(error)} Expected the URL of a database, a file whose name ends in .db, "
-                ".sqlite or .log (a journal), a Path, or an optuna storage. Nothing was trained."
+                f"storage={without_password(storage)!r} cannot be used: {reason} Expected the URL "
+                "of a database, a file whose name ends in .db, .sqlite or .log (a journal), a "
+                "Path, or an optuna storage. Nothing was trained."
             ) from error
-        self.search.study_ = self._rescue(self.study)
+        try:
+            self.search.study_ = in_memory(self.study)
+        except Exception:  # whatever a broken storage raises
+            known = [self.known[number] for number in sorted(self.known)]
+            self.search.study_ = in_memory(self.study, known, self.attributes)
         file = file_of(storage)
-        reason = explain(error)
         if file is not None and not file.exists():
             reason = f"{file} was deleted or moved. Put it back, or give another storage."
         raise RuntimeError(
@@ -328,26 +326,9 @@ class StorageGuard:
             "memory, for `rank_minima` or `optuna.copy_study`."
         ) from error
 
-    def _rescue(self, study: optuna.Study) -> optuna.Study:
-        """Copy a study into memory, or what this process knows of it."""
-        try:
-            return in_memory(study)
-        except Exception:  # whatever a broken storage raises
-            known = [self.known[number] for number in sorted(self.known)]
-            return in_memory(study, known, self.attributes)
 
-
-def without_password(storage: Any, *, unread: str) -> str:
-    """Return the URL of a storage with its password hidden, or the storage's class."""
-    if is_file(storage):
-        return str(storage)
-    if not isinstance(storage, str):
+def without_password(storage: Any) -> str:
+    """Return the file or URL of a storage, with its password hidden, or the storage's class."""
+    if not isinstance(storage, str | Path):
         return type(storage).__name__
-    # imported here: a tenth of the time that `import relflat_sk` would take
-    from sqlalchemy import make_url  # noqa: PLC0415
-    from sqlalchemy.exc import ArgumentError  # noqa: PLC0415
-
-    try:
-        return make_url(storage).render_as_string(hide_password=True)
-    except ArgumentError:
-        return unread
+    return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", str(storage))

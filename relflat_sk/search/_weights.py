@@ -10,8 +10,8 @@ import io
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +19,12 @@ import joblib
 import numpy as np
 import optuna
 import torch
+from numpy.typing import NDArray
 from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import FrozenTrial
 from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
-from skorch.callbacks import Callback
 from torch import Tensor, nn
 
 from relflat_sk._models import final_estimator
@@ -32,6 +32,7 @@ from relflat_sk._random import seeded
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, explain
 from relflat_sk.search._provenance import digest
+from relflat_sk.training import measured_later
 
 ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
 CHECKSUM = "weights_hash"  # and the one with the checksum of the weights
@@ -159,9 +160,6 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     return weights
 
 
-_AROUND = ("regressor", "estimator")  # parameters of estimators around one other
-
-
 def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | None) -> Any:
     """Fit an estimator without training its network, which gets its weights from a file.
 
@@ -169,17 +167,23 @@ def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | No
     from the data, as they were when the network was trained.
     """
     inner = last_step(estimator)
-    without_training = _skorch_loads if isinstance(inner, NeuralNet) else _sklearn_sizes_arrays
-    with seeded(seed), without_training(inner, weights):
+    settings: dict[str, Any] = {"max_epochs": 0, "callbacks": []}
+    if not isinstance(inner, NeuralNet):  # one step of the solver gives all arrays their sizes
+        settings = {"max_iter": 1} if getattr(inner, "max_iter", None) is not None else {}
+    before = {name: getattr(inner, name) for name in settings}
+    vars(inner).update(settings)
+    with warnings.catch_warnings(), seeded(seed), measured_later() as later:
+        warnings.simplefilter("ignore", ConvergenceWarning)
         estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     fitted = final_estimator(estimator)
     if isinstance(fitted, NeuralNet):
-        fitted.max_epochs, fitted.callbacks = inner.max_epochs, inner.callbacks
-        fitted.callbacks_ = [one for one in fitted.callbacks_ if not isinstance(one[1], _Load)]
+        getattr(fitted.module_, "_orig_mod", fitted.module_).load_state_dict(weights)
     else:
-        _set_coefficients(fitted, list(weights.values()))
-        if hasattr(inner, "max_iter"):
-            fitted.max_iter = inner.max_iter
+        _set_coefficients(fitted, [tensor.numpy() for tensor in weights.values()])
+    for one in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
+        vars(one).update(before)
+    for measure in later:
+        measure()
     return estimator
 
 
@@ -194,70 +198,25 @@ def last_prefix(estimator: Any) -> str:
 
 
 def _descend(estimator: Any, prefix: str = "") -> tuple[str, Any]:
-    if hasattr(estimator, "steps"):
-        name, inner = estimator.steps[-1]
-        return _descend(inner, f"{prefix}{name}__")
-    for name in _AROUND:
-        inner = getattr(estimator, name, None)
+    around = [(name, getattr(estimator, name, None)) for name in ("regressor", "estimator")]
+    for name, inner in [*getattr(estimator, "steps", [])[-1:], *around]:
         if hasattr(inner, "fit"):
             return _descend(inner, f"{prefix}{name}__")
     return prefix, estimator
 
 
-class _Load(Callback):
-    """Load the weights of a net at the beginning of its training."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        getattr(net.module_, "_orig_mod", net.module_).load_state_dict(self.weights)
-
-
-@contextmanager
-def _skorch_loads(net: NeuralNet, weights: Weights) -> Iterator[None]:
-    """Let a net load weights instead of training."""
-    before = net.max_epochs, net.callbacks
-    net.max_epochs, net.callbacks = 0, [_Load(weights)]
-    try:
-        yield
-    finally:
-        net.max_epochs, net.callbacks = before
-
-
-@contextmanager
-def _sklearn_sizes_arrays(estimator: Any, weights: Weights) -> Iterator[None]:
-    """Let a solver of scikit-learn make one step, so that all its arrays have their sizes."""
-    before = getattr(estimator, "max_iter", None)
-    if before is not None:
-        estimator.max_iter = 1
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            yield
-    finally:
-        if before is not None:
-            estimator.max_iter = before
-
-
-def _set_coefficients(estimator: Any, tensors: list[Tensor]) -> None:
+def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:
     """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
 
     The weights of scikit-learn's MLPs are transposed.
     """
-    arrays = [tensor.numpy() for tensor in tensors]
     if hasattr(estimator, "coefs_"):
-        estimator.coefs_ = [
-            weight.T.astype(old.dtype)
-            for weight, old in zip(arrays[::2], estimator.coefs_, strict=True)
-        ]
-        estimator.intercepts_ = [
-            bias.astype(old.dtype)
-            for bias, old in zip(arrays[1::2], estimator.intercepts_, strict=True)
-        ]
+        held = [*estimator.coefs_, *estimator.intercepts_]
+        for old, new in zip(held, [*(one.T for one in arrays[::2]), *arrays[1::2]], strict=True):
+            old[...] = new
         return
     weight, bias = arrays
     estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
-    if np.size(estimator.intercept_) == bias.size:
-        old = np.asarray(estimator.intercept_)
+    old = np.asarray(estimator.intercept_)
+    if old.size == bias.size:
         estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

@@ -6,12 +6,12 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from math import isnan
@@ -42,82 +42,62 @@ from relflat_sk.training import RelativeFlatnessRegularizedNet
 _LOG = logging.getLogger("relflat_sk")
 # seconds in which a cluster is to replace workers that died
 _REPLACED = 120
-# user attribute of a study: the sweeps that a callback has ended, which all their processes read
-STOPPED = "stopped_sweeps"
 
+# attributes of the trials whose process was killed while others trained, and alone
+_SUSPECTED: dict[str, Any] = {"killed": True}
+_BLAMED: dict[str, Any] = _SUSPECTED | {
+    "reason": "the process that trained was killed twice, perhaps for lack of memory",
+    "failed": True,
+}
+
+Callback = Callable[[optuna.Study, FrozenTrial], Any]
 OnFinished = Callable[[FrozenTrial, Any], None]
 Found = list[tuple[FrozenTrial, bytes | None]]
 
 
-class Stopping:
-    """When a sweep is to end, although there are candidates left."""
-
-    def __init__(
-        self,
-        timeout: float | None = None,
-        callbacks: Sequence[Callable[[optuna.Study, FrozenTrial], Any]] | None = None,
-    ) -> None:
-        check_number("timeout", timeout, optional=True)
-        self.callbacks = [] if callbacks is None else callbacks
-        if not isinstance(self.callbacks, list | tuple) or not all(map(callable, self.callbacks)):
-            raise TypeError(
-                "callbacks must be a list of functions of a study and a trial, as in "
-                f"Study.optimize, got {callbacks!r}."
-            )
-        # the clock that all processes of a machine share
-        self.deadline = None if timeout is None else time.time() + timeout
-
-    def __getstate__(self) -> dict[str, Any]:
-        # worker processes call none, but look whether one has ended the sweep
-        return self.__dict__ | {"callbacks": [None] * bool(self.callbacks)}
-
-    def is_due(self, study: optuna.Study, sweep: str) -> bool:
-        """Return whether no candidate is to begin."""
-        if self.deadline is not None and time.time() >= self.deadline:
-            return True
-        return bool(self.callbacks) and sweep in study.user_attrs.get(STOPPED, [])
-
-    def call(self, study: SearchStudy, trial: FrozenTrial, sweep: str) -> None:
-        """Call the callbacks."""
-        for callback in self.callbacks:
-            callback(study, trial)
-        before = study.user_attrs.get(STOPPED, []) if study.stopped else []
-        if study.stopped and sweep not in before:
-            study.set_user_attr(STOPPED, [*before, sweep])
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the time after which no candidate begins, by the clock that all processes share."""
+    check_number("timeout", timeout, optional=True)
+    return None if timeout is None else time.time() + timeout
 
 
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """Refuse what are no functions of a study and a trial."""
+    found = [] if callbacks is None else callbacks
+    if not isinstance(found, list | tuple) or not all(map(callable, found)):
+        raise TypeError(
+            "callbacks must be a list of functions of a study and a trial, as in "
+            f"Study.optimize, got {callbacks!r}."
+        )
+    return list(found)
+
+
+def is_due(study: SearchStudy, deadline: float | None) -> bool:
+    """Return whether no candidate is to begin, although there are candidates left."""
+    return (deadline is not None and time.time() >= deadline) or study.is_stopped()
+
+
+@dataclass
 class Sweep:
     """One call of `FlatMinimaSearch.fit`: claims candidates and trains them.
 
-    Worker processes hold copies of it, which share its name.
+    Worker processes hold copies of it.
     """
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        storage: BaseStorage,
-        objective: MinimaObjective,
-        plan: Plan,
-        *,
-        quiet: bool = True,
-        fleet: int | str | None = None,
-        stopping: Stopping | None = None,
-        file: Path | None = None,
-    ) -> None:
-        self.study = SearchStudy(study)
-        self.storage = storage
-        self.objective = objective
-        self.plan = plan
-        self.quiet = quiet
-        self.fleet = fleet
-        self.stopping = stopping or Stopping()
-        self.file = file  # of the study, which all workers must reach
-        self.suspects = True  # whether candidates are tried that a process died of
-        self.name = uuid.uuid4().hex
-        self.process_id = os.getpid()
+    study: SearchStudy
+    storage: BaseStorage
+    objective: MinimaObjective
+    plan: Plan
+    quiet: bool = True
+    fleet: int | str | None = None
+    deadline: float | None = None
+    callbacks: Sequence[Callback] = ()
+    file: Path | None = None  # of the study, which all workers must reach
+    suspects: bool = True  # whether candidates are tried that a process died of
+    process_id: int = field(default_factory=os.getpid)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"objective": self.objective_to_send()}
+        return self.__dict__ | {"objective": self.objective_to_send(), "callbacks": ()}
 
     def __sizeof__(self) -> int:
         # joblib sends what seems large to dask once, not with each task
@@ -141,17 +121,13 @@ class Sweep:
 
     def owns(self, trial: FrozenTrial) -> bool:
         """Return whether a trial belongs to this sweep."""
-        return bool(trial.user_attrs.get("sweep") == self.name)
-
-    def is_due(self) -> bool:
-        """Return whether the sweep is to end, although there are candidates left."""
-        return self.study.stopped or self.stopping.is_due(self.study, self.name)
+        return bool(trial.user_attrs.get("sweep") == self.study.sweep)
 
     def train_one(self, on_finished: OnFinished) -> bool:
         """Claim a candidate and train it in this process; return whether there was one."""
-        if self.is_due():
+        if is_due(self.study, self.deadline):
             return False
-        trial = claim(self.study, self.plan, self.name, suspects=self.suspects)
+        trial = claim(self.study, self.plan, self.study.sweep, suspects=self.suspects)
         if trial is None:
             return False
         # Another process may take this one for dead (its machine slept, say) and give the trial
@@ -191,7 +167,7 @@ class Sweep:
         def train() -> bool:
             return next(numbers, None) is not None and self.train_one(on_finished)
 
-        train_together(train, self.study, self.objective, self.fleet)
+        train_together(train, self.objective, self.fleet)
 
 
 @contextmanager
@@ -220,46 +196,30 @@ def _heartbeat(storage: BaseStorage, trial: optuna.Trial) -> Iterator[None]:
 
 def _log(trial: FrozenTrial) -> None:
     """Say in Optuna's log how a trial ended, as `Study.optimize` does."""
-    logger = optuna.logging.get_logger("optuna.study")
+    level = logging.WARNING
+    text = f"ended as {trial.state.name}: {trial.user_attrs.get('reason', '')}"
     if trial.state == TrialState.COMPLETE:
-        found = f"values: {trial.values} and parameters: {trial.params}"
-        logger.info(f"Trial {trial.number} finished with {found}.")
-    else:
-        reason = trial.user_attrs.get("reason", "")
-        logger.warning(f"Trial {trial.number} ended as {trial.state.name}: {reason}")
-
-
-# -- several nets at a time ----------------------------------------------------------------------
+        level = logging.INFO
+        text = f"finished with values: {trial.values} and parameters: {trial.params}."
+    optuna.logging.get_logger("optuna.study").log(level, f"Trial {trial.number} {text}")
 
 
 def train_together(
-    train: Callable[[], bool],
-    study: optuna.Study,
-    objective: MinimaObjective,
-    fleet: int | str | None,
+    train: Callable[[], bool], objective: MinimaObjective, fleet: int | str | None
 ) -> None:
     """Train candidates until there is none left, several at a time if their nets can be stacked."""
-    size = fleet_size(fleet)
-    reason = None if size is None else _why_one_by_one(study, objective.estimator)
-    if size is not None and reason is None:
+    size, estimator = fleet_size(fleet), objective.estimator
+    parts = [estimator, *estimator.get_params().values()]
+    if size is not None and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in parts):
         with isolated(objective.n_threads):
             Fleet(size, auto=fleet == "auto").run(train)
         return
-    if reason is not None:
-        _LOG.log(logging.INFO if fleet == "auto" else logging.WARNING, reason)
+    if size is not None:
+        level = logging.INFO if fleet == "auto" else logging.WARNING
+        kind = type(estimator).__name__
+        _LOG.log(level, f"trained one by one: {kind} holds no net of relflat_sk")
     while train():
         pass
-
-
-def _why_one_by_one(study: optuna.Study, estimator: Any) -> str | None:
-    """Return why candidates are trained one by one, before any is trained."""
-    parts = [estimator, *estimator.get_params().values()]
-    if not any(isinstance(part, RelativeFlatnessRegularizedNet) for part in parts):
-        return f"trained one by one: {type(estimator).__name__} holds no net of relflat_sk"
-    with ThreadPoolExecutor(1) as other:
-        if other.submit(study.get_trials, deepcopy=False).exception() is not None:
-            return "trained one by one: an SQLite database in memory has one thread"
-    return None
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -282,12 +242,11 @@ def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> No
     after all others, so that another death can only be the candidate's own.
     """
     sweep.objective_to_send()  # refuses data that no other process can read
-    while not sweep.is_due():
-        trials = give_up_abandoned(sweep.study)
-        fresh, suspects = sweep.plan.split(trials)
-        sweep.suspects = not fresh
+    while not is_due(sweep.study, sweep.deadline):
+        fresh, suspects = sweep.plan.split(give_up_abandoned(sweep.study))
         if not (fresh or suspects):
             return
+        sweep.suspects = not fresh
         n_left = len(fresh) or 1
         n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
         death = None
@@ -299,7 +258,7 @@ def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> No
         except (BrokenProcessPool, CancelledError) as error:  # CancelledError: of dask
             death = error
         # no worker trains any more: what seems to be running was killed, on whichever machine
-        killed = give_up(sweep.study, sweep.owns, _blame if sweep.suspects else _suspect)
+        killed = give_up(sweep.study, sweep.owns, **(_BLAMED if sweep.suspects else _SUSPECTED))
         if death is not None and not (killed and _are_workers_back(n_jobs)):
             raise death
 
@@ -317,16 +276,6 @@ def _are_workers_back(n_jobs: int) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _suspect(trial: FrozenTrial) -> dict[str, Any]:
-    return {"killed": True}
-
-
-def _blame(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the attributes of a trial that was killed though nothing else trained."""
-    reason = "the process that trained was killed twice, perhaps for lack of memory"
-    return {"killed": True, "reason": reason, "failed": True}
 
 
 def _results(sweep: Sweep, n_tasks: int, n: int, n_jobs: int) -> Generator[Found, None, None]:
@@ -419,20 +368,20 @@ def train_all(sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: b
             bar.set_postfix_str(str(so_far), refresh=False)
             bar.update()
             on_finished(trial, estimator)
-            sweep.stopping.call(sweep.study, trial, sweep.name)
+            for callback in sweep.callbacks:
+                callback(sweep.study, trial)
 
         try:
             if n_jobs:
                 train_in_processes(sweep, n_jobs, show)
             else:
                 sweep.train_left(show)
-        except KeyboardInterrupt:
-            give_up(sweep.study, sweep.owns)  # the trials that were running
-            return True
-        except Exception:
+        except BaseException as error:
             with suppress(Exception):  # the storage may be what failed
                 give_up(sweep.study, sweep.owns)
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            return True
     return False
 
 
@@ -505,7 +454,7 @@ def optimize_study(
             "your own that fit nets can run inside of fleet_training(), by joblib.Parallel."
         )
     check_integer("n_trials", n_trials, minimum=1, optional=True)
-    stopping = Stopping(timeout, callbacks)
+    deadline, after = deadline_after(timeout), check_callbacks(callbacks)
     caught = catch if isinstance(catch, type) else tuple(catch)
     view, begun = SearchStudy(study), set[int]()
     numbers = count() if n_trials is None else iter(range(n_trials))
@@ -515,13 +464,13 @@ def optimize_study(
         return objective(trial)
 
     def train() -> bool:
-        if view.stopped or stopping.is_due(study, "") or next(numbers, None) is None:
+        if is_due(view, deadline) or next(numbers, None) is None:
             return False
-        view.optimize(run, n_trials=1, catch=caught, callbacks=list(stopping.callbacks))
+        view.optimize(run, n_trials=1, catch=caught, callbacks=after)
         return True
 
     try:
-        train_together(train, view, objective, fleet)
+        train_together(train, objective, fleet)
     except BaseException:  # Optuna has noted the end of trials that raise, not that of the others
         give_up(study, lambda trial: trial.number in begun)
         raise

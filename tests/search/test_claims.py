@@ -26,8 +26,7 @@ from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (
     CandidateSampler,
-    Draws,
-    Grid,
+    Plan,
     claim,
     give_up,
     is_cut_short,
@@ -47,7 +46,7 @@ ELSEWHERE = ["elsewhere", 1, "1", 1]
 
 
 def grid(points=POINTS):
-    return Grid(points, CHOICES)
+    return Plan(CHOICES, points)
 
 
 @pytest.fixture(params=["memory", "sqlite", "journal", "postgresql"])
@@ -105,22 +104,22 @@ def test_every_point_of_a_grid_is_claimed_once(study):
 
 def test_draws_are_numbered(study):
     study.sampler = CandidateSampler(0, Space({"C": C}))
-    while trial := claim(study, Draws(2, CHOICES), "a"):
+    while trial := claim(study, Plan(CHOICES, n_trials=2), "a"):
         finish(study, trial)
     assert [number_of(trial) for trial in study.trials] == [0, 1]
     assert study.trials[0].params != study.trials[1].params
     # of a study that is to have fewer or more, what is finished counts
-    assert claim(study, Draws(1, CHOICES), "b") is None
-    assert len(Draws(5, CHOICES).left(study.trials)) == 3
+    assert claim(study, Plan(CHOICES, n_trials=1), "b") is None
+    assert len(Plan(CHOICES, n_trials=5).left(study.trials)) == 3
 
 
 def test_draws_of_earlier_versions_count(study):
     study.add_trial(create_trial(value=1.0, system_attrs={"candidate": 1}))
     study.add_trial(create_trial(value=1.0))  # of something other than a search
-    assert [one.number for one in Draws(4, {}).left(study.trials)] == [0, 2]
+    assert [one.number for one in Plan({}, n_trials=4).left(study.trials)] == [0, 2]
 
 
-@pytest.mark.parametrize("plan", [grid(), Draws(3, CHOICES)], ids=["grid", "draws"])
+@pytest.mark.parametrize("plan", [grid(), Plan(CHOICES, n_trials=3)], ids=["grid", "draws"])
 def test_the_last_of_two_at_the_same_moment_withdraws(study, plan, monkeypatch):
     """Both find the same candidate free, and both add a trial for it."""
     free = plan.left(study.trials)
@@ -134,7 +133,7 @@ def test_the_last_of_two_at_the_same_moment_withdraws(study, plan, monkeypatch):
     finish(study, second)
     assert states(study) == ["COMPLETE", "FAIL", "COMPLETE"]
     assert is_cut_short(study.trials[1])
-    assert study.trials[1].params == study.trials[0].params or isinstance(plan, Draws)
+    assert study.trials[1].params == study.trials[0].params or plan.points is None
     assert number_of(study.trials[1]) == number_of(study.trials[0])
 
 
@@ -202,21 +201,21 @@ def test_a_draw_whose_process_died_is_drawn_again(storage):
         study.sampler = CandidateSampler(0, space)
         if first is not None:
             first(study)
-        while trial := claim(study, Draws(3, space.distributions()), "b"):
+        while trial := claim(study, Plan(space.distributions(), n_trials=3), "b"):
             trial.suggest_float("C", 0.01, 1.0)
             study.tell(trial, 1.0)
         return sorted(t.params["C"] for t in study.trials if t.state == TrialState.COMPLETE)
 
     expected = draw_all(optuna.create_study())
     # which this thread gives up: it has moved on
-    died = partial(claim, plan=Draws(3, space.distributions()), sweep="a")
+    died = partial(claim, plan=Plan(space.distributions(), n_trials=3), sweep="a")
     assert draw_all(optuna.create_study(storage=storage), died) == expected
 
 
 def test_candidates_that_a_process_died_of_come_last_and_not_beside_others(study):
     for point in POINTS[:2]:
         add_running(study, point, process=ELSEWHERE, sweep="a")
-    assert len(give_up(study, lambda trial: True, lambda trial: {"killed": True})) == 2
+    assert len(give_up(study, lambda trial: True, killed=True)) == 2
     assert claim(study, grid(), "a", suspects=False).params == POINTS[2]
     assert claim(study, grid(), "a", suspects=False) is None
     assert claim_elsewhere(study, grid(), "a").params == POINTS[0]
@@ -248,7 +247,7 @@ def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     kept = []
     with log_level(quiet=True):
-        Sweep(study, storage, objective, grid()).train_left(
+        Sweep(SearchStudy(study), storage, objective, grid()).train_left(
             lambda trial, _: kept.append(trial.params)
         )
     assert sorted(states(study)) == ["COMPLETE"] * 3 + ["FAIL"] * 2
@@ -278,8 +277,8 @@ def test_the_work_does_not_grow_with_the_square_of_the_number_of_candidates():
     for trial, point in zip(done, points[:-1], strict=True):
         trial.params = point
     Counting.n_compared = 0
-    assert [one.params for one in Grid(points, {}).left(done)] == points[-1:]
-    assert [one.number for one in Draws(N, {}).left(done)] == [N - 1]
+    assert [one.params for one in Plan({}, points).left(done)] == points[-1:]
+    assert [one.number for one in Plan({}, n_trials=N).left(done)] == [N - 1]
     assert Counting.n_compared < 10 * N
 
 
@@ -317,7 +316,9 @@ def test_candidates_are_drawn_as_optuna_draws(kind, n_at_once):
             trials = []
             for number in range(begin, begin + n_at_once):
                 if searches:
-                    trials.append(claim_elsewhere(study, Draws(30, space.distributions()), "a"))
+                    trials.append(
+                        claim_elsewhere(study, Plan(space.distributions(), n_trials=30), "a")
+                    )
                 else:
                     seed = zlib.crc32(b"%d" % number, 0)
                     study.sampler = TPESampler(seed=seed, n_startup_trials=10)
@@ -334,7 +335,7 @@ def test_choices_are_drawn_without_repetition():
     space = Space(points)
     study = optuna.create_study(sampler=CandidateSampler(0, space))
     for _ in range(20):
-        trial = claim(study, Draws(20, space.distributions()), "a")
+        trial = claim(study, Plan(space.distributions(), n_trials=20), "a")
         study.tell(trial, abs(trial.params["C"] - 1.3))
     assert sorted(trial.params["C"] for trial in study.trials) == points["C"]
 
@@ -359,7 +360,7 @@ def claim_all(make_storage, n_points, start):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     points = Space({"x": list(range(n_points))})
     start.wait()
-    while trial := claim(study, Grid(points.grid(), points.distributions()), "a"):
+    while trial := claim(study, Plan(points.distributions(), points.grid()), "a"):
         study.tell(trial, 1.0)
 
 
@@ -394,11 +395,13 @@ def test_of_a_killed_process_only_the_culprit_is_lost():
     assert (reasons.drop(1.0) == "").all()
 
 
-class Kills(Grid):
-    """Kills the worker process that asks for a candidate."""
+class Kills(Plan):
+    """Kills every process but the one of this number that asks for a candidate."""
 
-    def complete(self, candidate, study, trials):
-        os.kill(os.getpid(), signal.SIGKILL)
+    def left(self, trials):
+        if os.getpid() != self.n_trials:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().left(trials)
 
 
 @pytest.mark.slow
@@ -407,8 +410,9 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     storage = open_storage(tmp_path / "minima.db")
     study = optuna.create_study(storage=storage)
     objective = MinimaObjective(LogisticRegression(), X, Y, {"C": C})
+    plan = Kills(CHOICES, POINTS, n_trials=os.getpid())
     with pytest.raises(BrokenProcessPool, match="unexpectedly terminated"):
-        train_in_processes(Sweep(study, storage, objective, Kills(POINTS, CHOICES)), 2, print)
+        train_in_processes(Sweep(SearchStudy(study), storage, objective, plan), 2, print)
     assert not study.trials
 
 
@@ -446,14 +450,14 @@ def test_trials_that_run_elsewhere_are_not_waited_for_or_counted(storage, capfd)
 
 def test_a_database_that_several_processes_make_at_once(monkeypatch):
     """A process fails at each table that another has just made, and tries again."""
-    real, failures = study_module._open, []
+    failures = []
 
-    def fails_at_first(storage):
+    def fails_at_first(*arguments, **options):
         if failures:
             raise failures.pop()
-        return real(storage)
+        return RDBStorage(*arguments, **options)
 
-    monkeypatch.setattr(study_module, "_open", fails_at_first)
+    monkeypatch.setattr(study_module, "RDBStorage", fails_at_first)
     monkeypatch.setattr(study_module, "LONGEST_WAIT", 0.0)
     failures += [
         OperationalError("CREATE", None, Exception("table studies already exists")),
@@ -464,6 +468,7 @@ def test_a_database_that_several_processes_make_at_once(monkeypatch):
     failures += [OperationalError("SELECT", None, Exception("no such host"))]
     with pytest.raises(OperationalError, match="no such host"):
         open_storage("sqlite:///:memory:")
-    failures += [OperationalError("CREATE", None, Exception("already exists"))] * 30
+    monkeypatch.setattr(study_module, "LOCK_TIMEOUT", 0)
+    failures += [OperationalError("CREATE", None, Exception("already exists"))]
     with pytest.raises(OperationalError, match="already exists"):
         open_storage("sqlite:///:memory:")

@@ -2,8 +2,6 @@
 
 import functools
 import os
-import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +33,6 @@ from relflat_sk import (
 )
 from relflat_sk.search._provenance import (
     MADE_WITH,
-    _describe_samples,
     check_made_with,
     describe,
     digest,
@@ -352,63 +349,34 @@ FORMS = {
     "subset": lambda X, Y: Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(75)),
     "loader": lambda X, Y: DataLoader(TensorDataset(X, Y), batch_size=75),
     "skorch": lambda X, Y: SkorchDataset(X, Y),
+    "own": lambda X, Y: OwnDataset(X, Y),  # by a few samples
     "tuple": lambda X, Y: (X, X),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_data_sets_and_tuples_are_known_by_their_contents(form):
+def test_data_in_any_form_are_known_by_their_contents(form):
     one, again, other = (
         record_of(FORMS[form](torch.from_numpy(X) + add, torch.from_numpy(Y)))["X"]
         for add in (0, 0, 1)
     )
-    assert re.search(r" \(contents [0-9a-f]{8}\)$", one)
     assert one == again != other
 
 
 class Noisy(OwnDataset):
-    """Draws from one of the global random states."""
-
-    draw = staticmethod(torch.rand)
-
     def __getitem__(self, row):
         x, y = super().__getitem__(row)
-        return x + float(self.draw(1)[0] < 0.5), y
+        return x + float(torch.rand(1)[0] < 0.5), y
 
 
-def test_data_sets_of_ones_own_are_known_by_a_few_samples():
-    one, again, other = (
-        record_of(OwnDataset(torch.from_numpy(X) + add, torch.from_numpy(Y)))["X"]
-        for add in (0, 0, 1)
-    )
-    assert re.fullmatch(r"OwnDataset of length 75 \(contents [0-9a-f]{8}\)", one)
-    assert one == again != other
-
-
-def seed_all():
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
-
-
-DRAWS = {
-    "torch": torch.rand,
-    "numpy": np.random.rand,
-    "python": lambda n: [random.random() for _ in range(n)],
-}
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_data_sets_of_random_samples_are_known_by_their_length(draw, monkeypatch):
-    monkeypatch.setattr(Noisy, "draw", staticmethod(draw))
-    data = Noisy(torch.from_numpy(X), torch.from_numpy(Y))
-    seed_all()
-    after = draw(2)[-1]
-    seed_all()
-    draw(1)
-    assert _describe_samples(data) == []
-    assert draw(1)[0] == after  # the next one that is drawn
-    assert record_of(data)["X"] == "Noisy of length 75"
+def test_data_sets_of_random_samples_are_known_by_their_length():
+    drawn = []
+    for kind in (OwnDataset, Noisy):
+        torch.manual_seed(0)
+        found = record_of(kind(torch.from_numpy(X), torch.from_numpy(Y)))["X"]
+        drawn.append(float(torch.rand(())))
+    assert found == "Noisy of length 75"
+    assert drawn[0] == drawn[1]  # random states are given back
 
 
 class Closed(OwnDataset):
@@ -490,7 +458,7 @@ def test_every_process_finds_the_same():
     assert len(found) == 1
     (text,) = found
     assert " at 0x" not in text
-    assert "(names={'a', 'b', 'c'}, other=builtins.object(<object object>)" in text
+    assert "(names={'a', 'b', 'c'}, other=builtins.object(" in text
 
 
 @pytest.mark.parametrize(
@@ -500,7 +468,10 @@ def test_every_process_finds_the_same():
         ((4, [8]), "[4, [8]]"),
         (MLP, "relflat_sk.MLP"),
         (torch.optim.Adam, "torch.Adam"),
-        (functools.partial(max, 1), "['partial', builtins.max, 1, {}]"),
+        (
+            functools.partial(max, 1),
+            "functools.partial(arguments=[builtins.max], state=[builtins.max, [1], {}, {}])",
+        ),
         ([StopAtLoss(0.1), EpochTimer()], "[relflat_sk.StopAtLoss(loss=0.1)]"),
         (LRScheduler(policy="StepLR", step_size=3), None),
         (LogisticRegression(C=2.0, verbose=3, n_jobs=2), "sklearn.LogisticRegression(C=2.0)"),
@@ -619,5 +590,5 @@ def test_digests_are_of_numbers_in_any_layout():
     data = np.arange(6.0).reshape(2, 3)
     assert digest(data) == digest(np.asfortranarray(data)) == digest(data.tolist())
     assert digest(np.zeros((0, 3))) is not None
-    for other in (None, object(), 3, np.array(3), [[1], [1, 2]], {"a": object()}):
+    for other in (None, object(), 3, np.array(3), [[1], [1, 2]]):
         assert digest(other) is None

@@ -883,20 +883,6 @@ def test_estimators_that_can_be_measured_are_not_refused(estimator, space):
     MinimaObjective(estimator, X, Y, space)
 
 
-def test_the_seconds_of_the_first_net_are_without_an_import(monkeypatch):
-    made, clock = [], []
-    initialize = torch.optim.Optimizer.__init__
-    monkeypatch.setattr(
-        torch.optim.Optimizer,
-        "__init__",
-        lambda *args, **kwargs: (made.append(1), initialize(*args, **kwargs))[1],
-    )
-    monkeypatch.setattr(_fit, "seconds_used", lambda: clock.append(len(made)) or 0.0)
-    _fit._import_compiler.cache_clear()
-    make_search(make_net(), {"lr": [0.02]}).fit(X, Y)
-    assert clock == [1, 2]  # torch imports what it needs with its first optimizer
-
-
 @pytest.mark.parametrize(
     ("data", "match"),
     [

@@ -1,7 +1,5 @@
 """Tests of searches that end early: by a timeout, or by a callback."""
 
-import pickle
-
 import optuna
 import pytest
 from sklearn.datasets import load_iris
@@ -9,7 +7,7 @@ from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search import _workers as stopping_module
-from relflat_sk.search._workers import Stopping
+from relflat_sk.search._study import SearchStudy
 
 X, Y = load_iris(return_X_y=True)
 C = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -42,18 +40,14 @@ def test_processes_end_at_the_timeout():
         make(timeout=1e-9, n_jobs=2).fit(X, Y)
 
 
-def test_workers_know_the_deadline_and_call_no_callback():
-    stopping = Stopping(timeout=100.0, callbacks=[print])
-    sent = pickle.loads(pickle.dumps(stopping))
-    assert sent.deadline == stopping.deadline
-    assert sent.callbacks == [None]
+def test_processes_of_a_sweep_end_together():
     study = optuna.create_study()
-    assert not sent.is_due(study, "sweep")
-    study.set_user_attr(stopping_module.STOPPED, ["other", "sweep"])
-    assert sent.is_due(study, "sweep")
-    assert not sent.is_due(study, "third")
-    sent.deadline = 0.0
-    assert sent.is_due(study, "third")
+    first, second, other = (SearchStudy(study, sweep) for sweep in ("a", "a", "b"))
+    first.stop()
+    first.stop()
+    assert study.user_attrs == {"stopped_sweeps": ["a"]}
+    assert second.is_stopped()
+    assert not other.is_stopped()
 
 
 def test_a_search_goes_on_after_a_timeout(monkeypatch, tmp_path):
