@@ -89,7 +89,7 @@ class Step:
             self._body.backward(of_z)
             return (loss,)
         each = settings.factors / (2 * phi.shape[-1] * self._loss.divisor(z.shape[-1]))
-        term = self._loss.trace_term(p, phi, weight, batch.shares * each[:, None])
+        term = self._loss.trace_term(p, phi, weight, (batch.shares * each[:, None])[..., None])
 
         def differentiate(of_loss: float, of_penalty: Any) -> None:
             of_penalty = of_penalty[:, None, None]

@@ -4,7 +4,8 @@ Any leading axes stand for several networks: outputs ``z`` and targets are of sh
 the features ``phi`` of the last layer (..., n, m), its weight ``W`` (..., d, m), numbers of
 samples (..., n), and those of networks (...). A loss is a sum of the samples' losses times their
 ``shares``, so that there is one formula with and without sample weights. The *trace term* is
-``sum_i scale_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of sample i's loss.
+``sum_i scale_i |phi_i|^2 Tr(W^T B_i W)`` with the curvature ``B_i`` of sample i's loss, and a
+scale of shape (..., n, 1), or one number.
 """
 
 from typing import Any, NamedTuple
@@ -27,18 +28,32 @@ def transposed(array: Any) -> Any:
     return array.swapaxes(-1, -2)
 
 
-def squared_distances(rows: Any) -> Any:
-    """Compute the squared distances between rows: (..., d, d).
+def _dots(left: Any, right: Any) -> Any:
+    """Sum products along the last axis."""
+    if isinstance(left, Tensor):
+        return torch.linalg.vecdot(left, right)
+    return np.einsum("...i,...i->...", left, right)
 
-    By differences of few rows. Products of many rows take less memory, but round to the largest
-    distance; they leave at least the distance of a row to itself 0, with which a confident
-    prediction weighs it.
-    """
+
+def _gaps(rows: Any) -> Any:
+    """Return the differences between few rows, (..., d, d, m), and None for many."""
     d, m = rows.shape[-2:]
-    if d * d * m <= FEW:
-        gaps = rows[..., :, None, :] - rows[..., None, :, :]
-        return (gaps * gaps).sum(-1)
-    squares = (rows * rows).sum(-1)
+    return rows[..., :, None, :] - rows[..., None, :, :] if d * d * m <= FEW else None
+
+
+def squared_distances(rows: Any) -> Any:
+    """Compute the squared distances between rows: (..., d, d)."""
+    gaps = _gaps(rows)
+    return _distances_of_many(rows) if gaps is None else _dots(gaps, gaps)
+
+
+def _distances_of_many(rows: Any) -> Any:
+    """Compute squared distances by products, which take less memory than differences.
+
+    They round to the largest distance, but leave at least the distance of a row to itself 0, with
+    which a confident prediction weighs it.
+    """
+    squares = _dots(rows, rows)
     products = rows @ transposed(rows)
     return _without_diagonal((squares[..., None] + squares[..., None, :] - 2 * products).clip(0))
 
@@ -105,12 +120,12 @@ class ArrayLoss:
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         """Compute the trace term at the last layer, given the predictions of `slopes`."""
         second, third = self.derivatives(p)
-        squares = (weight * weight).sum(-1)[..., None, :]
-        norms = ((phi * phi).sum(-1) * scale)[..., None]
-        forms = (second * squares).sum(-1)[..., None]
-        value = (forms * norms)[..., 0].sum(-1)
+        squares = _dots(weight, weight)[..., None, :]
+        norms = (phi * phi).sum(-1, keepdims=True) * scale
+        forms = (second * squares).sum(-1, keepdims=True)
         of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
-        return TraceTerm(value, third * squares * norms, 2 * forms * scale[..., None], of_weight)
+        value = (forms * norms).sum((-2, -1))
+        return TraceTerm(value, third * squares * norms, 2 * forms * scale, of_weight)
 
     def gain(self, loss: Any, z: Any, target: Any, shares: Any) -> Any:
         """Compute what networks have gained over their mean output, the same for all samples."""
@@ -142,17 +157,25 @@ class CrossEntropy(ArrayLoss):
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
         # so the result is exact to rounding if the distances are
-        rows = weight - weight.mean(-2)[..., None, :]
-        distances = squared_distances(rows)
+        gaps = _gaps(weight)
+        if gaps is None:
+            rows = weight - weight.mean(-2)[..., None, :]
+            distances = _distances_of_many(rows)
+        else:
+            distances = _dots(gaps, gaps)
         slope = p @ distances
-        forms = (slope * p).sum(-1)  # twice the variances
-        norms = (phi * phi).sum(-1) * scale
-        weighted = p * norms[..., None]
-        # a class has no distance to itself, whose large share would round the others away
-        pairs = _without_diagonal(transposed(p) @ weighted)
-        of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
-        of_z = weighted * (slope - forms[..., None])
-        return TraceTerm((forms * norms).sum(-1) / 2, of_z, (forms * scale)[..., None], of_weight)
+        forms = (slope * p).sum(-1, keepdims=True)  # twice the variances
+        norms = (phi * phi).sum(-1, keepdims=True) * scale
+        weighted = p * norms
+        pairs = transposed(p) @ weighted
+        if gaps is None:
+            # a class has no distance to itself, whose large share would round the others away
+            pairs = _without_diagonal(pairs)
+            of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
+        else:
+            of_weight = 2 * (pairs[..., None, :] @ gaps)[..., 0, :]
+        value = (forms * norms).sum((-2, -1)) / 2
+        return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
 
 class SquaredError(ArrayLoss):

@@ -85,6 +85,12 @@ class Factor:
         ]
         return torch.cat(parts).square_()
 
+    @cached_property
+    def half_distances(self) -> Tensor:
+        """Half of the squared distances between the rows: (d, d)."""
+        found: Tensor = squared_distances(self.matrix()) / 2
+        return found
+
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         # some of the rows, as a new array: (c, k)
         return self.stretch(full_precision(self.array[index]) - self.centre)
@@ -315,8 +321,8 @@ class Softmax(ClosedForm):
             return super().trace(factor)
         # 1/2 p^T D p with the squared distances D of the rows of F: there are no negative terms,
         # and few operations, whose launches take a GPU's time
-        distances = squared_distances(factor.matrix())
-        return self._scaled(((self.p @ distances) * self.p).sum(dim=1, keepdim=True) / 2)[:, 0]
+        slope = self.p @ factor.half_distances
+        return self._scaled((slope * self.p).sum(dim=1, keepdim=True))[:, 0]
 
     def product(self, vectors: Tensor) -> Tensor:
         spread = vectors - (self.p * vectors).sum(dim=1, keepdim=True)
@@ -350,6 +356,7 @@ class Softmax(ClosedForm):
         z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
     ) -> tuple[Tensor, Slopes]:
         """Compute the total, and return a function that computes its slopes."""
+        each = each[..., None] if isinstance(each, Tensor) else each
         term = CrossEntropy().trace_term(z.softmax(-1), features, factor, each)
         return term.value, lambda outer: (
             term.z * outer,

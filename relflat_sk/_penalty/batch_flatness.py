@@ -68,8 +68,37 @@ _CHANNELS = 16
 
 
 def n_shared(m: int) -> int:
-    """Return how many vectors ``v`` all samples share, for slopes."""
+    """Return how many vectors ``v`` all samples share, for slopes; 0 for columns in their place."""
     return 0 if m <= 2 * _SHARED else _SHARED
+
+
+def slopes_of_rows(
+    gradient: Tensor, features: Tensor, weight: Tensor, signs: Tensor | None
+) -> Tensor:
+    """Compute slopes along changes of a layer with one position, for any leading axes.
+
+    Shapes: `gradient` (..., n, d), `features` (..., n, m), `weight` (..., d, m), `signs`
+    (..., k, m); returns (..., n, k).
+    """
+    n = 1 if signs is None else signs.shape[-2]
+    columns = weight if signs is None else weight @ signs.mT
+    return (gradient * _sizes(features, weight, n)) @ columns
+
+
+def changes_of_rows(signs: Tensor, features: Tensor, weight: Tensor) -> Tensor:
+    """Compute changes of the output of a layer with one position, for any leading axes.
+
+    Shapes: `signs` and `features` (..., n, m), `weight` (..., d, m); returns (..., n, d).
+    """
+    return (signs @ weight.mT) * _sizes(features, weight, 1)
+
+
+def _sizes(features: Tensor, weight: Tensor, n: int) -> Tensor:
+    """Return norms of features, divided by the root of ``2 m n``: (..., n, 1)."""
+    # vector_norm has the slope zero at zero, unlike the root of a sum of squares
+    norms = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    sizes: Tensor = norms * (2 * weight.shape[-1] * n) ** -0.5
+    return sizes
 
 
 class RandomChanges:
@@ -85,13 +114,16 @@ class RandomChanges:
         self.features = features
         self.weight = weight if spread is None else weight * spread[layer.column_channels()]
         self.inverse = None if spread is None else inverse_spread(spread)
+        self.is_flat = layer.is_flat(features)
+        if self.is_flat and self.inverse is not None:
+            self.features = features * self.inverse
 
     def changes(self, z: Tensor) -> Tensor:
         """Draw one change of the layer's output for each sample, with its graph."""
-        n, m = len(self.features), self.weight.shape[1]
-        units = rademacher((n, m), self.weight) @ self.weight.T
-        if self.layer.is_flat(self.features):
-            return units * self._sizes(1.0)
+        signs = rademacher((len(self.features), self.weight.shape[1]), self.weight)
+        if self.is_flat:
+            return changes_of_rows(signs, self.features, self.weight)
+        units = signs @ self.weight.T
         blocks: Tensor = self._in_blocks(units[:, :, None]) * self._planes(1, 1.0)
         return self.layer.from_rows(blocks.flatten(1, 2), z)
 
@@ -101,26 +133,18 @@ class RandomChanges:
         Shapes: returns (..., k).
         """
         d, m = self.weight.shape
-        scale, columns, n = 1.0, self.weight, n_shared(m)
-        if n:
-            scale, columns = n**-0.5, self.weight @ rademacher((n, m), self.weight).T
-        if self.layer.is_flat(self.features):
-            return (gradient * self._sizes(scale)) @ columns
+        n = n_shared(m)
+        signs = rademacher((n, m), self.weight) if n else None
+        if self.is_flat:
+            return slopes_of_rows(gradient, self.features, self.weight, signs)
+        columns = self.weight if signs is None else self.weight @ signs.T
         blocks = self._in_blocks(self.layer.to_rows(gradient))
-        along = blocks @ self._planes(_CHANNELS, scale).transpose(2, 3)
+        along = blocks @ self._planes(_CHANNELS, max(1, n) ** -0.5).transpose(2, 3)
         return along.permute(0, 3, 1, 2).reshape(-1, d) @ columns
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """Reshape rows (n, d, P) by groups of outputs: (n, groups, d / groups, P)."""
         return rows.view(len(rows), self.layer.groups, -1, rows.shape[2])
-
-    def _sizes(self, scale: float) -> Tensor:
-        """Return norms of features with one position, times ``scale / sqrt(2 m)``: (n, 1)."""
-        scaled = self.features if self.inverse is None else self.features * self.inverse
-        # vector_norm has the slope zero at zero, unlike the root of a sum of squares
-        norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
-        sizes: Tensor = norms * (scale / (2 * self.weight.shape[1]) ** 0.5)
-        return sizes
 
     def _planes(self, n_at_most: int, scale: float) -> Tensor:
         """Return columns of the patches, times ``scale / sqrt(2 k)``: (n, groups, k, P)."""
@@ -142,10 +166,6 @@ class RandomChanges:
             inverse.view(1, layer.groups, -1).expand(n, -1, -1).transpose(1, 2), channels
         )
         return planes * units.transpose(1, 2)[:, :, :, None]
-
-
-# from what each sample's curvature is multiplied by, and a number of probes, to the penalty
-_Term = Callable[[float | Tensor, int], Tensor]
 
 
 def batch_flatness(  # noqa: PLR0913
@@ -173,11 +193,9 @@ def batch_flatness(  # noqa: PLR0913
         _check_trainable(record)
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, records[-1], full_precision)
+    ways = _Terms(tail, explicit, weights, normalize, probes, share)
     # in a network that is piecewise linear behind some layers only, two ways would cost more
-    terms = choose_curvatures(
-        tail, layers, _Terms(tail, explicit, weights, normalize), together=True
-    )
-    return _sum([term(share, probes) for term in terms], output)
+    return _sum(choose_curvatures(tail, layers, ways, together=True), output)
 
 
 def _check_trainable(record: LayerRecord) -> None:
@@ -206,15 +224,17 @@ def _share(
 
 @dataclass(slots=True)
 class _Terms:
-    """Makes the terms of the penalty, for `choose_curvatures`: functions of share and probes."""
+    """Computes the terms of the penalty, for `choose_curvatures`; `share` multiplies them."""
 
     tail: Tail
     explicit: ExplicitLayers
     weights: Tensor | None
     normalize: bool
+    probes: int
+    share: float | Tensor
 
-    def closed_form(self, record: LayerRecord, features: Tensor, curvature: ClosedForm) -> _Term:
-        """Make the term of one layer with a closed form."""
+    def closed_form(self, record: LayerRecord, features: Tensor, curvature: ClosedForm) -> Tensor:
+        """Compute the term of one layer with a closed form."""
         features, weight = full_precision(features), record.map.matrix
         if not isinstance(curvature, ManyClasses):  # which makes no copy of the weight
             weight = full_precision(weight)
@@ -223,17 +243,16 @@ class _Terms:
             spread = _spread(features, weights)
             weight = weight * spread
             features = features * inverse_spread(spread)
-        each = 1 / (2 * weight.shape[1])
-        return lambda share, probes: curvature.total(weight, features, weights, share * each)
+        return curvature.total(weight, features, weights, self.share / (2 * weight.shape[1]))
 
-    def many_classes(self, record: LayerRecord, features: Tensor, curvature: ManyClasses) -> _Term:
-        """Make the term of one layer that puts out the logits of very many classes."""
+    def many_classes(self, record: LayerRecord, features: Tensor, curvature: ManyClasses) -> Tensor:
+        """Compute the term of one layer that puts out the logits of very many classes."""
         return self.closed_form(record, features, curvature)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
-    ) -> _Term:
-        """Make the term of the layers behind which the network is piecewise linear."""
+    ) -> Tensor:
+        """Compute the term of the layers behind which the network is piecewise linear."""
         edges, changes = self._probed(records)
 
         def draw() -> Tensor:
@@ -250,10 +269,10 @@ class _Terms:
             ]
             return _sum(squares, base)
 
-        return _mean_of(draw)
+        return self._mean_of(draw)
 
-    def products(self, records: Sequence[LayerRecord]) -> _Term:
-        """Make the term of the other layers."""
+    def products(self, records: Sequence[LayerRecord]) -> Tensor:
+        """Compute the term of the other layers."""
         tail = self.tail
         assert tail.target is not None
         check_thrice(tail.output, *(record.node for record in records))
@@ -284,7 +303,12 @@ class _Terms:
             ]
             return _sum(forms, losses)
 
-        return _mean_of(draw)
+        return self._mean_of(draw)
+
+    def _mean_of(self, draw: Callable[[], Tensor]) -> Tensor:
+        """Average estimates of a sum over layers and samples."""
+        draws = [draw() for _ in range(self.probes)]
+        return self.share * (draws[0] if len(draws) == 1 else torch.stack(draws).mean())
 
     def _probed(
         self, records: Sequence[LayerRecord]
@@ -306,17 +330,6 @@ class _Terms:
         if self.weights is None:
             return None
         return self.weights.repeat_interleave(len(rows) // len(self.weights))
-
-
-def _mean_of(draw: Callable[[], Tensor]) -> _Term:
-    """Return a term that averages estimates of a sum over layers and samples."""
-
-    def total(share: float | Tensor, probes: int) -> Tensor:
-        if probes == 1:
-            return share * draw()
-        return share * torch.stack([draw() for _ in range(probes)]).mean()
-
-    return total
 
 
 def _weighted(weights: Tensor | None, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Record the penalised layers in each step of a training, and keep what the first one found."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,98 +35,24 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import without_autocast
 
-# What the first forward pass of a training shows of a network, and later ones need not.
-
-
-@dataclass(frozen=True)
-class FirstPass:
-    """The layers of a network in its first forward pass."""
-
-    noticed: Collection[str] = ()
-    rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def keep_rows(self, record: LayerRecord, features: Tensor, z: Tensor) -> None:
-        """Copy some inputs and outputs of a layer."""
-        few_features, few_z = few_rows(record, features, z)
-        self.rows[record.name] = few_features.clone(), few_z.clone()
-
-    def check(
-        self,
-        output: Tensor,
-        records: Sequence[LayerRecord],
-        explicit: ExplicitLayers,
-        *,
-        weighted: bool,
-    ) -> None:
-        """Refuse layers at which the penalty would not be that of the criterion."""
-        for record in records:
-            elsewhere = uses_elsewhere(output, record) or record.name in self.noticed
-            check_uses(record.name, [record.name] if elsewhere else [])
-            check_linear(record, *self.rows[record.name])
-        with without_autocast(output):
-            check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
-
-
-def check_is_of_pass(output: Tensor, recorder: Recorder) -> None:
-    """Refuse an output that depends on no recorded layer: that of another forward pass."""
-    nodes = [recorder[name].node for name in recorder.order if recorder[name].node is not None]
-    if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
-        raise ValueError(
-            "y_pred is not the output of the captured forward pass. Call the network once, inside "
-            "`with penalty.capture(module):`, and pass the output of this call: "
-            "y_pred = module(X)."
-        )
-
-
-# The layers that a penalty records in each step, found in the first forward pass.
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The structure of a network, which need not be searched again in each training step."""
+    """What training steps record of a network, found in its first forward pass.
+
+    `layers` are the penalised ones and then the last one. Layers in `twice` are differentiated
+    twice, and with them the normalisations in `explicit`.
+    """
 
     asked: tuple[Layer, ...] | None
     parts: list[nn.Module]
     children: list[dict[str, nn.Module | None]]
     layers: dict[str, nn.Module]
     penalised: list[str]
-    in_attention: bool
-    earlier: bool
+    twice: list[str]
     explicit: list[nn.Module]
-    twice: list[str] | None
-    first: FirstPass | None
-
-    @classmethod
-    def make(
-        cls,
-        asked: tuple[Layer, ...] | None,
-        parts: list[nn.Module],
-        named: Mapping[str, nn.Module],
-        penalised: list[str],
-        order: list[str],
-        explicit: list[nn.Module],
-        first: FirstPass,
-    ) -> "Plan":
-        """Make the plan of a network whose layers were called in some order."""
-        last = order[-1:]
-        layers = {n: named[n] for n in [*(n for n in penalised if n not in last), *last]}
-        owners = [named[name.rpartition(".")[0]] for name in layers]
-        inside = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
-        earlier = any(name != order[-1] for name in penalised)
-        children = [dict(part._modules) for part in parts]
-        return cls(
-            asked,
-            parts,
-            children,
-            layers,
-            penalised,
-            inside,
-            earlier,
-            # a penalty at the last layer differentiates no other part of the network again
-            explicit=_behind(penalised, order, named, explicit) if earlier else [],
-            twice=penalised if earlier else None,
-            first=first,
-        )
+    in_attention: bool
+    compiles: bool  # whether the network can run compiled up to its last layer
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         """Return whether the network is the one of this plan, with the same parts."""
@@ -136,87 +62,114 @@ class Plan:
             and [part._modules for part in self.parts] == self.children
         )
 
-    def recorder(self, layers: Mapping[str, nn.Module]) -> Recorder:
-        """Make a recorder of the layers of a training step."""
-        return make_recorder(layers, self.penalised, self.twice or ())
 
-    def completed(
-        self, output: Tensor, recorder: Recorder, explicit: ExplicitLayers, *, weighted: bool
-    ) -> "Plan":
-        """Read off the graph of a first batch what the order of the calls does not tell."""
-        check_is_of_pass(output, recorder)
-        records = [recorder[name] for name in self.penalised]
+class FirstPass:
+    """A forward pass in which all layers of a network are recorded, to make a plan."""
+
+    def __init__(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> None:
+        self.asked = asked
+        self.parts = list(module.modules())
+        self.children = [dict(part._modules) for part in self.parts]
+        self.norms = find_norms(module)
+        self.named: dict[str, nn.Module] = {}
+        self.penalised: list[str] | None = None
+        self.rows: dict[str, tuple[Tensor, Tensor]] = {}
+        self.ends_in_last = False  # whether a compiled network returns its last layer's output
+
+    @contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Record the pass; attention must run step by step until the order is known."""
+        module = self.parts[0]
+        self.named = dict(module.named_modules())
+        layers = weight_layers(module)
+        names = _find_names(module, self.asked, list(layers))
+        # behind the last layer, attention is hardly ever to be differentiated twice
+        twice = names if self.asked == (-1,) else layers
+        with (
+            watch_frozen(module, layers) as self.noticed,
+            Recorder(layers, partial(_keep, names, self.rows), twice) as self.recorder,
+        ):
+            yield self.recorder
+        self.find_penalised()
+
+    def find_penalised(self) -> list[str]:
+        """Find the names of the penalised layers, once the order of the calls is known."""
+        if self.penalised is None:
+            self.penalised = _find_names(self.parts[0], self.asked, self.recorder.order)
+            for name in self.penalised:
+                check_unshared(name, self.named)
+        return self.penalised
+
+    def make_plan(self, output: Tensor, explicit: ExplicitLayers, *, weighted: bool) -> Plan:
+        """Check the layers of the pass, and make the plan of further steps."""
+        penalised, order = self.find_penalised(), self.recorder.order
+        self._check(penalised, output, explicit, weighted=weighted)
+        last = order[-1]
+        names = [*(name for name in penalised if name != last), last]
+        earlier = len(names) > 1
+        is_output = find_link(output, self.recorder[last].node) is not None
+        owners = [self.named[name.rpartition(".")[0]] for name in names]
+        return Plan(
+            self.asked,
+            self.parts,
+            self.children,
+            {name: self.named[name] for name in names},
+            penalised,
+            twice=[] if is_output and not earlier else penalised,
+            # a penalty at the last layer differentiates no other part of the network again
+            explicit=self.norms if earlier else [],
+            in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
+            compiles=not earlier and self.ends_in_last,
+        )
+
+    def _check(
+        self, penalised: list[str], output: Tensor, explicit: ExplicitLayers, *, weighted: bool
+    ) -> None:
+        """Refuse layers at which the penalty would not be that of the criterion."""
+        called = [self.recorder[name] for name in self.recorder.order]
+        nodes = [record.node for record in called if record.node is not None]
+        if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
+            raise ValueError(
+                "y_pred is not the output of the captured forward pass. Call the network once, "
+                "inside `with penalty.capture(module):`, and pass the output of this call: "
+                "y_pred = module(X)."
+            )
+        records = [self.recorder[name] for name in penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
         if self.asked is None:  # the term of a layer beside the criterion's input is zero
             records = [record for record in records if depends_on(output, record.node)]
-        if self.first is not None:
-            self.first.check(output, records, explicit, weighted=weighted)
-        twice = self.twice
-        if twice is None:
-            is_output = find_link(output, recorder[list(self.layers)[-1]].node) is not None
-            twice = [] if is_output else self.penalised
-        return replace(self, twice=twice, first=None)
+        for record in records:
+            elsewhere = uses_elsewhere(output, record) or record.name in self.noticed
+            check_uses(record.name, [record.name] if elsewhere else [])
+            check_linear(record, *self.rows[record.name])
+        with without_autocast(output):
+            check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
 
 
-@dataclass(frozen=True)
-class UnfinishedPlan:
-    """A plan whose layers the first forward pass is about to show."""
-
-    asked: tuple[Layer, ...] | None
-    parts: list[nn.Module]
-    explicit: list[nn.Module]
-    recorder: Recorder
-    first: FirstPass
-
-    def finish(self) -> Plan:
-        """Make the plan from the order of the recorded calls."""
-        module, order = self.parts[0], self.recorder.order
-        penalised = find_names(module, self.asked, order)
-        named = dict(module.named_modules())
-        for name in penalised:
-            check_unshared(name, named)
-        return Plan.make(self.asked, self.parts, named, penalised, order, self.explicit, self.first)
-
-
-def _behind(
-    penalised: list[str],
-    order: list[str],
-    named: Mapping[str, nn.Module],
-    explicit: list[nn.Module],
-) -> list[nn.Module]:
-    """Leave out the layers up to the first penalised one, which are differentiated once only."""
-    called = [order.index(name) for name in penalised if name in order]
-    first = min(called, default=-1)
-    before = [named.get(name) for name in order[: first + 1]]
-    return [layer for layer in explicit if layer not in before]
-
-
-def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
     """Return the dotted names of the layers that the user asked for."""
-    if asked is None:
-        return order
-    return [find_layer(module, layer, order) for layer in asked]
+    return order if asked is None else [find_layer(module, layer, order) for layer in asked]
 
 
-def make_recorder(
-    layers: Mapping[str, nn.Module],
-    penalised: Sequence[str],
-    twice: Collection[str],
-    first: FirstPass | None = None,
-) -> Recorder:
-    """Make a recorder after which a penalised layer has a gradient if all before it is frozen."""
+def _keep(
+    penalised: Collection[str],
+    rows: dict[str, tuple[Tensor, Tensor]] | None,
+    record: LayerRecord,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> Tensor:
+    """Keep input and output of a layer with their graph, and in a first pass copies of some rows.
 
-    def keep(
-        record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
-        if first is not None:
-            first.keep_rows(record, layer_input(args, kwargs), output)
-        if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
-            # the layers behind can still be trained to make this one flat
-            output = output.detach().requires_grad_().view_as(output)
-        return keep_graph(record, args, kwargs, output)
-
-    return Recorder(layers, keep, twice)
+    A penalised layer has a gradient also if all before it is frozen: the layers behind it can
+    still be trained to make it flat.
+    """
+    if rows is not None:
+        features, z = few_rows(record, layer_input(args, kwargs), output)
+        rows[record.name] = features.clone(), z.clone()
+    if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
+        output = output.detach().requires_grad_().view_as(output)
+    return keep_graph(record, args, kwargs, output)
 
 
 class Capture:
@@ -225,7 +178,8 @@ class Capture:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.explicit = ExplicitLayers()
-        self._plan: Plan | UnfinishedPlan | None = None
+        self._first: FirstPass | None = None  # from which the plan is to be made
+        self._plan: Plan | None = None
         self._body: CompiledBody | None = None
 
     def open(
@@ -234,12 +188,12 @@ class Capture:
         """Record a forward pass."""
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
         plan = self._plan
-        if not isinstance(plan, Plan) or not plan.is_of(module, asked):
-            return self._make_plan(module, asked)
+        if plan is None or not plan.is_of(module, asked):
+            return self._find_layers(module, asked)
         if plan.in_attention or plan.explicit:
             return self._record_explicitly(module, plan)
         self.explicit = ExplicitLayers()
-        self.recorder = plan.recorder(plan.layers)
+        self.recorder = Recorder(plan.layers, partial(_keep, plan.penalised, None), plan.twice)
         return self.recorder
 
     @contextmanager
@@ -249,21 +203,20 @@ class Capture:
         """Record a forward pass of a compiled network."""
         code, original = compiled.forward, compiled._modules["_orig_mod"]
         assert original is not None
-        outputs: list[Any] = []  # of the network and its last layer, in a step without compilation
+        if self._plan is not None and self._plan.compiles and self._body is None:
+            self._body = CompiledBody(module, next(iter(self._plan.layers)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._body is not None:
                 return self._body.run(code, *args, **kwargs)
             output = original(*args, **kwargs)
-            if self.recorder is not None and self.recorder.calls:
-                outputs[:] = output, self.recorder[self.recorder.calls[-1]].output
+            first = self._first
+            if first is not None and first.recorder.calls:
+                first.ends_in_last = output is first.recorder[first.recorder.calls[-1]].output
             return output
 
         with self.open(module, asked), ReplacedForwards([(compiled, run)]):
             yield
-        plan = self._plan
-        if outputs and outputs[0] is outputs[1] and isinstance(plan, Plan) and not plan.earlier:
-            self._body = CompiledBody(module, list(plan.layers)[-1])
 
     @contextmanager
     def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
@@ -272,35 +225,24 @@ class Capture:
         with attention, ExplicitLayers(plan.explicit) as self.explicit:
             # the projections inside attention are new modules in each step
             layers = {name: module.get_submodule(name) for name in plan.layers}
-            with plan.recorder(layers) as self.recorder:
+            keep = partial(_keep, plan.penalised, None)
+            with Recorder(layers, keep, plan.twice) as self.recorder:
                 yield
 
     @contextmanager
-    def _make_plan(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
+    def _find_layers(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
-        self._body = None
-        parts = list(module.modules())
-        explicit = find_norms(module)
-        with explicit_attention(module), ExplicitLayers(explicit) as self.explicit:
-            layers = weight_layers(module)
-            names = find_names(module, asked, list(layers))
-            # behind the last layer, attention is hardly ever to be differentiated twice
-            twice = names if asked == (-1,) else layers
-            with watch_frozen(module, layers) as noticed:
-                first = FirstPass(noticed)
-                with make_recorder(layers, names, twice, first) as recorder:
-                    self.recorder = recorder
-                    self._plan = UnfinishedPlan(asked, parts, explicit, recorder, first)
-                    yield
-            self._finish_plan()
-
-    def _finish_plan(self) -> Plan | None:
-        """Return the plan; make it if the first forward pass has just shown the layers."""
-        if isinstance(self._plan, UnfinishedPlan):
-            self._plan = self._plan.finish()
-        return self._plan
+        self._plan = self._body = None
+        first = FirstPass(module, asked)
+        with (
+            explicit_attention(module),
+            ExplicitLayers(first.norms) as self.explicit,
+            first.record() as self.recorder,
+        ):
+            self._first = first
+            yield
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the network of the last forward pass."""
@@ -311,8 +253,8 @@ class Capture:
         """Let the code of a compiled network keep what further backward passes need."""
         return nullcontext() if self._body is None else kept_buffers()
 
-    def check(self, output: Tensor) -> None:
-        """Refuse a step without a forward pass, or whose output cannot be differentiated."""
+    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
+        """End the step: return what was recorded, and what is known of the network."""
         recorder = self.recorder
         if recorder is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
@@ -332,13 +274,9 @@ class Capture:
                 "returned it, outside of these. To measure without training, use "
                 "relflat_sk.relative_flatness."
             )
-
-    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
-        """End the step: return what was recorded, and what is known of the network."""
-        recorder, self.recorder = self.recorder, None
-        plan = self._finish_plan()
-        assert recorder is not None
-        assert plan is not None  # there is one for every recorder
-        if plan.first is not None:
-            self._plan = plan.completed(output, recorder, self.explicit, weighted=weighted)
-        return plan, recorder
+        self.recorder = None
+        if self._plan is None:
+            first, self._first = self._first, None
+            assert first is not None
+            self._plan = first.make_plan(output, self.explicit, weighted=weighted)
+        return self._plan, recorder

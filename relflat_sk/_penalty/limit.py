@@ -40,7 +40,7 @@ __all__ = ["PenaltyLimit", "constant_loss"]
 _EVERY = 8
 _DECAY = 0.999
 # what a limit knows of past steps
-_STATE = ("steps", "_n_norms", "_typical", "_ratio")
+_STATE = ("steps", "_n_norms", "_typical", "_ratio", "_most")
 
 
 class PenaltyLimit:
@@ -56,6 +56,7 @@ class PenaltyLimit:
         self._typical: Any = 0.0  # the norm of the loss's gradient
         # the norm of the penalty's gradient over the penalty; at first, there is no limit by it
         self._ratio: Any = np.finfo(np.float64).tiny
+        self._most: Any = 0.0  # the largest penalty over half of `clip`, by the gradients
 
     @classmethod
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
@@ -63,8 +64,8 @@ class PenaltyLimit:
         found = cls(_as_kind([one.clip for one in limits], like))
         found.steps = np.array([one.steps for one in limits])
         found._n_norms = np.array([one._n_norms for one in limits])
-        found._typical = _as_kind([float(one._typical) for one in limits], like)
-        found._ratio = _as_kind([float(one._ratio) for one in limits], like)
+        for name in ("_typical", "_ratio", "_most"):
+            setattr(found, name, _as_kind([float(getattr(one, name)) for one in limits], like))
         return found
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
@@ -111,8 +112,9 @@ class PenaltyLimit:
             typical = self._typical + (of_loss - self._typical) * _as_kind(rate, penalty)
             self._typical = _where(due, typical, self._typical)
             self._ratio = _where(due, of_penalty / size, self._ratio)
+            self._most = 3 * self._typical / self._ratio
         self.steps = self.steps + 1
-        largest = (0.5 * self.clip * gain).clip(max=1.5 * self.clip * self._typical / self._ratio)
+        largest = gain.clip(max=self._most) * (0.5 * self.clip)
         # divided by zero: where there is no penalty, there is nothing to limit
         return xp.nan_to_num(largest / size, nan=1.0, neginf=1.0).clip(0, 1)
 

@@ -284,11 +284,10 @@ class RelativeFlatnessPenalty:
         ValueError
             If the output has no samples, or carries no gradient.
         """
-        self._capture.check(output)
+        plan, recorder = self._capture.finish(output, weighted=sample_weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             self._checked = loss.criterion
-        plan, recorder = self._capture.finish(output, weighted=sample_weight is not None)
         records = [recorder[name] for name in plan.layers]
         with without_autocast(output):
             return batch_flatness(

@@ -255,7 +255,7 @@ class EarlierStep:
         total, term = value.detach(), None
         if self._found.at_last:
             exact = batch.shares * (scale / (2 * phi.shape[-1]))[:, None]
-            term = self._loss.trace_term(p, phi, weight, exact)
+            term = self._loss.trace_term(p, phi, weight, exact[..., None])
             total = total + term.value
 
         def differentiate(of_loss: float, of_penalty: Tensor) -> None:

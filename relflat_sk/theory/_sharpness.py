@@ -210,7 +210,7 @@ def _table(chain: "Chain") -> pd.DataFrame:
 def _factors(chain: "Chain") -> pd.DataFrame:
     """List the norms of condition C1, each at the sample where mu is smallest."""
     rows = [
-        (a, c, b, chain.names[c - 1], *norms[:, norms[3].argmin()].tolist())
+        (a, c, b, chain.names[c - 1], *norms[:, norms[3].argmin()].cpu().tolist())
         for (a, c, b), norms in _norms_in_c1(chain).items()
     ]
     return pd.DataFrame(rows, columns=["a", "c", "b", "layer", "whole", "after", "before", "mu"])

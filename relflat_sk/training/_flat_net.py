@@ -39,7 +39,7 @@ from relflat_sk._network import (
     refuse_whole,
     takes_whole,
 )
-from relflat_sk._numerics import full_precision, read_numbers
+from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures import ConstantComparison, Flatness
@@ -93,9 +93,9 @@ class _Training:
     penalty: RelativeFlatnessPenalty | None = None
     output_shape: Size | None = None
     output_checked: bool = False
-    # of the current step
+    # of the current step: its loss, then the penalty, then the share of it that the limit leaves
     recorded: bool = False
-    terms: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+    terms: list[Tensor] | None = None
 
 
 def _if_task(suits: Callable[[Task], bool]) -> Callable[[Any], Any]:
@@ -673,7 +673,9 @@ class FlatNet(SkorchNet):
         recorded, state.recorded = state.recorded, False
         criterion = Loss(unwrap(self.criterion_))
         y_true, weight = split_target(y_true)
-        y_true = to_tensor(y_true, device=self.device)
+        if not (isinstance(y_true, Tensor) and isinstance(y_pred, Tensor)):
+            # all other labels are checked where they are, for which the host need not wait
+            y_true = to_tensor(y_true, device=self.device)
         whole = not isinstance(y_pred, Tensor) and self._takes_whole(criterion, y_pred, y_true)
         if whole and weight is not None:
             refuse_whole(self.criterion_, "sample_weight")
@@ -703,7 +705,7 @@ class FlatNet(SkorchNet):
                     penalty, lambda: (loss, constant_loss(loss_of, output, weight))
                 )
         if training and state.terms is None:  # the first pass of a step is at its first weights
-            state.terms = loss, penalty, share
+            state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
         if penalty is None:
             return loss
         return loss + (penalty if share is None else share * penalty)
@@ -758,6 +760,15 @@ class FlatNet(SkorchNet):
         super().on_batch_begin(net, batch=batch, training=training)
         self._state().terms = None
 
+    def train_step(self, batch: Any, **fit_params: Any) -> Any:
+        """Make a step of training; its numbers leave an accelerator in one transfer."""
+        step, state = super().train_step(batch, **fit_params), self._state()
+        loss = step["loss"].detach()
+        if state.terms is not None and loss.device.type != "cpu":
+            numbers = [loss, *(term.to(loss.dtype) for term in state.terms)]
+            step["loss"], *state.terms = list(torch.stack(numbers).cpu())
+        return step
+
     def on_batch_end(
         self, net: Any, batch: Any = None, training: bool = False, **step: Any
     ) -> None:
@@ -766,11 +777,9 @@ class FlatNet(SkorchNet):
         terms, self._state().terms = self._state().terms, None
         if not training or terms is None:
             return
-        dtype = terms[0].dtype
-        numbers = [term.detach().to(dtype) for term in terms if term is not None]
-        loss, *others = read_numbers(*numbers)
+        numbers: list[float] = [term.item() for term in terms]
         # without a penalty or a limit, its number needs no tensor
-        penalty, left = [*others, *(0.0, 1.0)[len(others) :]]
+        loss, penalty, left = numbers + [0.0, 1.0][len(numbers) - 1 :]
         self.history.record_batch("train_loss", loss)
         self.history.record_batch("flatness_penalty", penalty * left)
         self.history.record_batch("flatness_clipped", float(left < 1))

@@ -48,7 +48,7 @@ def test_losses_and_trace_terms_have_the_gradients_of_autograd(name, scale, libr
         arrays = [one.numpy() for one in arrays]
     z_, wanted, shares_, phi_, weight_, factors_ = arrays
     found = loss.slopes(z_, wanted, shares_)
-    trace = loss.trace_term(found.p, phi_, weight_, factors_)
+    trace = loss.trace_term(found.p, phi_, weight_, factors_[..., None])
     gain = loss.gain(found.value, z_, wanted, shares_)
     pairs = [
         (found.value, torch.stack(expected)),
@@ -73,13 +73,13 @@ def test_confident_predictions_are_exact_in_float32(few, library, monkeypatch):
     p = torch.zeros(K, N, D).double()
     p[..., 1] = 1e-20
     p[..., 0] = 1.0
-    arrays = [p, torch.ones(K, N, M).double(), weight, torch.ones(K, N).double()]
+    arrays = [p, torch.ones(K, N, M).double(), weight, torch.ones(K, N, 1).double()]
     exact = CrossEntropy().trace_term(*arrays)
     assert (exact.value < 1e-5).all()
     narrow = [one.float().numpy() if library == "numpy" else one.float() for one in arrays]
     for one, other in zip(CrossEntropy().trace_term(*narrow), exact, strict=True):
         torch.testing.assert_close(torch.as_tensor(one).double(), other, rtol=1e-4, atol=1e-30)
-    certain = np.eye(D)[None], np.ones((1, D, M)), weight[:1].numpy(), np.ones((1, D))
+    certain = np.eye(D)[None], np.ones((1, D, M)), weight[:1].numpy(), 1.0
     term = CrossEntropy().trace_term(*certain)
     assert not term.value.any()
     assert not term.weight.any()

@@ -108,7 +108,7 @@ def test_trains_on_the_training_part_only(data):
 def test_says_that_it_did_not_converge(data, callback):
     X, y = data
     net = make(callback, max_epochs=2)
-    goal = callback.describe()
+    goal = callback._goal()
     with pytest.warns(ConvergenceWarning, match=f"has not reached {goal} with max_epochs=2"):
         net.fit(X, y)
     assert net.converged_ is False
