@@ -32,11 +32,19 @@ def check_integer(
 
 
 def check_number(
-    name: str, value: Any, *, positive: bool = True, optional: bool = False, reason: str = ""
+    name: str,
+    value: Any,
+    *,
+    positive: bool | None = True,
+    optional: bool = False,
+    reason: str = "",
 ) -> None:
-    """Refuse a value that is not a finite positive number."""
-    fits = is_number(value) and math.isfinite(value) and (value > 0 if positive else value >= 0)
-    kind = "a finite positive number" if positive else "a finite number of at least 0"
+    """Refuse a value that is not a finite positive number; ``positive=None`` takes any sign."""
+    fits, kind = is_number(value) and math.isfinite(value), "a finite number"
+    if positive:
+        fits, kind = fits and value > 0, "a finite positive number"
+    elif positive is False:
+        fits, kind = fits and value >= 0, "a finite number of at least 0"
     _check(fits, name, value, kind, optional, reason)
 
 

@@ -136,7 +136,7 @@ def find_chain_of(member: Member) -> tuple[Chain, ArrayLoss, Tensor]:
     d = chain.n_outputs
     if type(net.criterion_) not in ARRAY_LOSSES:
         raise NeedsOwnLoop("there is no formula for its criterion")
-    if net.flatness_weight > 0:
+    if net.flatness_weight != 0:
         names = [layer.name for layer in chain.linear]
         asked = names if net.flatness_layer == "all" else net._layers()
         if net.flatness_normalize or d >= MANY:

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
 
 def settings_of(nets: Sequence[Any], like: Any) -> Settings | None:
     """Read the penalties of nets of one kind, as arrays of the kind of another one."""
-    if not nets[0].flatness_weight > 0:
+    if not nets[0].flatness_weight:
         return None
     weights = [net._penalty_weight() for net in nets]
     factors: Any = torch.tensor(weights, dtype=torch.float64)

@@ -124,7 +124,7 @@ class RelativeFlatnessPenalty:
         clip: float | None = None,
     ) -> None:
         check_integer("probes", probes, minimum=1)
-        check_number("weight", weight, positive=False)
+        check_number("weight", weight, positive=None)
         check_number("clip", clip, optional=True)
         if isinstance(layer, list | tuple) and not layer:
             raise ValueError("layer must name at least one layer, got an empty sequence.")

@@ -71,7 +71,7 @@ def probe(member: Member) -> Probe:
         _check_state(module, ran)
         # a network may hold results of its forward pass, and torch cannot copy it then
         tried = _copy(module)
-        if not member.net.flatness_weight > 0:
+        if not member.net.flatness_weight:
             output, target = _run(member.net, tried, x, y)
             return Probe(module, output.detach()[:1], target, _find_unused(tried, output), masks)
         _check_penalty(member, tried, x, y)

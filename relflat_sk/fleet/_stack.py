@@ -224,7 +224,7 @@ def _optimizer_key(optimizer: Any) -> type:
 
 def _penalty_key(net: Any) -> tuple[Any, ...]:
     """Return the settings of the penalty that nets have in common, but for weight and limit."""
-    if not net.flatness_weight > 0:
+    if not net.flatness_weight:
         return ()
     return (
         tuple(net._layers()),

@@ -34,6 +34,9 @@ from relflat_sk.training._convergence import missed_goal
 _GAIN, _LOST = 0.25, 0.5
 # A net has hardly learned if its loss is below the best constant's by no more than this share.
 _HARDLY = 0.05
+# The weight of the penalty does not matter if a net that has learned was at the penalty's limit
+# in this share of steps. The first steps of any training are: there is nothing yet to spend.
+_NEARLY_ALL, _FIRST_STEPS = 0.95, 200
 # a stream that is read once, a criterion of the user's own: no reason for fit to fail
 _UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
 
@@ -151,7 +154,7 @@ def _is_curved(measured: Flatness) -> bool:
 
 def _is_flat(net: Any) -> bool:
     """Return whether a measured net has a penalty, and is perfectly flat."""
-    return bool(net.flatness_weight > 0 and net._record.value == 0)
+    return bool(net.flatness_weight != 0 and net._record.value == 0)
 
 
 def _has_died(net: Any) -> bool:
@@ -189,6 +192,24 @@ def _check_outcome(net: Any, since: int) -> None:
             f"{describe(net)} has hardly learned, because its penalty was larger than its "
             f"loss: its training loss is {found.loss:.4g}, where the best constant prediction "
             f"has {found.constant_loss:.4g}. {_advice(net)}"
+        )
+    elif found.is_known and found.is_lower_by(_HARDLY):
+        _check_limit(net, since)
+
+
+def _check_limit(net: Any, since: int) -> None:
+    """Warn if the limit of the penalty, and not its weight, decided nearly all steps."""
+    epochs = [epoch for epoch in net.history[since:] if "flatness_clipped" in epoch]
+    if sum(len(epoch["batches"]) for epoch in epochs) < _FIRST_STEPS:
+        return
+    share = float(np.mean([epoch["flatness_clipped"] for epoch in epochs]))
+    if share >= _NEARLY_ALL:
+        # of the class only: one warning for many nets at a line
+        warn(
+            f"the penalty of the {type(net).__name__} was at its limit in {100 * share:.0f}% of "
+            f"the steps, so that flatness_weight={net.flatness_weight!r} did not matter: other "
+            "large weights train the same network. Use a smaller weight, or a larger "
+            f"flatness_clip than {net.flatness_clip!r}."
         )
 
 

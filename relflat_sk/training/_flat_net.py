@@ -574,7 +574,7 @@ class FlatNet(SkorchNet):
 
     def _check_penalty(self) -> None:
         """Refuse parameters that make no penalty, and optimizers that do not work with one."""
-        check_number("flatness_weight", self.flatness_weight, positive=False)
+        check_number("flatness_weight", self.flatness_weight, positive=None)
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
         check_integer("flatness_probes", self.flatness_probes, minimum=1)
         check_number("flatness_clip", self.flatness_clip, optional=True)
@@ -587,7 +587,7 @@ class FlatNet(SkorchNet):
             )
         optimizer = self.optimizer
         searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
-        if self.flatness_weight > 0 and searches:
+        if self.flatness_weight != 0 and searches:
             raise ValueError(
                 f"{optimizer.__name__} evaluates the objective several times per step and "
                 "compares the values, but the penalty may use new random probes each time, and "
@@ -657,7 +657,7 @@ class FlatNet(SkorchNet):
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
         module = self.module_
         x = cast_inputs(to_tensor(x, device=self.device), module)
-        if not (torch.is_grad_enabled() and self.flatness_weight > 0):
+        if not (torch.is_grad_enabled() and self.flatness_weight):
             return _full_precision(super().infer(x, **fit_params))
         state, network = self._state(), unwrap(module)
         penalty = self._penalty(state)

@@ -39,7 +39,7 @@ class FlatTraining:
     @property
     def is_penalised(self) -> bool:
         """Whether there is a penalty."""
-        return self.penalty.weight > 0
+        return self.penalty.weight != 0
 
     def is_due(self, epoch: float, *, ends: bool = False) -> bool:
         """Return whether the flatness is to be measured."""

@@ -81,7 +81,7 @@ def task(kind, n):
     same=st.booleans(),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     layer=st.sampled_from([-1, -1, 0, "all"]),
-    weight=st.sampled_from([0.0, 0.1, 10.0]),
+    weight=st.sampled_from([0.0, 0.1, 10.0, -0.5]),
     clip=st.sampled_from([None, 0.1, 2.0]),
     weighted=st.booleans(),
     smoothing=st.sampled_from([0.0, 0.1]),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import (
+    FlatnessWarning,
     RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedClassifier,
     StopAtGradientNorm,
@@ -222,7 +223,7 @@ def test_nets_take_the_same_steps_as_plain_loops(layer, frozen):
     [
         ({"clip": 0}, r"clip must be a finite positive number or None, got 0\."),
         ({"clip": "half"}, r"clip must be a finite positive number or None, got 'half'\."),
-        ({"weight": -1}, r"weight must be a finite number of at least 0, got -1\."),
+        ({"weight": np.inf}, r"weight must be a finite number, got inf\."),
     ],
 )
 def test_parameters_are_checked(parameters, message):
@@ -285,7 +286,12 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer):
         ours, other = order[:1200], order[1200:]
         for i, weight in enumerate((0, 1, 1000)):
             net = make(layer, weight, lr=0.003, max_epochs=40, callbacks=[StopAtLoss(0.003)])
-            net.set_params(random_state=seed).fit(X[ours], y[ours])
+            net.set_params(random_state=seed)
+            if weight == 1000:
+                with pytest.warns(FlatnessWarning, match="flatness_weight=1000 did not matter"):
+                    net.fit(X[ours], y[ours])
+            else:
+                net.fit(X[ours], y[ours])
             accuracies[i, seed] = net.score(X[other], y[other])
             flatness[i, seed] = relative_flatness(net, X[ours], y[ours], layer=layer)
     free, *limited = accuracies.mean(axis=1)
@@ -293,3 +299,16 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer):
     free, *limited = flatness.mean(axis=1)
     assert limited[0] < 0.6 * free
     assert limited[1] < 0.8 * limited[0]
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_a_negative_weight_makes_a_network_sharper_and_is_limited_alike(layer):
+    X, y = digits(600)
+    nets = [
+        make(layer, weight, lr=0.003, max_epochs=40, callbacks=[StopAtLoss(0.02)]).fit(X, y)
+        for weight in (-0.3, 0)
+    ]
+    sharp, plain = (relative_flatness(net, X, y, layer=layer) for net in nets)
+    assert sharp > 1.2 * plain
+    assert nets[0].converged_
+    assert max(nets[0].history[:, "flatness_penalty"]) < 0
