@@ -2,15 +2,13 @@ r"""Choose how the curvature of the loss in the outputs of layers is computed.
 
 The *tail* of a network is its part behind a layer, up to the loss. Let ``B_i`` be the Hessian of
 the loss of sample i in the layer's output. What the tail computed in a forward pass decides which
-of four ways to ``B_i`` there are:
+of three ways to ``B_i`` there are:
 
 closed form
     The layer's output is what the criterion takes, or is turned into that by one function that
     the table of losses knows: the table has ``B_i``. The same holds for each token of a language
-    model whose last layer puts out the logits.
-many classes
-    The same for a softmax over thousands of classes, as at the head of a language model: sums over
-    the classes run over chunks of them.
+    model whose last layer puts out the logits. For a softmax over thousands of classes it is
+    `ManyClasses`, whose sums run over chunks of them.
 gradients
     The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
     has the curvature ``R_i R_i^T`` of the loss in that input: then ``B_i = (J_i^T R_i)
@@ -18,7 +16,7 @@ gradients
 products
     Anything else: products ``B_i v_i`` by differentiating twice.
 
-The measures and the penalty both choose here, and each of them makes its own four objects of
+The measures and the penalty both choose here, and each of them makes its own three objects of
 what was chosen.
 """
 
@@ -262,20 +260,12 @@ CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
 
 
 class _Ways(Protocol[CurvatureT_co]):
-    """Makes an object for each of the four ways to a curvature."""
+    """Makes an object for each of the three ways to a curvature."""
 
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
     ) -> CurvatureT_co:
         """Make the object of a layer whose curvature the table of losses has.
-
-        Shapes: `features` (n, m).
-        """
-
-    def many_classes(
-        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
-    ) -> CurvatureT_co:
-        """Make the object of a layer that puts out the logits of very many classes.
 
         Shapes: `features` (n, m).
         """
@@ -324,7 +314,7 @@ class Tail:
         if z.shape[1] >= MANY:
             many = ManyClasses.of(loss.closed_form(link, z, relevant))
             if many is not None:
-                return ways.many_classes(record, features, many)
+                return ways.closed_form(record, features, many)
         curvature = loss.closed_form(link, self.precise(z), relevant)
         return None if curvature is None else ways.closed_form(record, features, curvature)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._engine import Member, NeedsOwnLoop
-from relflat_sk._losses import Loss, explain_ending, name_criterion
+from relflat_sk._losses import Loss, ManyClasses, explain_ending, name_criterion
 from relflat_sk._network import (
     Recorder,
     Tail,
@@ -232,10 +232,7 @@ class _Ways:
     """The names of the ways to a curvature."""
 
     def closed_form(self, record: Any, features: Tensor, curvature: Any) -> str:
-        return "closed form"
-
-    def many_classes(self, record: Any, features: Tensor, curvature: Any) -> str:
-        return "many classes"
+        return "many classes" if isinstance(curvature, ManyClasses) else "closed form"
 
     def gradients(self, records: Any, base: Tensor, curvature: Any) -> str:
         return "gradients"
