@@ -20,7 +20,7 @@ The measures and the penalty both choose here, and each of them makes its own th
 what was chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -52,24 +52,24 @@ _LINKS = {
 
 def find_link(output: Tensor, node: Any) -> str | None:
     """Return the function that turned a layer's output into the network's."""
-    link = "identity"
-    step = output.grad_fn
-    while step is not None and step is not node:
-        name = step.name()
-        if name in _LINKS and link == "identity" and _over_outputs(step):
-            link = _LINKS[name]
-        elif name not in _SAME_NUMBERS:
-            return None
-        step = step.next_functions[0][0]
+    link, step = "identity", _first_other(output.grad_fn, _SAME_NUMBERS, node)
+    if step is not None and step is not node and step.name() in _LINKS and _over_outputs(step):
+        link = _LINKS[step.name()]
+        step = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node)
     return link if step is node and node is not None else None
 
 
 def find_ending(output: Tensor) -> str | None:
     """Return the function that a network ends in, if it makes probabilities or their logarithms."""
-    step = output.grad_fn
-    while step is not None and step.name() in _SAME_BUT_FOR_AXES:
-        step = step.next_functions[0][0]
+    step = _first_other(output.grad_fn, _SAME_BUT_FOR_AXES)
     return None if step is None else _LINKS.get(step.name())
+
+
+def _first_other(step: Any, names: Collection[str], node: Any = None) -> Any:
+    """Return the first step, from a result back, that is `node` or has none of the names."""
+    while step is not None and step is not node and step.name() in names:
+        step = step.next_functions[0][0]
+    return step
 
 
 def _over_outputs(step: Any) -> bool:
@@ -84,13 +84,10 @@ def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
 
     Shapes: `output` (n, d, ...), `z` (n, ..., d).
     """
-    step: Any = output.grad_fn
-    while step is not node and step is not None and step.name() in _SAME_BUT_FOR_AXES:
-        step = step.next_functions[0][0]
     # the graph shows that the numbers are the same, a comparison that they are in order
     return (
-        step is node
-        and node is not None
+        node is not None
+        and _first_other(output.grad_fn, _SAME_BUT_FOR_AXES, node) is node
         and output.ndim == z.ndim
         and torch.equal(output.detach().movedim(1, -1), z)
     )
