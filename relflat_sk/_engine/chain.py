@@ -179,11 +179,8 @@ class Chain:
             x = layer.forward(x)
         return x, self.last.x, self.last.weight
 
-    def backward(self, z: Any, phi: Any = None, weight: Any = None) -> None:
-        """Compute the gradients of the weights, from that in the output.
-
-        `phi` and `weight` are added to the gradients in features and weight of the last layer.
-        """
+    def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
+        """Compute the gradients of the weights, see `Body`."""
         self.last.backward(z)
         if weight is not None:
             self.last.to_weight += weight

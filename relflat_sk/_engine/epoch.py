@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.qualify import NeedsOwnLoop, Parts
-from relflat_sk._engine.step import Batch, Own, Step, settings_of
+from relflat_sk._engine.step import Batch, Own, Settings, Step, settings_of
 from relflat_sk._losses import ARRAY_LOSSES, MANY, ArrayLoss, Loss, find_array_loss
 from relflat_sk._network import cast_inputs, find_layer
 from relflat_sk._numerics import or_one
@@ -76,11 +76,11 @@ class Member:
         return [min(size, n - first) for first in range(0, n, size)]
 
 
-def cut_batches(
+def _cut_batches(
     members: Sequence[Member],
     targets: Sequence[Tensor],
     like: Tensor,
-    convert: Callable[[Batch], Batch] = lambda batch: batch,
+    convert: Callable[[Batch], Batch],
 ) -> Iterator[Batch]:
     """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
     first, size = members[0], members[0].batch_size
@@ -181,16 +181,32 @@ def train_chain(
     )
     for layer in chain.dropout:
         layer.seed(make_generators(members, like.device), like, small=small)
-    settings = settings_of([member.net for member in members], convert(like))
-    step, recorded = Step(chain, loss), []
-    with torch.no_grad(), _one_blas_thread() if small else nullcontext():
-        for batch in cut_batches(members, targets, like, as_arrays):
+    with _one_blas_thread() if small else nullcontext():
+        train_epoch(Step(chain, loss), members, targets, stack, convert(like), as_arrays)
+
+
+def train_epoch(
+    step: Callable[[Batch, Settings | None], tuple[Any, ...]],
+    members: Sequence[Member],
+    targets: Sequence[Tensor],
+    stack: Any,
+    like: Any,
+    as_arrays: Callable[[Batch], Batch],
+) -> None:
+    """Train nets for an epoch, by steps that write the gradients of a stack; record the batches.
+
+    `like` is an array of the kind that the steps take.
+    """
+    settings = settings_of([member.net for member in members], like)
+    recorded = []
+    with torch.no_grad():
+        for batch in _cut_batches(members, targets, next(iter(stack.weights.values())), as_arrays):
             recorded.append(step(batch, settings))
             stack.step()
     if settings is not None:
         settings.finish(member.net for member in members)
     stack.hand_over()
-    record_epoch(members, recorded)
+    _record_epoch(members, recorded)
 
 
 def make_generators(members: Sequence[Member], device: torch.device) -> list[torch.Generator]:
@@ -213,7 +229,7 @@ def _one_blas_thread() -> Iterator[None]:
 # -- histories ------------------------------------------------------------------------------
 
 
-def record_epoch(members: Sequence[Member], recorded: Sequence[tuple[Any, ...]]) -> None:
+def _record_epoch(members: Sequence[Member], recorded: Sequence[tuple[Any, ...]]) -> None:
     """Write the batches of an epoch to the histories, as the nets do.
 
     `recorded` has the losses of a step, and with a penalty also penalties and their shares.

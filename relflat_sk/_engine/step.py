@@ -71,15 +71,31 @@ class Body(Protocol):
     def forward(self, x: Any) -> tuple[Any, Any, Any]:
         """Compute outputs, and return them with the features and the weight of the last layer."""
 
-    def backward(self, z: Any, phi: Any = None, weight: Any = None) -> None:
-        """Compute the gradients of the weights."""
+    def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
+        """Compute the gradients of the weights, from that in the output.
+
+        `phi` and `weight` are added to the gradients in features and weight of the last layer.
+        `others` are pairs of a tensor with a graph and the gradient in it.
+        """
+
+
+# from a batch and the networks' factors, (k,), to penalties with their graph, (k,)
+EarlierTerms = Callable[[Batch, Any], Tensor]
 
 
 class Step:
-    """Training steps with the penalty at the last layer, or without."""
+    """Training steps, with penalties at the last layer and at earlier ones, or without."""
 
-    def __init__(self, body: Body, loss: ArrayLoss) -> None:
+    def __init__(
+        self,
+        body: Body,
+        loss: ArrayLoss,
+        *,
+        at_last: bool = True,
+        earlier: EarlierTerms | None = None,
+    ) -> None:
         self._body, self._loss = body, loss
+        self._at_last, self._earlier = at_last, earlier
 
     def __call__(self, batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
         """Write the gradients of a batch; return losses, penalties and shares of them."""
@@ -88,22 +104,36 @@ class Step:
         if settings is None:
             self._body.backward(of_z)
             return (loss,)
-        each = settings.factors / (2 * phi.shape[-1] * self._loss.divisor(z.shape[-1]))
-        term = self._loss.trace_term(p, phi, weight, (batch.shares * each[:, None])[..., None])
+        factors = settings.factors / self._loss.divisor(z.shape[-1])
+        term = graph = None
+        penalty = 0 * loss
+        if self._earlier is not None:
+            graph = self._earlier(batch, factors)
+            penalty = penalty + graph.detach()
+        if self._at_last:
+            scale = batch.shares * (factors / (2 * phi.shape[-1]))[:, None]
+            term = self._loss.trace_term(p, phi, weight, scale[..., None])
+            penalty = penalty + term.value
 
         def differentiate(of_loss: float, of_penalty: Any) -> None:
-            of_penalty = of_penalty[:, None, None]
-            of_phi = (of_penalty * term.of_phi) * phi
+            others = [] if graph is None else [(graph, of_penalty)]
+            if term is None:
+                self._body.backward(of_loss * of_z, None, None, *others)
+                return
+            each = of_penalty[:, None, None]
             self._body.backward(
-                of_loss * of_z + of_penalty * term.z, of_phi, of_penalty * term.weight
+                of_loss * of_z + each * term.z,
+                (each * term.of_phi) * phi,
+                each * term.weight,
+                *others,
             )
 
         gain = self._loss.gain(loss, z, batch.targets, batch.shares)
-        share = limited(settings.limit, self._body.gradients, differentiate, gain, term.value)
-        return loss, term.value, share
+        share = _limited(settings.limit, self._body.gradients, differentiate, gain, penalty)
+        return loss, penalty, share
 
 
-def limited(
+def _limited(
     limit: PenaltyLimit | None,
     gradients: Sequence[Any],
     differentiate: Callable[[float, Any], None],

@@ -179,7 +179,7 @@ class Capture:
         self.recorder: Recorder | None = None
         self.explicit = ExplicitLayers()
         self._first: FirstPass | None = None  # from which the plan is to be made
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self._body: CompiledBody | None = None
 
     def open(
@@ -187,7 +187,7 @@ class Capture:
     ) -> AbstractContextManager[Any]:
         """Record a forward pass."""
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
-        plan = self._plan
+        plan = self.plan
         if plan is None or not plan.is_of(module, asked):
             return self._find_layers(module, asked)
         if plan.in_attention or plan.explicit:
@@ -203,8 +203,8 @@ class Capture:
         """Record a forward pass of a compiled network."""
         code, original = compiled.forward, compiled._modules["_orig_mod"]
         assert original is not None
-        if self._plan is not None and self._plan.compiles and self._body is None:
-            self._body = CompiledBody(module, next(iter(self._plan.layers)))
+        if self.plan is not None and self.plan.compiles and self._body is None:
+            self._body = CompiledBody(module, next(iter(self.plan.layers)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._body is not None:
@@ -234,7 +234,7 @@ class Capture:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
-        self._plan = self._body = None
+        self.plan = self._body = None
         first = FirstPass(module, asked)
         with (
             explicit_attention(module),
@@ -246,8 +246,8 @@ class Capture:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the network of the last forward pass."""
-        assert self._plan is not None
-        return self._plan.parts[0].parameters()
+        assert self.plan is not None
+        return self.plan.parts[0].parameters()
 
     def kept_buffers(self) -> AbstractContextManager[Any]:
         """Let the code of a compiled network keep what further backward passes need."""
@@ -275,8 +275,8 @@ class Capture:
                 "relflat_sk.relative_flatness."
             )
         self.recorder = None
-        if self._plan is None:
+        if self.plan is None:
             first, self._first = self._first, None
             assert first is not None
-            self._plan = first.make_plan(output, self.explicit, weighted=weighted)
-        return self._plan, recorder
+            self.plan = first.make_plan(output, self.explicit, weighted=weighted)
+        return self.plan, recorder

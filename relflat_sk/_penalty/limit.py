@@ -40,7 +40,7 @@ __all__ = ["PenaltyLimit", "constant_loss"]
 _EVERY = 8
 _DECAY = 0.999
 # what a limit knows of past steps
-_STATE = ("steps", "_n_norms", "_typical", "_ratio", "_most")
+_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_ratio", "_most")
 
 
 class PenaltyLimit:
@@ -62,18 +62,21 @@ class PenaltyLimit:
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
         """Join the limits of several nets, as arrays of the kind of another one."""
         found = cls(_as_kind([one.clip for one in limits], like))
-        found.steps = np.array([one.steps for one in limits])
-        found._n_norms = np.array([one._n_norms for one in limits])
-        for name in ("_typical", "_ratio", "_most"):
+        for name in _COUNTED:
+            setattr(found, name, np.array([getattr(one, name) for one in limits]))
+        for name in _MEASURED:
             setattr(found, name, _as_kind([float(getattr(one, name)) for one in limits], like))
         return found
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
         """Give the limits of several nets what these steps have shown."""
-        for name in _STATE:
-            values = getattr(self, name)
-            numbers = (values.cpu() if isinstance(values, Tensor) else values).tolist()
-            for one, value in zip(limits, numbers, strict=True):
+        values: Any = [getattr(self, name) for name in _MEASURED]
+        if isinstance(values[0], Tensor):
+            values = torch.stack(values).cpu()
+        for name, numbers in zip(
+            _COUNTED + _MEASURED, [self.steps, self._n_norms, *values], strict=True
+        ):
+            for one, value in zip(limits, numbers.tolist(), strict=True):
                 setattr(one, name, value)
 
     def copy(self) -> "PenaltyLimit":

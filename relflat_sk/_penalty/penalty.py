@@ -25,7 +25,7 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
-from relflat_sk._penalty.capture import Capture
+from relflat_sk._penalty.capture import Capture, Plan
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 
 __all__ = ["RelativeFlatnessPenalty"]
@@ -214,6 +214,12 @@ class RelativeFlatnessPenalty:
             As from `capture`.
         """
         return self._capture.open_compiled(compiled, module, self._asked())
+
+    @property
+    def plan(self) -> Plan:
+        """The layers that steps record, known since the first call."""
+        assert self._capture.plan is not None
+        return self._capture.plan
 
     def _asked(self) -> tuple[Layer, ...] | None:
         """Return the layers as the user names them now, None for all."""

@@ -39,7 +39,6 @@ class Stack:
             }
             self.buffers = stack_tensors([one.buffers for one in parts])
         self._make_optimizer()
-        self.step = self._optimizer.step
 
     def _split(self, array: Tensor, own: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return views of the parameters in rows."""
@@ -50,35 +49,47 @@ class Stack:
         }
 
     def _make_optimizer(self) -> None:
-        """Make an optimizer with a group for each run of members with the same settings."""
+        """Make an optimizer with a group for each run of members with the same settings.
+
+        The steps of all optimizers here are proportional to their learning rate. Where members
+        differ in theirs, the optimizer's is 1, and each member takes its share of the step.
+        """
         optimizers = [member.net.optimizer_ for member in self._members]
+        settings = [
+            {name: x for name, x in one.param_groups[0].items() if name != "params"}
+            for one in optimizers
+        ]
+        rates = [one["lr"] for one in settings]
+        self._rates: Tensor | None = None
+        if len(set(rates)) > 1:
+            self._rates = torch.tensor(rates, dtype=torch.float64).to(self._rows)[:, None]
+            settings = [{**one, "lr": 1.0} for one in settings]
         states = [self._state(k) for k in range(len(optimizers))]
         kinds = [
             # a net that begins has no tensors yet, such as those of momentum
-            (_settings(one), {n: Tensor if isinstance(x, Tensor) else x for n, x in state.items()})
-            for one, state in zip(optimizers, states, strict=True)
+            (one, {name: Tensor if isinstance(x, Tensor) else x for name, x in state.items()})
+            for one, state in zip(settings, states, strict=True)
         ]
         self._runs: list[tuple[nn.Parameter, list[int]]] = []
-        groups = []
         for _, run in groupby(range(len(kinds)), key=lambda k: kinds[k]):
             places = list(run)
             rows = slice(places[0], places[-1] + 1)
             some = nn.Parameter(self._rows[rows])
             some.grad = self._slopes[rows]
             self._runs.append((some, places))
-            groups.append({"params": [some], **_settings(optimizers[places[0]])})
-        self._optimizer = type(optimizers[0])(groups, lr=groups[0]["lr"])
+        self._optimizer = type(optimizers[0])(
+            [{"params": [some], **settings[places[0]]} for some, places in self._runs],
+            lr=settings[0]["lr"],
+        )
         for some, places in self._runs:
-            first = states[places[0]]
-            if first:
-                self._optimizer.state[some] = {
-                    name: torch.stack([states[k][name] for k in places])
-                    if isinstance(value, Tensor)
-                    else value
-                    if value is None
-                    else torch.tensor(value)
-                    for name, value in first.items()
-                }
+            self._optimizer.state[some] = {
+                name: torch.stack([states[k][name] for k in places])
+                if isinstance(value, Tensor)
+                else value
+                if value is None
+                else torch.tensor(value)
+                for name, value in states[places[0]].items()
+            }
 
     def _state(self, k: int) -> dict[str, Any]:
         """Return the state of a member's optimizer: rows, and numbers of all parameters."""
@@ -97,6 +108,15 @@ class Stack:
         if any(one.keys() != states[0].keys() for one in states):
             raise NeedsOwnLoop("some of its parameters have made fewer steps than others")
         return found
+
+    def step(self) -> None:
+        """Take a step with the gradients."""
+        if self._rates is None:
+            self._optimizer.step()
+            return
+        before = self._rows.clone()
+        self._optimizer.step()
+        torch.lerp(before, self._rows, self._rates, out=self._rows)
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -125,11 +145,6 @@ class Stack:
             state[parameter][name] = piece.clone() if isinstance(piece, Tensor) else piece
 
 
-def _settings(optimizer: Any) -> dict[str, Any]:
-    """Return the settings of an optimizer now."""
-    return {name: x for name, x in optimizer.param_groups[0].items() if name != "params"}
-
-
 def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Tensor]:
     """Stack the tensors of several networks by their names."""
     return {name: torch.stack([one[i][1] for one in named]) for i, (name, _) in enumerate(named[0])}
@@ -138,7 +153,7 @@ def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Te
 # -- what nets must have in common ----------------------------------------------------------
 
 # what torch itself keeps in a module; all else is the module's own
-_OF_TORCH = nn.Module().__dict__.keys()
+OF_TORCH = nn.Module().__dict__.keys()
 
 
 def key_of(member: Member) -> tuple[Any, ...]:
@@ -174,7 +189,7 @@ def parts_key(parts: Parts) -> tuple[Any, ...]:
             part.extra_repr(),
             *(
                 (key, _comparable(part.__dict__[key]))
-                for key in sorted(vars(part).keys() - _OF_TORCH)
+                for key in sorted(vars(part).keys() - OF_TORCH)
             ),
         )
         for name, part in parts.modules

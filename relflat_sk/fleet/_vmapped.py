@@ -12,57 +12,45 @@ from torch.func import functional_call, vmap
 from relflat_sk._engine import (
     Batch,
     Member,
+    NeedsOwnLoop,
     Settings,
     Step,
-    cut_batches,
     draw_mask,
-    limited,
     make_generators,
-    record_epoch,
-    settings_of,
+    train_epoch,
 )
-from relflat_sk._losses import Loss, find_array_loss, weighted_loss
-from relflat_sk._penalty import n_shared
+from relflat_sk._losses import ArrayLoss, Loss, find_array_loss, name_criterion, weighted_loss
+from relflat_sk._penalty import changes_of_rows, n_shared, slopes_of_rows
 from relflat_sk._random import draw_words, n_words, signs_of
-from relflat_sk.fleet._probe import Probe, probe
+from relflat_sk.fleet._probe import PenaltyLayers, Probe, probe
 from relflat_sk.fleet._stack import Stack
 
 Tensors = Mapping[str, Tensor]
 
 
-class _Masked(nn.Module):
-    """Dropout with a mask that is given."""
-
-    mask: Tensor
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-        self.register_buffer("mask", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask if self.training else x
-
-
 class Vmapped:
-    """Any network that `torch.func.vmap` takes, many times.
+    """Any network that `torch.func.vmap` takes, many times."""
 
-    `last` and `earlier` name the layers whose inputs and outputs a penalty needs.
-    """
-
-    def __init__(self, module: nn.Module, last: str | None, earlier: Sequence[str] = ()) -> None:
-        self._skeleton = copy.deepcopy(module).to("meta").train()
-        self.dropout: dict[str, _Masked] = {}
-        for name, part in list(self._skeleton.named_modules()):
-            if type(part) is nn.Dropout and part.p:
-                self.dropout[name] = masked = _Masked(part.p)
-                self._skeleton.set_submodule(name, masked)
-        self.last, self.earlier = last, list(earlier)
+    def __init__(self, found: Probe) -> None:
+        self._skeleton = copy.deepcopy(found.module).to("meta").train()
+        layers = found.layers
+        self._last = None if layers is None else layers.last
+        self._earlier = [] if layers is None else list(layers.earlier)
+        self.masks: Tensors = {}  # of layers of dropout, in the next step
+        # in a call: the inputs of layers, what is added to their outputs, and the masks
         self._inputs: dict[str, Tensor] = {}
         self._moves: Tensors = {}
-        for name in {*self.earlier, *([last] if last else [])}:
+        self._of_call: Tensors = {}
+        for name in found.masks:
+            dropout = self._skeleton.get_submodule(name).eval()
+            dropout.register_forward_hook(partial(self._drop, name))
+        for name in [*self._earlier, *([self._last] if self._last else [])]:
             layer = self._skeleton.get_submodule(name)
             layer.register_forward_hook(partial(self._record, name))
+
+    def _drop(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Apply a mask that is given."""
+        return output * self._of_call[name]
 
     def _record(
         self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
@@ -71,27 +59,23 @@ class Vmapped:
         self._inputs[name] = args[0]
         return output + self._moves[name] if name in self._moves else None
 
-    def bind(self, weights: Tensors, gradients: Tensors, buffers: Tensors) -> None:
+    def bind(self, stack: Stack) -> None:
         """Use the weights of a stack, and write gradients to it. Shapes: (k, ...)."""
-        self.weights, self._buffers = weights, buffers
-        self._to = gradients
-        self.gradients = list(gradients.values())
-
-    def set_masks(self, masks: Tensors) -> None:
-        """Use masks of dropout in the next step."""
-        self._buffers = {**self._buffers, **masks}
+        self.weights, self._buffers = {**stack.weights, **stack.fixed}, stack.buffers
+        self._to = stack.gradients
+        self.gradients = list(stack.gradients.values())
 
     def _call(
-        self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors
+        self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors, masks: Tensors
     ) -> tuple[Tensor, Tensors]:
-        self._moves = moves
+        self._moves, self._of_call = moves, masks
         try:
             output = functional_call(self._skeleton, ({**weights, **buffers},), (x,))
             if not isinstance(output, Tensor):
                 raise TypeError(f"its network returns a {type(output).__name__}")
             return output, dict(self._inputs)
         finally:
-            self._moves, self._inputs = {}, {}
+            self._moves, self._of_call, self._inputs = {}, {}, {}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute outputs, with features and weight of the last layer where a penalty needs them.
@@ -104,42 +88,36 @@ class Vmapped:
                 name: w.detach().requires_grad_(name in self._to)
                 for name, w in self.weights.items()
             }
-            self.moves = {
-                name: x.new_zeros(
-                    *x.shape[:2],
-                    self.weights[f"{name}.weight"].shape[1],
-                    dtype=self.weights[f"{name}.weight"].dtype,
-                    requires_grad=True,
-                )
-                for name in self.earlier
-            }
-            self.z, self.inputs = vmap(self._call)(self.leaves, self._buffers, x, self.moves)
-        if self.last is None:
+            self.moves = {}
+            for name in self._earlier:
+                weight = self.weights[f"{name}.weight"]
+                shape = *x.shape[:2], weight.shape[1]
+                self.moves[name] = weight.new_zeros(shape).requires_grad_()
+            self.z, self.inputs = vmap(self._call)(
+                self.leaves, self._buffers, x, self.moves, self.masks
+            )
+        if self._last is None:
             return self.z.detach(), self.z, self.z
-        return self.z.detach(), self.inputs[self.last].detach(), self.weights[f"{self.last}.weight"]
+        weight = self.weights[f"{self._last}.weight"]
+        return self.z.detach(), self.inputs[self._last].detach(), weight
 
-    def backward(self, z: Tensor, phi: Any = None, weight: Any = None) -> None:
-        """Compute the gradients of the weights, given that in the output.
-
-        `phi` and `weight` are added to the gradients in features and weight of the last layer.
-        """
-        self.pull([(self.z, z), *([] if phi is None else [(self.inputs[str(self.last)], phi)])])
-        if weight is not None:
-            self._to[f"{self.last}.weight"].add_(weight)
-
-    def pull(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compute the gradients of the weights from those in some tensors; keep the graph."""
+    def backward(self, z: Tensor, phi: Any = None, weight: Any = None, *others: Any) -> None:
+        """Compute the gradients of the weights, see `Body`; keep the graph."""
+        pairs = [(self.z, z), *others]
+        if phi is not None:
+            pairs.append((self.inputs[str(self._last)], phi))
         pairs = [(tensor, outer) for tensor, outer in pairs if tensor.requires_grad]
-        leaves = [self.leaves[name] for name in self._to]
         found = torch.autograd.grad(
             [tensor for tensor, _ in pairs],
-            leaves,
+            [self.leaves[name] for name in self._to],
             [outer for _, outer in pairs],
             retain_graph=True,
             materialize_grads=True,
         )
         for to, gradient in zip(self.gradients, found, strict=True):
             to.copy_(gradient)
+        if weight is not None:
+            self._to[f"{self._last}.weight"].add_(weight)
 
 
 class VmappedNets:
@@ -147,13 +125,18 @@ class VmappedNets:
 
     def __init__(self, member: Member) -> None:
         self._found = found = probe(member)
-        self._body = Vmapped(found.module, found.last, list(found.earlier))
-        criterion = member.net.criterion_
-        self._loss = None
+        self._body = Vmapped(found)
+        criterion, target = member.net.criterion_, found.target
+        self._loss: ArrayLoss | None = None
         if found.output.ndim == 2:
-            self._loss = find_array_loss(criterion, found.target, found.output.shape[1])
-        if found.last is not None and self._loss is None:
-            raise found.refuse_criterion(criterion)
+            self._loss = find_array_loss(criterion, target, found.output.shape[1])
+        if found.layers is not None and self._loss is None:
+            raise NeedsOwnLoop(
+                "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, "
+                "or CrossEntropyLoss of class indices without weights, with reduction='mean', got "
+                f"{name_criterion(criterion)} (reduction={getattr(criterion, 'reduction', None)!r},"
+                f" labels of {target.dtype} and shape {tuple(target.shape)})"
+            )
 
     def read_targets(self, member: Member) -> None:
         """Check the targets of a net."""
@@ -163,42 +146,43 @@ class VmappedNets:
         """Train nets for an epoch, and record their batches."""
         stack, body, found = Stack(members, self._found.unused), self._body, self._found
         like = next(iter(stack.weights.values()))
-        body.bind({**stack.weights, **stack.fixed}, stack.gradients, stack.buffers)
-        settings = settings_of([member.net for member in members], like)
-        step = self._step(members)
-        masks = [] if not body.dropout else make_generators(members, like.device)
-        recorded = []
+        body.bind(stack)
+        streams = make_generators(members, like.device) if found.masks else []
+        rates: dict[str, Any] = {name: found.module.get_submodule(name).p for name in found.masks}
+        earlier = None
+        if found.layers is not None and found.layers.earlier:
+            assert self._loss is not None
+            earlier = EarlierTerms(body, self._loss, found.layers, members)
+        make_step = self._make_step(members[0], earlier)
 
         def as_arrays(batch: Batch) -> Batch:
             if self._loss is None:
                 return batch
-            d = found.output.shape[1]
-            return batch._replace(targets=self._loss.targets(batch.targets, d, like))
+            wanted = self._loss.targets(batch.targets, found.output.shape[1], like)
+            return batch._replace(targets=wanted)
 
-        with torch.no_grad():
-            values = [member.values for member in members]
-            for batch in cut_batches(members, values, like, as_arrays):
-                body.set_masks({
-                    f"{name}.mask": draw_mask(
-                        masks, (batch.shares.shape[1], *found.masks[name]), part.rate, like
-                    )
-                    for name, part in body.dropout.items()
-                })
-                recorded.append(step(batch, settings))
-                stack.step()
-        if isinstance(step, EarlierStep):
-            step.finish()
-        if settings is not None:
-            settings.finish(member.net for member in members)
-        stack.hand_over()
-        record_epoch(members, recorded)
+        def step(batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
+            n = batch.shares.shape[1]
+            body.masks = {
+                name: draw_mask(streams, (n, *shape), rates[name], like)
+                for name, shape in found.masks.items()
+            }
+            return make_step(batch, settings)
 
-    def _step(self, members: Sequence[Member]) -> Callable[[Batch, Settings | None], Any]:
-        if self._found.earlier:
-            return EarlierStep(self._body, self._loss, self._found, members)
-        if self._loss is not None:
-            return Step(self._body, self._loss)
-        return partial(_step_of_any, self._body, members[0])
+        values = [member.values for member in members]
+        train_epoch(step, members, values, stack, like, as_arrays)
+        if earlier is not None:
+            earlier.finish()
+
+    def _make_step(
+        self, member: Member, earlier: "EarlierTerms | None"
+    ) -> Callable[[Batch, Settings | None], tuple[Any, ...]]:
+        """Return a function that makes a step."""
+        if self._loss is None:
+            return partial(_step_of_any, self._body, member)
+        layers = self._found.layers
+        at_last = layers is not None and layers.is_penalised
+        return Step(self._body, self._loss, at_last=at_last, earlier=earlier)
 
 
 def _step_of_any(
@@ -221,17 +205,18 @@ def _step_of_any(
 # -- the penalty at earlier layers -----------------------------------------------------------
 
 
-class EarlierStep:
-    """Steps with a penalty at linear layers before the last one, see `_penalty.random_changes`.
+class EarlierTerms:
+    """The penalties of nets at linear layers before the last one.
 
     Each net draws the random signs that it draws if it is trained alone.
     """
 
-    def __init__(self, body: Vmapped, loss: Any, found: Probe, members: Sequence[Member]) -> None:
-        self._body, self._loss, self._found = body, loss, found
+    def __init__(
+        self, body: Vmapped, loss: ArrayLoss, layers: PenaltyLayers, members: Sequence[Member]
+    ) -> None:
+        self._body, self._loss, self._layers, self._members = body, loss, layers, members
         self._criterion = Loss(members[0].net.criterion_)
         self._n_draws = members[0].net.flatness_probes
-        self._members = members
         self._generators = [torch.Generator() for _ in members]
         for member, generator in zip(members, self._generators, strict=True):
             generator.set_state(member.random_state)
@@ -241,48 +226,21 @@ class EarlierStep:
         for member, generator in zip(self._members, self._generators, strict=True):
             member.random_state = generator.get_state()
 
-    def __call__(self, batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
-        """Write the gradients of a batch; return losses, penalties and shares of them."""
-        assert settings is not None
-        body = self._body
-        z, phi, weight = body.forward(batch.inputs)
-        loss, of_z, p = self._loss.slopes(z, batch.targets, batch.shares)
-        scale = settings.factors / self._loss.divisor(z.shape[-1])
+    def __call__(self, batch: Batch, factors: Tensor) -> Tensor:
+        """Compute the penalties, with their graph. Shapes: `factors` (k,), returns (k,)."""
         with torch.enable_grad():
-            draw = (self._slopes if self._found.is_piecewise_linear else self._forms)(batch)
-            draws = [draw(*self._signs(batch)) for _ in range(self._n_draws)]
-            value = scale * torch.stack(draws).mean(0)
-        total, term = value.detach(), None
-        if self._found.at_last:
-            exact = batch.shares * (scale / (2 * phi.shape[-1]))[:, None]
-            term = self._loss.trace_term(p, phi, weight, exact[..., None])
-            total = total + term.value
+            draw = (self._slopes if self._layers.is_piecewise_linear else self._forms)(batch)
+            draws = [draw(*self._draw_signs(batch)) for _ in range(self._n_draws)]
+            return factors * torch.stack(draws).mean(0)
 
-        def differentiate(of_loss: float, of_penalty: Tensor) -> None:
-            each = of_penalty[:, None, None]
-            if term is None:
-                body.pull([(body.z, of_loss * of_z), (value, of_penalty)])
-                return
-            pairs = [
-                (body.z, of_loss * of_z + each * term.z),
-                (value, of_penalty),
-                (body.inputs[str(body.last)], each * term.of_phi * phi),
-                (body.leaves[f"{body.last}.weight"], each * term.weight),
-            ]
-            body.pull(pairs)
-
-        gain = self._loss.gain(loss, z, batch.targets, batch.shares)
-        share = limited(settings.limit, body.gradients, differentiate, gain, total)
-        return loss, total, share
-
-    def _signs(self, batch: Batch) -> list[Tensor]:
-        """Draw the signs of a draw."""
-        n, like = batch.shares.shape[1], batch.shares
-        if self._found.is_piecewise_linear:
-            shared = [(n_shared(m), m) for m in self._found.earlier.values() if n_shared(m)]
-            shapes = [(n, self._found.output.shape[1]), *shared]
+    def _draw_signs(self, batch: Batch) -> list[Tensor]:
+        """Draw the signs of an estimate."""
+        (n, like), widths = (batch.shares.shape[1], batch.shares), self._layers.earlier.values()
+        if self._layers.is_piecewise_linear:
+            shared = [(n_shared(m), m) for m in widths if n_shared(m)]
+            shapes = [(n, self._body.z.shape[2]), *shared]
         else:
-            shapes = [(n, m) for m in self._found.earlier.values()]
+            shapes = [(n, m) for m in widths]
         counts = [n_words(shape) for shape in shapes]
         words = torch.stack([
             draw_words(sum(counts), torch.device("cpu"), one) for one in self._generators
@@ -290,28 +248,25 @@ class EarlierStep:
         parts = torch.split(words, counts, 1)
         return [signs_of(part, one, like) for part, one in zip(parts, shapes, strict=True)]
 
-    def _layers(self) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-        """Yield what moves the output of each layer, norms of its inputs, weight and width."""
-        for name, m in self._found.earlier.items():
-            norms = torch.linalg.vector_norm(self._body.inputs[name], dim=2, keepdim=True)
-            yield self._body.moves[name], norms, self._body.leaves[f"{name}.weight"], m
+    def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and the weight of each layer."""
+        for name in self._layers.earlier:
+            yield self._body.inputs[name], self._body.leaves[f"{name}.weight"]
 
     def _slopes(self, batch: Batch) -> Callable[..., Tensor]:
         """Return the mean squared slopes along random changes, for a piecewise linear network."""
-        z, layers = self._body.z, list(self._layers())
+        z, moves, rows = self._body.z, list(self._body.moves.values()), list(self._rows())
         curvature = self._criterion.closed_form("identity", z.flatten(0, 1), None)
         assert curvature is not None
         roots = batch.shares.sqrt()[..., None]
 
         def draw(of_outputs: Tensor, *shared: Tensor) -> Tensor:
             cotangent = curvature.root_product((of_outputs * roots).flatten(0, 1)).view_as(z)
-            moves = [move for move, *_ in layers]
             gradients = torch.autograd.grad(z, moves, cotangent, create_graph=True)
-            vectors, squares = iter(shared), []
-            for (_, norms, weight, m), gradient in zip(layers, gradients, strict=True):
-                n = n_shared(m)
-                columns = weight @ next(vectors).transpose(1, 2) if n else weight
-                slopes = (gradient * (norms * (2 * m * max(1, n)) ** -0.5)) @ columns
+            signs, squares = iter(shared), []
+            for (features, weight), gradient in zip(rows, gradients, strict=True):
+                own = next(signs) if n_shared(weight.shape[2]) else None
+                slopes = slopes_of_rows(gradient, features, weight, own)
                 squares.append(slopes.square().sum(dim=(1, 2)))
             return torch.stack(squares).sum(0)
 
@@ -319,17 +274,12 @@ class EarlierStep:
 
     def _forms(self, batch: Batch) -> Callable[..., Tensor]:
         """Return the mean forms of the Hessian along random changes, for any other network."""
-        layers = list(self._layers())
-        moves = [move for move, *_ in layers]
-        divisor = self._loss.divisor(self._body.z.shape[-1])
-        losses = self._loss.each(self._body.z, batch.targets)[0].sum() * divisor
+        z, moves, rows = self._body.z, list(self._body.moves.values()), list(self._rows())
+        losses = self._loss.each(z, batch.targets)[0].sum() * self._loss.divisor(z.shape[2])
         gradients = torch.autograd.grad(losses, moves, create_graph=True)
 
         def draw(*signs: Tensor) -> Tensor:
-            changes = [
-                (one @ weight.transpose(1, 2)) * (norms * (2 * m) ** -0.5)
-                for one, (_, norms, weight, m) in zip(signs, layers, strict=True)
-            ]
+            changes = [changes_of_rows(one, *two) for one, two in zip(signs, rows, strict=True)]
             products = torch.autograd.grad(gradients, moves, changes, create_graph=True)
             forms = [
                 (product * change * batch.shares[..., None]).sum(dim=(1, 2))
