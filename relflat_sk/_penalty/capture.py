@@ -115,7 +115,8 @@ class FirstPass:
             # a penalty at the last layer differentiates no other part of the network again
             explicit=self.norms if earlier else [],
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
-            compiles=not earlier and self.ends_in_last,
+            # hooks of the last layer would run in compiled code, too
+            compiles=not earlier and self.ends_in_last and not _has_hooks(self.named[last]),
         )
 
     def _check(
@@ -139,6 +140,11 @@ class FirstPass:
             check_linear(record, *self.rows[record.name])
         with without_autocast(output):
             check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """Return whether functions run before or behind a layer."""
+    return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
 
 
 def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:

@@ -118,7 +118,9 @@ def test_refuses_a_network_that_begins_to_do_more_behind_its_last_layer():
         penalty(CE, output, y)
     net.scale = 2.0
     with (
-        pytest.raises(RuntimeError, match=r"last layer \('classes'\) at first, and something else"),
+        pytest.raises(
+            RuntimeError, match=r"last layer \('heads.classes'\) at first, and something else"
+        ),
         penalty.capture(compiled),
     ):
         compiled(X)
