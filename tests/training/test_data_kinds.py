@@ -2,51 +2,71 @@
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from pandas.testing import assert_frame_equal
 from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_iris
+from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from skorch import NeuralNetClassifier
 from skorch.dataset import ValidSplit
+from skorch.helper import predefined_split
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from relflat_sk import (
     FlatMinimaSearch,
     FlatnessScorer,
     RelativeFlatnessRegularizedClassifier,
+    StopAtGradientNorm,
+    StopAtLoss,
+    feature_robustness,
     flatness_report,
     get_measure_names,
+    measure,
     relative_flatness,
 )
-from relflat_sk._network.batches import RowSource
-from relflat_sk.search._provenance import digest
+from relflat_sk._network import RowSource
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.search import _provenance
 from relflat_sk.training import _batches
-from relflat_sk.training._batches import StoredRows
-from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, zarr_array
+from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, Stream, zarr_array
+from tests.training.common import Binary, Classifier, Regressor
 
 N = 90
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, 4)).astype(np.float32)
 Y = X[:, :3].argmax(axis=1)
+FORMATS = ["csr_array", "csr_matrix", "csc_array", "csc_matrix", "coo_array", "dok_matrix"]
 
 
-def make(**params):
-    sizes = {"module__n_features": 4, "module__n_outputs": 3}
-    settings = {"max_epochs": 3, "lr": 0.01, "verbose": 0, "random_state": 0, **sizes}
-    return RelativeFlatnessRegularizedClassifier(**{**settings, **params})
+def make(kind=Classifier, **params):
+    settings = {"max_epochs": 3, "lr": 0.01, "verbose": 0, "random_state": 0}
+    return kind(**{**settings, **params})
+
+
+def sized(**params):
+    """Make a net that needs no arrays to know its sizes."""
+    return make(module__n_features=4, module__n_outputs=3, **params)
 
 
 @pytest.fixture(scope="module")
 def net():
-    return make(max_epochs=10).fit(X, Y)
+    return sized(max_epochs=10).fit(X, Y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_flatness_and_scores(net, kind, tmp_path):
-    inputs, labels = KINDS[kind](tmp_path, X, Y)
-    assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
-    assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
+@pytest.fixture(scope="module")
+def in_order():
+    """A net that was trained on arrays in their order."""
+    return sized(iterator_train__shuffle=False, batch_size=30).fit(X, Y)
+
+
+# -- measures, training and searches on each kind of data ----------------------------------
 
 
 def report(net, *data):
@@ -56,33 +76,31 @@ def report(net, *data):
     return flatness_report(net, *data, measures=names, **params).set_index("measure")
 
 
-@pytest.fixture(scope="module")
-def expected_report(net):
-    return report(net, X, Y)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_measure(net, expected_report, kind, tmp_path):
-    found = report(net, *KINDS[kind](tmp_path, X, Y))
+def test_every_measure(net, kind, tmp_path):
+    expected, found = report(net, X, Y), report(net, *KINDS[kind](tmp_path, X, Y))
     columns = ["value", "method", "n_samples"]
-    assert_frame_equal(found[columns], expected_report[columns], rtol=1e-4, atol=1e-6)
+    assert_frame_equal(found[columns], expected[columns], rtol=1e-4, atol=1e-6)
     # a residual of rounding errors depends on the batches
-    assert_allclose(found["stderr"], expected_report["stderr"], rtol=1e-4, atol=1e-4)
+    assert_allclose(found["stderr"], expected["stderr"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("own_loop")
-def test_a_net_trains_and_predicts_as_with_arrays_in_memory(kind, tmp_path):
+def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kind, tmp_path):
     inputs, labels = KINDS[kind](tmp_path, X, Y)
+    assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
+    assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
     # chunks are shuffled in another order, and so are data sets
     params = {"iterator_train__shuffle": kind in ARRAYS and kind != "zarr"}
-    if kind == "loader":
-        params["batch_size"] = 13
-    trained, expected = make(**params).fit(inputs, labels), make(**params).fit(X, Y)
+    params |= {"batch_size": 13} if kind == "loader" else {}
+    trained, expected = sized(**params).fit(inputs, labels), sized(**params).fit(X, Y)
     assert trained.history[:, "train_loss"] == expected.history[:, "train_loss"]
     assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
+    assert_allclose(trained.constant_comparison_.loss, expected.constant_comparison_.loss)
     assert_array_equal(trained.predict_proba(inputs), expected.predict_proba(X))
+    assert trained.score(inputs, Y) == expected.score(X, Y)
     if kind in ARRAYS:
         assert trained.n_features_in_ == 4
 
@@ -92,9 +110,14 @@ def test_samples_that_are_held_out_are_not_measured(kind, tmp_path):
     inputs, labels = ARRAYS[kind](tmp_path, X, Y)
     params = {"train_split": ValidSplit(3), "iterator_train__shuffle": False}
     weights = RNG.uniform(size=N)
-    trained = make(**params).fit(inputs, labels, sample_weight=weights)
-    expected = make(**params).fit(X, Y, sample_weight=weights)
+    trained = sized(**params).fit(inputs, labels, sample_weight=weights)
+    expected = sized(**params).fit(X, Y, sample_weight=weights)
     assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
+    assert np.isfinite(
+        sized(train_split=ValidSplit(3))
+        .fit(*SETS["tensors"](tmp_path, X, Y))
+        .history[-1, "valid_acc"]
+    )
 
 
 def test_several_inputs():
@@ -106,14 +129,14 @@ def test_several_inputs():
         def forward(self, a, b):
             return self.out(torch.cat([a, b], dim=1))
 
-    params = {"module": Two, "max_epochs": 2, "verbose": 0, "random_state": 0}
     parts = {"b": X[:, 1:], "a": X[:, :1]}
-    expected = RelativeFlatnessRegularizedClassifier(**params).fit(parts, Y)
+    expected = make(module=Two).fit(parts, Y)
+    assert expected.score(parts, Y) > 0.3
     for stored in (
         {"b": X[:, 1:], "a": ComputedRows(X[:, :1])},
         {name: ComputedRows(part) for name, part in parts.items()},
     ):
-        trained = RelativeFlatnessRegularizedClassifier(**params).fit(stored, Y)
+        trained = make(module=Two).fit(stored, Y)
         assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
 
 
@@ -128,7 +151,7 @@ def test_a_pipeline_transforms_rows_when_they_are_read(kind, tmp_path):
 
 
 def test_a_net_in_a_pipeline(tmp_path):
-    model = make_pipeline(StandardScaler(), StandardScaler(), make(batch_size=20)).fit(X, Y)
+    model = make_pipeline(StandardScaler(), StandardScaler(), sized(batch_size=20)).fit(X, Y)
     pairs, _ = LOADER["loader"](tmp_path, X, Y)
     assert_allclose(relative_flatness(model, pairs), relative_flatness(model, X, Y), rtol=1e-6)
 
@@ -142,29 +165,42 @@ def test_labels_of_a_data_set_are_not_transformed(tmp_path):
 @pytest.mark.parametrize("kind", ["memmap", "zarr", "computed", "map-style", "stream", "loader"])
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")  # no minimum
 def test_a_search(kind, tmp_path):
-    inputs, labels = KINDS[kind](tmp_path, X, Y)
     params = {"batch_size": 13} if kind == "loader" else {}
-    space = {"flatness_weight": [0.0, 0.1]}
 
     def search(*data):
-        estimator = make(iterator_train__shuffle=False, **params)
+        estimator = sized(iterator_train__shuffle=False, **params)
+        space = {"flatness_weight": [0.0, 0.1]}
         return FlatMinimaSearch(estimator, space, goal=None, random_state=0).fit(*data)
 
-    found, expected = search(inputs, labels), search(X, Y)
+    found, expected = search(*KINDS[kind](tmp_path, X, Y)), search(X, Y)
     names = ["param_flatness_weight", "relative_flatness", "train_loss"]
     assert_frame_equal(found.minima_[names], expected.minima_[names], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path, monkeypatch):
-    from relflat_sk.search import _provenance
-
     monkeypatch.setattr(_provenance, "_ROWS", 20)
     inputs, _ = ARRAYS[kind](tmp_path, X, Y)
-    found = digest(inputs)
+    found = _provenance.digest(inputs)
     if kind == "computed":
         assert inputs.most == 20
-    assert found == digest(X)
+    assert found == _provenance.digest(X)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (np.where(X > 2, np.nan, X), "X contains NaN or infinity"),
+        (X[:, 0], r"X must have shape \(n_samples, n_features, ...\), got \(90,\)"),
+        (X[:, :0], r"X has shape \(90, 0\), and there is nothing to learn from"),
+    ],
+    ids=["nan", "one axis", "no features"],
+)
+def test_rows_on_disk_are_checked(net, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        sized().fit(ComputedRows(inputs), Y)
+    with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4 features"):
+        net.predict(ComputedRows(X[:, :3]))
 
 
 # -- chunks --------------------------------------------------------------------------------
@@ -174,7 +210,7 @@ def _epoch(source, seed):
     """The numbers of an epoch's rows in their order."""
     torch.manual_seed(seed)
     rows = np.arange(len(source))
-    return np.array(list(_batches._ByChunks(StoredRows(source), rows)))
+    return np.array(list(_batches._ByChunks(_batches.StoredRows(source), rows)))
 
 
 def test_an_epoch_has_each_row_once_and_reads_each_chunk_once(tmp_path, monkeypatch):
@@ -190,7 +226,7 @@ def test_an_epoch_has_each_row_once_and_reads_each_chunk_once(tmp_path, monkeypa
         "read_chunk",
         lambda chunk: read.append(chunk) or RowSource.read_chunk(source, chunk),
     )
-    rows = StoredRows(source)
+    rows = _batches.StoredRows(source)
     batches = [rows[part] for part in np.array_split(order, 12)]
     assert_array_equal(np.concatenate(batches), X[order])
     assert sorted(read) == list(range(13))
@@ -201,27 +237,259 @@ def test_chunks_of_a_subset(tmp_path):
     source = RowSource(zarr_array(tmp_path, X)).subset(chosen)
     order = _epoch(source, 0)
     assert sorted(order) == list(range(40))
-    assert_array_equal(StoredRows(source)[order[:9]], X[chosen][order[:9]])
+    assert_array_equal(_batches.StoredRows(source)[order[:9]], X[chosen][order[:9]])
 
 
-def test_a_net_refuses_what_is_not_finite_when_it_reads_it():
-    with pytest.raises(ValueError, match="X contains NaN or infinity"):
-        make().fit(ComputedRows(np.where(X > 2, np.nan, X)), Y)
+# -- streams and data loaders --------------------------------------------------------------
+
+
+class Once(IterableDataset):
+    """Can be read once, like a socket."""
+
+    def __init__(self):
+        self.pairs = iter(Stream(X, Y))
+
+    def __iter__(self):
+        return self.pairs
+
+
+class Sized(Stream):
+    def __len__(self):
+        return N
+
+
+@pytest.mark.parametrize("stream", [Stream, Sized])
+@pytest.mark.usefixtures("own_loop")
+def test_streams_with_all_layers_in_further_training_and_validation(stream):
+    streamed = sized(flatness_layer="all").fit(stream(X, Y))
+    fitted = sized(flatness_layer="all", iterator_train__shuffle=False).fit(X, Y)
+    assert streamed.history[:, "train_loss"] == fitted.history[:, "train_loss"]
+    assert_allclose(streamed.relative_flatness_, fitted.relative_flatness_, rtol=1e-6)
+    net = sized(train_split=predefined_split(stream(X, Y))).partial_fit(stream(X, Y))
+    assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=1e-6)
+    assert len(net.history[:, "valid_loss"]) == 3
+
+
+@pytest.mark.parametrize("callback", [StopAtLoss(0.6), StopAtGradientNorm(0.5)], ids=type)
+def test_callbacks_of_convergence_read_the_stream_again(callback):
+    streamed, fitted = (
+        sized(max_epochs=60, callbacks=[callback], iterator_train__shuffle=False).fit(*data)
+        for data in [(Stream(X, Y),), (X, Y)]
+    )
+    assert streamed.converged_
+    assert len(streamed.history) == len(fitted.history) < 60
+
+
+def test_a_stream_that_is_read_once_is_trained_and_not_measured(in_order):
+    net = sized(batch_size=30)
+    net.set_params(max_epochs=1)
+    with pytest.warns(FlatnessWarning, match="X is a stream .* let its __iter__ return a new"):
+        net.fit(Once())
+    assert np.isnan(net.relative_flatness_)
+    for name in ("train_loss", "flatness_penalty", "flatness_clipped"):  # recorded on the way
+        assert net.history[0, name] == pytest.approx(in_order.history[0, name], rel=1e-6)
+
+
+def test_data_loaders_that_shuffle_and_plain_nets_of_skorch(net):
+    pairs = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    loader = DataLoader(pairs, batch_size=30, shuffle=True)
+    assert_allclose(relative_flatness(net, loader), relative_flatness(net, X, Y))
+    with pytest.raises(ValueError, match="nobody knows which prediction is whose"):
+        net.predict(loader)
+    plain = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
+    plain.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
+    assert_allclose(relative_flatness(plain, loader), relative_flatness(plain, X, Y), rtol=1e-6)
+
+
+# -- sparse matrices -----------------------------------------------------------------------
+
+DENSE = RNG.normal(size=(N, 20)) * (RNG.uniform(size=(N, 20)) < 0.2)
+SPARSE = scipy.sparse.csr_array(DENSE)
+Z = DENSE[:, :3].argmax(axis=1)
+SPARSE_TASKS = {
+    "classes": (Classifier, np.array(["a", "b", "c"])[Z]),
+    "binary": (Binary, Z > 0),
+    "regression": (Regressor, DENSE @ RNG.normal(size=20)),
+}
+
+
+@pytest.mark.parametrize("task", SPARSE_TASKS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_sparse_data_give_what_dense_ones_do(task, name):
+    kind, y = SPARSE_TASKS[task]
+    sparse = getattr(scipy.sparse, name)(DENSE)
+    dense_net, net = make(kind).fit(DENSE, y), make(kind).fit(sparse, y)
+    assert net.n_features_in_ == 20
+    assert net.__sklearn_tags__().input_tags.sparse
+    # by formulas for dense data, and by torch's autograd for sparse ones
+    losses, expected = ([*one.history[:, "train_loss"]] for one in (net, dense_net))
+    assert_allclose(losses, expected, rtol=1e-10)
+    assert_same = assert_allclose if task == "regression" else assert_array_equal
+    assert_same(net.predict(sparse), dense_net.predict(DENSE))
+    assert_allclose(net.relative_flatness_, dense_net.relative_flatness_, rtol=1e-8)
+    assert_allclose(relative_flatness(net, sparse, y), relative_flatness(dense_net, DENSE, y))
+    assert_allclose(FlatnessScorer()(net, sparse, y), FlatnessScorer()(dense_net, DENSE, y))
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    "params",
     [
-        (X[:, 0], r"X must have shape \(n_samples, n_features, ...\), got \(90,\)"),
-        (X[:, :0], r"X has shape \(90, 0\), and there is nothing to learn from"),
+        {"train_split": ValidSplit(4)},
+        {"callbacks": [StopAtLoss(0.5)], "max_epochs": 40},
+        {"callbacks": [StopAtGradientNorm(0.3)], "max_epochs": 40},
+        {"batch_size": -1},
+        {"flatness_layer": "all"},
+        {"iterator_train__num_workers": 0},
     ],
-    ids=["one axis", "no features"],
 )
-def test_shapes_on_disk_are_checked(inputs, message):
+@pytest.mark.parametrize("weights", [None, np.arange(N)])
+@pytest.mark.usefixtures("own_loop")
+def test_ways_of_training_on_sparse_data(params, weights):
+    dense, sparse = (
+        make(**params).fit(data, Z, sample_weight=weights).partial_fit(data, Z)
+        for data in (DENSE, SPARSE)
+    )
+    assert sparse.history[:, "train_loss"] == dense.history[:, "train_loss"]
+    assert_allclose(sparse.relative_flatness_, dense.relative_flatness_, rtol=1e-12)
+
+
+def test_types_of_sparse_numbers():
+    counts = scipy.sparse.csr_array(RNG.integers(0, 3, size=(N, 5)))
+    assert make().fit(counts, Z).predict(counts).shape == (N,)
+    assert make().fit(SPARSE.astype("f4"), Z).predict_proba(SPARSE.astype("f4")).dtype == "f4"
+
+
+def test_cross_validation_and_searches_on_sparse_data():
+    dense, sparse = (
+        cross_val_score(make(), data, Z, cv=3, scoring=FlatnessScorer(at_minimum="ignore"))
+        for data in (DENSE, SPARSE)
+    )
+    assert_allclose(sparse, dense)
+    search = GridSearchCV(make(), {"lr": [0.01, 0.03]}, cv=3).fit(SPARSE, Z)
+    assert search.best_score_ > 0.5
+    searches = [
+        FlatMinimaSearch(make(max_epochs=100), {"lr": [0.01, 0.03]}, random_state=0).fit(data, Z)
+        for data in (DENSE, SPARSE)
+    ]
+    assert_allclose(*(search.minima_["relative_flatness"] for search in searches))
+
+
+def test_text_in_a_pipeline():
+    texts, labels = ["good film", "bad film", "good", "bad"] * 10, [1, 0, 1, 0] * 10
+    pipeline = make_pipeline(CountVectorizer(), make(max_epochs=30)).fit(texts, labels)
+    assert pipeline.score(texts, labels) == 1
+    assert relative_flatness(pipeline, texts, labels) > 0
+
+
+@pytest.mark.parametrize("kind", [scipy.sparse.csr_array, scipy.sparse.csr_matrix])
+def test_only_a_batch_is_made_dense(kind, monkeypatch):
+    rows = []
+    for base in (scipy.sparse.csr_array, scipy.sparse.csr_matrix):
+
+        def toarray(matrix, original=base.toarray):
+            rows.append(matrix.shape[0])
+            return original(matrix)
+
+        monkeypatch.setattr(base, "toarray", toarray)
+    sparse = kind(DENSE)
+    net = make(batch_size=16, iterator_valid__batch_size=16)
+    net.fit(sparse, Z, sample_weight=np.ones(N))
+    net.partial_fit(sparse, Z)
+    net.predict(sparse)
+    relative_flatness(net, sparse, Z, batch_size=16)
+    flatness_report(net, sparse, Z, measures=["relative_flatness"], batch_size=16)
+    cross_val_score(net, sparse, Z, cv=3)
+    assert set(rows) <= set(range(1, 17))
+    assert 16 in rows
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (SPARSE * np.nan, "contains NaN"),
+        (SPARSE * np.inf, "contains (NaN|infinity)"),
+        (scipy.sparse.csr_array((0, 20)), r"0 sample\(s\)"),
+    ],
+    ids=["nan", "infinity", "empty"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_refuses_sparse_data(data, message):
     with pytest.raises(ValueError, match=message):
-        make().fit(ComputedRows(inputs), Y)
+        make().fit(data, Z[: data.shape[0]])
+    with pytest.raises(ValueError, match="X has 19 features"):
+        make(max_epochs=0).fit(SPARSE, Z).predict(SPARSE[:, :19])
 
 
-def test_another_number_of_features(net):
-    with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4 features"):
-        net.predict(ComputedRows(X[:, :3]))
+# -- data frames ---------------------------------------------------------------------------
+
+IRIS, SPECIES = load_iris(return_X_y=True)
+WEIGHTS = np.linspace(1, 2, len(IRIS))
+NAMES = ["a", "b", "c", "d"]
+FRAMES = {
+    "pandas": lambda pd: (
+        pd.DataFrame(IRIS, columns=NAMES), pd.Series(SPECIES), pd.Series(WEIGHTS)
+    ),
+    "polars": lambda pl: (
+        pl.DataFrame(IRIS, schema=NAMES), pl.Series(SPECIES), pl.Series(WEIGHTS)
+    ),
+    "pyarrow": lambda pa: (
+        pa.table(dict(zip(NAMES, IRIS.T, strict=True))), pa.array(SPECIES), pa.array(WEIGHTS)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def _warn_each_time():
+    torch.set_warn_always(True)  # else torch warns of read-only arrays only once in a process
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("_warn_each_time")
+@pytest.mark.parametrize("library", FRAMES)
+def test_frames_train_the_net_that_arrays_train(library):
+    module = pytest.importorskip(library, reason=f"needs {library}")
+    frame, labels, weights = FRAMES[library](module)
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=2, random_state=0, verbose=0)
+    expected = net.fit(IRIS, SPECIES, sample_weight=WEIGHTS).predict_proba(IRIS)
+    flatness = net.relative_flatness_
+    net.fit(frame, labels, sample_weight=weights)
+    assert_array_equal(net.predict_proba(frame), expected)
+    assert net.feature_names_in_.tolist() == NAMES
+    assert relative_flatness(net, frame, labels, sample_weight=weights) == flatness
+    search = FlatMinimaSearch(net, {"random_state": [0]}, goal=0.9)
+    search.fit(frame, labels, sample_weight=weights, X_test=frame, y_test=labels)
+    assert search.feature_names_in_.tolist() == NAMES
+    assert search.score(frame, labels) == search.minima_["test_score"].iloc[0]
+
+
+@pytest.mark.parametrize("library", ["polars", "pyarrow"])
+def test_frames_with_dates_are_refused(library):
+    module = pytest.importorskip(library, reason=f"needs {library}")
+    dates = np.full(len(IRIS), np.datetime64("2020-01-01"))
+    table = module.table if library == "pyarrow" else module.DataFrame
+    with pytest.raises(TypeError, match="columns that hold no numbers: 'd' .*turn dates"):
+        Classifier().fit(table({"x": IRIS[:, 0], "d": dates}), SPECIES)
+
+
+# -- devices -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_refuses_a_device_that_is_not_there(net):
+    message = "device='cuda' cannot be used here: .* Pass device='cpu'"
+    absent = make(device="cuda")
+    criterion = nn.CrossEntropyLoss()
+    for call in [
+        lambda: absent.fit(X, Y),
+        lambda: absent.partial_fit(X, Y),
+        lambda: relative_flatness(net, X, Y, device="cuda"),
+        lambda: relative_flatness(net.module_, X, Y, criterion=criterion, device="cuda"),
+        lambda: measure("hessian_trace", net, X, Y, device="cuda"),
+        lambda: flatness_report(net, X, Y, device="cuda"),
+        lambda: FlatnessScorer(measure_params={"device": "cuda"})(net, X, Y),
+        lambda: feature_robustness(net, X, Y, 0.1, device="cuda"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not absent.initialized_

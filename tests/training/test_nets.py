@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from joblib import Parallel, delayed
 from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
 from sklearn.datasets import load_digits, make_friedman1
 from sklearn.model_selection import cross_val_score
@@ -19,42 +18,34 @@ from skorch.dataset import ValidSplit
 from skorch.helper import SliceDataset
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     MLP,
     FlatnessWarning,
     LayerNotFoundError,
     RelativeFlatnessPenalty,
-    RelativeFlatnessRegularizedBinaryClassifier,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
-    RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
     relative_flatness,
 )
+from tests.training.common import (
+    INDEX,
+    LABELS,
+    NAMES,
+    SIZES,
+    VALUES,
+    Binary,
+    Classifier,
+    Net,
+    Regressor,
+    X,
+    dataset,
+    make,
+    same,
+)
 
 FLOAT32 = 1e-5
-Net = RelativeFlatnessRegularizedNet
-Classifier = RelativeFlatnessRegularizedClassifier
-Binary = RelativeFlatnessRegularizedBinaryClassifier
-Regressor = RelativeFlatnessRegularizedRegressor
-
-
-def make(kind=Classifier, **params):
-    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 3, "batch_size": 16}
-    return kind(**{**defaults, **params})
-
-
-rng = np.random.default_rng(0)
-X = rng.normal(size=(42, 4)).astype(np.float32)
-INDEX = X[:, :3].argmax(axis=1)
-NAMES = np.array(["x", "y", "z"])[INDEX]
-VALUES = (X @ np.array([1.0, -2.0, 0.5, 0.0])).astype(np.float32)
-
-
-def same(net, other):
-    assert_close(net.module_.state_dict(), other.module_.state_dict(), rtol=0, atol=0)
+# no step moves the weights, so that each batch has the loss and the penalty of the start
+STILL = {"optimizer": torch.optim.SGD, "lr": 1e-30, "flatness_clip": None}
 
 
 # -- what a step minimises ---------------------------------------------------------------
@@ -108,19 +99,16 @@ def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize, limit):
     assert net.history[0, "flatness_clipped"] == ("clip" in limit)
 
 
-class Counting(MLP):
-    calls: list = []  # noqa: RUF012
-
-    def forward(self, x):
-        self.calls.append((self.training, len(x)))
-        return super().forward(x)
-
-
 def test_makes_one_forward_pass_per_step():
-    Counting.calls.clear()
+    calls = []
+
+    class Counting(MLP):
+        def forward(self, x):
+            calls.append((self.training, len(x)))
+            return super().forward(x)
+
     make(module=Counting, max_epochs=2, flatness_layer="all").fit(X, NAMES)
-    steps = [n for training, n in Counting.calls if training]
-    assert steps == [16, 16, 10] * 2
+    assert [n for training, n in calls if training] == [16, 16, 10] * 2
 
 
 @pytest.mark.usefixtures("own_loop")
@@ -128,9 +116,8 @@ def test_weight_zero_is_stock_skorch():
     params = {"optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3, "batch_size": 16}
     params |= {"iterator_train__shuffle": True, "verbose": 0, "train_split": None}
     params |= {"optimizer__fused": True}  # as by default
-    module = {f"module__{k}": v for k, v in {"n_features": 4, "n_outputs": 3}.items()}
     torch.manual_seed(5)
-    stock = NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss, **params, **module)
+    stock = NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss, **params, **SIZES)
     stock.fit(X, INDEX)
     torch.manual_seed(5)
     net = Net(MLP, flatness_weight=0, **params).fit(X, INDEX)
@@ -158,20 +145,17 @@ def test_validation_is_without_penalty():
     assert net.history[-1, "flatness_penalty"] > 0.1
 
 
-def test_train_loss_is_an_epoch_s_mean_without_penalty():
-    params = {"optimizer": torch.optim.SGD, "lr": 1e-30, "max_epochs": 1, "flatness_clip": None}
-    net = make(**params, flatness_weight=3.0).fit(X, NAMES)
+def test_history_has_means_of_an_epoch_loss_and_penalty_apart():
+    net = make(**STILL, max_epochs=1, flatness_weight=3.0).fit(X, NAMES)
     with torch.no_grad():
         loss = nn.functional.cross_entropy(net.module_(torch.tensor(X)), torch.tensor(INDEX))
     assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=FLOAT32)
-    # the weights hardly move, so the batches' penalties average to that of all the data
     kappa = relative_flatness(net, X, NAMES)
     assert net.history[0, "flatness_penalty"] == pytest.approx(3 * kappa / 200, rel=FLOAT32)
 
 
 def test_warm_up_grows_linearly():
-    params = {"optimizer": torch.optim.SGD, "lr": 1e-30, "max_epochs": 4, "flatness_weight": 2.0}
-    params["flatness_clip"] = None
+    params = {**STILL, "max_epochs": 4, "flatness_weight": 2.0}
     full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
     for warmup, shares in [
         (3, [1 / 3, 2 / 3, 1, 1]),  # the first epoch has some weight, epoch 3 all of it
@@ -201,7 +185,7 @@ def test_an_objective_outside_of_epochs(warmup, share):
     assert losses[0] - losses[1] == pytest.approx(share * 2 * kappa / 200, rel=1e-4)
 
 
-def test_lbfgs_is_refused_with_a_penalty_only():
+def test_lbfgs_trains_without_penalty_only():
     params = {"optimizer": torch.optim.LBFGS, "lr": 0.5, "batch_size": -1}
     net = make(flatness_weight=0, **params).fit(X, NAMES)
     assert net.history[-1, "train_loss"] < 0.2
@@ -225,6 +209,20 @@ def test_lowers_flatness_at_similar_loss_on_digits():
     assert flat.relative_flatness_ < 0.7 * plain.relative_flatness_
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", [0.01, 1.0, 10.0])
+def test_the_default_penalty_does_not_cost_r2_in_any_unit(unit):
+    inputs, y = make_friedman1(400, noise=0.1, random_state=0)
+    inputs = scale(inputs).astype(np.float32)
+    scores = []
+    for weight in (0.1, 0.0):
+        net = Regressor(flatness_weight=weight, verbose=0, random_state=0)
+        net.fit(inputs[:300], unit * y[:300])
+        scores.append(net.score(inputs[300:], unit * y[300:]))
+    assert scores[0] > scores[1] - 0.01
+    assert scores[1] > 0.7
+
+
 @pytest.mark.parametrize(
     ("layer", "layers"),
     [(-1, [1]), ("hidden0", [0]), (["hidden0", -1], [0, 1]), ("all", [0, 1])],
@@ -243,18 +241,13 @@ def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
 # -- tasks -------------------------------------------------------------------------------
 
 
-def sizes(net):
-    linear = [m for m in net.module_.modules() if isinstance(m, nn.Linear)]
-    return linear[0].in_features, linear[-1].out_features
-
-
 @pytest.mark.parametrize(
     ("kind", "inputs", "y", "expected", "shape"),
     [
         (Net, X, NAMES, (4, 3), (42,)),
         (Classifier, X.reshape(42, 1, 2, 2), NAMES, (4, 3), (42,)),
         (Binary, X, INDEX > 0, (4, 1), (42,)),
-        (Binary, X, np.eye(3, dtype=int)[INDEX], (4, 3), (42, 3)),
+        (Binary, X, LABELS, (4, 3), (42, 3)),
         (Regressor, X, VALUES, (4, 1), (42,)),
         (Regressor, X, VALUES[:, None], (4, 1), (42, 1)),
         (Regressor, X, X[:, :2], (4, 2), (42, 2)),
@@ -263,45 +256,42 @@ def sizes(net):
 )
 def test_default_network_is_sized_from_the_data(kind, inputs, y, expected, shape):
     net = make(kind, max_epochs=40).fit(inputs, y)
-    assert sizes(net) == expected
+    linear = [m for m in net.module_ if isinstance(m, nn.Linear)]
+    assert (linear[0].in_features, linear[-1].out_features) == expected
     assert net.predict(inputs).shape == shape
     assert net.score(inputs, y) > 0.6
     assert net.relative_flatness_ == pytest.approx(relative_flatness(net, inputs, y), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        NAMES,
-        NAMES.astype(object),
-        INDEX * 10 - 7,
-        INDEX.astype(np.float64),
-        INDEX > 0,
-        list(NAMES),
-        pd.Series(NAMES),
-        pd.Categorical(NAMES),
-        torch.tensor(INDEX),
-        torch.tensor(INDEX > 0),
-    ],
-    ids=lambda y: f"{type(y).__name__} {getattr(y, 'dtype', '')}",
-)
+TEXT = np.array(["x", "y", "z"])
+LABELLED = {
+    "text": lambda y: TEXT[y],
+    "objects": lambda y: TEXT[y].astype(object),
+    "numbers": lambda y: y * 10 - 7,
+    "floats": lambda y: y.astype(np.float64),
+    "booleans": lambda y: y > 0,
+    "list": lambda y: TEXT[y].tolist(),
+    "series": lambda y: pd.Series(TEXT[y]),
+    "categories": lambda y: pd.Categorical(TEXT[y]),
+    "tensor": torch.tensor,
+    "tensor of booleans": lambda y: torch.tensor(y > 0),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
 @pytest.mark.parametrize("kind", [Classifier, Binary])
-def test_labels_of_any_kind(kind, labels):
-    flat = np.asarray(labels)
-    if kind is Binary:
-        keep = flat != flat[INDEX == 2][0] if len(np.unique(flat)) > 2 else np.ones(42, dtype=bool)
-    else:
-        keep = np.ones(42, dtype=bool)
-    y = flat[keep] if not isinstance(labels, torch.Tensor) else labels[torch.tensor(keep)]
-    net = make(kind, max_epochs=12, lr=0.03).fit(X[keep], y)
-    assert net.classes_.tolist() == np.unique(flat[keep]).tolist()
-    assert set(net.predict(X[keep]).tolist()) <= set(flat[keep].tolist())
-    assert net.score(X[keep], y) > 0.85
-    assert net.predict_proba(X[keep]).shape == (keep.sum(), len(net.classes_))
-    assert net.predict_proba(X[keep]).sum(axis=1) == pytest.approx(np.ones(keep.sum()), rel=1e-5)
+def test_labels_of_any_kind(kind, name):
+    keep = INDEX < 2 if kind is Binary else INDEX < 3
+    inputs, y = X[keep], LABELLED[name](INDEX[keep])
+    net = make(kind, max_epochs=12, lr=0.03).fit(inputs, y)
+    classes, index = np.unique(np.asarray(y), return_inverse=True)
+    assert net.classes_.tolist() == classes.tolist()
+    assert set(net.predict(inputs).tolist()) <= set(classes.tolist())
+    assert net.score(inputs, y) > 0.85
+    assert net.predict_proba(inputs).shape == (keep.sum(), len(classes))
+    assert net.predict_proba(inputs).sum(axis=1) == pytest.approx(np.ones(keep.sum()), rel=1e-5)
     # the same numbers as with indices: only the names differ
-    index = np.unique(flat[keep], return_inverse=True)[1]
-    same(make(kind, max_epochs=12, lr=0.03).fit(X[keep], index), net)
+    same(make(kind, max_epochs=12, lr=0.03).fit(inputs, index), net)
 
 
 def test_column_labels_are_taken_with_scikit_learn_s_warning():
@@ -340,47 +330,16 @@ def test_inputs_of_any_kind(convert):
     assert net.predict(inputs).tolist() == net.predict(X).tolist()
 
 
-def test_whole_numbers_as_inputs():
-    counts = rng.integers(0, 9, size=(30, 4))
-    net = make().fit(counts, counts[:, 0] > 4)
-    same(net, make().fit(counts.astype(np.float32), counts[:, 0] > 4))
-
-
-def test_data_frames_name_the_features():
-    net = make().fit(pd.DataFrame(X, columns=list("abcd")), NAMES)
-    assert net.feature_names_in_.tolist() == list("abcd")
-
-
-def test_read_only_targets():
+def test_whole_numbers_as_inputs_and_read_only_targets():
+    counts = (10 * X).astype(int)
+    same(make().fit(counts, NAMES), make().fit(counts.astype(np.float32), NAMES))
     make(Regressor).fit(X, read_only(X[:, :2]))
-    make(Binary).fit(X, read_only(np.eye(3, dtype=np.float32)[INDEX]))
-
-
-@pytest.mark.usefixtures("own_loop")
-def test_mappings_as_inputs():
-    params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 3}
-    net = make(**params).fit({"input": X}, NAMES)
-    same(net, make(**params).fit(X, NAMES))
-    assert net.score({"input": X}, NAMES) == net.score(X, NAMES)
-
-
-@pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
-def test_data_sets(split):
-    dataset = TensorDataset(torch.tensor(X), torch.tensor(INDEX))
-    params = {"module__n_features": 4, "module__n_outputs": 3, "train_split": split}
-    net = make(**params).fit(dataset)
-    same(net, make(**params).fit(X, NAMES))
-    assert net.predict(X).dtype.kind == "i"  # it has seen indices only
-    if split is None:
-        assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, INDEX), rel=1e-9)
-    else:
-        assert np.isfinite(net.history[-1, "valid_acc"])
+    make(Binary).fit(X, read_only(LABELS.astype(np.float32)))
 
 
 def test_slices_of_data_sets_in_cross_validation():
-    dataset = SliceDataset(TensorDataset(torch.tensor(X), torch.tensor(INDEX)))
     net = make(module__n_features=4, max_epochs=30)
-    assert cross_val_score(net, dataset, NAMES, cv=3).mean() > 0.6
+    assert cross_val_score(net, SliceDataset(dataset()), NAMES, cv=3).mean() > 0.6
 
 
 @pytest.mark.parametrize(
@@ -417,7 +376,7 @@ class Quartic(nn.Module):
         return (output - target).pow(4).mean()
 
 
-def test_an_unknown_criterion_makes_a_plain_net():
+def test_an_unknown_criterion_makes_a_plain_net_unless_the_task_is_fixed():
     params = {"module": nn.Linear, "module__in_features": 4, "module__out_features": 4}
     net = make(Net, criterion=Quartic, flatness_clip=None, **params).fit(X, X)
     assert not is_classifier(net)
@@ -426,24 +385,43 @@ def test_an_unknown_criterion_makes_a_plain_net():
     assert_close(net.predict(X), net.predict_proba(X), rtol=0, atol=0)
     assert net.history[-1, "flatness_penalty"] != 0
     assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, X), rel=1e-9)
-
-
-def test_an_unknown_criterion_with_the_task_fixed():
     assert make(Regressor, criterion=Quartic, max_epochs=90).fit(X, VALUES).score(X, VALUES) > 0.5
 
 
-def test_nll_takes_probabilities_as_in_skorch():
-    def softmaxed(n_features, n_outputs):
-        return nn.Sequential(MLP(n_features, n_outputs), nn.Softmax(dim=1))
+@pytest.mark.parametrize("own", [False, True], ids=["chain", "module"])
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+def test_targets_keep_the_digits_that_the_network_has(double, own):
+    y = VALUES.astype(np.float64) + 1e-9 * np.arange(42)
+    inputs = X.astype(np.float64) if double else X
 
-    torch.manual_seed(0)
-    net = make(module=softmaxed, criterion=nn.NLLLoss, random_state=None).fit(X, NAMES)
-    torch.manual_seed(0)
-    logits = make(random_state=None).fit(X, NAMES)
-    assert net.predict_proba(X) == pytest.approx(logits.predict_proba(X), abs=1e-4)
-    assert net.relative_flatness_ == pytest.approx(logits.relative_flatness_, rel=1e-3)
-    with pytest.raises(ValueError, match=r"NLLLoss takes probabilities.*values from -"):
-        make(criterion=nn.NLLLoss).fit(X, NAMES)
+    class Own(MLP):
+        def forward(self, x):
+            return super().forward(x) + 0.0
+
+    module = {"module": Own(4, 1).double() if double else Own(4, 1)} if own else {}
+    net = make(Regressor, lr=0.0, max_epochs=1, **module).fit(inputs, y)
+    z = net.predict(inputs)
+    loss = pytest.approx(np.mean((z - y) ** 2), rel=1e-14 if double else 1e-6)
+    assert net.history[-1, "train_loss"] == loss
+    assert net.partial_fit(inputs, y).history[-1, "train_loss"] == loss
+
+
+def test_squeezed_outputs_are_not_broadcast():
+    class Squeezed(MLP):
+        def forward(self, x):
+            return super().forward(x).squeeze(1)
+
+    for y in (VALUES, VALUES[:, None]):
+        net = make(Regressor, module=Squeezed).fit(X, y)
+        same(net, make(Regressor).fit(X, y), rtol=1e-4, atol=1e-6)  # by formulas
+
+
+def test_a_function_may_make_the_criterion():
+    def smooth(smoothing=0.0):
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    net = make(criterion=smooth, criterion__smoothing=0.1, module=nn.Linear(4, 3))
+    assert net.fit(X, INDEX).criterion_.label_smoothing == 0.1
 
 
 # -- as scikit-learn estimators ----------------------------------------------------------
@@ -457,15 +435,12 @@ def test_clone_forgets_and_pickle_remembers():
     assert fresh.get_params(deep=False).keys() == net.get_params(deep=False).keys()
     assert fresh.flatness_layer == [0, "output"]
     same(fresh.fit(X, NAMES), net)
+    further = copy.deepcopy(net).partial_fit(X, NAMES)
     for copied in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert copied.predict_proba(X).tolist() == net.predict_proba(X).tolist()
         assert copied.predict(X).tolist() == net.predict(X).tolist()
         assert copied.relative_flatness_ == net.relative_flatness_
-        same(copied.partial_fit(X, NAMES), clone_of_partial_fit(net))
-
-
-def clone_of_partial_fit(net):
-    return copy.deepcopy(net).partial_fit(X, NAMES)
+        same(copied.partial_fit(X, NAMES), further)
 
 
 def test_a_graph_is_never_pickled():
@@ -486,11 +461,9 @@ def test_the_state_of_a_training_ends_with_it():
         assert net._training is None
     with pytest.raises(LayerNotFoundError):
         net.set_params(flatness_layer="nope").fit(X, NAMES)
-    assert net._training is None
     net.predict(X)
     assert net._training is None
     assert "_training" not in net.get_params()
-    assert net._state() is net._state()  # of steps outside of `fit`
 
 
 def test_parameters_are_public_and_settable():
@@ -508,10 +481,6 @@ def test_parameters_are_public_and_settable():
     assert net.optimizer_.param_groups[0]["lr"] == 0.02
     assert net.get_params()["flatness_weight"] == 0.5
     assert net.set_params(module__hidden_layer_sizes=(6,)).module_[1].out_features == 6
-    with pytest.raises(ValueError, match="Invalid parameter 'flatness_wieght'"):
-        net.set_params(flatness_wieght=1)
-    with pytest.raises(ValueError, match="unexpected argument.s. flatness_wieght"):
-        make(flatness_wieght=1).fit(X, NAMES)
 
 
 @pytest.mark.parametrize("kind", [Net, Classifier, Binary, Regressor])
@@ -540,14 +509,13 @@ def test_tags():
         assert is_classifier(kind())
         assert hasattr(kind(), "predict_log_proba")
     assert is_regressor(Regressor())
-    assert not hasattr(Regressor(), "predict_log_proba")
-    assert not hasattr(Regressor(), "predict_proba")
-    with pytest.raises(AttributeError, match="predict_proba"):
-        Regressor().predict_proba(X)
+    for name in ("predict_proba", "predict_log_proba"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(Regressor(), name)
 
 
 def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
-    params = {"iterator_train__shuffle": True, "flatness_layer": 0}
+    params = {"flatness_layer": 0}
     state = torch.get_rng_state()
     first, second = make(**params).fit(X, NAMES), make(**params).fit(X, NAMES)
     assert_close(torch.get_rng_state(), state)
@@ -558,27 +526,9 @@ def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
         same(make(**params, random_state=1).fit(X, NAMES), second)
 
 
-class Drops(torch.nn.Sequential):
-    """A network that draws from torch's global random state, in each step."""
-
-    def __init__(self):
-        layers = [torch.nn.Linear(4, 30), torch.nn.Dropout(0.3), torch.nn.Linear(30, 3)]
-        super().__init__(*layers)
-
-
-def test_random_state_makes_fits_in_threads_repeatable():
-    def train(seed):
-        return make(module=Drops, random_state=seed, max_epochs=10).fit(X, NAMES)
-
-    alone = [train(seed) for seed in range(4)]
-    in_threads = Parallel(4, backend="threading")(delayed(train)(seed) for seed in range(4))
-    for one, other in zip(alone, in_threads, strict=True):
-        same(one, other)
-
-
 @pytest.mark.parametrize("how", ["partial_fit", "warm_start"])
 def test_training_goes_on(how):
-    params = {"iterator_train__shuffle": True, "flatness_layer": 0, "optimizer": torch.optim.SGD}
+    params = {"flatness_layer": 0, "optimizer": torch.optim.SGD}
     long = make(max_epochs=6, **params).fit(X, NAMES)
     short = make(max_epochs=3, warm_start=how == "warm_start", **params).fit(X, NAMES)
     (short.fit if how == "warm_start" else short.partial_fit)(X, NAMES)
@@ -588,20 +538,15 @@ def test_training_goes_on(how):
     assert short.history[5, "train_loss"] < short.history[2, "train_loss"]
 
 
-def test_partial_fit_takes_all_classes_first():
-    net = make()
-    net.partial_fit(X[INDEX < 2], NAMES[INDEX < 2], classes=["x", "y", "z"])
-    assert net.classes_.tolist() == ["x", "y", "z"]
-    net.partial_fit(X[INDEX == 2], NAMES[INDEX == 2])
-    assert net.predict_proba(X).shape == (42, 3)
-    with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
-        net.partial_fit(X[:2], ["w", "x"])
-
-
-def test_partial_fit_after_initialize():
-    net = make(module__n_features=4, module__n_outputs=3).initialize().partial_fit(X, NAMES)
-    assert net.classes_.tolist() == ["x", "y", "z"]
-    assert net.n_features_in_ == 4
+def test_partial_fit_takes_all_classes_first_also_after_initialize():
+    for net in (make(), make(**SIZES).initialize()):
+        net.partial_fit(X[INDEX < 2], NAMES[INDEX < 2], classes=["x", "y", "z"])
+        assert net.classes_.tolist() == ["x", "y", "z"]
+        assert net.n_features_in_ == 4
+        net.partial_fit(X[INDEX == 2], NAMES[INDEX == 2])
+        assert net.predict_proba(X).shape == (42, 3)
+        with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
+            net.partial_fit(X[:2], ["w", "x"])
 
 
 def test_refitting_forgets_the_last_task():
@@ -609,8 +554,7 @@ def test_refitting_forgets_the_last_task():
     net.set_params(criterion=nn.MSELoss).fit(X[:, :2], VALUES)
     assert not hasattr(net, "classes_")
     assert net.n_features_in_ == 2
-    net.set_params(criterion=nn.CrossEntropyLoss, module__n_features=4, module__n_outputs=3)
-    net.fit(TensorDataset(torch.tensor(X), torch.tensor(INDEX)))
+    net.set_params(criterion=nn.CrossEntropyLoss, **SIZES).fit(dataset())
     assert net.predict(X).dtype.kind == "i"
 
 
@@ -633,36 +577,12 @@ def test_a_module_instance_is_not_trained_itself():
     same(net.fit(X, NAMES), clone(net).fit(X, NAMES))
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["chain", "module"])
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-def test_targets_keep_the_digits_that_the_network_has(double, own):
-    """The loss of a float64 network is that of the values, not of these rounded to float32."""
-    y = VALUES.astype(np.float64) + 1e-9 * np.arange(42)
-    inputs = X.astype(np.float64) if double else X
-
-    class Own(MLP):
-        def forward(self, x):
-            return super().forward(x) + 0.0
-
-    module = {"module": Own, "module__n_outputs": 1} if own else {}
-    if own and double:
-        module = {"module": Own(4, 1).double()}
-    net = make(Regressor, lr=0.0, max_epochs=1, **module).fit(inputs, y)
-    z = net.predict(inputs)
-    loss = pytest.approx(np.mean((z - y) ** 2), rel=1e-14 if double else 1e-6)
-    assert net.history[-1, "train_loss"] == loss
-    assert net.partial_fit(inputs, y).history[-1, "train_loss"] == loss
-
-
-@pytest.mark.usefixtures("own_loop")
-def test_tuple_outputs():
-    class Pair(MLP):
-        def forward(self, x):
-            z = super().forward(x)
-            return z, z.sum()
-
-    net = make(module=Pair, module__n_outputs=3, batch_size=50).fit(X, NAMES)
-    same(net, make(batch_size=50).fit(X, NAMES))
+def test_takes_numbers_of_numpy():
+    numbers = {"flatness_weight": np.float32(0.5), "flatness_layer": np.int64(0)}
+    numbers |= {"flatness_probes": np.int64(2), "flatness_warmup": np.int32(2)}
+    stop = StopAtLoss(np.float64(1e-9), every=np.int64(2))
+    net = make(callbacks=[stop], **numbers).fit(X, NAMES)
+    same(net, make(**{name: number.item() for name, number in numbers.items()}).fit(X, NAMES))
 
 
 # -- callbacks ---------------------------------------------------------------------------
@@ -690,96 +610,29 @@ def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring):
         assert net.history[-1, "valid_acc"] == net.history[-1, "accuracy False"]
 
 
-class Interrupt(Callback):
-    def __init__(self, method):
-        self.method = method
+def interrupting(method):
+    """Make a callback that interrupts the second epoch, or the beginning of the first."""
 
-    def on_batch_end(self, net, **kwargs):
-        if self.method == "on_batch_end" and len(net.history) == 2:
+    def interrupt(self, net, **kwargs):
+        if method == "on_epoch_begin" or len(net.history) == 2:
             raise KeyboardInterrupt
 
-    def on_epoch_begin(self, net, **kwargs):
-        if self.method == "on_epoch_begin":
-            raise KeyboardInterrupt
-
-    def on_grad_computed(self, net, **kwargs):
-        if self.method == "on_grad_computed" and len(net.history) == 2:
-            raise KeyboardInterrupt
+    return type("Interrupt", (Callback,), {method: interrupt})()
 
 
 @pytest.mark.parametrize("method", ["on_batch_end", "on_epoch_begin", "on_grad_computed"])
 def test_ctrl_c_leaves_a_usable_net(method):
-    net = make(callbacks=[Interrupt(method)], train_split=ValidSplit(5), max_epochs=50)
+    net = make(callbacks=[interrupting(method)], train_split=ValidSplit(5), max_epochs=50)
     net.fit(X, NAMES)
     assert len(net.history) < 3
     assert set(net.predict(X)) <= {"x", "y", "z"}
     assert np.isfinite(net.relative_flatness_)
-    copied = pickle.loads(pickle.dumps(net)).set_params(callbacks=None, max_epochs=2)
+    copied = copy.deepcopy(net).set_params(callbacks=None, max_epochs=2)
     copied.partial_fit(X, NAMES)
     assert copied.score(X, NAMES) > 0.3
 
 
-# -- bad input ---------------------------------------------------------------------------
-
-
-def spoilt(value):
-    bad = X.copy()
-    bad[3, 2] = value
-    return bad
-
-
-def test_takes_numbers_of_numpy():
-    numbers = {"flatness_weight": np.float32(0.5), "flatness_layer": np.int64(0)}
-    numbers |= {"flatness_probes": np.int64(2), "flatness_warmup": np.int32(2)}
-    stop = StopAtLoss(np.float64(1e-9), every=np.int64(2))
-    net = make(callbacks=[stop], **numbers).fit(X, NAMES)
-    same(net, make(**{name: number.item() for name, number in numbers.items()}).fit(X, NAMES))
-
-
-def test_squeezed_outputs_are_not_broadcast():
-    class Squeezed(MLP):
-        def forward(self, x):
-            return super().forward(x).squeeze(1)
-
-    for y in (VALUES, VALUES[:, None]):
-        net = make(Regressor, module=Squeezed).fit(X, y)
-        expected = make(Regressor).fit(X, y)  # by formulas, so equal up to rounding
-        assert_close(net.module_.state_dict(), expected.module_.state_dict(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_function_may_make_the_criterion():
-    def smooth(smoothing=0.0):
-        return nn.CrossEntropyLoss(label_smoothing=smoothing)
-
-    net = make(criterion=smooth, criterion__smoothing=0.1, module=nn.Linear(4, 3))
-    assert net.fit(X, INDEX).criterion_.label_smoothing == 0.1
-
-
-@pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "score"])
-def test_must_be_fitted(method):
-    arguments = (X, NAMES) if method == "score" else (X,)
-    with pytest.raises(Exception, match="is not fitted yet") as caught:
-        getattr(make(), method)(*arguments)
-    assert type(caught.value).__name__ == "NotFittedError"
-
-
-def test_predicting_and_measuring_check_the_data():
-    net = make().fit(X, NAMES)
-    for inputs in (X[:, :3], torch.tensor(X[:, :3])):
-        with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
-            net.predict(inputs)
-        with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
-            relative_flatness(net, inputs, NAMES)
-    with pytest.raises(ValueError, match="contains NaN"):
-        net.predict(spoilt(np.nan))
-    with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
-        relative_flatness(net, X, ["w"] * 42)
-
-
-def test_flatness_that_cannot_be_measured_is_nan_with_a_warning():
-    with pytest.warns(FlatnessWarning, match="could not be measured: there is no layer 'nope'"):
-        net = make(flatness_weight=0, flatness_layer="nope").fit(X, NAMES)
-    assert np.isnan(net.relative_flatness_)
+# -- a training that ends badly ----------------------------------------------------------
 
 
 class Dead(MLP):
@@ -789,68 +642,75 @@ class Dead(MLP):
             self[1].bias.fill_(-100.0)
 
 
-@pytest.mark.parametrize("layer", [-1, "hidden0"])
-def test_warns_of_a_net_that_died(layer):
-    message = r"Classifier\(.*module=Dead.*\) .* has probably died.*flatness_clip.*below 0\.3"
-    with pytest.warns(FlatnessWarning, match=message) as caught:
-        net = make(module=Dead, flatness_layer=layer, flatness_weight=0.3).fit(X, NAMES)
-    assert len(caught) == 1
-    assert net.relative_flatness_ == 0
-
-
 class Absolute(nn.L1Loss):
     """A criterion that no table knows."""
 
 
-@pytest.mark.parametrize("criterion", [nn.L1Loss, Absolute])
-def test_warns_once_of_a_penalty_that_has_no_effect(criterion):
-    name = criterion.__name__
-    message = rf"penalty of the \w+Regressor has no effect: {name} has no curvature"
-    with pytest.warns(FlatnessWarning, match=message) as caught:
-        net = make(Regressor, criterion=criterion).fit(X, VALUES)
-    assert len(caught) == 1
-    assert net.relative_flatness_ == 0
-    make(Regressor, criterion=criterion, flatness_weight=0).fit(X, VALUES)  # warnings are errors
-
-
-def test_advice_depends_on_the_limit():
-    with pytest.warns(FlatnessWarning, match=r"died .* Use a limit .* \(flatness_clip=0\.5\)"):
-        make(module=Dead, flatness_clip=None).fit(X, NAMES)
-
-
-class Saturated(MLP):
-    """Predicts a class with probability 1 for each sample, so that nothing curves the loss."""
-
-    def forward(self, x):
-        return super().forward(x) * 1e5
-
-
-def test_a_saturated_net_that_is_accurate_has_not_died():
-    net = make(module=Saturated, max_epochs=60).fit(X, NAMES)  # warnings are errors
-    assert net.relative_flatness_ == 0
-    assert net.score(X, NAMES) > 0.8
-
-
-# -- a training that ends badly ----------------------------------------------------------
-
-
 class SetWeights(Callback):
-    """Multiply the last layer's weights by a number in the last epoch, or in another one."""
+    """Multiply the last layer's weights by a number in an epoch, by default in the last one."""
 
     def __init__(self, factor, epoch=-1):
         self.factor, self.epoch = factor, epoch
 
     def on_epoch_begin(self, net, **kwargs):
-        last = self.epoch % net.max_epochs if self.epoch < 0 else self.epoch
-        if len(net.history) == last + 1:
+        if len(net.history) == self.epoch % net.max_epochs + 1:
             with torch.no_grad():
                 for parameter in net.module_[-1].parameters():
                     parameter.mul_(self.factor)
 
 
-def trained(factor, kind=Classifier, callbacks=(), **params):
-    changed = SetWeights(factor, params.pop("epoch", -1))
-    return make(kind, callbacks=[changed, *callbacks], **{"max_epochs": 40, **params})
+def trained(factor, callbacks=(), epoch=-1, **params):
+    changed = SetWeights(factor, epoch)
+    return make(callbacks=[changed, *callbacks], **{"max_epochs": 40, **params}).fit(X, NAMES)
+
+
+DIED = r"Classifier\(.*module=Dead.*\) .* has probably died.*"
+VAIN = r"penalty of the \w+Regressor has no effect: {} has no curvature"
+BAD_ENDINGS = {
+    "dead": (Classifier, {"module": Dead, "flatness_weight": 0.3}, DIED + r"_clip.*below 0\.3"),
+    "dead in front": (Classifier, {"module": Dead, "flatness_layer": 0}, DIED),
+    "dead without limit": (
+        Classifier,
+        {"module": Dead, "flatness_clip": None},
+        r"died .* Use a limit .* \(flatness_clip=0\.5\)",
+    ),
+    "in vain": (Regressor, {"criterion": nn.L1Loss}, VAIN.format("L1Loss")),
+    "own, in vain": (Regressor, {"criterion": Absolute}, VAIN.format("Absolute")),
+    "outweighed": (
+        Classifier,
+        {"flatness_weight": 10_000, "flatness_clip": None, "max_epochs": 20},
+        r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
+        r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
+        r"has 1\.\d+\. Use a limit .* \(flatness_clip=0\.5\)",
+    ),
+    "diverged": (
+        Classifier,
+        {"optimizer": torch.optim.SGD, "lr": 1e38},
+        r"training of .*Classifier\(.*lr=1e\+38.*\) has diverged: its loss is not finite",
+    ),
+    "diverged at once": (
+        Regressor,
+        {"optimizer": torch.optim.SGD, "lr": 1e8, "max_epochs": 1},
+        r"Regressor\(.*\) has diverged",
+    ),
+    "not measured": (
+        Classifier,
+        {"flatness_weight": 0, "flatness_layer": "nope"},
+        "could not be measured: there is no layer 'nope'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENDINGS)
+def test_warns_once_of_a_training_that_ended_badly(name):
+    kind, params, message = BAD_ENDINGS[name]
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        net = make(kind, **params).fit(X, VALUES if kind is Regressor else NAMES)
+    assert len(caught) == 1
+    if name in ("dead", "dead in front", "in vain", "own, in vain"):
+        assert net.relative_flatness_ == 0
+    else:
+        assert (net.relative_flatness_ > 0) == (name == "outweighed")
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
@@ -861,67 +721,39 @@ def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
         r"1\.\d+\. Use .*a lower learning rate.* Checkpoint"
     )
     with pytest.warns(FlatnessWarning, match=message) as caught:
-        net = trained(-1.0, lr=0.02, flatness_weight=weight).fit(X, NAMES)
+        net = trained(-1.0, lr=0.02, flatness_weight=weight)
     losses = net.history[:, "train_loss"]
     assert f"was {min(losses):.3g} in" in str(caught[0].message)
     assert f"and {losses[-1]:.3g} in the last" in str(caught[0].message)
 
 
-def test_warns_of_a_net_that_its_penalty_kept_from_learning():
-    message = (
-        r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
-        r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
-        r"has 1\.\d+\. Use a limit .* \(flatness_clip=0\.5\)"
-    )
-    with pytest.warns(FlatnessWarning, match=message) as caught:
-        net = make(flatness_weight=10_000, flatness_clip=None, max_epochs=20).fit(X, NAMES)
-    assert len(caught) == 1
-    assert net.relative_flatness_ > 0
+class Saturated(MLP):
+    """Predicts a class with probability 1 for each sample, so that nothing curves the loss."""
+
+    def forward(self, x):
+        return super().forward(x) * 1e5
 
 
 def test_is_silent_if_the_penalty_did_not_keep_the_net_from_learning():
+    accurate = make(module=Saturated, max_epochs=60).fit(X, NAMES)  # warnings are errors
+    assert accurate.relative_flatness_ == 0
+    assert accurate.score(X, NAMES) > 0.8
+    make(Regressor, criterion=nn.L1Loss, flatness_weight=0).fit(X, VALUES)
     labels = np.roll(NAMES, 1)
     started = make(flatness_clip=None, max_epochs=1, lr=1e-5).fit(X, labels)  # hardly trained
-    assert not started.constant_comparison_.is_lower_by(0.05)
     limited = make(flatness_weight=10_000, max_epochs=1, lr=1e-5).fit(X, labels)
-    assert not limited.constant_comparison_.is_lower_by(0.05)
+    for net in (started, limited):
+        assert not net.constant_comparison_.is_lower_by(0.05)
     learned = make(flatness_weight=60, flatness_clip=None, max_epochs=60).fit(X, NAMES)
     epochs = learned.history[:, ("flatness_penalty", "train_loss")]
     assert any(penalty > loss for penalty, loss in epochs)
 
 
 def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):
-    trained(-1.0, epoch=5).fit(X, NAMES)
+    trained(-1.0, epoch=5)
     best = Checkpoint(monitor="train_loss_best", load_best=True, dirname=tmp_path)
-    net = trained(-1.0, callbacks=[best]).fit(X, NAMES)
-    assert net.constant_comparison_.loss < 0.6
-    trained(1.3).fit(X, NAMES)  # noise
-
-
-def test_a_warm_start_is_compared_with_itself():
+    assert trained(-1.0, callbacks=[best]).constant_comparison_.loss < 0.6
+    trained(1.3)  # noise
+    # a warm start is compared with itself
     net = make(max_epochs=40, warm_start=True).fit(X, NAMES)
     net.set_params(max_epochs=1).fit(X, np.roll(NAMES, 1))
-
-
-def test_warns_of_a_net_that_diverges():
-    message = r"training of .*Classifier\(.*lr=1e\+38.*\) has diverged: its loss is not finite"
-    with pytest.warns(FlatnessWarning, match=message):
-        net = make(optimizer=torch.optim.SGD, lr=1e38).fit(X, NAMES)
-    assert not np.isfinite(net.relative_flatness_)
-    with pytest.warns(FlatnessWarning, match=r"Regressor\(.*\) has diverged"):
-        make(Regressor, optimizer=torch.optim.SGD, lr=1e8, max_epochs=1).fit(X, VALUES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unit", [0.01, 1.0, 10.0])
-def test_the_default_penalty_does_not_cost_r2_in_any_unit(unit):
-    X, y = make_friedman1(400, noise=0.1, random_state=0)
-    X = scale(X).astype(np.float32)
-    scores = []
-    for weight in (0.1, 0.0):
-        net = RelativeFlatnessRegularizedRegressor(
-            flatness_weight=weight, verbose=0, random_state=0
-        )
-        scores.append(net.fit(X[:300], unit * y[:300]).score(X[300:], unit * y[300:]))
-    assert scores[0] > scores[1] - 0.01
-    assert scores[1] > 0.7

@@ -1,28 +1,39 @@
-"""Modules that return mappings, as Hugging Face's do: training, prediction, scores, measures."""
+"""What nets make of outputs: tensors, tuples, mappings; probabilities, logarithms, classes."""
 
+import copy
+import pickle
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy.special import log_expit, log_softmax
+from sklearn.base import clone
+from sklearn.metrics import get_scorer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 
-from relflat_sk import (
-    RelativeFlatnessRegularizedBinaryClassifier,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
-    relative_flatness,
-)
+from relflat_sk import relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
-
-N = 60
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(N, 4)).astype(np.float32)
-LABELS = np.array(["a", "b", "c"])[X[:, :3].argmax(axis=1)]
-SETTINGS = {"max_epochs": 3, "verbose": 0, "random_state": 0}
+from tests.training.common import (
+    INDEX,
+    LABELS,
+    NAMES,
+    SIZES,
+    TASKS,
+    Binary,
+    Classifier,
+    Net,
+    Regressor,
+    Stream,
+    X,
+    dataset,
+    make,
+)
 
 
 class ModelOutput(OrderedDict):
@@ -39,7 +50,7 @@ class Cache:
     """Something that is no tensor, as the cache of keys and values of a language model."""
 
 
-class Net(nn.Module):
+class Module(nn.Module):
     """Returns an output of the class's form."""
 
     def __init__(self, n_features, n_outputs):
@@ -55,47 +66,52 @@ class Net(nn.Module):
         return self.wrap(hidden, self.head(hidden))
 
 
-class Dict(Net):
+class Dict(Module):
     def wrap(self, hidden, logits):
         return {"hidden": hidden, "logits": logits}
 
 
-class HuggingFace(Net):
+class HuggingFace(Module):
     def wrap(self, hidden, logits):
         states = (hidden, logits)
         return ModelOutput(logits=logits, past_key_values=Cache(), hidden_states=states)
 
 
-class NoLogits(Net):
+class Pair(Module):
+    def wrap(self, hidden, logits):
+        return logits, hidden
+
+
+class NoLogits(Module):
     def wrap(self, hidden, logits):
         return {"scores": logits}
 
 
-TASKS = {
-    "classes": (RelativeFlatnessRegularizedClassifier, LABELS),
-    "binary": (RelativeFlatnessRegularizedBinaryClassifier, LABELS == "a"),
-    "regression": (RelativeFlatnessRegularizedRegressor, X[:, 0]),
-}
+# -- tuples and mappings -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [Dict, HuggingFace])
-@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("module", [Dict, HuggingFace, Pair])
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
-def test_mappings_equal_tensors(module, kind, split):
-    estimator, y = TASKS[kind]
-    plain, wrapped = (estimator(m, train_split=split, **SETTINGS).fit(X, y) for m in (Net, module))
+def test_mappings_and_tuples_equal_tensors(module, task, split):
+    kind, y = TASKS[task]
+    plain, wrapped = (make(kind, module=m, train_split=split).fit(X, y) for m in (Module, module))
     assert wrapped.predict(X).tolist() == plain.predict(X).tolist()
     assert wrapped.score(X, y) == plain.score(X, y)
     assert wrapped.relative_flatness_ == plain.relative_flatness_
     assert relative_flatness(wrapped, X, y) == relative_flatness(plain, X, y)
-    if kind != "regression":
+    if task != "regression":
         assert_allclose(wrapped.predict_proba(X), plain.predict_proba(X), rtol=0, atol=0)
 
 
 def test_entries_reach_callbacks_and_users():
-    net = RelativeFlatnessRegularizedClassifier(Dict, **SETTINGS).fit(X, LABELS)
+    scoring = EpochScoring("accuracy", on_train=True, name="acc", lower_is_better=False)
+    net = make(module=Dict, callbacks=[scoring]).fit(X, NAMES)
+    assert 0 <= net.history[-1, "acc"] <= 1
     (output,) = net.forward_iter(X[:5])
     assert output["hidden"].shape == (5, 8)
+    (output,) = net.set_params(predict_nonlinearity=torch.tanh).forward_iter(X)
+    assert_allclose(net.predict_proba(X), torch.tanh(output["logits"]))
 
 
 def test_half_precision():
@@ -104,22 +120,7 @@ def test_half_precision():
             super().__init__(n_features, n_outputs)
             self.bfloat16()
 
-    net = RelativeFlatnessRegularizedClassifier(Half, **SETTINGS).fit(X, LABELS)
-    assert net.predict_proba(X).dtype == np.float32
-
-
-def test_scoring_with_the_outputs_of_training():
-    scoring = EpochScoring("accuracy", on_train=True, name="acc", lower_is_better=False)
-    net = RelativeFlatnessRegularizedClassifier(Dict, callbacks=[scoring], **SETTINGS)
-    assert 0 <= net.fit(X, LABELS).history[-1, "acc"] <= 1
-
-
-def test_a_function_of_the_users_gets_the_logits():
-    net = RelativeFlatnessRegularizedClassifier(
-        Dict, batch_size=N, predict_nonlinearity=torch.tanh, **SETTINGS
-    )
-    (output,) = net.fit(X, LABELS).forward_iter(X)
-    assert_allclose(net.predict_proba(X), torch.tanh(output["logits"]))
+    assert make(module=Half).fit(X, NAMES).predict_proba(X).dtype == np.float32
 
 
 class WholeOutput(nn.Module):
@@ -131,46 +132,23 @@ class WholeOutput(nn.Module):
 
 
 @pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
-def test_a_criterion_of_the_mapping_trains_without_penalty(split):
-    net = RelativeFlatnessRegularizedClassifier(
-        Dict, criterion=WholeOutput, flatness_weight=0, train_split=split, **SETTINGS
-    )
+def test_a_criterion_of_the_mapping_trains_without_penalty_and_weights(split):
+    net = make(module=Dict, criterion=WholeOutput, flatness_weight=0, train_split=split)
     with pytest.warns(FlatnessWarning, match="takes the module's whole output, but"):
-        net.fit(X, LABELS)
+        net.fit(X, NAMES)
     with pytest.raises(ValueError, match="or pass one with the argument criterion of the measure"):
-        relative_flatness(net, X, LABELS)
-    assert relative_flatness(net, X, LABELS, criterion=nn.CrossEntropyLoss()) > 0
+        relative_flatness(net, X, NAMES)
+    assert relative_flatness(net, X, NAMES, criterion=nn.CrossEntropyLoss()) > 0
     assert np.isnan(net.relative_flatness_)
     losses = net.history[:, "train_loss"]
     assert losses[-1] < losses[0]
     assert net.history[-1, "flatness_penalty"] == 0
-    assert net.predict(X).shape == (N,)
-
-
-def test_a_criterion_of_the_mapping_is_refused_with_a_penalty():
-    net = RelativeFlatnessRegularizedClassifier(Dict, criterion=WholeOutput, **SETTINGS)
-    with pytest.raises(
-        ValueError,
-        match=r"WholeOutput takes the module's whole output, but the "
-        r"flatness penalty needs .* or train with flatness_weight=0",
-    ):
-        net.fit(X, LABELS)
-
-
-def test_a_criterion_of_the_mapping_is_refused_with_sample_weights():
-    net = RelativeFlatnessRegularizedClassifier(
-        Dict, criterion=WholeOutput, flatness_weight=0, **SETTINGS
-    )
+    assert net.predict(X).shape == (42,)
     with pytest.raises(ValueError, match="sample_weight needs .* or leave the weights out"):
-        net.fit(X, LABELS, sample_weight=np.ones(N))
-
-
-def test_a_criterion_of_the_mapping_cannot_be_measured():
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match="neither the entry 'logits'"):
-        relative_flatness(
-            Dict(4, 3), X, X[:, :3].argmax(axis=1), criterion=lambda out, y: out.logits.sum()
-        )
+        net.fit(X, NAMES, sample_weight=np.ones(42))
+    needs = r"WholeOutput takes the .*, but the flatness penalty needs .*with flatness_weight=0"
+    with pytest.raises(ValueError, match=needs):
+        net.set_params(flatness_weight=0.1).fit(X, NAMES)
 
 
 class Logits(nn.Module):
@@ -180,47 +158,192 @@ class Logits(nn.Module):
         return nn.functional.cross_entropy(output, target) * 2
 
 
-def test_an_unknown_criterion_of_the_logits():
-    losses = [
-        RelativeFlatnessRegularizedClassifier(m, criterion=Logits, **SETTINGS)
-        .fit(X, LABELS)
-        .history[:, "train_loss"]
-        for m in (Net, Dict)
-    ]
-    assert losses[0] == losses[1]
-
-
-def test_a_criterion_that_takes_neither():
-    def criterion(output, target):
+class Misspelt(nn.Module):
+    def forward(self, output, target):
         return output["logit"].mean()
 
-    class Wrong(nn.Module):
-        def forward(self, output, target):
-            return criterion(output, target)
 
-    net = RelativeFlatnessRegularizedClassifier(Dict, criterion=Wrong, **SETTINGS)
-    with pytest.raises(
-        ValueError,
-        match=r"neither the entry 'logits' \(.*\) nor the whole output \(KeyError: 'logit'",
-    ):
-        net.fit(X, LABELS)
+def test_unknown_criteria_of_mappings():
+    losses = [
+        make(module=m, criterion=Logits).fit(X, NAMES).history[:, "train_loss"]
+        for m in (Module, Dict)
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match="neither the entry 'logits'"):
+        relative_flatness(Dict(4, 3), X, INDEX, criterion=lambda out, y: out.logits.sum())
+    neither = r"neither the entry 'logits' \(.*\) nor the whole output \(KeyError: 'logit'"
+    with pytest.raises(ValueError, match=neither):
+        make(module=Dict, criterion=Misspelt).fit(X, NAMES)
+
+
+class Scores(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output["scores"], target)
 
 
 def test_a_mapping_without_logits():
-    net = RelativeFlatnessRegularizedClassifier(NoLogits, **SETTINGS)
     with pytest.raises(TypeError, match="or a mapping with 'logits', got dict"):
-        net.fit(X, LABELS)
-
-    class Scores(nn.Module):
-        def forward(self, output, target):
-            return nn.functional.cross_entropy(output["scores"], target)
-
-    net = RelativeFlatnessRegularizedClassifier(
-        NoLogits, criterion=Scores, flatness_weight=0, **SETTINGS
-    )
+        make(module=NoLogits).fit(X, NAMES)
+    net = make(module=NoLogits, criterion=Scores, flatness_weight=0)
     with pytest.warns(FlatnessWarning, match="Scores takes the module's whole output"):
-        net.fit(X, LABELS)
+        net.fit(X, NAMES)
     with pytest.raises(TypeError, match="a mapping with 'logits', got dict"):
         net.predict(X)
     net.set_params(predict_nonlinearity=lambda output: output["scores"])
-    assert net.predict(X).shape == (N,)
+    assert net.predict(X).shape == (42,)
+
+
+# -- logarithms of probabilities -----------------------------------------------------------
+
+
+class Softmax(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(nn.Linear(n_features, n_outputs), nn.Softmax(dim=1))
+
+
+class Sigmoid(nn.Sequential):
+    def __init__(self, n_features, n_outputs):
+        super().__init__(nn.Linear(n_features, n_outputs), nn.Sigmoid())
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "y"),
+    [
+        (Classifier, {}, NAMES),
+        (Classifier, {"module": Dict}, NAMES),
+        (Classifier, {"module": Pair}, NAMES),
+        (Classifier, {"module": Softmax, "criterion": nn.NLLLoss}, NAMES),
+        (Classifier, {"predict_nonlinearity": torch.sigmoid}, NAMES),
+        (Binary, {}, INDEX > 0),
+        (Binary, {}, LABELS),
+        (Binary, {"module": Sigmoid, "criterion": nn.BCELoss}, INDEX > 0),
+        (Net, {"criterion": nn.BCEWithLogitsLoss}, INDEX > 0),
+    ],
+)
+def test_logarithm_of_the_probabilities(kind, params, y):
+    net = make(kind, **params).fit(X, y)
+    found, expected = net.predict_log_proba(X), net.predict_proba(X)
+    assert found.dtype == expected.dtype
+    assert_allclose(found, np.log(expected), rtol=1e-4, atol=1e-6)
+    assert expected.shape == (42, len(net.classes_))
+    assert len(net.predict(X)) == 42
+
+
+class OwnCrossEntropy(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+
+
+class OwnBinaryCrossEntropy(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.binary_cross_entropy_with_logits(output, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "criterion", "y"),
+    [(Classifier, OwnCrossEntropy, NAMES), (Binary, OwnBinaryCrossEntropy, INDEX > 0)],
+    ids=["classes", "binary"],
+)
+def test_criteria_of_ones_own_predict_as_those_of_torch(kind, criterion, y):
+    expected, net = (
+        make(kind, flatness_weight=0, **own).fit(X, y) for own in ({}, {"criterion": criterion})
+    )
+    assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-4)
+    assert_array_equal(net.predict(X), expected.predict(X))
+    assert_allclose(net.predict_log_proba(X), expected.predict_log_proba(X), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["classes", "binary", "labels"])
+def test_no_logarithm_of_zero(task):
+    kind, y = TASKS[task]
+    net = make(kind, module__hidden_layer_sizes=()).fit(X, y)
+    far = 1000 * X
+    (logits,) = (z.double().numpy() for z in [torch.cat(list(net.forward_iter(far)))])
+    assert (net.predict_proba(far) == 0).any()
+    expected = log_softmax(logits, axis=1) if task == "classes" else log_expit(logits)
+    if task == "binary":
+        expected = np.hstack([log_expit(-logits), expected])
+    assert_allclose(net.predict_log_proba(far), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_from_the_module_itself_and_logarithms_in_a_pipeline():
+    net = make(module=Softmax, criterion=nn.NLLLoss).fit(X, NAMES)
+    assert net.predict_log_proba(1000 * X).min() == -np.inf
+    pipeline = make_pipeline(StandardScaler(), make()).fit(X, NAMES)
+    assert pipeline.predict_log_proba(X).shape == (42, 3)
+
+
+def test_what_predictions_are_made_by_is_checked():
+    with pytest.raises(TypeError, match="predict_nonlinearity has to be a callable, 'auto' or"):
+        make(predict_nonlinearity="softmax").fit(X, NAMES).predict(X)
+    assert make(predict_nonlinearity=None).fit(X, NAMES).predict_proba(X).min() < 0
+
+
+# -- classes of data sets ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [dataset, Stream])
+def test_classes_are_those_of_the_outputs(data):
+    # one class more than there are labels
+    net = make(module__n_features=4, module__n_outputs=4)
+    assert not hasattr(net, "classes_")
+    net.fit(data())
+    assert net.predict_proba(X).shape == (42, 4)
+    assert net.predict(X).dtype.kind == "i"
+    for again in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert_array_equal(again.classes_, np.arange(4))
+        assert relative_flatness(again, X, INDEX) == pytest.approx(net.relative_flatness_, rel=1e-5)
+    assert not hasattr(clone(net), "classes_")
+
+
+def test_scorers_of_scikit_learn_take_the_classes():
+    net = make(**SIZES, max_epochs=30).fit(dataset())
+    assert get_scorer("roc_auc_ovr")(net, X, INDEX) > 0.5
+    assert get_scorer("neg_log_loss")(net, X, INDEX) < 0
+
+
+def test_classes_of_other_tasks():
+    positive = (INDEX > 0).astype("f4")[:, None]
+    net = make(Binary, module__n_features=4, module__n_outputs=1).fit(dataset(positive))
+    assert_array_equal(net.classes_, [0, 1])
+    assert net.predict(X).shape == (42,)
+    assert relative_flatness(net, X, positive) > 0  # targets as they were
+    net = make(Binary, **SIZES).fit(dataset(LABELS.astype("f4")))
+    assert_array_equal(net.classes_, [0, 1, 2])
+    assert net.predict(X).shape == (42, 3)
+    net = make(Regressor, module__n_features=4, module__n_outputs=1).fit(dataset(X[:, :1]))
+    assert not hasattr(net, "classes_")
+    assert net.predict(X).shape == (42, 1)
+
+
+class Failing(Stream):
+    def __iter__(self):
+        raise OSError("the stream has ended")
+
+
+def test_labels_of_arrays_replace_those_of_data_sets():
+    net = make(**SIZES).fit(dataset())
+    with pytest.raises(OSError, match="ended"):  # leaves the classes
+        net.partial_fit(Failing())
+    net.partial_fit(dataset())
+    assert_array_equal(net.classes_, [0, 1, 2])
+    assert_array_equal(net.partial_fit(X, NAMES).classes_, ["x", "y", "z"])
+    assert net.n_features_in_ == 4
+    assert set(net.fit(X, NAMES).predict(X)) <= set("xyz")
+    assert_array_equal(net.fit(dataset()).classes_, [0, 1, 2])
+
+
+def test_outputs_of_several_axes_tell_no_classes():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 4)
+
+        def forward(self, x):
+            return self.layer(x[:, :, None]).transpose(1, 2)
+
+    targets = np.stack([INDEX] * 4, axis=1)
+    net = make(module=Tokens).fit(dataset(targets))
+    assert not hasattr(net, "classes_")
+    assert net.predict(X).shape == (42, 4)
+    assert relative_flatness(net, X, targets) > 0

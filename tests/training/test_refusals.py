@@ -3,30 +3,36 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
+from sklearn.datasets import load_diabetes
+from sklearn.exceptions import NotFittedError
+from skorch.callbacks import Checkpoint, EarlyStopping, LRScheduler
 from skorch.dataset import ValidSplit
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, default_collate
 
 from relflat_sk import (
+    FlatnessWarning,
+    FleetTrainer,
     LayerNotFoundError,
-    RelativeFlatnessRegularizedBinaryClassifier,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
-    RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
+    relative_flatness,
 )
-
-Net = RelativeFlatnessRegularizedNet
-Classifier = RelativeFlatnessRegularizedClassifier
-Binary = RelativeFlatnessRegularizedBinaryClassifier
-Regressor = RelativeFlatnessRegularizedRegressor
-
-rng = np.random.default_rng(0)
-X = rng.normal(size=(42, 4)).astype(np.float32)
-INDEX = X[:, :3].argmax(axis=1)
-NAMES = np.array(["x", "y", "z"])[INDEX]
-VALUES = (X @ np.array([1.0, -2.0, 0.5, 0.0])).astype(np.float32)
-SIZES = {"module__n_features": 4, "module__n_outputs": 3}
+from tests.training.common import (
+    INDEX,
+    NAMES,
+    SIZES,
+    VALUES,
+    Binary,
+    Classifier,
+    Net,
+    Regressor,
+    Stream,
+    X,
+    dataset,
+    make,
+)
 
 
 def spoilt(value):
@@ -35,16 +41,8 @@ def spoilt(value):
     return bad
 
 
-def samples(labels):
-    return TensorDataset(torch.tensor(X), torch.tensor(labels))
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(samples(INDEX))
-
-
-LOADER = DataLoader(samples(INDEX), batch_size=30)
+DIABETES = load_diabetes(return_X_y=True)
+LOADER = DataLoader(dataset(INDEX), batch_size=30)
 DATA = [
     (Classifier, spoilt(np.nan), NAMES, "contains NaN"),
     (Classifier, spoilt(np.inf), NAMES, "contains infinity"),
@@ -61,13 +59,23 @@ DATA = [
     (Classifier, X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
     (Classifier, X, X[:, :2], "y should be a 1d array"),
     (Classifier, np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
-    (Classifier, samples(INDEX), None, "n_features and n_outputs, .* no data yet, and a Dataset"),
+    (Classifier, dataset(INDEX), None, "n_features and n_outputs, .* no data yet, and a Dataset"),
     (Binary, X, NAMES, "Only binary classification is supported"),
     (Regressor, X, np.where(INDEX == 0, np.nan, VALUES), "Input y contains NaN"),
     (Regressor, X, np.where(INDEX == 0, np.inf, VALUES), "Input y contains infinity"),
     (Regressor, X, VALUES[:-1], "X has 42 samples, y has 41 labels"),
     (Regressor, X, NAMES, "could not convert string to float"),
     (Regressor, X, None, "requires y to be passed"),
+    # numbers of a regression, as classes
+    (
+        Net,
+        *DIABETES,
+        "214 different values of float64 in 442 samples.*pass .*MSELoss.*astype",
+    ),
+    (Classifier, *DIABETES, "214 different values .* look like .* use Relative.*Regressor.*astype"),
+    (Net, X, np.arange(42.0) % 21, "21 different values of float64 in 42 samples"),
+    (Net, X[:9], np.arange(9.0) % 5, "5 different values of float64 in 9 samples"),
+    (Net, X, torch.arange(42.0) % 21, "21 different values of float32 in 42 samples"),
 ]
 
 
@@ -108,6 +116,16 @@ def test_data(kind, inputs, y, message):
         ({"criterion__weight": {0: 1.0, 1: 2.0}}, TypeError, "criterion__weight must be .*got {0"),
         ({"criterion__weight": [1.0, 2.0]}, ValueError, r"weight has 2 .* classes \['x', 'y', 'z"),
         ({"callbacks": StopAtLoss(0.1)}, TypeError, "must be a list, such as .* got StopAtLoss"),
+        (
+            {"flatness_wieght": 1, "epochs": 3},
+            ValueError,
+            "subclass.* Did you mean 'flatness_weight'",
+        ),
+        ({"class_weight": "balanced"}, ValueError, "in place of class_weight, use criterion__weig"),
+        ({"hidden_layer_sizes": 8, "max_iter": 5}, ValueError, "sizes; in place of max_iter, use"),
+        ({"alpha": 1e-4}, ValueError, "use optimizer__weight_decay"),
+        ({"early_stopping": True}, ValueError, "use callbacks=.*EarlyStopping.* with train_split="),
+        ({"epochs": 5}, ValueError, "(?s)unexpected argument.*in place of epochs, use max_epochs"),
         (
             {"iterator_train__collate_fn": default_collate},
             ValueError,
@@ -153,7 +171,7 @@ def test_parameters_of_other_tasks(kind, y, params, message):
             "__num_workers of the net has",
         ),
         (LOADER, {"train_split": ValidSplit(3)}, None, "holds out a share"),
-        (samples(INDEX + 1), {}, None, "y must hold class indices from 0 to 2"),
+        (dataset(INDEX + 1), {}, None, "y must hold class indices from 0 to 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -167,3 +185,227 @@ def test_data_sets_and_loaders(data, params, weights, message):
 def test_sizes_before_there_are_data():
     with pytest.raises(ValueError, match="Pass module__n_features=..., module__n_outputs=..."):
         Net().initialize()
+
+
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "score"])
+def test_must_be_fitted(method):
+    arguments = (X, NAMES) if method == "score" else (X,)
+    with pytest.raises(NotFittedError, match="is not fitted yet"):
+        getattr(make(), method)(*arguments)
+
+
+def test_predicting_and_measuring_check_the_data():
+    net = make().fit(X, NAMES)
+    for inputs in (X[:, :3], torch.tensor(X[:, :3])):
+        for call in (net.predict, lambda rows: relative_flatness(net, rows, NAMES)):
+            with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
+                call(inputs)
+    with pytest.raises(ValueError, match="contains NaN"):
+        net.predict(spoilt(np.nan))
+    with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
+        relative_flatness(net, X, ["w"] * 42)
+    with pytest.raises(ValueError, match="Invalid parameter 'flatness_wieght'"):
+        net.set_params(flatness_wieght=1)
+
+
+# -- labels that look like others ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("y", [
+    INDEX.astype(float), (INDEX > 0).astype(float), np.arange(42.0) % 20, np.arange(42) % 12,
+    np.array(list("abcdefghijklmnopqrstu"))[np.arange(42) % 21],
+], ids=["three", "two", "twenty", "integers", "letters"])  # fmt: skip
+def test_classes_of_any_type(y):
+    assert_array_equal(make(Net).fit(X, y).classes_, np.unique(y))  # warnings are errors
+
+
+def test_classes_that_are_named_are_classes_and_integers_of_few_samples_warn():
+    inputs, y, classes = np.tile(X, (2, 1)), np.arange(84) % 30, np.arange(30.0)
+    assert_array_equal(make(Net).partial_fit(inputs, y, classes).classes_, classes)
+    for kind, instead in [(Net, "pass a regression .*MSELoss"), (Classifier, "use Rel.*Regressor")]:
+        match = f"integers of more than 20 .*taken for classes.*, {instead}"
+        with pytest.warns(FlatnessWarning, match=match):
+            assert len(make(kind).fit(inputs, y).classes_) == 30
+
+
+@pytest.mark.parametrize(
+    ("y", "ignored"),
+    [
+        (INDEX - 1, -1),  # -1 would be encoded as 0, and trained on
+        (INDEX + 1, 0),  # 1 would be encoded as 0, and ignored
+        (NAMES, 2),
+        (np.where(INDEX == 0, -100, INDEX), -100),  # torch's default
+    ],
+    ids=["unlabelled", "not in y", "letters", "default"],
+)
+def test_an_index_to_ignore_must_be_that_of_a_label(y, ignored):
+    criterion = {} if ignored == -100 else {"criterion__ignore_index": ignored}
+    with pytest.raises(ValueError, match=f"ignore_index={ignored}, but the labels .* 0 to 2: they"):
+        make(**criterion).fit(X, y)
+
+
+def test_an_index_to_ignore_among_classes_from_0_is_ignored_also_after_a_dataset():
+    params = {"module": nn.Linear(4, 3), "batch_size": 42}
+    net, expected = make(criterion__ignore_index=1, **params).fit(X, INDEX), make(**params)
+    expected.fit(dataset(np.where(INDEX == 1, -100, INDEX)))
+    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+    net.fit(dataset())
+    with pytest.raises(ValueError, match=r"ignore_index=1, but the labels .* 0 to 2: they"):
+        net.partial_fit(X, NAMES)
+    assert_array_equal(net.partial_fit(X, INDEX).classes_, [0, 1, 2])
+
+
+# -- probabilities where logits belong -----------------------------------------------------
+
+
+class Ending(nn.Module):
+    """A linear network that ends in a function."""
+
+    def __init__(self, n_features, n_outputs, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(n_features, n_outputs), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def ending(function, criterion, **settings):
+    return make(Net, module=Ending, module__function=function, criterion=criterion, **settings)
+
+
+WRONG = {  # name -> (what the module ends in, criterion, message)
+    "softmax": (
+        nn.Softmax(dim=-1), nn.CrossEntropyLoss, "in a softmax already. Remove .*nn.NLLLoss",
+    ),
+    "softmax, other axes": (
+        lambda z: z.T.softmax(dim=0).T, nn.CrossEntropyLoss, "in a softmax already.",
+    ),
+    "sigmoid": (nn.Sigmoid(), nn.CrossEntropyLoss, "in a sigmoid already. Remove .*nn.BCELoss"),
+    "two sigmoids": (nn.Sigmoid(), nn.BCEWithLogitsLoss, "in a sigmoid already. .*nn.BCELoss"),
+    "log of a softmax": (
+        nn.LogSoftmax(dim=1), nn.BCEWithLogitsLoss, "in a log_softmax already. .*CrossEntropyLoss",
+    ),
+    "logarithms": (nn.LogSoftmax(dim=1), nn.NLLLoss, "NLLLoss takes probab.*values from -"),
+    "logits": (lambda z: z.abs() / 100, nn.NLLLoss, "with the sum 1 .*values from "),
+    "large logits": (lambda z: z.square() + 2, nn.BCELoss, "BCELoss takes probab.*values from 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [0, 0.1])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_criterion_that_does_not_fit_the_module(name, weight):
+    function, criterion, message = WRONG[name]
+    net = ending(function, criterion, flatness_weight=weight)
+    binary = criterion in {nn.BCELoss, nn.BCEWithLogitsLoss}
+    with pytest.raises(ValueError, match=message):
+        net.fit(X, INDEX > 0 if binary else INDEX)
+    assert not net.history[-1]["batches"][-1].get("train_loss")  # before the first step
+
+
+@pytest.mark.parametrize(
+    ("function", "criterion", "usual"),
+    [
+        (nn.Softmax(dim=-1), nn.NLLLoss, nn.CrossEntropyLoss),
+        (nn.LogSoftmax(dim=-1), nn.CrossEntropyLoss, nn.CrossEntropyLoss),
+        (nn.Sigmoid(), nn.BCELoss, nn.BCEWithLogitsLoss),
+    ],
+    ids=["as in skorch", "log softmax", "sigmoid"],
+)
+def test_a_criterion_that_fits_the_module(function, criterion, usual):
+    y = INDEX > 0 if usual is nn.BCEWithLogitsLoss else INDEX
+    found, logits = (
+        ending(*pair).fit(X, y) for pair in [(function, criterion), (nn.Identity(), usual)]
+    )
+    np.testing.assert_allclose(found.predict_proba(X), logits.predict_proba(X), atol=1e-3)
+    assert found.relative_flatness_ == pytest.approx(logits.relative_flatness_, rel=1e-2)
+
+
+def test_a_function_of_the_users_own_is_left_alone():
+    class Sharpened(nn.CrossEntropyLoss):
+        def forward(self, input, target):
+            return super().forward(10 * input, target)
+
+    net = ending(nn.Softmax(dim=1), Sharpened, module__n_outputs=3)
+    assert len(net.fit(X, torch.from_numpy(INDEX)).history) == 3
+
+
+def test_a_fleet_refuses_the_same():
+    nets = [ending(nn.Softmax(dim=-1), nn.CrossEntropyLoss, random_state=seed) for seed in range(2)]
+    with pytest.raises(ValueError, match="in a softmax already"):
+        FleetTrainer(nets, fleet=2).fit(X, INDEX)
+
+
+@pytest.mark.parametrize(
+    ("function", "criterion", "instead"),
+    [
+        (nn.Softmax(dim=1), nn.CrossEntropyLoss(), "softmax .*, such as criterion=lambda p, y"),
+        (nn.Sigmoid(), nn.BCEWithLogitsLoss(), "sigmoid .*, such as criterion=torch.nn.BCELoss"),
+    ],
+    ids=["softmax", "sigmoid"],
+)
+def test_measures_warn_of_such_a_criterion(function, criterion, instead):
+    module = Ending(4, 3, function)
+    y = torch.from_numpy(INDEX) if type(function) is nn.Softmax else torch.rand(42, 3)
+    match = (
+        f"takes logits, .* already. So the loss is not.*trained with this.* remove the {instead}"
+    )
+    with pytest.warns(FlatnessWarning, match=match):
+        relative_flatness(module, X, y, criterion=criterion)
+
+
+# -- callbacks without validation data -----------------------------------------------------
+
+VALIDATED = {
+    "EarlyStopping": lambda folder: EarlyStopping(),
+    "accuracy": lambda folder: EarlyStopping("valid_acc", lower_is_better=False),
+    "Checkpoint": lambda folder: Checkpoint(dirname=folder),
+    "LRScheduler": lambda folder: LRScheduler(ReduceLROnPlateau, monitor="valid_loss"),
+}
+
+
+@pytest.mark.parametrize("name", VALIDATED)
+def test_callbacks_that_need_validation_data(name, tmp_path):
+    callback = VALIDATED[name](tmp_path)
+    net = make(callbacks=[callback])
+    kind = type(callback).__name__
+    with pytest.raises(ValueError, match=f"{kind} reads 'valid_.*train_split=.*ValidSplit"):
+        net.fit(X, INDEX)
+    assert not net.history  # before any training
+    net.set_params(train_split=ValidSplit(5), callbacks=[VALIDATED[name](tmp_path)])
+    assert len(net.fit(X, INDEX).history) == 3
+    for monitor in ("train_loss", "flatness_penalty"):
+        assert len(make(callbacks=[EarlyStopping(monitor)]).fit(X, INDEX).history) == 3
+
+
+# -- weights of classes, as scikit-learn's users pass them ---------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "y", "given"),
+    [
+        ("weight", INDEX, [1.0, 2.0, 0.5]),
+        ("weight", INDEX, np.float32([1.0, 2.0, 0.5])),
+        ("pos_weight", INDEX > 0, 3),
+        ("pos_weight", INDEX > 0, np.array([3.0])),
+    ],
+    ids=["list", "float32", "number", "array"],
+)
+def test_weights_of_classes_may_be_arrays(name, y, given):
+    criterion = nn.CrossEntropyLoss if name == "weight" else nn.BCEWithLogitsLoss
+    expected, net = (
+        make(Net, criterion=criterion, **{f"criterion__{name}": weights}).fit(X, y)
+        for weights in (torch.tensor(np.atleast_1d(given)).float(), given)
+    )
+    assert getattr(net.criterion_, name).dtype == torch.float32
+    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+
+
+def test_the_arguments_of_a_criterion_of_the_users_own_stay_as_they_are():
+    class Own(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+    weights = np.float32([1.0, 2.0, 0.5])
+    net = make(Net, criterion=Own, criterion__weight=weights, module=nn.Linear(4, 3))
+    assert net.initialize().criterion_.weight is weights

@@ -1,0 +1,71 @@
+"""Data, nets and comparisons that the tests of training share."""
+
+import numpy as np
+import torch
+from torch.testing import assert_close
+from torch.utils.data import IterableDataset, TensorDataset
+
+from relflat_sk import (
+    MLP,
+    RelativeFlatnessRegularizedBinaryClassifier,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedNet,
+    RelativeFlatnessRegularizedRegressor,
+)
+
+Net = RelativeFlatnessRegularizedNet
+Classifier = RelativeFlatnessRegularizedClassifier
+Binary = RelativeFlatnessRegularizedBinaryClassifier
+Regressor = RelativeFlatnessRegularizedRegressor
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(42, 4)).astype(np.float32)
+INDEX = X[:, :3].argmax(axis=1)
+NAMES = np.array(["x", "y", "z"])[INDEX]
+VALUES = (X @ np.array([1.0, -2.0, 0.5, 0.0])).astype(np.float32)
+LABELS = np.eye(3, dtype=int)[INDEX]
+WEIGHTS = rng.integers(0, 4, size=42)
+ROWS = np.arange(42).repeat(WEIGHTS)
+SIZES = {"module__n_features": 4, "module__n_outputs": 3}
+TASKS = {
+    "classes": (Classifier, NAMES),
+    "binary": (Binary, INDEX > 0),
+    "labels": (Binary, LABELS),
+    "regression": (Regressor, VALUES),
+}
+
+
+def make(kind=Classifier, **params):
+    """Make a net that is trained for three short epochs."""
+    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 3, "batch_size": 16}
+    return kind(**{**defaults, **params})
+
+
+def same(net, other, rtol=0, atol=0):
+    """Compare weights and buffers, bit by bit if no tolerance is given."""
+    assert_close(net.module_.state_dict(), other.module_.state_dict(), rtol=rtol, atol=atol)
+
+
+def weights_of(net):
+    """All weights of a net in one vector."""
+    return torch.cat([p.detach().flatten() for p in net.module_.parameters()])
+
+
+class Double(MLP):
+    """In float64, so that an equality is one of ideas and not one of roundings."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs, (6,), activation="tanh")
+        self.double()
+
+
+def dataset(y=INDEX):
+    """The samples as a data set of tensors."""
+    return TensorDataset(torch.tensor(X), torch.tensor(y))
+
+
+class Stream(IterableDataset):
+    """The samples as a stream that starts anew each time that it is iterated."""
+
+    def __iter__(self):
+        return iter(dataset())
