@@ -8,8 +8,8 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from relflat_sk import RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor
 from relflat_sk.training._batches import Rows, make_loader, with_weights
+from tests.training.common import Regressor, make
 
 N = 23
 RNG = np.random.default_rng(0)
@@ -164,35 +164,27 @@ class _Loader(DataLoader):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_net_uses_it_unless_the_user_chose_a_loader(training):
-    net = RelativeFlatnessRegularizedClassifier(batch_size=-1)
-    dataset = net.get_dataset(X, Y)
-    assert _cuts(net.get_iterator(dataset, training=training))
-    assert len(net.get_iterator(dataset, training=training)) == 1
-    integer = RelativeFlatnessRegularizedClassifier(batch_size=np.int64(5))
-    assert len(integer.get_iterator(dataset, training=training)) == 5
-    own = RelativeFlatnessRegularizedClassifier(iterator_train=_Loader, iterator_valid=_Loader)
-    assert type(own.get_iterator(dataset, training=training)) is _Loader
-    workers = {"iterator_train__num_workers": 0, "iterator_valid__num_workers": 0}
-    own = RelativeFlatnessRegularizedClassifier(**workers)
-    assert not _cuts(own.get_iterator(dataset, training=training))
+    def loader(**params):
+        net = make(**params)
+        return net.get_iterator(net.get_dataset(X, Y), training=training)
+
+    assert _cuts(loader(batch_size=-1))
+    assert len(loader(batch_size=-1)) == 1
+    assert len(loader(batch_size=np.int64(5))) == 5
+    assert type(loader(iterator_train=_Loader, iterator_valid=_Loader)) is _Loader
+    assert not _cuts(loader(iterator_train__num_workers=0, iterator_valid__num_workers=0))
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.usefixtures("own_loop")
 def test_fit_equals_a_fit_through_torchs_loader(weights, shuffle):
-    fitted = []
-    for arguments in ({}, {"iterator_train__num_workers": 0}):
-        net = RelativeFlatnessRegularizedRegressor(
-            batch_size=5,
-            max_epochs=3,
-            random_state=0,
-            verbose=0,
-            iterator_train__shuffle=shuffle,
-            **arguments,
+    ours, theirs = (
+        make(Regressor, batch_size=5, iterator_train__shuffle=shuffle, **arguments).fit(
+            X, X[:, :2], sample_weight=weights
         )
-        fitted.append(net.fit(X, X[:, :2], sample_weight=weights))
-    ours, theirs = fitted
+        for arguments in ({}, {"iterator_train__num_workers": 0})
+    )
     np.testing.assert_array_equal(ours.predict(X), theirs.predict(X))
     for name in ("train_loss", "flatness_penalty", "train_batch_size"):
         assert ours.history[:, "batches", :, name] == theirs.history[:, "batches", :, name]

@@ -12,30 +12,19 @@ from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
-from relflat_sk import (
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
-    RelativeFlatnessRegularizedRegressor,
-    StopAtGradientNorm,
-    StopAtLoss,
-)
+from relflat_sk import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import gradient_norm
+from tests.training import common
+from tests.training.common import INDEX, NAMES, SIZES, Classifier, Net, Regressor, X, dataset
 
 FLOAT32 = 1e-5
+TARGETS = torch.tensor(INDEX)
 
 
-@pytest.fixture
-def data():
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(37, 4)).astype(np.float32)
-    return X, np.array(["x", "y", "z"])[X[:, :3].argmax(axis=1)]
-
-
-def make(*callbacks, kind=RelativeFlatnessRegularizedClassifier, **params):
-    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 200, "batch_size": 16}
-    return kind(callbacks=list(callbacks), **{**defaults, **params})
+def make(*callbacks, kind=Classifier, **params):
+    return common.make(kind, callbacks=list(callbacks), **{"max_epochs": 200, **params})
 
 
 class Dropping(nn.Module):
@@ -71,11 +60,9 @@ class Losses(Callback):
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1], ids=["plain", "penalised"])
-def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(data, weight):
-    X, y = data
-    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
-    by_hand = Losses(torch.tensor(X), targets)
-    net = make(by_hand, StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, y)
+def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(weight):
+    by_hand = Losses(torch.tensor(X), TARGETS)
+    net = make(by_hand, StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, NAMES)
     stop = dict(net.callbacks_)["StopAtLoss"]
     assert net.converged_ is True
     assert len(net.losses_) == len(net.history)
@@ -85,18 +72,16 @@ def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(data, weight):
     assert net.history[-1, "train_loss"] > 0.35
 
 
-def test_does_not_change_training(data):
-    X, y = data
+def test_does_not_change_training():
     module = {"module": Dropping, "max_epochs": 3, "iterator_train__shuffle": True}
-    watched = make(StopAtLoss(1e-9), StopAtGradientNorm(1e-9), **module).fit(X, y)
-    plain = make(**module).fit(X, y)
+    watched = make(StopAtLoss(1e-9), StopAtGradientNorm(1e-9), **module).fit(X, NAMES)
+    plain = make(**module).fit(X, NAMES)
     assert_close(watched.module_.state_dict(), plain.module_.state_dict(), rtol=0, atol=0)
 
 
-def test_trains_on_the_training_part_only(data):
-    X, y = data
-    net = make(StopAtLoss(0.3), train_split=ValidSplit(3)).fit(X, y)
-    train, _ = ValidSplit(3)(net.get_dataset(X, np.unique(y, return_inverse=True)[1]))
+def test_trains_on_the_training_part_only():
+    net = make(StopAtLoss(0.3), train_split=ValidSplit(3)).fit(X, NAMES)
+    train, _ = ValidSplit(3)(net.get_dataset(X, INDEX))
     targets = torch.tensor([int(train[i][1]) for i in range(len(train))])
     inputs = torch.tensor(np.stack([train[i][0] for i in range(len(train))]))
     with torch.no_grad():
@@ -105,39 +90,35 @@ def test_trains_on_the_training_part_only(data):
 
 
 @pytest.mark.parametrize("callback", [StopAtLoss(1e-6), StopAtGradientNorm(1e-9)], ids=type)
-def test_says_that_it_did_not_converge(data, callback):
-    X, y = data
+def test_says_that_it_did_not_converge(callback):
     net = make(callback, max_epochs=2)
     goal = callback._goal()
     with pytest.warns(ConvergenceWarning, match=f"has not reached {goal} with max_epochs=2"):
-        net.fit(X, y)
+        net.fit(X, NAMES)
     assert net.converged_ is False
     assert len(net.history) == 2
 
 
-def test_says_so_once_and_only_where_all_epochs_of_a_fit_were_trained(data, recwarn):
-    X, y = data
-    make(StopAtLoss(1e-6), max_epochs=1).partial_fit(X, y)
-    make(StopAtLoss(1e-6), EarlyStopping("train_loss", threshold=10), max_epochs=9).fit(X, y)
-    make(StopAtLoss(1e-6), max_epochs=0).fit(X, y)
-    make(StopAtLoss(0.5)).fit(X, y)
+def test_says_so_once_and_only_where_all_epochs_of_a_fit_were_trained(recwarn):
+    make(StopAtLoss(1e-6), max_epochs=1).partial_fit(X, NAMES)
+    make(StopAtLoss(1e-6), EarlyStopping("train_loss", threshold=10), max_epochs=9).fit(X, NAMES)
+    make(StopAtLoss(1e-6), max_epochs=0).fit(X, NAMES)
+    make(StopAtLoss(0.5)).fit(X, NAMES)
     assert not recwarn
-    make(StopAtLoss(1e-6), StopAtGradientNorm(1e-9), max_epochs=1).fit(X, y)
+    make(StopAtLoss(1e-6), StopAtGradientNorm(1e-9), max_epochs=1).fit(X, NAMES)
     assert "loss of 1e-06 or a gradient norm of 1e-09 with" in str(recwarn.pop().message)
     assert not recwarn
 
 
-def test_looks_only_every_so_often(data):
-    X, y = data
-    assert len(make(StopAtLoss(100.0, every=7)).fit(X, y).history) == 7
-    assert len(make(StopAtGradientNorm(100.0, every=4)).fit(X, y).history) == 4
+def test_looks_only_every_so_often():
+    assert len(make(StopAtLoss(100.0, every=7)).fit(X, NAMES).history) == 7
+    assert len(make(StopAtGradientNorm(100.0, every=4)).fit(X, NAMES).history) == 4
 
 
-def test_converged_starts_anew_with_each_fit(data):
-    X, y = data
-    net = make(StopAtLoss(0.5)).fit(X, y)
+def test_converged_starts_anew_with_each_fit():
+    net = make(StopAtLoss(0.5)).fit(X, NAMES)
     assert net.converged_
-    net.set_params(callbacks__StopAtLoss__loss=1e-9, max_epochs=1).partial_fit(X, y)
+    net.set_params(callbacks__StopAtLoss__loss=1e-9, max_epochs=1).partial_fit(X, NAMES)
     assert not net.converged_
 
 
@@ -152,8 +133,7 @@ class Decayed(NeuralNetRegressor):
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_the_loss_of_a_net_s_own_is_that_outside_of_training(data, always):
-    X, _ = data
+def test_the_loss_of_a_net_s_own_is_that_outside_of_training(always):
     stop = StopAtLoss(100.0)
     net = type("Net", (Decayed,), {"always": always})(
         nn.Linear(4, 1), callbacks=[stop], max_epochs=1, train_split=None, verbose=0
@@ -162,9 +142,8 @@ def test_the_loss_of_a_net_s_own_is_that_outside_of_training(data, always):
     assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
 
 
-def test_tells_when_it_stops(data, capsys):
-    X, y = data
-    net = make(StopAtLoss(0.5), verbose=1).fit(X, y)
+def test_tells_when_it_stops(capsys):
+    net = make(StopAtLoss(0.5), verbose=1).fit(X, NAMES)
     text = f"Stopping: a training loss of 0.5 reached after {len(net.history)} epochs."
     assert text in capsys.readouterr().out
 
@@ -185,21 +164,19 @@ def test_tells_when_it_stops(data, capsys):
     ids=["mean", "sum", "class weights"],
 )
 @pytest.mark.parametrize("weight", [0.0, 2.0], ids=["plain", "penalised"])
-def test_gradient_norm_is_that_of_the_whole(data, criterion, params, weight):
-    X, y = data
+def test_gradient_norm_is_that_of_the_whole(criterion, params, weight):
     params = {**params, "flatness_weight": weight, "flatness_clip": None}
-    net = make(module=Dropping, max_epochs=2, **params).fit(X, y)
-    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
-    dataset = net.get_dataset(X, targets.numpy())  # batches of 16, 16 and 5
+    net = make(module=Dropping, max_epochs=2, **params).fit(X, NAMES)
+    dataset = net.get_dataset(X, INDEX)  # batches of 16, 16 and 10
 
     module = net.module_.eval()
     features = module.body[:-1](torch.tensor(X))
     logits = module.body[-1](features)
     p, W = logits.softmax(dim=1), module.body[-1].weight
     spread = (p @ W.square() - (p @ W).square()).sum(dim=1) * features.square().sum(dim=1)
-    share = torch.ones(37) if criterion.weight is None else criterion.weight[targets]
+    share = torch.ones(42) if criterion.weight is None else criterion.weight[TARGETS]
     kappa = (share * spread).sum() / share.sum()
-    loss = criterion(logits, targets) / (37 if criterion.reduction == "sum" else 1)
+    loss = criterion(logits, TARGETS) / (42 if criterion.reduction == "sum" else 1)
     objective = loss + weight * kappa / (2 * 40)
     grads = torch.autograd.grad(objective, list(module.parameters()))
     truth = torch.cat([grad.reshape(-1) for grad in grads]).norm().item()
@@ -207,9 +184,8 @@ def test_gradient_norm_is_that_of_the_whole(data, criterion, params, weight):
     assert gradient_norm(net, dataset) == pytest.approx(truth, rel=1e-4)
 
 
-def test_gradient_norm_gives_the_net_back_as_it_was(data):
-    X, y = data
-    net = make(module=Dropping, flatness_layer=0, max_epochs=1).fit(X, y)
+def test_gradient_norm_gives_the_net_back_as_it_was():
+    net = make(module=Dropping, flatness_layer=0, max_epochs=1).fit(X, NAMES)
     net.module_.train()
     net.module_.body[1].eval()
     for p in net.module_.parameters():
@@ -217,7 +193,7 @@ def test_gradient_norm_gives_the_net_back_as_it_was(data):
     modes = [m.training for m in net.module_.modules()]
     state = {k: v.clone() for k, v in net.module_.state_dict().items()}
     random = torch.get_rng_state()
-    gradient_norm(net, net.get_dataset(X, np.zeros(37, dtype=np.int64)))
+    gradient_norm(net, net.get_dataset(X, np.zeros(42, dtype=np.int64)))
     assert [m.training for m in net.module_.modules()] == modes
     assert_close(net.module_.state_dict(), state, rtol=0, atol=0)
     assert_close(torch.get_rng_state(), random)
@@ -229,7 +205,7 @@ def test_stops_at_a_stationary_point():
     y = np.array([1.0, -1.0, 0.0], dtype=np.float32)
     net = make(
         StopAtGradientNorm(1e-4),
-        kind=RelativeFlatnessRegularizedRegressor,
+        kind=Regressor,
         module__hidden_layer_sizes=(),
         optimizer=torch.optim.SGD,
         lr=0.1,
@@ -251,18 +227,16 @@ def test_stops_at_a_stationary_point():
 
 
 @pytest.mark.parametrize("split", [None, ValidSplit(5)], ids=["all", "split"])
-def test_on_stock_skorch_nets(data, split):
-    X, y = data
-    classes = np.unique(y, return_inverse=True)[1]
+def test_on_stock_skorch_nets(split):
     stops = [StopAtLoss(0.3), StopAtGradientNorm(1e-9, every=5)]
     params = {"callbacks": stops, "verbose": 0, "max_epochs": 300, "train_split": split}
     net = NeuralNetClassifier(
         Dropping, module__softmax=True, criterion=nn.NLLLoss, optimizer=torch.optim.Adam, **params
-    ).fit(X, classes)
+    ).fit(X, INDEX)
     assert net.converged_
     assert dict(net.callbacks_)["StopAtGradientNorm"].gradient_norm_ > 0
     if split is None:
-        chosen = net.predict_proba(X)[np.arange(37), classes]
+        chosen = net.predict_proba(X)[np.arange(42), INDEX]
         loss = -np.log(chosen).mean()
         assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-4)
     regressor = NeuralNetRegressor(
@@ -281,7 +255,7 @@ def test_on_a_net_with_a_criterion_of_its_own():
     net = make(
         StopAtLoss(0.05),
         StopAtGradientNorm(1e-6),
-        kind=RelativeFlatnessRegularizedNet,
+        kind=Net,
         module=nn.Linear,
         module__in_features=4,
         module__out_features=4,
@@ -294,19 +268,11 @@ def test_on_a_net_with_a_criterion_of_its_own():
     assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(error, rel=1e-4)
 
 
-def test_on_data_sets(data):
-    X, y = data
-    targets = torch.tensor(np.unique(y, return_inverse=True)[1])
+def test_on_data_sets():
 
-    class Pairs(torch.utils.data.Dataset):
-        def __len__(self):
-            return 37
-
-        def __getitem__(self, i):
-            return X[i], targets[i]
-
-    for dataset in (Pairs(), torch.utils.data.TensorDataset(torch.tensor(X), targets)):
-        net = make(StopAtLoss(0.3), StopAtGradientNorm(1e-9), module=Dropping).fit(dataset)
+    pairs = list(zip(X, INDEX, strict=True))
+    for samples in (Subset(pairs, range(42)), dataset()):
+        net = make(StopAtLoss(0.3), StopAtGradientNorm(1e-9), module=Dropping).fit(samples)
         assert net.converged_
 
 
@@ -316,35 +282,32 @@ def test_on_data_sets(data):
 @pytest.mark.parametrize(
     "callback", [StopAtLoss(0.5, every=2), StopAtGradientNorm(0.5, every=2)], ids=type
 )
-def test_clone_pickle_and_parameters(data, callback):
-    X, y = data
+def test_clone_pickle_and_parameters(callback):
     name = type(callback).__name__
-    net = make(callback).fit(X, y)
+    net = make(callback).fit(X, NAMES)
     assert pickle.loads(pickle.dumps(net)).converged_ is True
     fresh = clone(net)
     assert fresh.callbacks[0] is not callback
     assert fresh.callbacks[0].get_params() == callback.get_params()
     assert not [key for key in vars(fresh.callbacks[0]) if key.endswith("_")]
-    fresh.set_params(**{f"callbacks__{name}__every": 3}).fit(X, y)
+    fresh.set_params(**{f"callbacks__{name}__every": 3}).fit(X, NAMES)
     assert len(fresh.history) % 3 == 0
     assert f"callbacks__{name}__every" in fresh.get_params()
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "0.1", None], ids=str)
-def test_refuses_goals(data, value):
-    X, y = data
+def test_refuses_goals(value):
     with pytest.raises(ValueError, match="loss must be a finite positive number, got"):
-        make(StopAtLoss(value)).fit(X, y)
+        make(StopAtLoss(value)).fit(X, NAMES)
     with pytest.raises(ValueError, match="tol must be a finite positive number, got"):
-        make(StopAtGradientNorm(value)).fit(X, y)
+        make(StopAtGradientNorm(value)).fit(X, NAMES)
 
 
 @pytest.mark.parametrize("callback", [StopAtLoss, StopAtGradientNorm])
 @pytest.mark.parametrize("every", [0, -2, 1.5, True, "1"])
-def test_refuses_intervals(data, callback, every):
-    X, y = data
+def test_refuses_intervals(callback, every):
     with pytest.raises(ValueError, match="every must be a positive integer, got"):
-        make(callback(every=every)).fit(X, y)
+        make(callback(every=every)).fit(X, NAMES)
 
 
 def test_repr_shows_the_goal():
@@ -354,9 +317,9 @@ def test_repr_shows_the_goal():
     assert repr(make(StopAtLoss(0.1)).get_params()["callbacks"]) == "[StopAtLoss(0.1)]"
 
 
-def test_nets_that_differ_in_their_seeds_warn_once_at_a_line(data, recwarn):
+def test_nets_that_differ_in_their_seeds_warn_once_at_a_line(recwarn):
     for seed in range(3):
-        make(StopAtLoss(1e-6), max_epochs=1, random_state=seed).fit(*data)
+        make(StopAtLoss(1e-6), max_epochs=1, random_state=seed).fit(X, NAMES)
     assert len(recwarn) == 1
 
 
@@ -369,7 +332,7 @@ class Once(IterableDataset):
 
 
 @pytest.mark.parametrize("callback", [StopAtLoss(0.1), StopAtGradientNorm(0.1)])
-def test_refuses_a_stream_that_can_be_read_once(data, callback):
-    net = make(callback, module__n_features=4, module__n_outputs=3)
+def test_refuses_a_stream_that_can_be_read_once(callback):
+    net = make(callback, **SIZES)
     with pytest.raises(ValueError, match=r"0.1\) measures all training data .* stream Once"):
-        net.fit(Once(data[0]), None)
+        net.fit(Once(X), None)

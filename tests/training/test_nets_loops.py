@@ -21,35 +21,10 @@ from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import (
-    MLP,
-    FlatnessScorer,
-    FlatnessWarning,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
-    RelativeFlatnessRegularizedRegressor,
-    relative_flatness,
-)
-from relflat_sk.training._tasks import unwrap
-
-Classifier = RelativeFlatnessRegularizedClassifier
+from relflat_sk import FlatnessScorer, FlatnessWarning, relative_flatness
+from tests.training.common import INDEX, NAMES, Classifier, Net, Regressor, X, make, same
 
 BF16 = 0.02  # bfloat16 has eight bits; the network's outputs are off by about 0.4%
-
-rng = np.random.default_rng(0)
-X = rng.normal(size=(42, 4)).astype(np.float32)
-INDEX = X[:, :3].argmax(axis=1)
-NAMES = np.array(["x", "y", "z"])[INDEX]
-
-
-def make(kind=Classifier, **params):
-    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 3, "batch_size": 16}
-    return kind(**{**defaults, **params})
-
-
-def same(net, other, **tolerance):
-    tolerance = tolerance or {"rtol": 0, "atol": 0}
-    assert_close(net.module_.state_dict(), other.module_.state_dict(), **tolerance)
 
 
 def penalties(net):
@@ -189,7 +164,7 @@ def test_bfloat16(kind, layer, device):
 
 
 def test_bfloat16_targets_keep_their_digits():
-    class Half(RelativeFlatnessRegularizedRegressor):
+    class Half(Regressor):
         def infer(self, x, **fit_params):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return super().infer(x, **fit_params)
@@ -285,23 +260,19 @@ def test_gradients_that_accumulate_are_those_of_a_larger_batch(weights):
 
 
 class GradientNorms(Callback):
-    def __init__(self):
-        self.norms = []
-
     def on_grad_computed(self, net, named_parameters=None, **kwargs):
         grads = [p.grad.reshape(-1) for _, p in named_parameters]
-        self.norms.append(torch.cat(grads).norm().item())
+        net.norms_ = [*getattr(net, "norms_", []), torch.cat(grads).norm().item()]
 
 
 def test_clipping_takes_in_the_penalty():
-    seen = {}
     options = {"flatness_weight": 100.0, "flatness_clip": None, "max_epochs": 1}
-    for name, clip in [("free", []), ("clipped", [GradientNormClipping(0.5)])]:
-        norms = GradientNorms()
-        make(callbacks=[*clip, norms], **options).fit(X, NAMES)
-        seen[name] = norms.norms
-    assert seen["free"][0] > 5  # of the penalty; the loss alone has a gradient of about 1
-    assert seen["clipped"][0] == pytest.approx(0.5, rel=1e-4)
+    free, clipped = (
+        make(callbacks=[*clip, GradientNorms()], **options).fit(X, NAMES).norms_[0]
+        for clip in ([], [GradientNormClipping(0.5)])
+    )
+    assert free > 5  # of the penalty; the loss alone has a gradient of about 1
+    assert clipped == pytest.approx(0.5, rel=1e-4)
 
 
 # -- layers that behave otherwise in training --------------------------------------------
@@ -484,13 +455,7 @@ def test_accelerate_in_bfloat16(accelerated):
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
 
 
-# -- wrappers ----------------------------------------------------------------------------
-
-
-def test_the_penalty_looks_through_wrappers():
-    module = MLP(4, 3)
-    assert unwrap(module) is module
-    assert unwrap(torch.compile(module, backend="eager")) is module
+# -- labels that are not one array ------------------------------------------------------
 
 
 class Parts(torch.utils.data.Dataset):
@@ -510,16 +475,8 @@ class PartsLoss(nn.Module):
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_labels_of_a_criterion_of_ones_own_may_be_anything(weight):
-    net = RelativeFlatnessRegularizedNet(
-        nn.Linear(4, 1),
-        criterion=PartsLoss,
-        flatness_weight=weight,
-        flatness_clip=None,
-        max_epochs=5,
-        train_split=None,
-        verbose=0,
-        random_state=0,
-    )
+    params = {"criterion": PartsLoss, "flatness_weight": weight, "flatness_clip": None}
+    net = make(Net, module=nn.Linear(4, 1), max_epochs=5, **params)
     with pytest.warns(FlatnessWarning, match="labels .* must form one array, got a dict"):
         net.fit(Parts())
     losses = net.history[:, "train_loss"]

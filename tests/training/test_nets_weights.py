@@ -4,11 +4,11 @@ import copy
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn import config_context
 from sklearn.base import clone
-from sklearn.datasets import load_iris
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -18,78 +18,68 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from relflat_sk import (
-    MLP,
-    RelativeFlatnessRegularizedBinaryClassifier,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
-    RelativeFlatnessRegularizedRegressor,
-    StopAtLoss,
-    relative_flatness,
-)
+from relflat_sk import StopAtLoss, relative_flatness
 from relflat_sk.training._convergence import gradient_norm
+from tests.training import common
+from tests.training.common import (
+    INDEX,
+    LABELS,
+    NAMES,
+    ROWS,
+    VALUES,
+    WEIGHTS,
+    Binary,
+    Classifier,
+    Double,
+    Net,
+    Regressor,
+    same,
+)
 
-Net = RelativeFlatnessRegularizedNet
-Classifier = RelativeFlatnessRegularizedClassifier
-Binary = RelativeFlatnessRegularizedBinaryClassifier
-Regressor = RelativeFlatnessRegularizedRegressor
-
-rng = np.random.default_rng(0)
-X = rng.normal(size=(30, 4))
-INDEX = X[:, :3].argmax(axis=1)
-NAMES = np.array(["x", "y", "z"])[INDEX]
-VALUES = X @ np.array([1.0, -2.0, 0.5, 0.0])
-WEIGHTS = rng.integers(0, 4, size=30)
-ROWS = np.arange(30).repeat(WEIGHTS)
-
-
-class Double(MLP):
-    """In float64, so that an equality is one of ideas and not one of roundings."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs, (6,), activation="tanh")
-        self.double()
+X = common.X.astype(np.float64)
+PLAIN = {"flatness_weight": 0}
+NO_SHUFFLE = {"iterator_train__shuffle": False}
 
 
 def make(kind=Classifier, **params):
-    defaults = {"module": Double, "verbose": 0, "random_state": 0, "max_epochs": 3}
-    return kind(**{**defaults, "flatness_weight": 1.0, "optimizer": torch.optim.SGD, **params})
+    """Make a net in float64."""
+    defaults = {"module": Double, "flatness_weight": 1.0, "optimizer": torch.optim.SGD}
+    return common.make(kind, **{**defaults, "batch_size": 32, **params})
 
 
-def same(net, other, **tolerance):
-    tolerance = tolerance or {"rtol": 0, "atol": 0}
-    assert_close(net.module_.state_dict(), other.module_.state_dict(), **tolerance)
+class Fourth(nn.Module):
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, output, target):
+        losses = (output - target).pow(4)
+        return losses.mean() if self.reduction == "mean" else losses
 
 
 # -- what a weight means -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "y", "params"),
-    [
-        (Classifier, NAMES, {}),
-        (Classifier, NAMES, {"criterion__weight": torch.tensor([1.0, 5.0, 0.2]).double()}),
-        (Classifier, NAMES, {"criterion__label_smoothing": 0.2}),
-        (Classifier, NAMES, {"criterion__reduction": "sum", "lr": 1e-3}),
-        (Binary, INDEX > 0, {"criterion__pos_weight": torch.tensor([3.0]).double()}),
-        (Binary, np.eye(3, dtype=int)[INDEX], {}),
-        (Regressor, VALUES, {}),
-        (Regressor, X[:, :2], {"criterion__reduction": "sum", "lr": 1e-3}),
-        (Net, np.abs(INDEX), {"criterion": nn.PoissonNLLLoss}),
-    ],
-    ids=[
-        "classes",
-        "class weights",
-        "smoothing",
-        "sum of classes",
-        "binary",
-        "multi-label",
-        "regression",
-        "sum of outputs",
-        "counts",
-    ],
-)
-def test_weights_are_repetitions_where_a_batch_holds_all_data(kind, y, params):
+REPEATED = {
+    "classes": (Classifier, NAMES, {}),
+    "class weights": (Classifier, NAMES, {"criterion__weight": [1.0, 5.0, 0.2]}),
+    "smoothing": (Classifier, NAMES, {"criterion__label_smoothing": 0.2}),
+    "sum of classes": (Classifier, NAMES, {"criterion__reduction": "sum", "lr": 1e-3}),
+    "binary": (Binary, INDEX > 0, {"criterion__pos_weight": torch.tensor([3.0]).double()}),
+    "multi-label": (Binary, LABELS, {}),
+    "regression": (Regressor, VALUES, {}),
+    "sum of outputs": (Regressor, X[:, :2], {"criterion__reduction": "sum", "lr": 1e-3}),
+    "counts": (Net, INDEX, {"criterion": nn.PoissonNLLLoss}),
+    "Huber": (Regressor, VALUES, {"criterion": nn.HuberLoss, **PLAIN}),
+    "L1": (Regressor, VALUES, {"criterion": nn.L1Loss, **PLAIN}),
+    "smooth L1": (Regressor, VALUES, {"criterion": nn.SmoothL1Loss, **PLAIN}),
+    "unknown": (Regressor, VALUES, {"criterion": Fourth, "lr": 1e-3, **PLAIN}),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_weights_are_repetitions_where_a_batch_holds_all_data(name):
+    kind, y, params = REPEATED[name]
     params = {"batch_size": -1, "lr": 0.1, "max_epochs": 5, **params}
     weighted = make(kind, **params).fit(X, y, sample_weight=WEIGHTS)
     repeated = make(kind, **params).fit(X[ROWS], y[ROWS])
@@ -108,7 +98,7 @@ def test_a_batch_s_mean_is_over_the_weights_in_it():
     net.fit(X, NAMES, sample_weight=WEIGHTS)
     module = make(max_epochs=0).fit(X, NAMES).module_
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    for rows in (slice(0, 16), slice(16, 30)):
+    for rows in (slice(0, 16), slice(16, 32), slice(32, 42)):
         weight = torch.tensor(WEIGHTS[rows]).double()
         log_p = module(torch.tensor(X[rows])).log_softmax(dim=1)
         losses = -log_p[torch.arange(len(weight)), torch.tensor(INDEX[rows])]
@@ -118,36 +108,19 @@ def test_a_batch_s_mean_is_over_the_weights_in_it():
     assert_close(net.module_.state_dict(), module.state_dict(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("criterion", [nn.HuberLoss, nn.L1Loss, nn.SmoothL1Loss])
-def test_of_losses_without_closed_form(criterion):
-    params = {"criterion": criterion, "batch_size": -1, "flatness_weight": 0, "lr": 0.1}
-    weighted = make(Regressor, **params).fit(X, VALUES, sample_weight=WEIGHTS)
-    same(weighted, make(Regressor, **params).fit(X[ROWS], VALUES[ROWS]), rtol=1e-9, atol=1e-12)
-
-
 def test_equal_weights_change_nothing():
     for params in ({}, {"flatness_layer": "hidden0"}):
         plain = make(batch_size=8, **params).fit(X, NAMES)
         for weight in (1, 7):  # a mean has no scale
-            weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 30)
+            weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 42)
             same(weighted, plain, rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_without_weight_teaches_nothing():
-    weights = np.r_[np.ones(10), np.zeros(20)]
+    weights = np.r_[np.ones(10), np.zeros(32)]
     params = {"batch_size": 10, "max_epochs": 4, "iterator_train__shuffle": False}
     net = make(**params).fit(X, NAMES, sample_weight=weights)
     same(net, make(**params).fit(X[:10], NAMES[:10]), rtol=1e-10, atol=1e-12)
-
-
-class Fourth(nn.Module):
-    def __init__(self, reduction="mean"):
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, output, target):
-        losses = (output - target).pow(4)
-        return losses.mean() if self.reduction == "mean" else losses
 
 
 class Mean(nn.Module):
@@ -156,9 +129,6 @@ class Mean(nn.Module):
 
 
 def test_an_unknown_criterion_must_tell_samples_apart():
-    params = {"batch_size": -1, "criterion": Fourth, "flatness_weight": 0, "lr": 1e-3}
-    weighted = make(Regressor, **params).fit(X, VALUES, sample_weight=WEIGHTS)
-    same(weighted, make(Regressor, **params).fit(X[ROWS], VALUES[ROWS]), rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="expected one for each sample"):
         make(Regressor, criterion=Mean).fit(X, VALUES, sample_weight=WEIGHTS)
 
@@ -170,7 +140,7 @@ class Own(Dataset):
     """A data set of which nobody knows how it makes samples."""
 
     def __len__(self):
-        return 30
+        return 42
 
     def __getitem__(self, i):
         return X[i], INDEX[i]
@@ -187,7 +157,7 @@ def test_of_any_data():
 
 
 @pytest.mark.parametrize(
-    "rows", [np.arange(30)[::-1].copy(), np.arange(30) // 2], ids=["permuted", "drawn"]
+    "rows", [np.arange(42)[::-1].copy(), np.arange(42) // 2], ids=["permuted", "drawn"]
 )
 def test_weights_of_a_subset_are_in_its_order(rows):
     params = {"batch_size": 8, "module__n_features": 4, "module__n_outputs": 3}
@@ -219,16 +189,18 @@ def test_weights_are_split_and_shuffled_along(workers):
     assert net.history[-1, "valid_loss"] == pytest.approx(mean, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", [list, np.float32, np.int64, "series", "tensor"])
-def test_weights_of_any_kind(kind):
-    import pandas as pd
-
-    make_weights = {
-        list: WEIGHTS.tolist,
-        "series": lambda: pd.Series(WEIGHTS, index=range(100, 130)),
-        "tensor": lambda: torch.tensor(WEIGHTS),
-    }.get(kind, lambda: WEIGHTS.astype(kind))
-    given = make_weights()
+@pytest.mark.parametrize(
+    "convert",
+    [
+        np.ndarray.tolist,
+        np.float32,
+        lambda weights: pd.Series(weights, index=range(100, 142)),
+        torch.tensor,
+    ],
+    ids=["list", "float32", "series", "tensor"],
+)
+def test_weights_of_any_kind(convert):
+    given = convert(WEIGHTS)
     before = copy.deepcopy(given)
     net = make().fit(X, NAMES, sample_weight=given)
     same(net, make().fit(X, NAMES, sample_weight=WEIGHTS.astype(float)))
@@ -238,12 +210,12 @@ def test_weights_of_any_kind(kind):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (np.ones(29), r"sample_weight must have shape \(30,\), one weight per sample, got \(29,\)"),
-        (np.ones((30, 1)), r"sample_weight must have shape \(30,\)"),
-        (1.0, r"sample_weight must have shape \(30,\)"),
-        (np.zeros(30), "must be finite, not negative, and not all zero"),
-        (np.r_[-1.0, np.ones(29)], "must be finite, not negative"),
-        (np.r_[np.nan, np.ones(29)], "must be finite, not negative"),
+        (np.ones(41), r"sample_weight must have shape \(42,\), one weight per sample, got \(41,\)"),
+        (np.ones((42, 1)), r"sample_weight must have shape \(42,\)"),
+        (1.0, r"sample_weight must have shape \(42,\)"),
+        (np.zeros(42), "must be finite, not negative, and not all zero"),
+        (np.r_[-1.0, np.ones(41)], "must be finite, not negative"),
+        (np.r_[np.nan, np.ones(41)], "must be finite, not negative"),
     ],
     ids=["length", "matrix", "number", "zeros", "negative", "nan"],
 )
@@ -335,14 +307,10 @@ class Batches(Callback):
 def test_callbacks_see_plain_batches():
     batches = Batches()
     scores = [
-        (
-            f"{train} {caching}",
-            EpochScoring(
-                "accuracy", name=f"{train} {caching}", on_train=train, use_caching=caching
-            ),
-        )
+        (name, EpochScoring("accuracy", name=name, on_train=train, use_caching=caching))
         for train in (True, False)
         for caching in (True, False)
+        for name in [f"{train} {caching}"]
     ]
     params = {"train_split": ValidSplit(3), "callbacks": [batches, *scores]}
     net = make(**params).fit(X, NAMES, sample_weight=WEIGHTS)
@@ -355,7 +323,7 @@ def test_callbacks_see_plain_batches():
 
 def test_callbacks_of_convergence_weigh_samples():
     net = make(callbacks=[StopAtLoss(10.0)]).fit(X, NAMES, sample_weight=WEIGHTS)
-    log_p = np.log(net.predict_proba(X))[np.arange(30), INDEX]
+    log_p = np.log(net.predict_proba(X))[np.arange(42), INDEX]
     loss = -np.average(log_p, weights=WEIGHTS)
     assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-9)
 
@@ -378,16 +346,9 @@ def test_gradient_norm_weighs_samples(reduction):
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_class_weights_are_of_the_dtype_of_the_data(dtype, weight):
-    X, y = load_iris(return_X_y=True)
     given = torch.tensor([1.0, 2.0, 0.5])
-    net = RelativeFlatnessRegularizedClassifier(
-        criterion__weight=given,
-        flatness_weight=weight,
-        callbacks=[StopAtLoss(0.01)],
-        max_epochs=2,
-        verbose=0,
-        random_state=0,
-    ).fit(X.astype(dtype), y)
+    params = {"criterion__weight": given, "callbacks": [StopAtLoss(10.0)]}
+    net = common.make(flatness_weight=weight, **params).fit(X.astype(dtype), NAMES)
     assert net.criterion_.weight.dtype == next(net.module_.parameters()).dtype
     assert given.dtype == torch.float32  # the user's own tensor stays as it is
     assert np.isfinite(net.history[-1]["train_loss"])

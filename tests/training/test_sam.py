@@ -11,19 +11,18 @@ from skorch.callbacks import Callback
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import (
-    MLP,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
-    SharpnessAwareMixin,
-)
+from relflat_sk import MLP, SharpnessAwareMixin
+from tests.training import common
+from tests.training.common import INDEX, ROWS, SIZES, WEIGHTS, Double, X, same, weights_of
 
-rng = np.random.default_rng(0)
-X = rng.normal(size=(30, 4)).astype(np.float32)
-INDEX = X[:, :3].argmax(axis=1)
+Plain = common.Classifier
 
 
-class Classifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+class Classifier(SharpnessAwareMixin, Plain):
+    pass
+
+
+class Regressor(SharpnessAwareMixin, common.Regressor):
     pass
 
 
@@ -31,20 +30,9 @@ class Stock(SharpnessAwareMixin, NeuralNetClassifier):
     pass
 
 
-class Double(MLP):
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs, (6,), activation="tanh")
-        self.double()
-
-
 def make(kind=Classifier, **params):
-    defaults = {"verbose": 0, "random_state": 0, "max_epochs": 2, "batch_size": 10}
-    return kind(**{**defaults, "flatness_weight": 0, "optimizer": torch.optim.SGD, **params})
-
-
-def same(net, other, **tolerance):
-    tolerance = tolerance or {"rtol": 0, "atol": 0}
-    assert_close(net.module_.state_dict(), other.module_.state_dict(), **tolerance)
+    defaults = {"max_epochs": 2, "batch_size": 14, "flatness_weight": 0}
+    return common.make(kind, **{**defaults, "optimizer": torch.optim.SGD, **params})
 
 
 # -- one step by hand --------------------------------------------------------------------
@@ -86,7 +74,7 @@ def test_a_step_is_that_of_the_papers(radius, eta):
 
     w = torch.cat([p.flatten() for p in start])
     expected = w - 0.3 * by_hand(w, loss, radius, eta)
-    found = torch.cat([p.detach().flatten() for p in net.module_.parameters()])
+    found = weights_of(net)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert net.history[-1, "train_loss"] == pytest.approx(loss(w).item(), rel=1e-10)
 
@@ -154,7 +142,7 @@ class Watched(nn.Module):
 def test_batch_norm_and_dropout_see_one_step():
     params = {"module": Watched, "lr": 1e-30, "max_epochs": 1}
     net = make(sharpness_radius=0.5, **params).fit(X, INDEX)
-    plain = make(RelativeFlatnessRegularizedClassifier, **params).fit(X, INDEX)
+    plain = make(Plain, **params).fit(X, INDEX)
     masks, weights = net.module_.masks, net.module_.weights
     assert len(masks) == 2 * len(plain.module_.masks) == 6
     for first, second, expected in zip(masks[::2], masks[1::2], plain.module_.masks, strict=True):
@@ -187,20 +175,16 @@ def test_weights_come_back_after_an_exception():
 def test_radius_zero_is_the_plain_step():
     params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "hidden0"}
     net = make(sharpness_radius=0.0, **params).fit(X, INDEX)
-    same(net, make(RelativeFlatnessRegularizedClassifier, **params).fit(X, INDEX))
-
-
-class Regressor(SharpnessAwareMixin, RelativeFlatnessRegularizedRegressor):
-    pass
+    same(net, make(Plain, **params).fit(X, INDEX))
 
 
 def test_a_gradient_of_zero_moves_nothing():
     net = make(Regressor, module=nn.Linear, module__in_features=4, module__out_features=1)
-    net.set_params(max_epochs=0).fit(X, np.zeros(30))
+    net.set_params(max_epochs=0).fit(X, np.zeros(42))
     with torch.no_grad():
         for p in net.module_.parameters():
             p.zero_()
-    net.set_params(max_epochs=1).partial_fit(X, np.zeros(30))
+    net.set_params(max_epochs=1).partial_fit(X, np.zeros(42))
     assert all(bool((p == 0).all()) for p in net.module_.parameters())
 
 
@@ -213,13 +197,13 @@ def test_a_gradient_of_zero_moves_nothing():
 def test_any_optimizer(optimizer):
     net = make(optimizer=optimizer, lr=0.05, max_epochs=30).fit(X, INDEX)
     assert net.history[-1, "train_loss"] < 0.5 * net.history[0, "train_loss"]
-    plain = make(RelativeFlatnessRegularizedClassifier, optimizer=optimizer, lr=0.05)
+    plain = make(Plain, optimizer=optimizer, lr=0.05)
     assert net.history[0, "train_loss"] != plain.fit(X, INDEX).history[-1, "train_loss"]
 
 
 def test_on_stock_skorch_nets():
-    params = {"module__n_features": 4, "module__n_outputs": 3, "train_split": None, "verbose": 0}
-    params |= {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 10, "lr": 0.1}
+    params = {**SIZES, "train_split": None, "verbose": 0}
+    params |= {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 14, "lr": 0.1}
     params |= {"iterator_train__shuffle": True, "optimizer__fused": True}  # our nets' defaults
     torch.manual_seed(0)
     net = Stock(MLP, sharpness_radius=0.3, **params).fit(X, INDEX)
@@ -233,7 +217,7 @@ def test_goes_uphill_of_loss_and_penalty():
     net = make(**strong, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
     other = make(flatness_weight=0.0, batch_size=-1, max_epochs=1, sharpness_radius=0.5)
     net.fit(X, INDEX)
-    plain = make(RelativeFlatnessRegularizedClassifier, **strong, batch_size=-1)
+    plain = make(Plain, **strong, batch_size=-1)
     plain.set_params(max_epochs=1).fit(X, INDEX)
     # recorded at the weights, as without SAM
     for name in ("train_loss", "flatness_penalty"):
@@ -245,11 +229,9 @@ def test_goes_uphill_of_loss_and_penalty():
 
 
 def test_sample_weights():
-    weights = rng.integers(0, 4, size=30)
-    rows = np.arange(30).repeat(weights)
     params = {"module": Double, "batch_size": -1, "max_epochs": 3, "sharpness_radius": 0.3}
-    net = make(**params).fit(X, INDEX, sample_weight=weights)
-    same(net, make(**params).fit(X[rows], INDEX[rows]), rtol=1e-9, atol=1e-12)
+    net = make(**params).fit(X, INDEX, sample_weight=WEIGHTS)
+    same(net, make(**params).fit(X[ROWS], INDEX[ROWS]), rtol=1e-9, atol=1e-12)
 
 
 class Accumulating(Classifier):
@@ -279,10 +261,7 @@ def test_accumulates_the_gradients_of_each_batch():
     gradients = Gradients()
     make(lr=1e-300, callbacks=[gradients], **params).fit(X, INDEX)  # all at one point
     start = make(**{**params, "max_epochs": 0}).fit(X, INDEX)
-    w, found = (
-        torch.cat([p.detach().flatten() for p in which.module_.parameters()])
-        for which in (start, net)
-    )
+    w, found = (weights_of(which) for which in (start, net))
     assert_close(found, w - 0.1 * torch.stack(gradients.seen).mean(dim=0), rtol=1e-9, atol=1e-12)
 
 
@@ -294,11 +273,8 @@ def test_weights_cast_by_autocast_are_not_those_of_the_first_pass():
 
     params = {"sharpness_radius": 1.0, "lr": 0.1}
     cast, full = make(Whole, **params).fit(X, INDEX), make(**params).fit(X, INDEX)
-    plain = make(RelativeFlatnessRegularizedClassifier, lr=0.1).fit(X, INDEX)
-    found, truth, without = (
-        torch.cat([p.detach().flatten() for p in net.module_.parameters()])
-        for net in (cast, full, plain)
-    )
+    plain = make(Plain, lr=0.1).fit(X, INDEX)
+    found, truth, without = (weights_of(net) for net in (cast, full, plain))
     assert (found - truth).norm() < 0.2 * (without - truth).norm()
 
 
@@ -307,7 +283,7 @@ def test_with_accelerate():
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from skorch.hf import AccelerateMixin
 
-    class Accelerated(SharpnessAwareMixin, AccelerateMixin, RelativeFlatnessRegularizedClassifier):
+    class Accelerated(SharpnessAwareMixin, AccelerateMixin, Plain):
         pass
 
     params = {"sharpness_radius": 0.3, "flatness_weight": 1.0}

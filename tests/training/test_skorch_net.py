@@ -1,0 +1,327 @@
+"""Where nets differ from skorch's: order, optimizers, prediction; what they measure after fit."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from numpy.testing import assert_allclose
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from skorch.callbacks import Callback
+from skorch.dataset import Dataset as SkorchDataset
+from skorch.dataset import ValidSplit
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
+
+from relflat_sk import FlatnessScorer, SharpnessAwareMixin, measure
+from relflat_sk.training import measured_later
+from tests.training.common import (
+    INDEX,
+    Binary,
+    Classifier,
+    Net,
+    Regressor,
+    Stream,
+    X,
+    make,
+    weights_of,
+)
+
+N = 20
+# each sample says its own number
+NUMBERED = np.stack([np.arange(N), np.ones(N)], axis=1).astype(np.float32)
+HALVES = np.arange(N) % 2
+
+
+class _Orders(Callback):
+    """Record the numbers of the samples of each epoch."""
+
+    def initialize(self):
+        self.epochs = {True: [], False: []}
+
+    def on_epoch_begin(self, net, **kwargs):
+        for epochs in self.epochs.values():
+            epochs.append([])
+
+    def on_batch_begin(self, net, batch=None, training=False, **kwargs):
+        self.epochs[training][-1] += batch[0][:, 0].int().tolist()
+
+
+def _orders(kind=Classifier, **arguments):
+    orders = _Orders()
+    make(kind, batch_size=4, callbacks=[orders], **arguments).fit(NUMBERED, HALVES)
+    return orders.epochs
+
+
+@pytest.mark.parametrize("kind", [Net, Classifier, Binary, Regressor])
+def test_batches_are_shuffled_each_epoch(kind):
+    epochs = _orders(kind)[True]
+    assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(N)]}) == 4
+    assert _orders(kind)[True] == epochs
+    assert _orders(kind, random_state=1)[True] != epochs
+
+
+def test_order_is_kept_on_demand_in_validation_and_prediction():
+    assert _orders(iterator_train__shuffle=False)[True] == [list(range(N))] * 3
+    split = ValidSplit(4)
+    held_out = split(SkorchDataset(NUMBERED, HALVES), HALVES)[1].indices
+    assert _orders(train_split=split)[False] == [list(held_out)] * 3
+    net = make()
+    batches = [batch[:, 0] for batch, _ in net.get_iterator(net.get_dataset(NUMBERED))]
+    assert torch.cat(batches).tolist() == list(range(N))
+    search = GridSearchCV(net, {"iterator_train__shuffle": [True, False]}, cv=2)
+    assert np.isfinite(search.fit(NUMBERED, HALVES).cv_results_["mean_test_score"]).all()
+
+
+class _OwnLoader:
+    """A loader without the argument `shuffle`."""
+
+    def __init__(self, dataset, batch_size):
+        self.loader = DataLoader(dataset, batch_size=batch_size)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class _Sized(Stream):
+    def __iter__(self):
+        return zip(NUMBERED, HALVES, strict=True)
+
+    def __len__(self):
+        return N
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "in_order"),
+    [
+        (SkorchDataset(NUMBERED), {"iterator_train__sampler": SequentialSampler(range(N))}, True),
+        (_Sized(), {}, True),
+        (SkorchDataset(NUMBERED), {"iterator_train": _OwnLoader}, True),
+        (SkorchDataset(NUMBERED), {"iterator_train": lambda d, **kw: DataLoader(d, **kw)}, False),
+    ],
+    ids=["sampler", "stream", "loader", "function"],
+)
+def test_samplers_streams_and_own_loaders_determine_the_order(data, arguments, in_order):
+    batches = make(batch_size=4, **arguments).get_iterator(data, training=True)
+    found = [i for x, _ in batches for i in x[:, 0].int().tolist()]
+    assert (found == list(range(N))) == in_order
+
+
+# -- optimizers --------------------------------------------------------------------------
+
+
+def _optimizer(optimizer, module=None, **arguments):
+    return make(module=module or nn.Linear(2, 2), optimizer=optimizer, **arguments).initialize()
+
+
+class _OwnAdam(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_optimizers_are_fused_unless_another_implementation_is_chosen(name):
+    groups = {"optimizer__param_groups": [("bias", {"lr": 0.5})]}
+    optimizer = _optimizer(getattr(torch.optim, name), **groups).optimizer_
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for choice in ({"fused": False}, {"foreach": True}, {"foreach": False}):
+        arguments = {f"optimizer__{key}": value for key, value in choice.items()}
+        group = _optimizer(getattr(torch.optim, name), **arguments).optimizer_.param_groups[0]
+        assert not group["fused"]
+        assert choice.items() <= group.items()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "module"),
+    [
+        (torch.optim.RMSprop, None),
+        (torch.optim.NAdam, None),
+        (_OwnAdam, None),
+        (torch.optim.SGD, nn.Linear(2, 2).bfloat16()),
+        (torch.optim.SGD, nn.Embedding(3, 2, sparse=True)),
+    ],
+    ids=["RMSprop", "NAdam", "own", "half precision", "sparse gradients"],
+)
+def test_other_optimizers_are_left_alone(optimizer, module):
+    assert not _optimizer(optimizer, module).optimizer_.param_groups[0].get("fused")
+
+
+class _SharpnessAware(SharpnessAwareMixin, Classifier):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Classifier, _SharpnessAware])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optimizer": torch.optim.Adam},
+        {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 0.1},
+        {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    ],
+    ids=["Adam", "AdamW", "SGD"],
+)
+def test_fused_steps_equal_others_up_to_rounding(kind, arguments):
+    inputs = X.astype(np.float64)  # the network computes in float64
+    weights = [
+        weights_of(make(kind, batch_size=8, **arguments, **choice).fit(inputs, INDEX))
+        for choice in ({}, {"optimizer__fused": False, "optimizer__foreach": False})
+    ]
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)
+
+
+# -- the loop ----------------------------------------------------------------------------
+
+
+def test_functions_of_subclasses_are_called_once_a_step():
+    names = ("train_step", "train_step_single", "on_batch_end", "get_loss", "infer")
+    calls = dict.fromkeys(names, 0)
+
+    def counting(name):
+        def method(self, *args, **kwargs):
+            calls[name] += 1
+            return getattr(Classifier, name)(self, *args, **kwargs)
+
+        return method
+
+    kind = type("Counts", (Classifier,), {name: counting(name) for name in names})
+    with measured_later():
+        make(kind, batch_size=5).fit(NUMBERED, HALVES)
+    assert list(calls.values()) == [12] * 5
+
+
+def test_table_is_printed_unless_the_net_is_quiet(capsys):
+    make().fit(X, INDEX)
+    assert not capsys.readouterr().out
+    net = make(verbose=1).fit(X, INDEX)
+    header, _, *epochs = capsys.readouterr().out.splitlines()
+    assert "flatness_penalty" in header
+    assert len(epochs) == 3
+    lines = []
+    net.set_params(verbose=0, callbacks__print_log__sink=lines.append).fit(X, INDEX)
+    assert len(lines) == 5
+
+
+# -- relative_flatness_ ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [None, np.arange(42) + 1.0])
+def test_partial_fit_measures_the_data_of_its_call(weights):
+    data = X.copy()
+    net = make(flatness_layer=0, optimizer=torch.optim.SGD)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        net.partial_fit(data, INDEX, sample_weight=weights)
+    assert torch.equal(state, torch.get_rng_state())
+    expected = measure("relative_flatness", net, X, INDEX, layer=0, sample_weight=weights)
+    data *= 100  # a buffer of the caller's, used again
+    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-6)
+    assert np.isfinite(net.constant_comparison_.loss)
+
+
+def _step(net, path):
+    with torch.no_grad():
+        net.module_.output.bias[-1] += 1  # the last number
+
+
+def _load(net, path):
+    net.save_params(f_params=path)
+    _step(net, path)
+    net.load_params(f_params=path)
+    net.relative_flatness_  # noqa: B018  of the same weights as before
+    clone(net).set_params(random_state=1).fit(X, INDEX).save_params(f_params=path)
+    net.load_params(f_params=path)
+
+
+CHANGES = {
+    "load_params": _load,
+    "in place": _step,
+    "initialize": lambda net, path: net.initialize(),
+    "set_params": lambda net, path: net.set_params(module__activation="tanh"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
+    net = make(max_epochs=1)
+    with pytest.raises(AttributeError, match="has no relative_flatness_ before fit"):
+        net.relative_flatness_  # noqa: B018
+    before = net.fit(X, INDEX).relative_flatness_
+    net.set_params(flatness_layer=0, criterion__weight=torch.tensor([1.0, 5.0, 1.0]))
+    assert net.relative_flatness_ == before  # parameters of the measure change nothing
+    net.set_params(flatness_layer=-1, criterion__weight=None)
+    scorer = FlatnessScorer(data="train", at_minimum="ignore")
+    assert scorer(net, X, INDEX) == -before
+    CHANGES[change](net, tmp_path / "weights.pt")
+    for name in ("relative_flatness_", "constant_comparison_"):
+        assert not hasattr(net, name)
+    with pytest.raises(ValueError, match="the weights have changed since"):
+        scorer(net, X, INDEX)
+    assert net.fit(X, INDEX).relative_flatness_ > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_hold_the_value_and_no_training_data(copied):
+    net = make(max_epochs=1, batch_size=256)
+    assert not hasattr(copied(net), "relative_flatness_")
+    many = np.random.default_rng(0).normal(size=(20_000, 2))
+    net.partial_fit(many, many[:, 0] > 0)
+    other = copied(net)
+    assert other.relative_flatness_ == net.relative_flatness_
+    assert len(pickle.dumps(other)) < many.nbytes / 5
+
+
+# -- batches of predictions ----------------------------------------------------------------
+
+
+class _BatchSizes(nn.Module):
+    """A linear network that notes the sizes of its batches in evaluation."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.last, self.part = nn.LazyLinear(2), part or nn.Identity()
+        self.sizes = []
+
+    def forward(self, X):
+        if not self.training:
+            self.sizes.append(len(X))
+        return self.last(self.part(X.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "sizes"),
+    [
+        ((20, 2), {}, [20]),
+        ((1500, 3), {}, [1024, 476]),
+        ((14, 1, 300, 500), {}, [6, 6, 2]),  # not more than 2**20 numbers
+        ((7, 3, 400, 400), {}, [4, 3]),  # nor fewer than `batch_size` samples
+        ((20, 2), {"iterator_valid__batch_size": 8}, [8, 8, 4]),
+        ((20, 2), {"module__part": nn.BatchNorm1d(2, track_running_stats=False)}, [4] * 5),
+        ((20, 2), {"module__part": nn.BatchNorm1d(2)}, [20]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:batch norm without running statistics")
+def test_predictions_are_made_in_large_batches_where_the_size_does_not_matter(
+    shape, arguments, sizes
+):
+    inputs = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    net = make(module=_BatchSizes, max_epochs=1, batch_size=4, **arguments)
+    net.fit(inputs, np.arange(len(inputs)) % 2).module_.sizes.clear()
+    net.predict_proba(inputs)
+    assert net.module_.sizes == sizes
+
+
+@pytest.mark.parametrize("kind", [np.asarray, scipy.sparse.csr_matrix], ids=["dense", "sparse"])
+def test_predictions_do_not_depend_on_the_size_of_batches(kind):
+    inputs = kind(X.astype(np.float64))
+    nets = [
+        make(batch_size=4, **one).fit(inputs, INDEX)
+        for one in ({}, {"iterator_valid__batch_size": 4})
+    ]
+    assert_allclose(*(net.predict_proba(inputs) for net in nets), rtol=0, atol=1e-12)
+    sizes = [len(output) for output in nets[0].forward_iter(inputs, training=True)]
+    assert sizes == [4] * 10 + [2]
