@@ -35,9 +35,9 @@ from relflat_sk.search._study import open_storage
 N_PROCESSES = 2
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}
 # about as many attributes as a trial of a search has, and as long
-ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(11)}
+ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(8)}
+ATTRIBUTES |= {"converged": True, "ended_by": "goal", "depth": 20.0, "seed": "1", "in_fleet": True}
 ATTRIBUTES |= {"curves": [round(0.01 * n, 4) for n in range(20)]}
-ATTRIBUTES |= {"converged": True, "ended_by": "the goal"}
 
 
 def elsewhere(worker: int) -> list[Any]:

@@ -53,10 +53,12 @@ from relflat_sk.minima._ranking import rank_minima
 from relflat_sk.minima._resampling import FEWEST_MINIMA as FEWEST_MINIMA
 from relflat_sk.minima._resampling import select_minima as select_minima
 from relflat_sk.minima._trials import CURVES as CURVES
+from relflat_sk.minima._trials import DETAILS as DETAILS
 from relflat_sk.minima._trials import MADE_WITH as MADE_WITH
 from relflat_sk.minima._trials import NO_REASON as NO_REASON
 from relflat_sk.minima._trials import STATES as STATES
 from relflat_sk.minima._trials import UNITS as UNITS
+from relflat_sk.minima._trials import attributes_of as attributes_of
 from relflat_sk.minima._trials import curves_of as curves_of
 from relflat_sk.minima._trials import minima_table as minima_table
 from relflat_sk.minima._trials import remeasured_key as remeasured_key

@@ -1,6 +1,7 @@
 """Optuna's finished trials as a table of minima.
 
-A trial stores the columns of its row as flat keys in ``trial.user_attrs``. Optuna does not let
+A trial stores the columns of its row as flat keys in ``trial.user_attrs``, and what users hardly
+read as one dict, because each attribute is a transaction of the storage. Optuna does not let
 a finished trial be changed, so measures computed afterwards are stored in ``study.user_attrs``,
 under the key that `remeasured_key` returns.
 """
@@ -19,6 +20,9 @@ from relflat_sk.minima._columns import DEPTH, FIXED, LOSSES, PARAM_PREFIX, SCORE
 MADE_WITH = "provenance"  # user attribute of a study: how its minima are made, part by part
 UNITS = "units"  # the part with attributes of the table
 CURVES = "curves"  # user attribute of a trial: losses and flatness of its epochs, by column
+
+# user attribute of a trial: a dict of the attributes that are stored together
+DETAILS = "details"
 
 # the states of finished trials, and their names in the column `state`
 STATES = {
@@ -68,7 +72,14 @@ def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
             f"{type(source).__name__}. A table has no curves: pass the search itself."
         )
     trials = study.get_trials(deepcopy=False)
-    return {t.number: t.user_attrs[CURVES] for t in trials if CURVES in t.user_attrs}
+    found = {trial.number: attributes_of(trial).get(CURVES) for trial in trials}
+    return {number: curves for number, curves in found.items() if curves is not None}
+
+
+def attributes_of(trial: Any) -> dict[str, Any]:
+    """Return the user attributes of a trial, with those that are stored together."""
+    found: dict[str, Any] = trial.user_attrs
+    return found | found.get(DETAILS, {})
 
 
 def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
@@ -91,7 +102,7 @@ def _row(trial: FrozenTrial) -> dict[str, Any]:
     """Return one trial as a row, without unknown attributes that are not numbers."""
     row: dict[str, Any] = {"trial": trial.number}
     row |= {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
-    for name, value in trial.user_attrs.items():
+    for name, value in attributes_of(trial).items():
         if name in FIXED or name.startswith(PARAM_PREFIX) or is_number(value):
             row[name] = value
     complete = trial.state == TrialState.COMPLETE

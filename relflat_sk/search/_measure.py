@@ -1,5 +1,6 @@
 """Measure trained candidates, and record in their trials what the table of minima shows."""
 
+import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -18,6 +19,7 @@ from relflat_sk.measures import (
     find_measures,
     measure_network,
 )
+from relflat_sk.minima import DETAILS
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer
@@ -161,10 +163,18 @@ def measure_held_out(
     return found | ({"test_score": test_score} if scored else {})
 
 
+_DETAIL = re.compile("in_fleet|seed|curves|depth|ended_by|weights_hash|param_scaled_.*")
+
+
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
-    """Write what was recorded of a trial as its user attributes."""
+    """Write what was recorded of a trial as its user attributes.
+
+    Each attribute is a transaction of the storage, so that those that users hardly read are one.
+    """
+    details = {name: value for name, value in record.items() if _DETAIL.fullmatch(name)}
+    others = {name: value for name, value in record.items() if name not in details}
     with blame_storage():
-        for name, value in record.items():
+        for name, value in (others | {DETAILS: details}).items():
             trial.set_user_attr(name, value)
         # Optuna 5: samplers and best_trial respect it
         if "ended_by" in record and hasattr(trial, "set_constraint"):

@@ -18,7 +18,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.minima import NO_REASON
+from relflat_sk.minima import NO_REASON, attributes_of
 from relflat_sk.search._data import (
     TrainingData,
     check_data,
@@ -344,7 +344,7 @@ class MinimaObjective:
         With a `random_state`, the seed derives from it and from the drawn parameters, so that a
         candidate has the same seed in each search.
         """
-        recorded = trial.user_attrs.get(SEED)
+        recorded = attributes_of(trial).get(SEED)
         if recorded is not None:
             return int(recorded)
         if self.seed is None:

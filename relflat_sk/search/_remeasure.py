@@ -11,7 +11,7 @@ from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.fleet import Fleet
 from relflat_sk.measures import find_measures
-from relflat_sk.minima import remeasured_key
+from relflat_sk.minima import attributes_of, remeasured_key
 from relflat_sk.search._fit import isolated, trained_rows
 from relflat_sk.search._measure import measure_held_out
 from relflat_sk.search._objective import IN_FLEET, MinimaObjective
@@ -60,7 +60,7 @@ def provide(
     data, name = objective.data(params), objective.measures[0]
     loss = objective.measure([name], estimator, data, trial)[name].risk
     before = trial.user_attrs["train_loss"]
-    rounding = OF_FLEETS if trial.user_attrs.get(IN_FLEET) else ROUNDING
+    rounding = OF_FLEETS if attributes_of(trial).get(IN_FLEET) else ROUNDING
     if np.isclose(loss, before, rtol=rounding, atol=0):
         module = to_network(estimator, data.X, data.y, DataOptions()).module
         replace_weights(objective.artifact_store, trial, module)
@@ -87,7 +87,7 @@ def _train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
 
     # the table of minima says already whether the goal was reached
     with measured_later() as later:
-        if trial.user_attrs.get(IN_FLEET):
+        if attributes_of(trial).get(IN_FLEET):
             with isolated(objective.n_threads):
                 Fleet(1).run(train_once)
         else:

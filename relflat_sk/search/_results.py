@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
 
 from relflat_sk._warnings import warn
-from relflat_sk.minima import STATES, is_complete, rank_minima, table_of_trials
+from relflat_sk.minima import STATES, attributes_of, is_complete, rank_minima, table_of_trials
 from relflat_sk.search._claims import is_cut_short, is_superseded
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
@@ -187,7 +187,7 @@ class FlattestSoFar:
         """Hold the estimator of a trial if it may rank first."""
         if is_minimum(trial):
             # minima without a depth are in every band, as if all had the depth 1
-            depth = trial.user_attrs.get("depth", 1.0) if self.band is not None else 1.0
+            depth = attributes_of(trial).get("depth", 1.0) if self.band is not None else 1.0
             held = [*self.held, _Held(trial.values[0], trial.number, depth, estimator)]
             self.held = [one for one in held if not self._is_beaten(one, held)]
             self.other = None

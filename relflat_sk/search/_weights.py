@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, explain
 from relflat_sk.search._provenance import digest
@@ -124,7 +125,7 @@ def save_weights(
 def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
     """Write the weights of a finished trial again, if they are the same to the bit."""
     weights = module.state_dict()
-    if store is not None and trial.user_attrs.get(CHECKSUM) == _checksum(weights):
+    if store is not None and attributes_of(trial).get(CHECKSUM) == _checksum(weights):
         content = io.BytesIO()
         torch.save(weights, content)
         content.seek(0)
@@ -155,7 +156,7 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
         checksum = _checksum(weights)
     except Exception as error:  # whatever the damage makes of the file
         raise damaged from error
-    if trial.user_attrs.get(CHECKSUM, checksum) != checksum:
+    if attributes_of(trial).get(CHECKSUM, checksum) != checksum:
         raise damaged
     return weights
 

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk.fleet import Fleet, fleet_size
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
 from relflat_sk.search._failures import CallError
 from relflat_sk.search._fit import isolated
@@ -338,7 +339,8 @@ class Progress:
     def add(self, trial: FrozenTrial) -> None:
         """Count a trial."""
         if is_minimum(trial):
-            self.counts["plateau" if trial.user_attrs.get("ended_by") == "plateau" else "goal"] += 1
+            at_plateau = attributes_of(trial).get("ended_by") == "plateau"
+            self.counts["plateau" if at_plateau else "goal"] += 1
             found = (trial.values[0], trial.number)
             self.best = found if self.best is None else min(self.best, found)
         else:

@@ -21,7 +21,6 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
-from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (
@@ -353,46 +352,6 @@ def run_at_once(n, target, *arguments):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * n
-
-
-def claim_all(make_storage, n_points, start):
-    study = optuna.load_study(study_name="sweep", storage=open_storage(make_storage()))
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    points = Space({"x": list(range(n_points))})
-    start.wait()
-    while trial := claim(study, Plan(points.distributions(), points.grid()), "a"):
-        study.tell(trial, 1.0)
-
-
-@pytest.mark.slow
-def test_processes_at_once_claim_nothing_twice(make_storage):
-    """Points that take no time to train, so that processes often claim at the same moment."""
-    study = optuna.create_study(storage=open_storage(make_storage()), study_name="sweep")
-    run_at_once(3, claim_all, make_storage, 20)
-    done = [trial.params["x"] for trial in study.trials if trial.state == TrialState.COMPLETE]
-    assert sorted(done) == list(range(20))
-    assert all(is_cut_short(t) for t in study.trials if t.state != TrialState.COMPLETE)
-
-
-class Dies(LogisticRegression):
-    """Kills its process, as the kernel does when memory runs out."""
-
-    def fit(self, X, y):
-        if self.C == 1.0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().fit(X, y)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")
-def test_of_a_killed_process_only_the_culprit_is_lost():
-    search = logistic({"C": [1.0, 0.01, 0.1, 0.2, 0.5]}, Dies, n_jobs=2)
-    with pytest.warns(FlatnessWarning, match="1 of 5 candidates are no minima"):
-        search.fit(X, Y)
-    reasons = search.minima_.set_index("param_C")["reason"]
-    assert len(reasons) == 5
-    assert "the process that trained was killed twice" in reasons[1.0]
-    assert (reasons.drop(1.0) == "").all()
 
 
 class Kills(Plan):

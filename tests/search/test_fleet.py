@@ -26,6 +26,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._remeasure import OF_FLEETS
 from tests.processes import forkserver
 
@@ -277,9 +278,9 @@ def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
     stored = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     space = {"lr": [0.01, 0.02, 0.03]}
     first = make_search(space=space, fleet=3, **stored).fit(X, y)
-    assert all(trial.user_attrs["in_fleet"] for trial in first.study_.trials)
+    assert all(attributes_of(trial)["in_fleet"] for trial in first.study_.trials)
     alone = make_search(space={"lr": [0.01, 0.02, 0.03, 0.04]}, fleet=None, **stored).fit(X, y)
-    assert [t.user_attrs["in_fleet"] for t in alone.study_.trials] == [True] * 3 + [False]
+    assert [attributes_of(t)["in_fleet"] for t in alone.study_.trials] == [True] * 3 + [False]
     for number, loss in alone.minima_[["trial", "train_loss"]].itertuples(index=False):
         found = alone.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(y)), y]).mean()
@@ -295,7 +296,7 @@ def test_a_net_with_dropout_is_trained_again_in_a_fleet():
     """Alone it would draw other masks, and the goal would hide it: the losses are alike."""
     net = RelativeFlatnessRegularizedClassifier(module=Dropping, max_epochs=60, verbose=0, lr=0.02)
     search = make_search(net, {"random_state": [0, 1, 2]}, goal=0.4, refit=False).fit(X, y)
-    assert all(trial.user_attrs["in_fleet"] for trial in search.study_.trials)
+    assert all(attributes_of(trial)["in_fleet"] for trial in search.study_.trials)
     table = search.minima_.set_index("trial")["relative_flatness"]
     assert table.nunique() == 3
     for number, before in table.items():

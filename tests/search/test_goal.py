@@ -32,6 +32,7 @@ from relflat_sk import (
     StopAtLoss,
     rank_minima,
 )
+from relflat_sk.minima import attributes_of
 from relflat_sk.minima._depth import depth_of, find_depth_band
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
@@ -54,7 +55,7 @@ def record(estimator, X=X, y=Y, space=None, **parameters):
     objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
     trial = optuna.create_study().ask()
     fitted = objective.run(trial)[1]
-    return trial.user_attrs, fitted
+    return attributes_of(trial), fitted
 
 
 # -- what people do first ----------------------------------------------------------------------
@@ -327,7 +328,7 @@ def test_the_depth_is_relative_to_the_candidates_own_labels():
     objective = MinimaObjective(model, X[:100], Y[:100], {"data__train_size": [100, 60]})
     trial = FixedTrial({"data__train_size": 60})
     objective(trial)
-    assert_allclose(trial.user_attrs["depth"], np.log(2) / trial.user_attrs["train_loss"])
+    assert_allclose(attributes_of(trial)["depth"], np.log(2) / trial.user_attrs["train_loss"])
 
 
 # -- the estimators that are held --------------------------------------------------------------

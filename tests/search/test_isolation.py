@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_info
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk.minima import attributes_of
 from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
 
@@ -41,8 +42,8 @@ def by_seed(study):
     return {
         trial.params["random_state"]: {
             name: value
-            for name, value in trial.user_attrs.items()
-            if name not in {"seconds", "seed"}
+            for name, value in attributes_of(trial).items()
+            if name not in {"seconds", "seed", "details"}
         }
         for trial in study.trials
     }

@@ -19,6 +19,7 @@ from relflat_sk import (
     optimize_study,
     rank_minima,
 )
+from relflat_sk.minima import attributes_of
 
 pytestmark = pytest.mark.usefixtures("same_threads")
 
@@ -70,7 +71,7 @@ def test_the_trials_are_the_same_and_weights_are_saved(tmp_path, alone, sizes):
     optimize_study(study, objective, n_trials=N - 5, fleet=4)
     assert max(sizes) > 1
     assert_same(study, alone)
-    assert all(trial.user_attrs["in_fleet"] for trial in study.trials)
+    assert all(attributes_of(trial)["in_fleet"] for trial in study.trials)
     trial = study.best_trial
     restored = objective.restore(trial.params, trial)
     loss = -np.log(restored.predict_proba(X)[np.arange(len(y)), y]).mean()

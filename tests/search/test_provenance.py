@@ -4,7 +4,6 @@ import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import optuna
@@ -18,7 +17,7 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
-from skorch.callbacks import EpochTimer, LRScheduler
+from skorch.callbacks import EarlyStopping, EpochTimer, LRScheduler
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -31,12 +30,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
 )
-from relflat_sk.search._provenance import (
-    MADE_WITH,
-    check_made_with,
-    describe,
-    digest,
-)
+from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe, digest
 from tests.contracts.pages import blocks
 
 X, Y = load_iris(return_X_y=True)
@@ -65,14 +59,17 @@ def make_net(**parameters):
     return RelativeFlatnessRegularizedClassifier(**{**defaults, **parameters})
 
 
-def make_pipe(**parameters):
-    pipe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    return pipe.set_params(**parameters)
+def of_nets(space=None, lr_scaling=None, **parameters):
+    space = {"batch_size": [16, 32]} if space is None else space
+    return FlatMinimaSearch(
+        make_net(**parameters), space, random_state=0, refit=False, lr_scaling=lr_scaling
+    )
 
 
-@pytest.fixture
-def stored(tmp_path):
-    return {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
+def of_pipelines(estimator=None, **parameters):
+    if estimator is None:
+        estimator = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    return logistic({"logisticregression__C": [0.1, 1.0]}, estimator.set_params(**parameters))
 
 
 def logistic(space=None, estimator=None, **parameters):
@@ -83,154 +80,114 @@ def logistic(space=None, estimator=None, **parameters):
     )
 
 
-def of_nets(estimator, space=None, **parameters):
-    space = {"batch_size": [16, 32]} if space is None else space
-    return FlatMinimaSearch(estimator, space, random_state=0, refit=False, **parameters)
-
-
-# -- refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:no candidate converged")
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"module": Linear}, r"estimator, module: the default then, Linear \(source \w+\) now"),
-        (
-            {"module__hidden_layer_sizes": (8,)},
-            r"module__hidden_layer_sizes: \[4\] then, \[8\] now",
-        ),
-        ({"callbacks": [StopAtLoss(0.1)]}, r"callbacks: .*StopAtLoss\(loss=0.5\)\] then, .*0\.1"),
-        ({"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
-        ({"flatness_weight": 0.1}, "flatness_weight: 0 then, the default now"),
-        ({"random_state": 3}, "random_state: the default then, 3 now"),
-    ],
-)
-def test_another_net_is_refused(stored, changed, match):
-    of_nets(make_net(), **stored).fit(X, Y)
-    with pytest.raises(ValueError, match=match) as caught:
-        of_nets(make_net(**changed), **stored).fit(X, Y)
-    assert "study 'sweep' was made with something else" in str(caught.value)
-    assert "Give this call a study_name of its own" in str(caught.value)
-    (line,) = [line for line in str(caught.value).split("\n") if " then, " in line]
-    assert line.startswith("  estimator, ")
-
-
-def test_the_module_that_was_edited_is_refused(stored, monkeypatch):
-    with pytest.warns(FlatnessWarning, match="no candidate converged"):
-        of_nets(make_net(module=Linear, max_epochs=1), **stored).fit(X, Y)
-
-    def forward(self, x):
-        return 2 * self.layer(x)
-
-    monkeypatch.setattr(Linear, "forward", forward)
-    with pytest.raises(ValueError, match=r"module: Linear \(source \w+\) then, Linear \(source"):
-        of_nets(make_net(module=Linear, max_epochs=1), **stored).fit(X, Y)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "match"),
-    [
-        (make_pipe(standardscaler__with_mean=False), "estimator, standardscaler__with_mean: the"),
-        (make_pipe(logisticregression__tol=0.1), "estimator, logisticregression__tol: the"),
-        (make_pipe(standardscaler="passthrough"), "estimator, standardscaler: sklearn.Standard"),
-        (
-            make_pipeline(LogisticRegression(max_iter=1000)),
-            r"steps: \['standardscaler', 'logisticregression'\] then, \['logisticregression'\] now",
-        ),
-    ],
-)
-def test_another_step_of_a_pipeline_is_refused(stored, estimator, match):
-    space = {"logisticregression__C": [0.1, 1.0]}
-    logistic(space, make_pipe(), **stored).fit(X, Y)
-    logistic(space, make_pipe(logisticregression__C=7.0), **stored).fit(X, Y)  # is in the space
-    with pytest.raises(ValueError, match=match):
-        logistic(space, estimator, **stored).fit(X, Y)
-
-
-@pytest.mark.parametrize(
-    ("search", "data", "match"),
-    [
-        (logistic(), (X + 1, Y), r"data, X: \(75, 4\) \w+ then, \(75, 4\) \w+ now"),
-        (logistic(), (X, Y[::-1]), r"data, y: \(75,\) \w+ then"),
-        (logistic(), (X, Y, X_TEST[:9], Y_TEST[:9]), r"held-out data, X_test: \(75, 4\) \w+ then"),
-        (logistic(random_state=1), (X, Y), r"search, random_state: \d+ then, \d+ now"),
-        (logistic(random_state=None), (X, Y), r"search, random_state: \d+ then, the default now"),
-        (logistic(goal=0.9), (X, Y), "search, goal: the default then, 0.9 now"),
-        (logistic(measure="l2_norm"), (X, Y), r"measure: \['relative_flatness'\] then, \['l2_norm"),
-    ],
-)
-def test_other_data_seeds_and_measures_are_refused(stored, search, data, match):
-    logistic(**stored).fit(X, Y, X_TEST, Y_TEST)
-    with pytest.raises(ValueError, match=match):
-        search.set_params(**stored).fit(*data)
-
-
-def test_scaled_learning_rates_are_those_of_the_same_batch_size(stored):
-    space = {"batch_size": [8, 16]}
-    of_nets(make_net(max_epochs=9), space, lr_scaling="linear", **stored).fit(X, Y)
-    with pytest.raises(ValueError, match="batch_size: the default then, 64 now"):
-        of_nets(make_net(max_epochs=9, batch_size=64), space, lr_scaling="linear", **stored).fit(
-            X, Y
-        )
-    with pytest.raises(ValueError, match="lr_scaling: 'linear' then, the default now"):
-        of_nets(make_net(max_epochs=9), space, **stored).fit(X, Y)
-
-
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
-def test_choices_of_the_same_name_with_other_parameters_are_refused(stored):
-    """Optuna knows an object by a label only."""
+def stopping(goal):
+    """Optuna knows a callback by a label only."""
 
     class Stop(StopAtLoss):
         def __repr__(self):
             return "stop"
 
-    def search(goal, **parameters):
-        return of_nets(make_net(max_epochs=20), {"callbacks": [[Stop(goal)], None]}, **parameters)
+    return of_nets({"callbacks": [[Stop(goal)], None]}, max_epochs=20)
 
-    search(0.6, **stored).fit(X, Y)
+
+@pytest.fixture
+def stored(tmp_path):
+    return {"storage": tmp_path / "minima.log", "study_name": "sweep"}
+
+
+REFUSED = [
+    (of_nets, {"module": Linear}, r"module: the default then, Linear \(source \w+\) now"),
+    (of_nets, {"module__hidden_layer_sizes": (8,)}, r"_sizes: \[4\] then, \[8\] now"),
+    (of_nets, {"callbacks": [StopAtLoss(0.1)]}, r"callbacks: .*StopAtLoss\(loss=0.5\)\] then, "),
+    (of_nets, {"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
+    (of_nets, {"flatness_weight": 0.1}, "flatness_weight: 0 then, the default now"),
+    (of_nets, {"random_state": 3}, "estimator, random_state: the default then, 3 now"),
+    (of_nets, {"lr_scaling": "linear"}, "search, lr_scaling: the default then, 'linear' now"),
+    (of_nets, {"lr_scaling": "linear", "batch_size": 64}, "batch_size: the default then, 64 now"),
+    (of_pipelines, {"standardscaler__with_mean": False}, "standardscaler__with_mean: the"),
+    (of_pipelines, {"logisticregression__tol": 0.1}, "estimator, logisticregression__tol: the"),
+    (of_pipelines, {"standardscaler": "passthrough"}, "standardscaler: sklearn.Standard"),
+    (of_pipelines, {"estimator": make_pipeline(LogisticRegression(max_iter=1000))},
+     r"steps: \['standardscaler', 'logisticregression'\] then, \['logisticregression'\] now"),
+    (logistic, {"random_state": 1}, r"search, random_state: \d+ then, \d+ now"),
+    (logistic, {"random_state": None}, r"search, random_state: \d+ then, the default now"),
+    (logistic, {"goal": 0.9}, "search, goal: the default then, 0.9 now"),
+    (logistic, {"measure": "l2_norm"}, r"measure: \['relative_flatness'\] then, \['l2_norm'\]"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+@pytest.mark.parametrize(("make", "changed", "match"), REFUSED)
+def test_what_changes_results_is_refused(stored, make, changed, match):
+    make().set_params(**stored).fit(X, Y)
+    with pytest.raises(ValueError, match=match) as caught:
+        make(**changed).set_params(**stored).fit(X, Y)
+    assert "study 'sweep' was made with something else" in str(caught.value)
+    assert "Give this call a study_name of its own" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ((X + 1, Y), r"data, X: \(75, 4\) \w+ then, \(75, 4\) \w+ now"),
+        ((X, Y[::-1]), r"data, y: \(75,\) \w+ then"),
+        ((X, Y, X_TEST[:9], Y_TEST[:9]), r"held-out data, X_test: \(75, 4\) \w+ then"),
+    ],
+)
+def test_other_data_are_refused(stored, data, match):
+    logistic(**stored).fit(X, Y, X_TEST, Y_TEST)
+    with pytest.raises(ValueError, match=match):
+        logistic(**stored).fit(*data)
+
+
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored, monkeypatch):
+    of_nets(module=Linear).set_params(**stored).fit(X, Y, epochs=2)
+    with pytest.raises(ValueError, match="data, epochs: 2 then, 3 now"):
+        of_nets(module=Linear).set_params(**stored).fit(X, Y, epochs=3)
+    monkeypatch.setattr(Linear, "forward", lambda self, x: 2 * self.layer(x))
+    with pytest.raises(ValueError, match=r"module: Linear \(source \w+\) then, Linear \(source"):
+        of_nets(module=Linear).set_params(**stored).fit(X, Y, epochs=2)
+    stored["study_name"] = "choices"
+    stopping(0.6).set_params(**stored).fit(X, Y)
     with pytest.raises(ValueError, match=r"choices, callbacks=\[stop\]: \[Stop.*0\.6\)\] then"):
-        search(0.7, **stored).fit(X, Y)
+        stopping(0.7).set_params(**stored).fit(X, Y)
 
 
 # -- goes on -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("first", "again"),
     [
-        lambda: logistic(verbose=1),
-        lambda: logistic(sampler=RandomSampler(seed=0), n_trials=4),
-        lambda: logistic(pruner=optuna.pruners.MedianPruner()),
-        lambda: logistic({"C": [1.0, 0.1]}),
-        lambda: logistic(estimator=LogisticRegression(max_iter=1000, C=5.0)),
+        (logistic(), logistic(verbose=1)),
+        (logistic(), logistic(sampler=RandomSampler(seed=0), n_trials=4)),
+        (logistic(), logistic(pruner=optuna.pruners.MedianPruner())),
+        (logistic(), logistic({"C": [1.0, 0.1]})),
+        (logistic(), logistic(estimator=LogisticRegression(max_iter=1000, C=5.0))),
+        (of_pipelines(), of_pipelines(logisticregression__C=7.0)),
+        (of_nets(max_epochs=20),
+         of_nets(max_epochs=20, callbacks=[StopAtLoss(0.5), EpochTimer()], verbose=1)),
     ],
-    ids=["verbose", "sampler", "pruner", "order", "in the space"],
-)
-def test_what_does_not_change_results_goes_on(stored, make):
-    first = logistic(**stored).fit(X, Y).study_.trials
-    again = make().set_params(**stored).fit(X, Y)
-    assert again.study_.trials[:2] == first
-
-
-def test_callbacks_that_only_log_do_not_matter(stored):
-    of_nets(make_net(max_epochs=20), **stored).fit(X, Y)
-    noisy = make_net(max_epochs=20, callbacks=[StopAtLoss(0.5), EpochTimer()], verbose=1)
-    assert len(of_nets(noisy, **stored).fit(X, Y).study_.trials) == 2
+    ids=["verbose", "sampler", "pruner", "order", "in the space", "in a pipeline", "logging"],
+)  # fmt: skip
+def test_what_does_not_change_results_goes_on(stored, first, again):
+    trials = first.set_params(**stored).fit(X, Y).study_.trials
+    assert again.set_params(**stored).fit(X, Y).study_.trials[:2] == trials
 
 
 @pytest.mark.parametrize("n_trials", [False, True], ids=["grid", "draws"])
-def test_choices_can_be_added_in_a_journal(tmp_path, n_trials):
-    parameters = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
-    first = logistic(n_trials=2 if n_trials else None, **parameters).fit(X, Y).study_.trials
+def test_choices_can_be_added_in_a_journal(stored, n_trials):
+    first = logistic(n_trials=2 if n_trials else None, **stored).fit(X, Y).study_.trials
     wider = {"C": [5.0, 0.1, 0.01, 1.0]}
-    wide = logistic(wider, n_trials=4 if n_trials else None, **parameters).fit(X, Y)
+    wide = logistic(wider, n_trials=4 if n_trials else None, **stored).fit(X, Y)
     assert [trial.params for trial in wide.study_.trials[:2]] == [one.params for one in first]
     alone = logistic(wider).fit(X, Y)
     columns = ["param_C", "relative_flatness", "train_loss", "rank"]
     assert wide.minima_[columns].equals(alone.minima_[columns])
     with pytest.raises(ValueError, match="choices can be added, but not removed"):
-        logistic(**parameters).fit(X, Y)
+        logistic(**stored).fit(X, Y)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +236,7 @@ def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
         logistic(**parameters).fit(X, Y, X_TEST[::-1], Y_TEST)
 
 
-def test_without_weights_nan_is_explained(tmp_path):
-    stored = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
+def test_without_weights_nan_is_explained(stored):
     logistic(**stored).fit(X, Y)
     search = logistic({"C": [0.1, 1.0, 5.0]}, measure=["relative_flatness", "l2_norm"], **stored)
     with pytest.warns(FlatnessWarning, match=r"l2_norm, test_loss of trials \[0, 1\] stay nan"):
@@ -294,35 +250,46 @@ def test_without_weights_nan_is_explained(tmp_path):
 # -- records -----------------------------------------------------------------------------------
 
 
-def test_a_study_of_an_earlier_version_is_taken_over(stored):
-    search = logistic(**stored).fit(X, Y)
-    record = search.study_.user_attrs[MADE_WITH]
-    search.study_.set_user_attr(MADE_WITH, {})
+def test_studies_of_other_versions_go_on(stored):
+    """An earlier one recorded nothing, a later one may record more."""
+    study = logistic(**stored).fit(X, Y).study_
+    record = study.user_attrs[MADE_WITH]
+    study.set_user_attr(MADE_WITH, {})
     with pytest.warns(FlatnessWarning, match="The search takes them to be made by this estimator"):
-        again = logistic(**stored).fit(X, Y)
-    assert len(again.study_.trials) == 2
-    assert again.study_.user_attrs[MADE_WITH] == record
-    logistic(**stored).fit(X, Y)  # without a warning
-
-
-@pytest.mark.filterwarnings("ignore:test_loss of trials")
-def test_a_study_of_a_later_version_goes_on(stored):
-    """A later version may record more."""
-    search = logistic(**stored).fit(X, Y)
-    record = search.study_.user_attrs[MADE_WITH]
-    search.study_.set_user_attr(MADE_WITH, record | {"compiler": {"name": "new"}})
-    again = logistic(**stored).fit(X, Y, X_TEST, Y_TEST).study_
-    assert len(again.trials) == 2
-    assert again.user_attrs[MADE_WITH]["compiler"] == {"name": "new"}
+        again = logistic(**stored).fit(X, Y).study_
+    assert again.user_attrs[MADE_WITH] == record
+    later = {"compiler": {"name": "new"}}
+    study.set_user_attr(MADE_WITH, record | later)
+    again = logistic({"C": [0.1, 1.0, 5.0]}, **stored).fit(X, Y).study_  # without a warning
+    assert len(again.trials) == 3
+    assert again.user_attrs[MADE_WITH] == record | later
 
 
 def test_a_study_without_minima_can_be_of_anything(stored):
     """A slip, such as a wrong X, binds nobody before there is a minimum."""
-    study = optuna.create_study(**stored)
-    study.set_user_attr(MADE_WITH, {"data": {"X": "something else"}})
-    study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))  # cut short
-    search = logistic(**stored).fit(X, Y)
-    assert search.study_.user_attrs[MADE_WITH]["data"]["X"] != "something else"
+    study = logistic(n_trials=1, **stored).fit(X + 1, Y).study_
+    new = optuna.create_study(storage=study._storage, study_name="new")
+    new.set_user_attr(MADE_WITH, study.user_attrs[MADE_WITH])
+    new.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))  # cut short
+    again = logistic(storage=stored["storage"], study_name="new").fit(X, Y).study_
+    assert again.user_attrs[MADE_WITH]["data"] != study.user_attrs[MADE_WITH]["data"]
+
+
+def test_the_objective_refuses_a_study_of_something_else(tmp_path):
+    def objective(**parameters):
+        return MinimaObjective(LogisticRegression(max_iter=1000, **parameters), X, Y, {"C": [0.1]})
+
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    study.optimize(objective(), n_trials=2)
+    assert study.user_attrs[MADE_WITH]["search"] == {"measure": "['relative_flatness']"}
+    study.optimize(objective(), n_trials=1)
+    with pytest.raises(ValueError, match="tol: the default then, 0.1 now"):
+        study.optimize(objective(tol=0.1), n_trials=1)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["FAIL"]
+    assert "failed" not in study.trials[-1].user_attrs
+
+
+# -- data --------------------------------------------------------------------------------------
 
 
 class OwnDataset(Dataset):
@@ -336,47 +303,10 @@ class OwnDataset(Dataset):
         return tuple(tensor[row] for tensor in self.tensors)
 
 
-def record_of(data, **parameters):
-    """Record a study of data in any form, and return it."""
-    net = make_net(module=Linear, module__n_features=4, module__n_outputs=3)
-    study = optuna.create_study()
-    check_made_with(study, MinimaObjective(net, data, Y, {"lr": [0.1]}, **parameters))
-    return study.user_attrs[MADE_WITH]["data"]
-
-
-FORMS = {
-    "tensors": lambda X, Y: TensorDataset(X, Y),
-    "subset": lambda X, Y: Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(75)),
-    "loader": lambda X, Y: DataLoader(TensorDataset(X, Y), batch_size=75),
-    "skorch": lambda X, Y: SkorchDataset(X, Y),
-    "own": lambda X, Y: OwnDataset(X, Y),  # by a few samples
-    "tuple": lambda X, Y: (X, X),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_data_in_any_form_are_known_by_their_contents(form):
-    one, again, other = (
-        record_of(FORMS[form](torch.from_numpy(X) + add, torch.from_numpy(Y)))["X"]
-        for add in (0, 0, 1)
-    )
-    assert one == again != other
-
-
 class Noisy(OwnDataset):
     def __getitem__(self, row):
         x, y = super().__getitem__(row)
         return x + float(torch.rand(1)[0] < 0.5), y
-
-
-def test_data_sets_of_random_samples_are_known_by_their_length():
-    drawn = []
-    for kind in (OwnDataset, Noisy):
-        torch.manual_seed(0)
-        found = record_of(kind(torch.from_numpy(X), torch.from_numpy(Y)))["X"]
-        drawn.append(float(torch.rand(())))
-    assert found == "Noisy of length 75"
-    assert drawn[0] == drawn[1]  # random states are given back
 
 
 class Closed(OwnDataset):
@@ -384,81 +314,76 @@ class Closed(OwnDataset):
         raise OSError("the file is closed")
 
 
-def test_data_sets_that_cannot_be_read_are_known_by_their_length():
-    assert record_of(Closed(torch.from_numpy(X)))["X"] == "Closed of length 75"
+def record_of(data):
+    """Record a study of data in any form, and return it."""
+    net = make_net(module=Linear, module__n_features=4, module__n_outputs=3)
+    study = optuna.create_study()
+    check_made_with(study, MinimaObjective(net, data, Y, {"lr": [0.1]}))
+    return study.user_attrs[MADE_WITH]["data"]["X"]
 
 
-def test_other_arguments_of_fit_are_refused(stored):
-    def search():
-        return of_nets(make_net(max_epochs=20, callbacks=None), {"batch_size": [16]}, **stored)
-
-    with pytest.warns(FlatnessWarning, match="no candidate converged"):
-        search().fit(X, Y, epochs=2)
-    with pytest.raises(ValueError, match="data, epochs: 2 then, 3 now"):
-        search().fit(X, Y, epochs=3)
-
-
-# -- the objective in a study of one's own -----------------------------------------------------
+FORMS = {
+    "tensors": TensorDataset,
+    "subset": lambda X, Y: Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(75)),
+    "loader": lambda X, Y: DataLoader(TensorDataset(X, Y), batch_size=75),
+    "skorch": SkorchDataset,
+    "own": OwnDataset,  # by a few samples
+    "tuple": lambda X, Y: (X, X),
+}
 
 
-def test_the_objective_refuses_a_study_of_something_else(stored):
-    def objective(**parameters):
-        return MinimaObjective(LogisticRegression(max_iter=1000, **parameters), X, Y, {"C": [0.1]})
+@pytest.mark.parametrize("form", FORMS)
+def test_data_in_any_form_are_known_by_their_contents(form):
+    labels = torch.from_numpy(Y)
+    one, again, other = (
+        record_of(FORMS[form](torch.from_numpy(X) + add, labels)) for add in (0, 0, 1)
+    )
+    assert one == again != other
 
-    study = optuna.create_study(**stored)
-    first = objective()
-    study.optimize(first, n_trials=2)
-    assert study.user_attrs[MADE_WITH]["search"] == {"measure": "['relative_flatness']"}
-    again = optuna.load_study(**stored)
-    again.optimize(objective(), n_trials=1)
-    with pytest.raises(ValueError, match="tol: the default then, 0.1 now"):
-        again.optimize(objective(tol=0.1), n_trials=1)
-    assert [trial.state.name for trial in again.trials] == ["COMPLETE"] * 3 + ["FAIL"]
-    assert "failed" not in again.trials[-1].user_attrs
+
+def test_data_sets_without_known_samples_are_known_by_their_length():
+    drawn = []
+    for kind in (Closed, Noisy):
+        torch.manual_seed(0)
+        found = record_of(kind(torch.from_numpy(X), torch.from_numpy(Y)))
+        drawn.append(float(torch.rand(())))
+        assert found == f"{kind.__name__} of length 75"
+    assert drawn[0] == drawn[1]  # random states are given back
+
+
+def test_digests_are_of_numbers_in_any_layout():
+    data = np.arange(6.0).reshape(2, 3)
+    assert digest(data) == digest(np.asfortranarray(data)) == digest(data.tolist())
+    assert digest(np.zeros((0, 3))) is not None
+    for other in (None, object(), 3, np.array(3), [[1], [1, 2]]):
+        assert digest(other) is None
 
 
 # -- descriptions ------------------------------------------------------------------------------
 
-VALUES = """
-import functools, sys
-import numpy as np
-from sklearn.preprocessing import FunctionTransformer
-from skorch import NeuralNetClassifier
-from skorch.callbacks import EarlyStopping
-from torch import nn
-from relflat_sk import MLP, StopAtLoss
-from relflat_sk.search._provenance import describe
 
 class Own:
     def __init__(self):
         self.sizes, self.names, self.other = {3, 1, 2}, {"a", "b", "c"}, object()
 
-print(describe([
-    Own(), {"b": 1, "a": {"x", "y", "z"}}, functools.partial(sorted, key=len), np.log1p,
-    np.random.RandomState(3), [StopAtLoss(0.2), ("stop", EarlyStopping(patience=2))],
-    FunctionTransformer(np.log1p), NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss),
-    lambda trial: 1, np.arange(6).reshape(2, 3), slice(2), float("nan"),
-]))
-"""
+
+def describe_many():
+    return describe([
+        Own(), {"b": 1, "a": {"x", "y", "z"}}, functools.partial(sorted, key=len), np.log1p,
+        np.random.RandomState(3), [StopAtLoss(0.2), ("stop", EarlyStopping(patience=2))],
+        FunctionTransformer(np.log1p), make_net(criterion=nn.CrossEntropyLoss),
+        lambda trial: 1, np.arange(6).reshape(2, 3), slice(2), float("nan"),
+    ])  # fmt: skip
 
 
 def test_every_process_finds_the_same():
     """Hashes of Python are seeded in each process, and addresses differ."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", VALUES],
-            env={**environment, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
-    (text,) = found
-    assert " at 0x" not in text
-    assert "(names={'a', 'b', 'c'}, other=builtins.object(" in text
+    code = "from tests.search.test_provenance import describe_many as d; print(d())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                         env={**os.environ, "PYTHONHASHSEED": "1"})  # fmt: skip
+    assert run.stdout.strip() == describe_many()
+    assert "(names={'a', 'b', 'c'}, other=builtins.object(" in run.stdout
+    assert " at 0x" not in run.stdout
 
 
 @pytest.mark.parametrize(
@@ -468,54 +393,19 @@ def test_every_process_finds_the_same():
         ((4, [8]), "[4, [8]]"),
         (MLP, "relflat_sk.MLP"),
         (torch.optim.Adam, "torch.Adam"),
-        (
-            functools.partial(max, 1),
-            "functools.partial(arguments=[builtins.max], state=[builtins.max, [1], {}, {}])",
-        ),
+        (functools.partial(max, 1),
+         "functools.partial(arguments=[builtins.max], state=[builtins.max, [1], {}, {}])"),
         ([StopAtLoss(0.1), EpochTimer()], "[relflat_sk.StopAtLoss(loss=0.1)]"),
-        (LRScheduler(policy="StepLR", step_size=3), None),
+        (LRScheduler(policy="StepLR", step_size=3),
+         "skorch.LRScheduler(policy='StepLR', step_size=3)"),
         (LogisticRegression(C=2.0, verbose=3, n_jobs=2), "sklearn.LogisticRegression(C=2.0)"),
         (FunctionTransformer(np.log1p), "sklearn.FunctionTransformer(func=numpy.log1p)"),
         (special.expit, "numpy.expit"),
         (StopAtLoss(0.1).on_epoch_end, "relflat_sk.StopAtLoss(loss=0.1).on_epoch_end"),
     ],
-)
+)  # fmt: skip
 def test_descriptions(value, text):
-    found = describe(value)
-    assert found == describe(value)
-    assert text is None or found == text
-
-
-class First(nn.Module):
-    width = 4
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-class Changed(nn.Module):
-    width = 4
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.layer(x).relu()
-
-
-class Wider(First):
-    width = 5
-
-
-def test_an_edit_of_the_module_is_noticed():
-    found = {describe(kind).partition(" (source ")[2] for kind in (First, Changed, Wider)}
-    assert len(found) == 3
-    assert {len(text) for text in found} == {9}
+    assert describe(value) == describe(value) == text
 
 
 def test_code_without_a_source_has_a_name():
@@ -523,6 +413,27 @@ def test_code_without_a_source_has_a_name():
     exec("def double(x):\n    return 2 * x\nclass Made:\n    def run(self): pass", scope)
     assert describe(scope["double"]) == "double"
     assert describe(scope["Made"]) == "Made"
+
+
+def made_by(line, base=nn.Module):
+    """Make a class whose source has a line; another line is an edit."""
+    if line == "relu":
+
+        class Made(base):
+            width = 4
+
+            def forward(self, x):
+                return x.relu()
+
+    else:
+
+        class Made(base):
+            width = int(line)
+
+            def forward(self, x):
+                return x
+
+    return Made
 
 
 def scaling(factor):
@@ -552,6 +463,9 @@ def linear(seed):
 
 # fmt: off
 SAME_AND_OTHER = {
+    "method of a class": [made_by(line) for line in ("4", "4", "relu")],
+    "attribute of a class": [made_by(line) for line in ("4", "4", "5")],
+    "base of a class": [made_by("4", made_by(line)) for line in ("4", "4", "5")],
     "closure": (scaling(2), scaling(2), scaling(3)),
     "default": [lambda x, factor=factor: factor * x for factor in (2, 2, 3)],
     "lambda": ((lambda x: x + 1), (lambda x:
@@ -563,7 +477,6 @@ SAME_AND_OTHER = {
     "layers": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
     "RandomState": [np.random.RandomState(seed) for seed in (1, 1, 2)],
     "Generator": [np.random.default_rng(seed) for seed in (1, 1, 2)],
-    "torch": [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)],
     "long": [[*range(1000), last] for last in (1, 1, 2)],
     **{f"data {n}": [make(x) for x in (1, 1, 2)] for n, make in enumerate((
         lambda value: np.array([[1.0, value]]),
@@ -584,11 +497,3 @@ def test_descriptions_are_equal_if_training_is(name):
     one, same, other = map(describe, SAME_AND_OTHER[name])
     assert one == same != other
     assert len(one) < 330
-
-
-def test_digests_are_of_numbers_in_any_layout():
-    data = np.arange(6.0).reshape(2, 3)
-    assert digest(data) == digest(np.asfortranarray(data)) == digest(data.tolist())
-    assert digest(np.zeros((0, 3))) is not None
-    for other in (None, object(), 3, np.array(3), [[1], [1, 2]]):
-        assert digest(other) is None

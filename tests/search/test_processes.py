@@ -1,0 +1,504 @@
+"""Searches in worker processes: of joblib, dask and ray, with classes and data of any place.
+
+The clusters are on this machine; ray: `make test-scale`.
+"""
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from multiprocessing.forkserver import ensure_running
+from types import SimpleNamespace
+
+import nbformat
+import numpy as np
+import pytest
+from joblib import parallel_config
+from nbclient import NotebookClient
+from optuna.trial import TrialState
+from sklearn.base import clone
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils import shuffle
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback
+from torch import nn
+
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessScorer,
+    RelativeFlatnessRegularizedClassifier,
+    register_measure,
+)
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures._names import _REGISTERED
+from relflat_sk.search import _workers
+from relflat_sk.search._claims import is_cut_short, this_process
+from relflat_sk.search._transfer import ByPath, ByValue, packed, unpacked
+from relflat_sk.search._workers import Sweep, n_processes
+from tests.data_kinds import KINDS
+from tests.processes import forkserver
+
+pytestmark = pytest.mark.filterwarnings("default")  # of the engines
+
+X, Y = shuffle(*load_iris(return_X_y=True), random_state=0)
+X = X.astype(np.float32)
+CHOICES = np.geomspace(0.01, 1.0, 10).tolist()
+
+
+def load():
+    """Import the library in a worker, so that both workers take part in short searches."""
+    import_module("tests.search.test_processes")
+
+
+@pytest.fixture(scope="module")
+def dask():
+    distributed = pytest.importorskip("distributed", reason="needs the extra dask")
+    config = pytest.importorskip("dask.config")
+    forkserver()
+    ensure_running()  # dask would let it import less
+    with (
+        config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        client.run(load)
+        yield {"backend": "dask", "client": client}
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    from ray.util.joblib import register_ray
+
+    register_ray()
+    ray.init(
+        num_cpus=2,
+        resources={"slot": 5},
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    ray.get([ray.remote(load).remote() for _ in range(2)])
+    yield {"backend": "ray"}
+    ray.shutdown()
+
+
+CLUSTERS = ["dask", pytest.param("ray", marks=pytest.mark.scale)]
+
+
+@pytest.fixture(params=["loky", *CLUSTERS])
+def engine(request):
+    """The arguments of joblib's context."""
+    if request.param == "loky":
+        return {"backend": "loky"}
+    found = request.getfixturevalue(request.param)
+    if request.param == "dask":  # a worker that the test before has killed is replaced first
+        found["client"].wait_for_workers(2, timeout=300)
+    return found
+
+
+@pytest.fixture(params=CLUSTERS)
+def cluster(request):
+    return request.getfixturevalue(request.param)
+
+
+class Slow(LogisticRegression):
+    def fit(self, X, y):
+        time.sleep(0.15)
+        return super().fit(X, y)
+
+
+class Dies(LogisticRegression):
+    """Kills its process, as the kernel does when memory runs out."""
+
+    def fit(self, X, y):
+        if self.C == 1.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fit(X, y)
+
+
+def make_search(estimator=None, choices=CHOICES, **arguments):
+    given = {"n_jobs": 2, "depth_band": None, "random_state": 0} | arguments
+    return FlatMinimaSearch(estimator or LogisticRegression(max_iter=1000), {"C": choices}, **given)
+
+
+def make_net(module=None, **arguments):
+    sizes = {f"module__{name}": n for name, n in (("n_features", 4), ("n_outputs", 3))}
+    given = {"max_epochs": 10, "verbose": 0} | (sizes if module is None else {"module": module})
+    return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **given | arguments)
+
+
+# -- what workers find -------------------------------------------------------------------------
+
+
+def weight(model, X, y):
+    return float(np.square(model.coef_).sum())
+
+
+@pytest.fixture
+def registered():
+    register_measure("registered", lambda model, X, y: 2 * weight(model, X, y))
+    yield "registered"
+    del _REGISTERED["registered"]
+
+
+def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, registered, monkeypatch):
+    pickled, getstate = [], Sweep.__getstate__
+    monkeypatch.setattr(Sweep, "__getstate__", lambda self: pickled.append(1) or getstate(self))
+    trials, fitted = [], []
+    arguments = {
+        "measure": ["relative_flatness", weight, registered],
+        "callbacks": [lambda *_: trials.append(1)],
+    }
+    with parallel_config(**engine), monkeypatch.context() as patch:
+        patch.setattr(LogisticRegression, "fit", lambda *_: fitted.append(1))  # in this process
+        found = make_search(**arguments).fit(X, Y)
+    assert not fitted  # the best one came back from its worker
+    assert len(pickled) == 1 or engine["backend"] == "loky"
+    assert len(trials) == len(CHOICES)
+    alone = make_search(**arguments, n_jobs=None).fit(X, Y)
+    for name in ("param_C", "relative_flatness", "weight", registered, "train_loss", "rank"):
+        assert found.minima_[name].tolist() == alone.minima_[name].tolist()
+    np.testing.assert_array_equal(found.predict(X), alone.predict(X))
+
+
+def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp_path):
+    killed = []
+
+    def kill(study, trial):
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if len(study.get_trials(deepcopy=False)) > 4 and running and not killed:
+            killed.append(running[-1].number)
+            os.kill(running[-1].user_attrs["process"][1], signal.SIGKILL)
+
+    search = make_search(Slow(max_iter=1000), callbacks=[kill], storage=tmp_path / "minima.db")
+    with parallel_config(**engine):
+        search.fit(X, Y)
+    trials = search.study_.trials
+    minima = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    assert len(killed) == 1
+    # on a busy machine, a trial may have ended before the signal came
+    assert trials[killed[0]] in minima or "killed" in trials[killed[0]].user_attrs
+    assert sorted(trial.params["C"] for trial in minima) == CHOICES
+    assert all(is_cut_short(trial) for trial in trials if trial not in minima)
+    processes = [tuple(trial.user_attrs["process"][:3]) for trial in minima]
+    assert len(set(processes)) >= 2
+    assert tuple(this_process()[:3]) not in processes
+
+
+def test_of_killed_workers_only_the_culprit_is_lost(engine):
+    search = make_search(Dies(max_iter=1000), [1.0, 0.01, 0.1])
+    with parallel_config(**engine), pytest.warns(FlatnessWarning, match="1 of 3 candidates are no"):
+        search.fit(X, Y)
+    reasons = search.minima_.set_index("param_C")["reason"]
+    assert "the process that trained was killed twice" in reasons[1.0]
+    assert (reasons.drop(1.0) == "").all()
+
+
+def test_an_error_of_a_worker_is_that_of_the_search(engine, tmp_path):
+    wrong = X.copy()
+    wrong[0, 0] = np.nan
+    search = make_search(storage=tmp_path / "minima.log", study_name="sweep")
+    with (
+        parallel_config(**engine),
+        pytest.raises(RuntimeError, match="X_test and y_test cannot be evaluated: ValueError"),
+    ):
+        search.fit(X, Y, wrong, Y)
+    with parallel_config(**engine):  # the cluster is as it was
+        search.fit(X, Y)
+    assert sorted(search.minima_["param_C"]) == CHOICES
+
+
+def fit_in_a_task(backend):
+    if backend == "ray":
+        import_module("ray.util.joblib").register_ray()
+    with parallel_config(backend=backend):  # of dask by the worker's own client
+        search = make_search().fit(X, Y)
+    n_complete = sum(trial.state == TrialState.COMPLETE for trial in search.study_.trials)
+    return n_complete, search.minima_[["param_C", "relative_flatness"]]
+
+
+def run_two_tasks(function, backend, client=None):
+    """Call a function on both workers at the same time, and return its results."""
+    if client is not None:
+        return client.gather(client.map(function, [backend] * 2, pure=False))
+    ray = import_module("ray")
+    return ray.get([ray.remote(function).remote(backend) for _ in range(2)])
+
+
+def test_searches_in_tasks_train_in_tasks(cluster):
+    """Both workers have one thread, or CPU, in which a search waits for its candidates."""
+    alone = make_search(n_jobs=None).fit(X, Y)
+    for n_complete, minima in run_two_tasks(fit_in_a_task, **cluster):
+        assert n_complete == len(CHOICES)
+        assert minima.equals(alone.minima_[minima.columns])
+
+
+def test_cross_validation_of_a_search_on_dask(dask):
+    """scikit-learn fits the searches in tasks, which pass their candidates on as tasks."""
+    search = make_search()
+    with parallel_config(**dask):
+        found = cross_val_score(search, X, Y, cv=2, n_jobs=2)
+    assert found.tolist() == cross_val_score(search.set_params(n_jobs=1), X, Y, cv=2).tolist()
+
+
+def test_a_search_in_threads_finds_what_one_in_processes_finds():
+    """Nested searches run so: scikit-learn's cross-validation fits them in processes."""
+    alone = make_search(n_jobs=None).fit(X, Y).predict_proba(X)
+    with parallel_config(backend="threading"):
+        together = make_search().fit(X, Y).predict_proba(X)
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_grid_search_with_the_scorer(cluster):
+    net = make_net(max_epochs=20, lr=0.05, random_state=0)
+    scorer = FlatnessScorer(at_minimum="warn", data="train")
+    search = GridSearchCV(net, {"batch_size": [16, 75]}, scoring=scorer, cv=2, refit=False)
+    scores = clone(search).fit(X, Y).cv_results_["mean_test_score"]
+    with parallel_config(**cluster):
+        found = search.set_params(n_jobs=2).fit(X, Y)
+    assert np.isfinite(scores).all()
+    assert len(set(scores)) == 2
+    np.testing.assert_allclose(found.cv_results_["mean_test_score"], scores, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n_jobs", "expected"), [(None, 0), (1, 0), (3, 3)])
+def test_how_many_processes_train(n_jobs, expected):
+    assert n_processes(n_jobs) == expected
+
+
+def test_a_file_that_a_worker_does_not_reach_is_explained(monkeypatch, tmp_path):
+    """As on another machine; here the file is moved before the first task."""
+    train = _workers.train_in_processes
+
+    def train_without_file(sweep, n_jobs, on_finished):
+        sweep.file = tmp_path / "moved.db"
+        train(sweep, n_jobs, on_finished)
+
+    monkeypatch.setattr(_workers, "train_in_processes", train_without_file)
+    match = r"the study's file .*moved.db is not on worker .*the URL of a database server"
+    with pytest.raises(RuntimeError, match=match):
+        make_search(storage=tmp_path / "minima.db").fit(X, Y)
+
+
+def test_workers_that_died_are_replaced_before_others_train(monkeypatch):
+    """joblib would train in this process while a cluster has a single worker."""
+    counts = [1, 1, 2]
+    pool = SimpleNamespace(effective_n_jobs=lambda n_jobs: counts.pop(0) if counts else 1)
+    monkeypatch.setattr(_workers, "get_active_backend", lambda: (pool, 2))
+    assert _workers._are_workers_back(2)
+    assert not counts
+    monkeypatch.setattr(_workers, "_REPLACED", 0)
+    assert not _workers._are_workers_back(2)
+
+
+# -- data that are not in memory ---------------------------------------------------------------
+
+
+@pytest.fixture
+def hdf5(tmp_path):
+    """A file of h5py, open for reading."""
+    h5py = pytest.importorskip("h5py", reason="needs h5py")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("rows/x", data=X, chunks=(7, 3))
+    with h5py.File(tmp_path / "rows.h5", "r") as file:
+        yield file
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [*(("loky", kind) for kind in [*KINDS, "h5py"]), ("dask", "memmap"), ("dask", "stream"),
+     pytest.param("ray", "memmap", marks=pytest.mark.scale)],
+    indirect=["engine"],
+)  # fmt: skip
+def test_data_of_all_kinds_reach_the_workers(engine, kind, request, tmp_path):
+    if kind == "h5py":
+        given = request.getfixturevalue("hdf5")["rows/x"], Y
+    else:
+        given = KINDS[kind](tmp_path, X, Y)
+    net = make_net(
+        batch_size=13 if kind == "loader" else 20,
+        max_epochs=50,
+        module__hidden_layer_sizes=(4,),
+        iterator_train__shuffle=False,
+    )
+    tables = []
+    for data, n_jobs in ((given, 2), ((X, Y), None)):
+        space = {"lr": [0.02, 0.05]}
+        search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0)
+        with parallel_config(**engine):
+            minima = search.fit(*data).minima_.set_index("param_lr")
+        tables.append(minima.loc[[0.02, 0.05], ["relative_flatness", "train_loss"]])
+    np.testing.assert_allclose(*tables, rtol=1e-5)
+
+
+def sent(value):
+    return pickle.loads(pickle.dumps(ByPath.wrap(value)))
+
+
+def test_parts_of_a_mapped_file_are_sent_by_path(tmp_path):
+    np.save(tmp_path / "rows.npy", np.arange(60, dtype=np.float32).reshape(12, 5))
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    for part in (np.s_[:], np.s_[3:7], np.s_[3], np.s_[::1, None]):
+        assert len(pickle.dumps(ByPath.wrap(mapped[part]))) < 1000
+        got = sent(mapped[part])
+        assert isinstance(got, np.memmap)
+        assert got.filename == mapped.filename
+        np.testing.assert_array_equal(got, mapped[part])
+    changed = np.load(mapped.filename, mmap_mode="c")
+    changed[0, 0] = 7
+    for value in (changed, mapped[:, 1], mapped[::2], X, [1, 2], None):
+        assert ByPath.wrap(value) is value
+    array = np.memmap(tmp_path / "rows", np.float64, "w+", offset=8, shape=(4, 3), order="F")
+    array[:] = np.arange(12).reshape(4, 3)
+    array.flush()
+    got = sent(array)
+    np.testing.assert_array_equal(got, array)
+    assert got.mode == "r"
+    assert got.flags.f_contiguous
+
+
+def test_rows_of_h5py_are_opened_by_path(hdf5, tmp_path):
+    got = sent(hdf5["rows/x"])
+    assert (got.file.filename, got.file.mode, got.name) == (hdf5.filename, "r", "/rows/x")
+    np.testing.assert_array_equal(got[:], X)
+    h5py = import_module("h5py")
+    for given in ({"mode": "w"}, {"mode": "w", "driver": "core", "backing_store": False}):
+        with h5py.File(tmp_path / "new.h5", **given) as file:
+            rows = file.create_dataset("x", data=X)
+            with pytest.raises(ValueError, match=r"open for reading: h5py\.File\(path, 'r'\)"):
+                make_search().fit(rows, Y)
+
+
+# -- classes and functions of a script, a notebook, a function ---------------------------------
+
+DEFINITIONS = """
+import numpy as np
+from sklearn.datasets import load_iris
+from skorch.callbacks import Callback
+from torch import nn
+from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
+
+class Net(nn.Module):
+    def __init__(self, n_features, n_outputs, activation=nn.ReLU):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(n_features, 8), activation(), nn.Linear(8, n_outputs)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Counter(Callback):
+    def on_epoch_end(self, net, **kwargs):
+        self.count_ = getattr(self, "count_", 0) + 1
+"""
+
+SEARCH = """
+def search(n_jobs):
+    X, y = load_iris(return_X_y=True)
+    net = RelativeFlatnessRegularizedClassifier(Net, max_epochs=10, verbose=0, callbacks=[Counter])
+    space = {
+        "module__activation": [nn.Tanh, lambda: nn.LeakyReLU(0.2)],
+        "lr": lambda trial: 0.01,  # not by number: processes take turns in any order
+    }
+    search = FlatMinimaSearch(net, space, n_jobs=n_jobs, random_state=0)
+    return search.fit(X.astype(np.float32), y)
+
+one, two = search(1), search(2)
+assert one.minima_["relative_flatness"].tolist() == two.minima_["relative_flatness"].tolist()
+assert type(two.best_estimator_.module_) is Net
+assert dict(two.best_estimator_.callbacks_)["Counter"].count_ == 10
+print("done")
+"""
+
+
+def test_script_defines_module_callback_and_functions(tmp_path):
+    script = tmp_path / "script.py"
+    guarded = "".join(f"    {line}\n" for line in SEARCH.splitlines())
+    script.write_text(f'{DEFINITIONS}\nif __name__ == "__main__":\n{guarded}', encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert run.stdout == "done\n", run.stderr
+
+
+@pytest.mark.slow
+def test_notebook_defines_module_callback_and_functions():
+    cells = [nbformat.v4.new_code_cell(code) for code in (DEFINITIONS, SEARCH)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name="python3", timeout=300).execute()
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    assert "".join(output["text"] for output in outputs if output.name == "stdout") == "done\n"
+
+
+def local_nets():
+    """Nets of classes that no other process can import: ours, with an instance, of skorch."""
+    width = 8
+
+    class Net(nn.Module):
+        def __init__(self, n_features=4, n_outputs=3):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(n_features, width), nn.ReLU(), nn.Linear(width, n_outputs)
+            )
+
+        def forward(self, x):
+            return self.layers(x)
+
+    class Loss(nn.CrossEntropyLoss):
+        pass
+
+    plain = NeuralNetClassifier(Net, criterion=Loss, max_epochs=60, lr=0.01, verbose=0)
+    return [make_net(Net, lr=0.05), make_net(Net(), lr=0.05), plain]
+
+
+class HoldsLock(Callback):
+    """Has something that no process can send to another."""
+
+    def on_train_begin(self, net, **kwargs):
+        self.lock_ = threading.Lock()
+
+
+def test_workers_train_what_a_function_defines():
+    """A pipeline with a function, and nets as its choices."""
+    nets = local_nets()
+    pipeline = make_pipeline(FunctionTransformer(lambda x: 2 * x), nets[0])
+    tables, predicted = [], []
+    for n_jobs in (1, 2):
+        search = FlatMinimaSearch(
+            pipeline, {pipeline.steps[1][0]: nets}, n_jobs=n_jobs, goal=1.0, random_state=0
+        ).fit(X, Y)
+        tables.append(search.minima_.sort_values("relative_flatness")["relative_flatness"].tolist())
+        numbers = search.minima_.sort_values("relative_flatness")["trial"]
+        predicted.append([search.get_estimator(one).predict_proba(X) for one in numbers])
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == len(nets)
+    np.testing.assert_array_equal(*predicted)
+
+
+def test_a_network_that_cannot_be_sent_is_trained_again():
+    net = make_net(lr=0.05, callbacks=[HoldsLock])
+    one, two = (
+        FlatMinimaSearch(net, {"lr": [0.05]}, n_jobs=n_jobs, goal=1.0, random_state=0).fit(X, Y)
+        for n_jobs in (1, 2)
+    )
+    np.testing.assert_array_equal(one.predict_proba(X), two.predict_proba(X))
+
+
+def test_values_arrive_as_they_are():
+    net = local_nets()[0].fit(X, Y)
+    for arrived in (pickle.loads(pickle.dumps(ByValue(net))), unpacked(packed(net))):
+        np.testing.assert_array_equal(arrived.predict_proba(X), net.predict_proba(X))
+    assert packed(threading.Lock()) is None
