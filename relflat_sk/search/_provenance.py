@@ -17,15 +17,14 @@ part              content
 ================  ================================================================================
 
 Descriptions are short texts, the same in every process. Classes and functions of the user have a
-checksum of their source, those of installed libraries their name only: another version of a library
-may continue a study. Other objects are described by what `pickle` would store of them.
+checksum of their compiled code, those of installed libraries their name only: another version of a
+library may continue a study. Other objects are described by what `pickle` would store of them.
 """
 
 import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -317,7 +316,7 @@ def _stored(value: Any) -> dict[str, Any]:
 
 
 def _describe_code(code: Any, depth: int) -> str:
-    """Name a class or function; those of the user have a checksum of their source.
+    """Name a class or function; those of the user have a checksum of their code.
 
     A library is known by its top folder, since its modules may move, and the user's own code by
     no folder, since a script that runs is a module of another name than one that is imported.
@@ -327,15 +326,8 @@ def _describe_code(code: Any, depth: int) -> str:
     name = str(getattr(code, "__qualname__", code.__name__)).rpartition("<locals>.")[2]
     if _is_installed(code):
         return f"{_module_of(code).partition('.')[0]}.{name}"
-    source = list(_sources(code))
-    text = f"{name} (source {_checksum(source)})" if source else name
-    if not isinstance(code, FunctionType):
-        return text
-    defaults = (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).items())
-    held = dict(inspect.getclosurevars(code).nonlocals)
-    if defaults:
-        held["defaults"] = defaults
-    return _with_contents(text, _plain_values(held))
+    compiled = _compiled(code)
+    return f"{name} (code {_checksum(compiled)})" if compiled else name
 
 
 def _module_of(code: Any) -> str:
@@ -353,27 +345,29 @@ def _is_installed(code: Any) -> bool:
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _sources(code: Any) -> Iterator[str]:
-    """Yield the source of a user's function, or of the methods of a class and its bases.
+def _compiled(code: Any) -> list[Any]:
+    """List what the user's function, or a class and its bases, were compiled to.
 
-    A class is read method by method, which also works in notebooks.
+    Their source would be lost where cloudpickle makes a class again, as it does with the classes
+    of a notebook when worker processes return their networks.
     """
-    if isinstance(code, FunctionType) and code.__name__ == "<lambda>":
-        yield str(_bytecode(code.__code__))  # its lines hold other arguments, too
-    elif isinstance(code, FunctionType):
-        with suppress(OSError, TypeError):  # typed at a prompt
-            yield inspect.getsource(code)
+    if isinstance(code, FunctionType):
+        defaults = (*(code.__defaults__ or ()), *sorted((code.__kwdefaults__ or {}).items()))
+        held = {**inspect.getclosurevars(code).nonlocals, "defaults": defaults}
+        return [_bytecode(code.__code__), _plain_values(held)]
+    found = []
     for kind in code.__mro__ if isinstance(code, type) else ():
         for key, value in sorted(vars(kind).items()) if not _is_installed(kind) else ():
             inner = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(inner, FunctionType):
-                yield from (f"{key} {source}" for source in _sources(inner))
+                found.append([key, _compiled(inner)])
             elif type(value) in {bool, int, float, str} and not key.startswith("__"):
-                yield f"{key} {value!r}"
+                found.append([key, repr(value)])
+    return found
 
 
 def _bytecode(code: CodeType) -> list[Any]:
-    constants = [_bytecode(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
+    constants = [_bytecode(x) if isinstance(x, CodeType) else describe(x) for x in code.co_consts]
     return [code.co_code, code.co_names, constants]
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import cloudpickle
 import numpy as np
 import optuna
 import pytest
@@ -96,7 +97,7 @@ def stored(tmp_path):
 
 
 REFUSED = [
-    (of_nets, {"module": Linear}, r"module: the default then, Linear \(source \w+\) now"),
+    (of_nets, {"module": Linear}, r"module: the default then, Linear \(code \w+\) now"),
     (of_nets, {"module__hidden_layer_sizes": (8,)}, r"_sizes: \[4\] then, \[8\] now"),
     (of_nets, {"callbacks": [StopAtLoss(0.1)]}, r"callbacks: .*StopAtLoss\(loss=0.5\)\] then, "),
     (of_nets, {"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
@@ -147,7 +148,7 @@ def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored,
     with pytest.raises(ValueError, match="data, epochs: 2 then, 3 now"):
         of_nets(module=Linear).set_params(**stored).fit(X, Y, epochs=3)
     monkeypatch.setattr(Linear, "forward", lambda self, x: 2 * self.layer(x))
-    with pytest.raises(ValueError, match=r"module: Linear \(source \w+\) then, Linear \(source"):
+    with pytest.raises(ValueError, match=r"module: Linear \(code \w+\) then, Linear \(code"):
         of_nets(module=Linear).set_params(**stored).fit(X, Y, epochs=2)
     stored["study_name"] = "choices"
     stopping(0.6).set_params(**stored).fit(X, Y)
@@ -408,21 +409,21 @@ def test_descriptions(value, text):
     assert describe(value) == describe(value) == text
 
 
-def test_code_without_a_source_has_a_name():
-    scope = {"__name__": "made"}
-    exec("def double(x):\n    return 2 * x\nclass Made:\n    def run(self): pass", scope)
-    assert describe(scope["double"]) == "double"
-    assert describe(scope["Made"]) == "Made"
+def test_classes_that_cloudpickle_has_made_again_are_the_same():
+    before = describe(made_by("4"))
+    made = made_by("4")
+    assert cloudpickle.loads(cloudpickle.dumps(made)) is made  # with functions without a source
+    assert describe(made) == before
 
 
-def made_by(line, base=nn.Module):
-    """Make a class whose source has a line; another line is an edit."""
+def made_by(line, base=nn.Module, default=1):
+    """Make a class; other arguments are an edit of it."""
     if line == "relu":
 
         class Made(base):
             width = 4
 
-            def forward(self, x):
+            def forward(self, x, width=default):
                 return x.relu()
 
     else:
@@ -467,6 +468,8 @@ SAME_AND_OTHER = {
     "attribute of a class": [made_by(line) for line in ("4", "4", "5")],
     "base of a class": [made_by("4", made_by(line)) for line in ("4", "4", "5")],
     "closure": (scaling(2), scaling(2), scaling(3)),
+    "code without a source": [eval(f"lambda x: x in {{'a', 'b', {n}}}") for n in (1, 1, 2)],
+    "default of a method": [made_by("relu", default=n) for n in (1, 1, 2)],
     "default": [lambda x, factor=factor: factor * x for factor in (2, 2, 3)],
     "lambda": ((lambda x: x + 1), (lambda x:
                x + 1), (lambda x: x + 2)),
