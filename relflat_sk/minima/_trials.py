@@ -79,7 +79,7 @@ def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
 def attributes_of(trial: Any) -> dict[str, Any]:
     """Return the user attributes of a trial, with those that are stored together."""
     found: dict[str, Any] = trial.user_attrs
-    return found | found.get(DETAILS, {})
+    return {**found, **found.get(DETAILS, {})}
 
 
 def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:

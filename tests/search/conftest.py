@@ -6,7 +6,6 @@ from pathlib import Path
 import optuna
 import pytest
 
-from tests.search.faulty import FAULT, TRAINED
 from tests.search.storages import FILES, find_postgresql, running_server
 
 
@@ -16,15 +15,6 @@ def _log_level():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
-
-
-@pytest.fixture
-def no_fault():
-    """No fault is left from another test, or for one."""
-    TRAINED.clear()
-    FAULT.update(at=0, what=None)
-    yield
-    FAULT.update(at=0, what=None)
 
 
 @pytest.fixture(scope="session")

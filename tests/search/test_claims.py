@@ -35,7 +35,6 @@ from relflat_sk.search._claims import (
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import SearchStudy, log_level, open_storage
 from relflat_sk.search._workers import Sweep, train_in_processes
-from tests.processes import forkserver
 
 X, Y = load_iris(return_X_y=True)
 C = [0.01, 0.1, 1.0]
@@ -340,18 +339,6 @@ def test_choices_are_drawn_without_repetition():
 
 
 # -- processes ---------------------------------------------------------------------------------
-
-
-def run_at_once(n, target, *arguments):
-    """Run a function in several processes that begin at the same moment."""
-    context = forkserver()
-    start = context.Barrier(n)
-    workers = [context.Process(target=target, args=(*arguments, start)) for _ in range(n)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * n
 
 
 class Kills(Plan):
