@@ -298,13 +298,13 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
         if not isinstance(value, Tensor):
             return value
         value = value if device is None else value.to(device)
-        if dtype is None or value.dtype == dtype:
-            return value
-        if not value.is_floating_point() and any(
-            isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()
-        ):
+        if dtype is None or value.dtype == dtype or (not value.is_floating_point() and embeds()):
             return value
         return value.to(dtype)
+
+    def embeds() -> bool:
+        kinds = nn.Embedding | nn.EmbeddingBag
+        return any(isinstance(part, kinds) for part in module.modules())
 
     return map_arrays(cast, x)
 
@@ -415,17 +415,12 @@ def _warn_of_dropped(loader: Any) -> None:
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return
-    stream = isinstance(loader.dataset, IterableDataset)
-    samples: Any = loader.dataset if stream else batches.sampler
-    try:
-        n = len(samples)
-    except TypeError:  # a stream, whose length is not known
-        left = "those of an incomplete batch are"
-    else:
-        n_left = n % batches.batch_size
-        if not n_left:
+    left = "those of an incomplete batch are"  # of a stream, whose length is not known
+    if not isinstance(loader.dataset, IterableDataset):
+        n = len(batches.sampler)  # type: ignore[arg-type]
+        left = f"{n % batches.batch_size} of its {n} samples are"
+        if not n % batches.batch_size:
             return
-        left = f"{n_left} of its {n} samples are"
     warn(
         f"the DataLoader has drop_last=True: {left} left out, if it shuffles other ones in each "
         "pass, and results are of the rest. Pass a DataLoader with drop_last=False, or arrays."
@@ -452,12 +447,10 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
 
 
 def _check_finite_labels(y: Any) -> None:
-    """Refuse NaN and infinity in labels."""
-    if isinstance(y, np.ndarray):
-        are_finite = bool(np.isfinite(y).all())
-    else:  # whole numbers on a device need no wait
-        are_finite = not y.is_floating_point() or bool(torch.isfinite(y).all())
-    if not are_finite:
+    """Refuse NaN and infinity in labels; whole numbers on a device need no wait."""
+    isfinite = np.isfinite if isinstance(y, np.ndarray) else torch.isfinite
+    is_whole = isinstance(y, Tensor) and not y.is_floating_point()
+    if not is_whole and not bool(isfinite(y).all()):
         raise ValueError("y contains NaN or infinity.")
 
 
@@ -527,9 +520,8 @@ def _take(rows: slice, X: Any) -> Tensor:
 
 def _from_loader(loader: Any) -> Iterator[Batch]:
     """Iterate over the batches of a DataLoader."""
-    empty = True
+    item = None
     for item in loader:
-        empty = False
         if not (isinstance(item, tuple | list) and len(item) == 2):
             raise TypeError(
                 "a Dataset or DataLoader must give (x, y) pairs, got "
@@ -544,7 +536,7 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
                 f"{type(y).__name__}: {error}. Measure with a loader that gives tensors."
             ) from error
         yield Batch(x, y, None)
-    if empty:
+    if item is None:
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         raise ValueError(
             "X has no samples, and flatness is a mean over samples."

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ _HARDLY = 0.05
 _NEARLY_ALL, _FIRST_STEPS = 0.95, 200
 # a stream that is read once, a criterion of the user's own: no reason for fit to fail
 _UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+
+_NO_COMPARISON = ConstantComparison(np.nan, np.nan)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 # what is left to do for nets that are fitted inside of `measured_later`
 _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
@@ -85,30 +89,30 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
         later.append(partial(_finish, net, dataset, seed, since))
         return
     _finish(net, dataset, seed, since)
-    if since is not None:
-        _check_goal(net, since)
+    goal = "" if since is None else missed_goal(net, len(net.history) - since)
+    if goal:
+        # of the class only: one warning for many nets at a line that differ in their seeds
+        warn(
+            f"the {type(net).__name__} has not reached {goal} with max_epochs="
+            f"{net.max_epochs}. Train longer, or to a goal within reach.",
+            ConvergenceWarning,
+        )
 
 
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
     """Measure a net, if nobody has handed over a measurement, and check its training."""
+    name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
     if net._record is None:
-        _measure(net, dataset, seed)
+        try:
+            network = training_network(net, dataset)
+            measured = measure_layers(network, [name], net._layers(), random_state=seed)
+        except (TypeError, ValueError) as error:
+            warn(f"relative_flatness_ could not be measured: {error}")
+            net._record = Record(np.nan, _NO_COMPARISON, checksum(net.module_))
+        else:
+            adopt(net, list(measured.values()))
     if since is not None:
         _check_outcome(net, since)
-
-
-def _measure(net: Any, dataset: Any, seed: int) -> None:
-    """Measure the relative flatness on a data set; nan if it cannot be measured."""
-    name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
-    try:
-        network = training_network(net, dataset)
-        measured = measure_layers(network, [name], net._layers(), random_state=seed)
-    except (TypeError, ValueError) as error:
-        warn(f"relative_flatness_ could not be measured: {error}")
-        unknown = ConstantComparison(np.nan, np.nan)
-        net._record = Record(np.nan, unknown, checksum(net.module_))
-    else:
-        adopt(net, list(measured.values()))
 
 
 def adopt(net: Any, found: Sequence[Flatness]) -> None:
@@ -117,14 +121,16 @@ def adopt(net: Any, found: Sequence[Flatness]) -> None:
     The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
     """
     value = sum(flatness.value for flatness in found)
-    net._record = Record(value, _compared(found[0]), checksum(net.module_))
+    comparison = _found_out(compare_with_constant, found[0], _NO_COMPARISON)
+    net._record = Record(value, comparison, checksum(net.module_))
     if not _is_flat(net):
         return
-    if not _is_curved(found[0]):
+    network = found[0].network
+    if not _found_out(criterion_has_curvature, network, True):
         # of the class only: one warning for many nets at a line
         warn(
             f"the penalty of the {type(net).__name__} has no effect: "
-            f"{name_criterion(found[0].network.loss.criterion)} has no curvature at the "
+            f"{name_criterion(network.loss.criterion)} has no curvature at the "
             "network's outputs, so that the flatness is 0 whatever the weights are. Train with "
             "a loss that is twice differentiable, such as criterion=torch.nn.MSELoss, or with "
             "flatness_weight=0."
@@ -136,20 +142,12 @@ def adopt(net: Any, found: Sequence[Flatness]) -> None:
         )
 
 
-def _compared(measured: Flatness) -> ConstantComparison:
-    """Compare a net with the best constant; nan if the data or the criterion do not allow it."""
+def _found_out(compute: Callable[[_T], _R], about: _T, otherwise: _R) -> _R:
+    """Compute what the data or a criterion of the user's own may not allow."""
     try:
-        return compare_with_constant(measured)
+        return compute(about)
     except _UNKNOWN:
-        return ConstantComparison(np.nan, np.nan)
-
-
-def _is_curved(measured: Flatness) -> bool:
-    """Return whether the criterion has a curvature; True if this cannot be found out."""
-    try:
-        return criterion_has_curvature(measured.network)
-    except _UNKNOWN:
-        return True
+        return otherwise
 
 
 def _is_flat(net: Any) -> bool:
@@ -235,18 +233,6 @@ def _has_outweighed(net: Any, since: int) -> bool:
         epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
         for epoch in net.history[since:]
     )
-
-
-def _check_goal(net: Any, since: int) -> None:
-    """Warn if the net has not reached its goal, as networks of scikit-learn do."""
-    goal = missed_goal(net, len(net.history) - since)
-    if goal:
-        # of the class only: one warning for many nets at a line that differ in their seeds
-        warn(
-            f"the {type(net).__name__} has not reached {goal} with max_epochs="
-            f"{net.max_epochs}. Train longer, or to a goal within reach.",
-            ConvergenceWarning,
-        )
 
 
 def _advice(net: Any) -> str:

@@ -3,18 +3,16 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import Loss
 from relflat_sk._network import (
     best_constant_loss,
     borrowed,
@@ -30,15 +28,29 @@ class _StopWhenReached(Callback):
 
     every: int
     _is_required = True  # whether a training that misses the goal has failed
+    # names of the parameter, of the quantity, and of the attribute with its last finite value
+    _parameter: ClassVar[str]
+    _quantity: ClassVar[str]
+    _attribute: ClassVar[str]
 
     def __repr__(self) -> str:
-        goal, every = self.get_params().values()
-        often = "" if every == 1 else f", every={every!r}"
-        return f"{type(self).__name__}({goal!r}{often})"
+        often = "" if self.every == 1 else f", every={self.every!r}"
+        return f"{type(self).__name__}({getattr(self, self._parameter)!r}{often})"
+
+    @property
+    def _goal(self) -> float:
+        goal: float = getattr(self, self._parameter)
+        return goal
+
+    def describe(self) -> str:
+        """Describe the goal."""
+        return f"{self._quantity} of {self._goal:g}"
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and mark the net as not converged."""
+        check_number(self._parameter, getattr(self, self._parameter))
         check_integer("every", self.every, minimum=1)
+        setattr(self, self._attribute, math.nan)
         net.converged_ = False
 
     def on_epoch_end(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
@@ -63,16 +75,16 @@ class _StopWhenReached(Callback):
         if len(net.history) % self.every:
             return
         _refuse_used_up(self, net, dataset_train)
-        if self._reached(net, dataset_train):
+        found = self._measure(net, dataset_train)
+        if math.isfinite(found):
+            setattr(self, self._attribute, found)
+        if found <= self._goal:
             net.converged_ = True
             if net.verbose:
-                print(f"Stopping: {self._goal()} reached after {len(net.history)} epochs.")
+                print(f"Stopping: {self.describe()} reached after {len(net.history)} epochs.")
             raise KeyboardInterrupt
 
-    def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        raise NotImplementedError
-
-    def _goal(self) -> str:
+    def _measure(self, net: NeuralNet, dataset: Any) -> float:
         raise NotImplementedError
 
 
@@ -81,7 +93,7 @@ def missed_goal(net: NeuralNet, n_epochs: int) -> str:
     if getattr(net, "converged_", True) or not 0 < net.max_epochs <= n_epochs:
         return ""
     callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
-    return " or ".join(one._goal() for one in callbacks if one._is_required)
+    return " or ".join(one.describe() for one in callbacks if one._is_required)
 
 
 def _refuse_used_up(callback: Callback, net: NeuralNet, dataset: Any) -> None:
@@ -153,23 +165,14 @@ class StopAtLoss(_StopWhenReached):
     True
     """
 
+    _parameter, _quantity, _attribute = "loss", "a training loss", "loss_"
+
     def __init__(self, loss: float = 0.01, every: int = 1) -> None:
         self.loss = loss
         self.every = every
 
-    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Check the parameters."""
-        check_number("loss", self.loss)
-        self.loss_ = math.nan
-        super().on_train_begin(net, **kwargs)
-
-    def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        found = mean_loss(training_network(net, dataset))
-        self.loss_ = found if math.isfinite(found) else self.loss_
-        return found <= self.loss
-
-    def _goal(self) -> str:
-        return f"a training loss of {self.loss:g}"
+    def _measure(self, net: NeuralNet, dataset: Any) -> float:
+        return mean_loss(training_network(net, dataset))
 
 
 class StopAtGradientNorm(_StopWhenReached):
@@ -219,22 +222,14 @@ class StopAtGradientNorm(_StopWhenReached):
     True
     """
 
+    _parameter, _quantity, _attribute = "tol", "a gradient norm", "gradient_norm_"
+
     def __init__(self, tol: float = 1e-5, every: int = 1) -> None:
         self.tol = tol
         self.every = every
 
-    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Check the parameters."""
-        check_number("tol", self.tol)
-        self.gradient_norm_ = math.nan
-        super().on_train_begin(net, **kwargs)
-
-    def _reached(self, net: NeuralNet, dataset: Any) -> bool:
-        self.gradient_norm_ = gradient_norm(net, dataset)
-        return self.gradient_norm_ <= self.tol
-
-    def _goal(self) -> str:
-        return f"a gradient norm of {self.tol:g}"
+    def _measure(self, net: NeuralNet, dataset: Any) -> float:
+        return gradient_norm(net, dataset)
 
 
 def gradient_norm(net: NeuralNet, dataset: Any) -> float:
@@ -250,8 +245,11 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             objective = net.get_loss(output, y, X=X, training=True)
             # means of batches are weighted by their divisors
             target, weight = split_target(y)
-            target = to_tensor(target, device=net.device)
-            share = _divisor(loss, primary_output(output), target, weight)
+            output = primary_output(output)
+            divisors = loss.divisors(
+                output, loss.check_target(output, to_tensor(target, device=net.device))
+            )
+            share = float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
             grads = torch.autograd.grad(objective, parameters, allow_unused=True)
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
@@ -274,12 +272,6 @@ def _kept_limit(net: Any) -> Iterator[None]:
         net._limit = limit
 
 
-def _divisor(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> float:
-    """Compute the divisor of the mean over a batch."""
-    divisors = loss.divisors(output, loss.check_target(output, target))
-    return float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
-
-
 class StopAtDepth(StopAtLoss):
     """Stop training at a loss that is `depth` times smaller than a constant prediction's.
 
@@ -288,7 +280,7 @@ class StopAtDepth(StopAtLoss):
     as its loss; with squared errors, the variance of the target.
     """
 
-    _has_begun_ = False
+    _parameter = "depth"
     _is_required = False  # a search also takes a plateau for a minimum
 
     def __init__(self, depth: float = 20.0, every: int = 1) -> None:  # loss is a property
@@ -297,28 +289,26 @@ class StopAtDepth(StopAtLoss):
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and forget the goal of an earlier training."""
-        check_number("depth", self.depth)
-        self.goal_ = self.loss_ = math.nan
-        self._has_begun_ = False
-        super(StopAtLoss, self).on_train_begin(net, **kwargs)  # no loss is known to be checked
+        super().on_train_begin(net, **kwargs)
+        self.goal_: float | None = None
 
     def on_epoch_begin(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
         """Compute the loss to reach before the first epoch."""
-        if self._has_begun_:
-            return
-        self._has_begun_ = True
-        network = training_network(net, dataset_train)
-        self.goal_ = best_constant_loss(network, output_shape(network), None) / self.depth
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a loss to reach."""
-        return 0 < self.goal_ < math.inf
+        if self.goal_ is None:
+            network = training_network(net, dataset_train)
+            self.goal_ = best_constant_loss(network, output_shape(network), None) / self.depth
 
     @property
     def loss(self) -> float:  # type: ignore[override]
         """The training loss to reach."""
-        return self.goal_
+        return math.nan if self.goal_ is None else self.goal_
+
+    _goal = loss
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a loss to reach."""
+        return 0 < self.loss < math.inf
 
     def on_epoch_end(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
         """Measure every few epochs if there is a loss to reach, see `StopAtLoss`."""

@@ -114,20 +114,7 @@ class LightningFlatnessCallback(Callback):
         self._open = ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the training, and let `training_step` return the loss with the penalty.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The trainer.
-        pl_module : LightningModule
-            The module in training.
-
-        Raises
-        ------
-        ValueError
-            If the penalty cannot be added to this module's steps.
-        """
+        """Check the training, and let `training_step` return the loss with the penalty."""
         network = self._network(pl_module)
         if not self._training.is_penalised:
             return
@@ -204,15 +191,7 @@ class LightningFlatnessCallback(Callback):
         return result + penalty
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure the flatness, and log it.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The trainer.
-        pl_module : LightningModule
-            The module in training.
-        """
+        """Measure the flatness, and log it."""
         if not self._training.is_due(trainer.current_epoch + 1):
             return
         loader = trainer.train_dataloader
@@ -222,29 +201,11 @@ class LightningFlatnessCallback(Callback):
         pl_module.log("relative_flatness", found)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the module its own `training_step` back.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The trainer.
-        pl_module : LightningModule
-            The trained module.
-        """
+        """Give the module its own `training_step` back."""
         self._open.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the module its own `training_step` back.
-
-        Parameters
-        ----------
-        trainer : Trainer
-            The trainer.
-        pl_module : LightningModule
-            The module in training.
-        exception : BaseException
-            Why the training ended.
-        """
+        """Give the module its own `training_step` back."""
         self._open.close()
 
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ _INITS: dict[str, Callable[[Tensor], Tensor] | None] = {
 class MLP(nn.Sequential):
     """A multilayer perceptron: linear layers with an activation in between.
 
-    Its layers are named `hidden0`, `hidden1` and so on, and `output`. State dicts from before
-    they had names, with ``1.weight`` for example, can be loaded.
+    Its layers are named `hidden0`, `hidden1` and so on, and `output`.
 
     Parameters
     ----------
@@ -102,16 +101,6 @@ class MLP(nn.Sequential):
                     with torch.no_grad():
                         draw(layer.weight)
                         layer.bias.zero_()
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Load a state dict; layers may also be named by their positions, as before."""
-        for position, name in enumerate(self._modules):
-            before = f"{prefix}{position}."
-            for key in [key for key in state_dict if key.startswith(before)]:
-                state_dict[f"{prefix}{name}.{key.removeprefix(before)}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def _choice(name: str, value: str, table: dict[str, _T]) -> _T:

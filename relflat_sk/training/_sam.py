@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from skorch import NeuralNet
@@ -105,7 +105,7 @@ class SharpnessAwareMixin(NeuralNet):
         eta = self.sharpness_eta if self.sharpness_adaptive else None
         uphill = _uphill(learnable, self.sharpness_radius, eta)
         _clear(learnable)
-        with _moved(uphill), _restored_buffers(parts):
+        with _moved(uphill, parts):
             set_states(self.device, random_states)
             torch.clear_autocast_cache()  # it holds the weights of the first pass
             super().train_step_single(batch, **fit_params)
@@ -126,21 +126,30 @@ def _uphill(
     parameters: Sequence[Tensor], radius: float, eta: float | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Pair each parameter that has a gradient with its part of the step of steepest ascent."""
-    steepest = []
-    for p in parameters:
-        if p.grad is not None:
-            scale = torch.ones_like(p) if eta is None else p.abs().add_(eta)
-            steepest.append((p, scale, p.grad * scale))
-    if not steepest:
-        return []
-    norm = torch.stack([grad.norm() for _, _, grad in steepest]).norm()
+    moved = [p for p in parameters if p.grad is not None]
+    scales = [torch.ones_like(p) if eta is None else p.abs().add_(eta) for p in moved]
+    steepest = [cast(Tensor, p.grad) * scale for p, scale in zip(moved, scales, strict=True)]
+    norm = nn.utils.get_total_norm(steepest)
     share = radius / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-    return [(p, grad * scale * share.to(grad)) for p, scale, grad in steepest]
+    return [
+        (p, grad * scale * share.to(grad))
+        for p, scale, grad in zip(moved, scales, steepest, strict=True)
+    ]
 
 
 @contextmanager
-def _moved(steps: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Move parameters by the steps inside the context, and restore them bit by bit."""
+def _moved(steps: Sequence[tuple[Tensor, Tensor]], parts: Iterable[Any]) -> Iterator[None]:
+    """Move parameters by the steps inside the context, and restore them bit by bit.
+
+    Buffers of the parts come back as well, such as the running statistics of batch norm.
+    """
+    buffers = [
+        (m, name, buffer, buffer.clone())
+        for part in parts
+        if isinstance(part, nn.Module)
+        for m in part.modules()
+        for name, buffer in m.named_buffers(recurse=False)
+    ]
     before = [(p, p.detach().clone()) for p, _ in steps]
     try:
         with torch.no_grad():
@@ -149,23 +158,8 @@ def _moved(steps: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for p, value in before:
-                p.copy_(value)
-
-
-@contextmanager
-def _restored_buffers(parts: Iterable[Any]) -> Iterator[None]:
-    """Restore buffers at the end of the context, such as the running statistics of batch norm."""
-    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
-    before = [
-        (m, name, buffer, buffer.clone())
-        for m in modules
-        for name, buffer in m.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for m, name, buffer, value in before:
+            for m, name, buffer, value in buffers:
                 setattr(m, name, buffer)
                 buffer.copy_(value)
+            for p, value in before:
+                p.copy_(value)

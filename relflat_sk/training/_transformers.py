@@ -115,22 +115,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         self._found: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the training, forget an earlier one, and add the penalty to the steps.
-
-        Parameters
-        ----------
-        args : TrainingArguments
-            The trainer's arguments.
-        state, control : TrainerState, TrainerControl
-            Not used.
-        **kwargs
-            Has the `model`.
-
-        Raises
-        ------
-        ValueError
-            If the trainer compiles the model or divides batches among devices.
-        """
+        """Check the training, forget an earlier one, and add the penalty to the steps."""
         self._open.close()
         self._checked, self._penalties, self._found = False, [], {}
         if not self._training.is_penalised:
@@ -155,15 +140,7 @@ class TransformersFlatnessCallback(TrainerCallback):
             self._open.callback(handle.remove)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the next forward pass of the model return the loss with the penalty.
-
-        Parameters
-        ----------
-        args, state, control : TrainingArguments, TrainerState, TrainerControl
-            Not used.
-        **kwargs
-            Not used.
-        """
+        """Let the next forward pass of the model return the loss with the penalty."""
         self._awaits_pass = True
 
     # a step of several batches has a forward pass for each
@@ -230,17 +207,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         return self.criterion is None and is_causal_language_model(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure the flatness at the end of an epoch, and ask the trainer for a log entry.
-
-        Parameters
-        ----------
-        args : TrainingArguments
-            The trainer's arguments.
-        state, control : TrainerState, TrainerControl
-            Of the training.
-        **kwargs
-            Has the `model` and the `train_dataloader`.
-        """
+        """Measure the flatness at the end of an epoch, and ask the trainer for a log entry."""
         if not self._training.is_due(state.epoch, ends=control.should_training_stop):
             return
         model = kwargs["model"]
@@ -255,17 +222,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         control.should_log = True
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add what was found since the last entry to the trainer's logs.
-
-        Parameters
-        ----------
-        args, control : TrainingArguments, TrainerControl
-            Not used.
-        state : TrainerState
-            Has the `log_history`.
-        **kwargs
-            Has the `logs`, which later callbacks read.
-        """
+        """Add what was found since the last entry to the trainer's logs."""
         found, self._found = self._found, {}
         if self._penalties:
             found["flatness_penalty"] = float(torch.stack(self._penalties).mean())
@@ -274,15 +231,7 @@ class TransformersFlatnessCallback(TrainerCallback):
         kwargs["logs"].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model alone.
-
-        Parameters
-        ----------
-        args, state, control : TrainingArguments, TrainerState, TrainerControl
-            Not used.
-        **kwargs
-            Not used.
-        """
+        """Leave the model alone."""
         self._open.close()
 
 

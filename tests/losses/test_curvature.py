@@ -18,35 +18,39 @@ def dense_softmax(z, scale=None):
     return B if scale is None else B * scale[:, None, None]
 
 
-def dense_diagonal(beta):
-    return torch.diag_embed(beta)
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
 
 
-@pytest.fixture(params=["softmax", "weighted softmax", "confident softmax", "diagonal"])
-def case(request):
-    torch.manual_seed(0)
-    z = torch.randn(7, 5).double()
-    if request.param == "softmax":
-        return softmax_curvature(z), dense_softmax(z)
-    if request.param == "weighted softmax":
-        scale = torch.rand(7).double()
-        return softmax_curvature(z, scale), dense_softmax(z, scale)
-    if request.param == "confident softmax":
-        return softmax_curvature(5 * z), dense_softmax(5 * z)
-    return diagonal_curvature(z.square()), dense_diagonal(z.square())
+Z, SCALE = numbers(7, 5), numbers(7).abs()
+CASES = {
+    "softmax": (softmax_curvature(Z), dense_softmax(Z)),
+    "weighted softmax": (softmax_curvature(Z, SCALE), dense_softmax(Z, SCALE)),
+    "confident softmax": (softmax_curvature(5 * Z), dense_softmax(5 * Z)),
+    "diagonal": (diagonal_curvature(Z.square()), torch.diag_embed(Z.square())),
+}
 
 
-def test_forms(case):
-    curvature, B = case
-    F = torch.randn(5, 9).double()
-    assert_close(curvature(F), torch.einsum("sk,nst,tk->nk", F, B, F))
-
-
-def test_traces(case):
-    curvature, B = case
-    for F in (torch.randn(5, 9).double(), torch.randn(5, 4000).double()):  # few numbers and many
-        assert_close(curvature.trace(Factor(F)), torch.einsum("sk,nst,tk->n", F, B, F))
+@pytest.mark.parametrize("name", CASES)
+def test_closed_forms_are_those_of_dense_matrices(name):
+    curvature, B = CASES[name]
+    F, wide, features, v = numbers(5, 9), numbers(5, 4000), numbers(7, 4), numbers(7, 5)
+    forms = torch.einsum("sk,nst,tk->nk", F, B, F)
+    assert_close(curvature(F), forms)
+    for one in (F, wide):  # few numbers and many
+        assert_close(curvature.trace(Factor(one)), torch.einsum("sk,nst,tk->n", one, B, one))
     assert_close(curvature.trace(None), B.diagonal(dim1=1, dim2=2).sum(dim=1))
+    assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
+    assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
+    root = curvature.root()
+    assert_close(root @ root.transpose(1, 2), B)
+    assert_close(curvature.root_product(v), torch.einsum("nst,nt->ns", root, v))
+    totals = forms.sum(dim=1) * features.square().sum(dim=1)
+    assert_close(curvature.total(F, features, None, 1.0), totals.sum())
+    assert_close(curvature.total(F, features, SCALE, 3.0), 3 * SCALE @ totals)
+    narrow, share = F[:, :2], torch.tensor(0.2).double()
+    expected = curvature.total(narrow, 0.2**0.5 * features, None, 1.0)
+    assert_close(curvature.total(narrow, features, None, share), expected)
 
 
 def test_traces_of_predictions_that_round_to_one_hot():
@@ -54,28 +58,6 @@ def test_traces_of_predictions_that_round_to_one_hot():
     distances = (F[1:] - F[0]).square().sum(dim=1)
     expected = (z[0, 1:].exp() * distances).sum()[None]
     assert_close(softmax_curvature(z).trace(Factor(F)), expected, rtol=1e-12, atol=0.0)
-
-
-def test_totals(case):
-    curvature, B = case
-    F, features = torch.randn(5, 9).double(), torch.randn(7, 4).double()
-    forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
-    assert_close(curvature.total(F, features, None, 1.0), forms.sum())
-    weights = torch.rand(7).double()
-    assert_close(curvature.total(F, features, weights, 3.0), 3 * weights @ forms)
-    narrow, share = F[:, :2], torch.tensor(0.2).double()
-    expected = curvature.total(narrow, 0.2**0.5 * features, None, 1.0)
-    assert_close(curvature.total(narrow, features, None, share), expected)
-
-
-def test_products_diagonals_and_roots(case):
-    curvature, B = case
-    v = torch.randn(7, 5).double()
-    assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
-    assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
-    root = curvature.root()
-    assert_close(root @ root.transpose(1, 2), B)
-    assert_close(curvature.root_product(v), torch.einsum("nst,nt->ns", root, v))
 
 
 def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
@@ -123,11 +105,8 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
     assert torch.autograd.gradgradcheck(total, inputs, fast_mode=d > 3)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_logits_may_depend_on_the_features_and_the_factor(weighted):
-    torch.manual_seed(0)
-    features, F = (torch.randn(*shape).double().requires_grad_() for shape in [(4, 5), (3, 5)])
-    weights = torch.rand(4).double() if weighted else None
+def test_logits_may_depend_on_the_features_and_the_factor():
+    features, F, weights = numbers(4, 5).requires_grad_(), numbers(3, 5).requires_grad_(), SCALE[:4]
 
     def total(features, F):
         return softmax_curvature(features @ F.T).total(F, features, weights, 0.7)

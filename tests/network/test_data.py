@@ -18,9 +18,8 @@ from relflat_sk import (
     flatness_report,
     relative_flatness,
 )
-from relflat_sk._network import RowSource, check_kind, copy_rows, is_row_source, mapped_file
+from relflat_sk._network import RowSource, check_kind, copy_rows, mapped_file
 from relflat_sk._network.batches import cast_inputs, make_batches
-from relflat_sk._numerics import native
 from tests.data_kinds import ComputedRows, memmap, npy, zarr_array
 
 CE = nn.CrossEntropyLoss()
@@ -93,14 +92,6 @@ def test_nets_are_trained_on_numbers_that_torch_does_not_know(form):
     data = FORMS[form][0]
     expected = make_classifier().fit(X, Y).predict_proba(X)
     assert_array_equal(make_classifier().fit(data, Y).predict_proba(data), expected)
-
-
-def test_the_type_that_torch_knows():
-    found = native(np.arange(3, dtype=np.dtype(np.int16).newbyteorder("S")))
-    assert found.dtype == np.int16
-    assert found.tolist() == [0, 1, 2]
-    assert native(np.ones(2, np.longdouble)).dtype == np.float64
-    assert native(X) is X
 
 
 def test_whole_numbers_for_a_floating_network(net):
@@ -356,13 +347,6 @@ def test_refused_everywhere_before_anything_is_computed(kind):
             call()
 
 
-def test_a_sparse_csr_tensor():
-    with pytest.warns(UserWarning, match="beta"):
-        sparse = TENSOR.to_sparse_csr()
-    with pytest.raises(TypeError, match=r"a sparse tensor \(torch.sparse_csr\)"):
-        check_kind(sparse)
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -441,23 +425,6 @@ def test_subsets_of_subsets(kind, tmp_path):
     assert_array_equal(source[1:4], X[chosen][1:4])
     assert_array_equal(source.subset(np.array([4, 0]))[:], X[chosen][[4, 0]])
     assert_array_equal(np.asarray(source), X[chosen])
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (X, False),
-        (X[0, 0], False),
-        (X.tolist(), False),
-        (ComputedRows(X), True),
-        (RowSource(X), True),
-        (nn.Linear(2, 2).weight, False),
-        (nn.Linear(2, 2), False),
-    ],
-    ids=["array", "number", "list", "computed", "source", "tensor", "module"],
-)
-def test_what_is_read_by_rows(value, expected):
-    assert is_row_source(value) is expected
 
 
 def test_only_what_a_batch_needs_is_read():

@@ -39,55 +39,54 @@ def randomize(net, seed=0):
     return net.double().eval()
 
 
-@st.composite
-def mlps(draw):
-    widths = draw(st.lists(st.integers(1, 7), min_size=3, max_size=5))
-    steps = [nn.Flatten()] if draw(st.booleans()) else []
-    for n_in, n_out in pairwise(widths):
-        block = [nn.Linear(n_in, n_out, bias=draw(st.booleans())), draw(ACTIVATIONS)()]
-        if draw(st.booleans()):  # behind the layer or behind the activation
-            norm = nn.BatchNorm1d(n_out, affine=draw(st.booleans()))
-            block.insert(draw(st.integers(1, 2)), norm)
-        steps.append(nn.Sequential(*block, nn.Dropout()))
-    steps.append(nn.Linear(widths[-1], 3))
-    net = randomize(nn.Sequential(*steps), draw(st.integers(0, 99)))
-    return net, torch.randn(6, widths[0]).double()
+class Net(nn.Module):
+    """A function of named modules."""
+
+    def __init__(self, run, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self, x)
 
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-POOLS = {
-    1: [nn.MaxPool1d, nn.AvgPool1d],
-    2: [nn.MaxPool2d, nn.AvgPool2d],
-    3: [nn.MaxPool3d, nn.AvgPool3d],
-}
+NORMS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+POOLS = {1: nn.MaxPool1d, 2: nn.AvgPool2d, 3: nn.MaxPool3d}
 GLOBAL_POOLS = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveMaxPool3d}
 
 
 @st.composite
-def conv_nets(draw):
-    n_axes = draw(st.sampled_from([1, 2, 3]))
-    groups = draw(st.sampled_from([1, 2, 3]))
-    widths = [groups * draw(st.integers(1, 2)) for _ in range(4)]
-    steps = []
+def nets(draw):
+    """Chains of linear layers, or convolutions of 1 to 3 axes with a head behind them."""
+    n_axes, groups = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    widths = [groups * draw(st.integers(1, 3)) for _ in range(4)]
+    steps = [nn.Flatten()] if n_axes == 0 else []
     for n_in, n_out in pairwise(widths):
-        conv = draw(st.sampled_from([CONVS, CONVS, TRANSPOSED]))[n_axes]
-        steps.append(
-            conv(n_in, n_out, 3, padding=1, groups=draw(st.sampled_from([1, groups])), bias=False)
-        )
+        bias = draw(st.booleans())
+        if n_axes == 0:
+            layer = nn.Linear(n_in, n_out, bias)
+        else:
+            kind = draw(st.sampled_from([CONVS, CONVS, TRANSPOSED]))[n_axes]
+            in_groups = draw(st.sampled_from([1, groups]))
+            layer = kind(n_in, n_out, 3, padding=1, groups=in_groups, bias=bias)
+        block = [layer, draw(ACTIVATIONS)()]
+        if draw(st.booleans()):  # behind the layer or behind the activation
+            norm = NORMS[n_axes](n_out, affine=draw(st.booleans()))
+            block.insert(draw(st.integers(1, 2)), norm)
+        steps.append(nn.Sequential(*block, nn.Dropout()))
+    extent = 1
+    if n_axes:
+        steps.append(POOLS[n_axes](2))
+        extent = 2**n_axes
         if draw(st.booleans()):
-            steps[-1].bias = nn.Parameter(torch.empty(n_out))
-        if draw(st.booleans()):
-            steps.append(NORMS[n_axes](n_out))
-        steps.append(draw(ACTIVATIONS)())
-        steps.append(draw(st.sampled_from([nn.Identity, lambda: nn.Dropout(0.2)]))())
-    steps.append(draw(st.sampled_from(POOLS[n_axes]))(2))
-    extent = 2**n_axes
-    if draw(st.booleans()):
-        steps.append(GLOBAL_POOLS[n_axes](1))
-        extent = 1
-    steps += [nn.Flatten(), nn.Linear(widths[-1] * extent, 4), nn.ReLU(), nn.Linear(4, 3)]
+            steps.append(GLOBAL_POOLS[n_axes](1))
+            extent = 1
+        steps.append(nn.Flatten())
+    steps += [nn.Linear(widths[-1] * extent, 4), nn.ReLU(), nn.Linear(4, 3)]
     net = randomize(nn.Sequential(*steps), draw(st.integers(0, 99)))
     return net, torch.randn(3, widths[0], *[4] * n_axes).double()
 
@@ -135,18 +134,28 @@ def check_same_function(old, new, X):
         torch.testing.assert_close(new(X), expected, rtol=SAME, atol=SAME * scale)
 
 
+def check_same_flatness(old, new, X, **options):
+    y = torch.arange(len(X)) % 2
+    values = [
+        relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss(), **options)
+        for net in (old, new)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
+
+
 def snapshot(net):
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
 @FEW
-@given(st.one_of(mlps(), conv_nets()), st.data())
+@given(nets(), st.data())
 def test_layer_factors(case, data):
     net, X = case
     before = snapshot(net)
     factors = draw_layer_factors(data, net)
     new = reparameterize(net, factors)
     check_same_function(net, new, X)
+    check_same_flatness(net, new, X)
     so_far = 1.0
     for (name, layer), factor in zip(layers_of(net).items(), factors, strict=True):
         rescaled = new.get_submodule(name)
@@ -159,13 +168,14 @@ def test_layer_factors(case, data):
 
 
 @FEW
-@given(st.one_of(mlps(), conv_nets()), st.data())
+@given(nets(), st.data())
 def test_neuron_factors(case, data):
     net, X = case
     before = snapshot(net)
     factors = draw_neuron_factors(data, net)
     new = reparameterize(net, factors, kind="neuron")
     check_same_function(net, new, X)
+    check_same_flatness(net, new, X, normalize=True)
     for name, factor in factors.items():
         layer, rescaled = net.get_submodule(name), new.get_submodule(name)
         if layer.bias is not None:
@@ -177,29 +187,6 @@ def test_neuron_factors(case, data):
         assert torch.equal(rows_last(layer, rescaled.weight), outputs)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-def test_neuron_factors_are_those_of_rows_and_undone_in_columns():
-    net = randomize(nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)))
-    new = reparameterize(net, {0: [2.0, 8.0]}, kind="neuron")
-    each = torch.tensor([2.0, 8.0]).double()
-    assert torch.equal(new[0].weight, net[0].weight * each.view(2, 1, 1, 1))
-    assert torch.equal(new[3].weight, net[3].weight / each.repeat_interleave(4))  # 2 x 2 a channel
-    assert torch.equal(new[3].bias, net[3].bias)
-
-
-@pytest.mark.parametrize("n_axes", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kinds", [CONVS, TRANSPOSED], ids=["conv", "transposed"])
-def test_channels_are_undone_in_their_group(kinds, groups, n_axes):
-    """Channels i of one group feed the outputs of that group alone, two to four of them."""
-    conv = kinds[n_axes]
-    net = randomize(
-        nn.Sequential(conv(3, 8, 2), nn.ReLU(), conv(8, 8, 2, groups=groups), conv(8, 3, 1))
-    )
-    factors = {0: np.arange(1, 9), 1: np.arange(9, 1, -1)}
-    X = torch.randn(2, 3, *[4] * n_axes).double()
-    check_same_function(net, reparameterize(net, factors, kind="neuron"), X)
 
 
 def test_batch_norm_keeps_honest_statistics():
@@ -274,34 +261,25 @@ def test_ways_to_flatten(flatten):
     assert net.features is None
 
 
-class Pooled(nn.Module):
-    def __init__(self, pool):
-        super().__init__()
-        self.conv, self.pool, self.fc = nn.Conv2d(2, 3, 2), pool, nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.fc(self.pool(self.conv(x).relu()))
+def pooled(pool):
+    return Net(
+        lambda net, x: net.fc(pool(net.conv(x).relu())), conv=nn.Conv2d(2, 3, 2), fc=nn.Linear(3, 2)
+    )
 
 
-class Tokens(nn.Module):
+def of_set(net, x):
     """A deep set: the axis of the set is not that of the neurons."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.outer(self.inner(x).relu().to(torch.float64).sum(-2))
+    return net.outer(net.inner(x).relu().to(torch.float64).sum(-2))
 
 
 @pytest.mark.parametrize(
     ("net", "shape"),
     [
-        (Pooled(lambda x: x.mean([2, 3])), (4, 2, 5, 5)),
-        (Pooled(lambda x: x.amax(-1).amax(2)), (4, 2, 5, 5)),
-        (Pooled(lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1)), (4, 2, 5, 5)),
-        (Pooled(lambda x: (2 * x / 3).mean((2, 3))), (4, 2, 5, 5)),
-        (Tokens(), (4, 6, 4)),
+        (pooled(lambda x: x.mean([2, 3])), (4, 2, 5, 5)),
+        (pooled(lambda x: x.amax(-1).amax(2)), (4, 2, 5, 5)),
+        (pooled(lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1)), (4, 2, 5, 5)),
+        (pooled(lambda x: (2 * x / 3).mean((2, 3))), (4, 2, 5, 5)),
+        (Net(of_set, inner=nn.Linear(4, 3), outer=nn.Linear(3, 2)), (4, 6, 4)),
         # each neuron of a Linear behind a Flatten of (n, 6, 3): tiles, not blocks
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)), (4, 6, 4)),
         (
@@ -362,22 +340,16 @@ def test_branches():
         reparameterize(randomize(Residual(project=False)), {"stem": 2.0, "inner": 2.0, "fc": 0.25})
 
 
-class Shuffled(nn.Module):
-    """Numbers move in ways that only one factor for all of them survives."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(12, 2)
-
-    def forward(self, x):
-        first, second = self.a(x).chunk(2, dim=1)
-        x = torch.stack([first, second], dim=1).transpose(1, 2).reshape(-1, 6)
-        x = self.b(-F.pad(x, (1, 1))[:, 1:-1]) - 0
-        return self.c(torch.cat([x, x], dim=1))
+def shuffle(net, x):
+    """Move numbers in ways that only one factor for all of them survives."""
+    first, second = net.a(x).chunk(2, dim=1)
+    x = torch.stack([first, second], dim=1).transpose(1, 2).reshape(-1, 6)
+    x = net.b(-F.pad(x, (1, 1))[:, 1:-1]) - 0
+    return net.c(torch.cat([x, x], dim=1))
 
 
 def test_one_factor_survives_shuffling():
-    net = randomize(Shuffled())
+    net = randomize(Net(shuffle, a=nn.Linear(4, 6), b=nn.Linear(6, 6), c=nn.Linear(12, 2)))
     check_same_function(net, reparameterize(net, [2.0, 5.0, 0.1]), torch.randn(5, 4).double())
     for name in ("a", "b"):
         with pytest.raises(ValueError, match="moves or mixes neurons"):
@@ -405,13 +377,6 @@ def test_layers_that_users_derive(wrap):
         reparameterize(net, {"1": 2.0})
 
 
-def test_a_network_of_one_layer():
-    net = nn.Linear(3, 2)
-    assert torch.equal(reparameterize(net, [1.0]).weight, net.weight)
-    with pytest.raises(ValueError, match="multiply to 2 on the way"):
-        reparameterize(net, [2.0])
-
-
 @pytest.mark.parametrize(
     ("between", "factors"),
     [(nn.Tanh(), [2.0, 0.5, 4.0, 0.25]), (nn.LayerNorm(4), {0: 5.0, 1: 0.2})],
@@ -425,25 +390,17 @@ def test_anything_goes_where_the_factors_multiply_to_one(between, factors):
     assert not torch.equal(new[0].weight, net[0].weight)
 
 
-def test_the_function_in_evaluation_mode_counts():
+def test_the_copy_is_a_copy():
     class Noisy(nn.Module):
         def forward(self, x):
             return x.tanh() if self.training else x.relu()
 
-    net = randomize(mlp(Noisy())).train()
-    new = reparameterize(net, [2.0, 0.5])
-    assert new.training
-    check_same_function(net.eval(), new.eval(), torch.randn(5, 4).double())
-
-
-def test_the_copy_is_a_copy():
-    net = mlp()
-    net[1].train()
+    net = mlp(Noisy())
     net(torch.randn(4, 4)).sum().backward()
     net[0].weight.requires_grad_(False)
     modes = [module.training for module in net.modules()]
     gradient = net[0].bias.grad.clone()
-    new = reparameterize(net, [3.0, 1 / 3])
+    new = reparameterize(net, [4.0, 1 / 4])
     assert [module.training for module in new.modules()] == modes
     assert [module.training for module in net.modules()] == modes
     assert torch.equal(net[0].bias.grad, gradient)
@@ -453,6 +410,9 @@ def test_the_copy_is_a_copy():
     assert {tensor.data_ptr() for tensor in net.parameters()}.isdisjoint(
         tensor.data_ptr() for tensor in new.parameters()
     )
+    assert torch.equal(new[0].weight, net[0].weight * 4)
+    with torch.no_grad():  # the function is that of evaluation mode
+        assert torch.equal(new.eval()(torch.ones(1, 4)), net.eval()(torch.ones(1, 4)))
 
 
 def mlp(between=None):
@@ -469,51 +429,6 @@ def test_float32_factors():
     torch.testing.assert_close(new[2].weight, net[2].weight / 3, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision(dtype):
-    net = mlp().to(dtype)
-    new = reparameterize(net, [16.0, 1 / 16])
-    assert torch.equal(new[0].weight, net[0].weight * 16)
-    assert new[2].weight.dtype == dtype
-
-
-# ---- what the measures see
-
-
-def flatness_of(*nets, X, **options):
-    y = torch.arange(len(X)) % 2
-    return [
-        relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss(), **options) for net in nets
-    ]
-
-
-@FEW
-@given(mlps(), st.data())
-def test_relative_flatness_does_not_see_layer_factors(case, data):
-    net, X = case
-    old, new = flatness_of(net, reparameterize(net, draw_layer_factors(data, net)), X=X)
-    assert new == pytest.approx(old, rel=1e-6)
-
-
-@FEW
-@given(st.one_of(mlps(), conv_nets()), st.data())
-def test_normalized_relative_flatness_does_not_see_neuron_factors(case, data):
-    net, X = case
-    name, layer = list(layers_of(net).items())[-2]
-    twin = reparameterize(net, {name: draw_factors(data, width(layer))}, kind="neuron")
-    old, new = flatness_of(net, twin, X=X, normalize=True)
-    assert new == pytest.approx(old, rel=1e-6)
-
-
-def test_other_measures_see_factors():
-    net = randomize(mlp())
-    rescaled = reparameterize(net, [5.0, 0.2])
-    assert rescaled[2].weight.square().sum() < 0.1 * net[2].weight.square().sum()
-    twin = reparameterize(net, {0: [0.1, 5.0, 25.0]}, kind="neuron")
-    old, new = flatness_of(net, twin, X=torch.randn(9, 4).double())
-    assert abs(new / old - 1) > 0.01
-
-
 # ---- refusals
 
 NOT_HOMOGENEOUS = [
@@ -523,71 +438,51 @@ NOT_HOMOGENEOUS = [
 ]
 
 
-class Between(nn.Module):
-    def __init__(self, between):
-        super().__init__()
-        self.first, self.last, self.between = nn.Linear(4, 3), nn.Linear(3, 2), between
-        self.shift = nn.Parameter(torch.randn(3))
-        self.square = nn.Parameter(torch.randn(3, 3))
+def between(run):
+    def make():
+        net = Net(lambda net, x: net.b(run(net, net.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2))
+        net.shift, net.square = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3, 3))
+        return net
 
-    def forward(self, x):
-        return self.last(self.between(self, self.first(x)))
+    return make
 
 
-class Crossed(nn.Module):
+def crossed():
     """Neurons along two axes of the same length, (n, 3, 3)."""
-
-    def __init__(self):
-        super().__init__()
-        self.channels, self.last = nn.Conv1d(3, 3, 1), nn.Linear(3, 3)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(self.channels(x) + self.last(x))
-
-
-class Shared(nn.Module):
-    def __init__(self, tie):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.tie = tie
-        if tie == "weight":
-            self.b.weight = self.a.weight
-        if tie == "storage":
-            self.b.weight.data = self.a.weight.data.T
-
-    def forward(self, x):
-        x = self.b(self.a(x).relu()).relu()
-        if self.tie == "function":
-            return F.linear(self.c(x), self.a.weight)
-        return self.c(self.a(x) if self.tie == "call" else x)
-
-
-class Returns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        features = self.body(x).relu()
-        return self.head(features), features
-
-
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+    return Net(
+        lambda net, x: net.head(net.channels(x) + net.last(x)),
+        channels=nn.Conv1d(3, 3, 1), last=nn.Linear(3, 3), head=nn.Linear(3, 2),
+    )  # fmt: skip
 
 
 def shared(tie):
-    return lambda: Shared(tie)
+    def run(net, x):
+        x = net.b(net.a(x).relu()).relu()
+        if tie == "function":
+            return F.linear(net.c(x), net.a.weight)
+        return net.c(net.a(x) if tie == "call" else x)
+
+    def make():
+        net = Net(run, **{name: nn.Linear(3, 3) for name in "abc"})
+        if tie == "weight":
+            net.b.weight = net.a.weight
+        if tie == "storage":
+            net.b.weight.data = net.a.weight.data.T
+        return net
+
+    return make
 
 
-def between(run):
-    return lambda: Between(run)
+def returning():
+    def run(net, x):
+        features = net.body(x).relu()
+        return net.head(features), features
+
+    return Net(run, body=nn.Linear(4, 3), head=nn.Linear(3, 2))
+
+
+def branching():
+    return Net(lambda net, x: net.fc(x) if x.sum() > 0 else net.fc(-x), fc=nn.Linear(4, 3))
 
 
 def changed(change, position=0):
@@ -621,8 +516,10 @@ REFUSED = {
             lambda step=step: mlp(step), factors,
             rf"module '1' \({type(step).__name__}\).*f\(c x\) = c f\(x\) does not hold",
         )
-        for step in NOT_HOMOGENEOUS
-        for name, factors in (("a layer", TWO), ("neurons", EACH))
+        for step, name, factors in [
+            *((step, "a layer", TWO) for step in NOT_HOMOGENEOUS),
+            (nn.Tanh(), "neurons", EACH),
+        ]
     },
     # one factor for a layer
     "tanh": (
@@ -634,7 +531,6 @@ REFUSED = {
     "number added": (
         between(lambda net, x: x + 1), TWO, r"'add'.*puts values together.*\(2, 1\)",
     ),
-    "1 - x": (between(lambda net, x: 1 - x), TWO, r"'sub'.*puts values together.*\(1, 2\)"),
     "parameter added": (
         between(lambda net, x: x + net.shift), TWO, r"puts values together.*\(2, 1\)",
     ),
@@ -644,9 +540,6 @@ REFUSED = {
     ),
     "division of a number": (
         between(lambda net, x: 2 / x), TWO, "'truediv'.*takes a rescaled value",
-    ),
-    "division by itself": (
-        between(lambda net, x: x / x.sum()), TWO, "'truediv'.*takes a rescaled value",
     ),
     "rounded division": (
         between(lambda net, x: torch.div(x, 2, rounding_mode="floor")), TWO, "'div'.*rounds a resc",
@@ -679,10 +572,8 @@ REFUSED = {
         for name, run in {
             "transpose": lambda net, x: x.transpose(0, 1).transpose(0, 1),
             "mean over neurons": lambda net, x: x.mean(-1, keepdim=True),
-            "mean over an axis counted from the left": lambda net, x: x.mean(1),
             "mean over all": lambda net, x: x.mean(),
             "view": lambda net, x: x.view(3, -1),
-            "flatten all": lambda net, x: torch.flatten(x),
             "pool over neurons": lambda net, x: F.max_pool1d(x, 1),
             "concatenate": lambda net, x: torch.cat([x, x]),
             "times another value": lambda net, x: x * net.shift,
@@ -690,10 +581,10 @@ REFUSED = {
     },
     **{
         f"mean over axes {dims} of an image": (
-            lambda dims=dims: Pooled(lambda x: x.mean(dims, keepdim=True).flatten(1)), EACH,
+            lambda dims=dims: pooled(lambda x: x.mean(dims, keepdim=True).flatten(1)), EACH,
             f"the method 'mean' .* {MIXES}",
         )
-        for dims in (1, -3, (0, 2), (2, -3))
+        for dims in (1, (0, 2), (2, -3))
     },
     "batch norm along another axis": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(6), nn.Linear(3, 2)), EACH,
@@ -704,7 +595,7 @@ REFUSED = {
         f"module '1' .* {MIXES}",
     ),
     "sums over different axes": (
-        Crossed, {name: [2.0, 3.0, 4.0] for name in ("channels", "last")},
+        crossed, {name: [2.0, 3.0, 4.0] for name in ("channels", "last")},
         r"puts values together.*\(3 neurons, 3 neurons\)",
     ),
     "columns along another axis": (
@@ -722,18 +613,16 @@ REFUSED = {
     "used by a function": (shared("function"), THREE, SHARES + r"\['a.weight'\]"),
     "called twice": (shared("call"), THREE, r"module 'a' \(Linear\) is called 2 times"),
     "weight norm": (changed(parametrizations.weight_norm), TWO, COMPUTED),
-    "spectral norm": (changed(parametrizations.spectral_norm), TWO, COMPUTED),
     "pruning": (changed(prune_quietly), TWO, COMPUTED),
     "hook of a layer": (changed(hook), TWO, "module '0' .* has forward hooks"),
     "hook of a step": (changed(hook, 1), TWO, "module '1' .* has forward hooks"),
     "forward method": (changed(replace_forward, 1), TWO, r"'1' \(ReLU\) follows rescaled layers"),
-    "what is returned": (Returns, TWO, "what the network returns follows rescaled layers"),
+    "what is returned": (returning, TWO, "what the network returns follows rescaled layers"),
     "no layer": (nn.ReLU, TWO, "sees no layer with a weight matrix in the"),
-    "wrapper": (lambda: nn.DataParallel(mlp()), TWO, "sees no layer with a weight matrix in the"),
     "opaque": (
         lambda: nn.TransformerEncoderLayer(4, 2), TWO, "sees no layer with a weight matrix in the",
     ),
-    "control flow": (Branching, [1.0], "cannot follow the forward pass of the Branching"),
+    "control flow": (branching, [1.0], "cannot follow the forward pass of the Net"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), TWO, "run it once on data"),
     "overflow": (
         lambda: mlp().half(), [1e9, 1e-9], r"module '0' larger than torch.float16 can hold",
@@ -755,7 +644,7 @@ def test_refused(case):
 
 @pytest.mark.parametrize("tie", ["weight", "storage", "function"])
 def test_shared_weights_may_stay_as_they_are(tie):
-    reparameterize(Shared(tie), [1.0, 1.0, 1.0])
+    reparameterize(shared(tie)(), [1.0, 1.0, 1.0])
 
 
 def test_batch_norm_along_another_axis_takes_one_factor():

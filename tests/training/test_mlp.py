@@ -98,19 +98,6 @@ def test_layers_have_names():
     assert list(weight_layers(net.module_)) == ["hidden0", "output"]
 
 
-def test_loads_states_from_before_layers_had_names():
-    net, other = MLP(3, 2, (4, 5)), MLP(3, 2, (4, 5))
-    before = nn.Sequential(*net).state_dict()
-    assert list(before)[:2] == ["1.weight", "1.bias"]
-    other.load_state_dict(before)
-    assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
-    inside = nn.ModuleDict({"a": MLP(3, 2, (4, 5))})
-    inside.load_state_dict({f"a.{name}": value for name, value in before.items()})
-    assert_close(inside["a"].state_dict(), net.state_dict(), rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"hidden0.weight".*"9.weight"'):
-        other.load_state_dict({"9.weight": before["1.weight"]})
-
-
 @pytest.mark.parametrize(
     "sizes",
     [(0, 2, 3), (2, -1, 3), (2, 2, 0), (2, 2, (3, 0)), (2, 2, 1.5), (2, 2, "3"), (None, 2, 3)],
