@@ -502,8 +502,7 @@ class _Risk:
         leaf, slope, divisor = matrix.clone().requires_grad_(), torch.zeros_like(matrix), 0.0
         with torch.enable_grad():
             for total, part in self._sums(leaf):
-                if total.requires_grad:
-                    slope += torch.autograd.grad(total, leaf)[0]
+                slope += torch.autograd.grad(total, leaf)[0]
                 divisor += part
         return slope / divisor
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.linear_model import LinearRegression, LogisticRegression
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from torch import nn
 
 from relflat_sk import pac_bayes_bound
-from relflat_sk.theory._pac_bayes_bound import SIGMAS, kl_inverse
+from relflat_sk.theory._pac_bayes_bound import kl_inverse
 
 BCE, CE = nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss()
 GRID = (0.125, 0.25, 0.5, 1.0, 2.0)
@@ -41,12 +41,6 @@ def test_the_inverse_of_the_divergence(mean, c):
     found = kl_inverse(mean, c)
     assert found == pytest.approx(largest(mean, c), rel=1e-6, abs=1e-9)
     assert mean <= found <= min(1, mean + math.sqrt(c / 2) + 1e-12)
-
-
-def test_the_inverse_at_the_ends():
-    assert kl_inverse(1.0, 0.1) == 1.0
-    assert kl_inverse(0.3, 0.0) == pytest.approx(0.3)
-    assert kl_inverse(0.0, 0.7) == pytest.approx(1 - math.exp(-0.7), rel=1e-12)
 
 
 def line(weight=2.0):
@@ -153,21 +147,6 @@ def test_the_prior_is_around_the_initial_weights_or_zero():
     assert found.kl == pytest.approx(size / (2 * 0.05**2), rel=1e-6)
 
 
-def test_the_network_and_the_random_state_stay_as_they_were():
-    net, before, X, y = trained()
-    net.train()
-    weights = copy.deepcopy(net.state_dict())
-    state = torch.get_rng_state()
-    arguments = {"criterion": CE, "sigmas": [0.05, 0.1], "n_draws": 10, "initial": before}
-    found = [pac_bayes_bound(net, X, y, random_state=3, **arguments) for _ in range(2)]
-    assert found[0] == found[1]
-    assert found[0] != pac_bayes_bound(net, X, y, random_state=4, **arguments)
-    assert torch.equal(state, torch.get_rng_state())
-    assert net.training
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, weights[name])
-
-
 def test_outputs_that_are_no_numbers_count_as_errors():
     net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[0].weight.data = torch.tensor([[1e30], [1e30]])
@@ -200,21 +179,11 @@ def test_refuses_regressions_and_preprocessing_that_was_fitted():
         pac_bayes_bound(LinearRegression().fit(X, X[:, 0]), X, X[:, 0])
     pipe = make_pipeline(StandardScaler(), model)
     search = GridSearchCV(pipe, {"logisticregression__C": [0.1]}, cv=2)
-    for fitted in (pipe.fit(X, y), search.fit(X, y), make_pipeline(pipe).fit(X, y)):
+    threshold = FixedThresholdClassifier(pipe)
+    for fitted in (pipe, search, make_pipeline(pipe), threshold):
+        fitted.fit(X, y)
         with pytest.raises(ValueError, match="step 'standardscaler' of the pipeline was fitted"):
             pac_bayes_bound(fitted, X, y)
-
-
-def test_refuses_statistics_of_the_sample():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    before = copy.deepcopy(net)
-    X, y = torch.randn(20, 2), torch.zeros(20).long()
-    net(X)
-    for initial in (None, before, before.state_dict()):
-        with pytest.raises(
-            ValueError, match="the buffer '1.running_mean' .* may depend on the sam"
-        ):
-            pac_bayes_bound(net, X, y, initial=initial, criterion=CE)
 
 
 def test_buffers_that_training_did_not_change_are_no_statistics():
@@ -235,18 +204,33 @@ def test_a_diverged_network_has_a_bound_of_one():
     assert found.bound == found.empirical_error == 1
 
 
-def test_refuses_initial_weights_that_are_the_trained_ones_or_none():
-    net, _, X, y = trained()
-    for initial in (net, net.state_dict()):
-        with pytest.raises(ValueError, match="the initial weights are those of the trained net"):
-            pac_bayes_bound(net, X, y, initial=initial, criterion=CE)
-    with pytest.raises(TypeError, match="initial must be a module or its state dict, got Logistic"):
-        pac_bayes_bound(net, X, y, initial=LogisticRegression(), criterion=CE)
+def batch_norm():
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("initial", [None, batch_norm(), batch_norm().state_dict()])
+def test_refuses_statistics_of_the_sample(initial):
+    net = batch_norm()
+    net(torch.randn(20, 2))
+    with pytest.raises(ValueError, match="the buffer '1.running_mean' .* may depend on the sam"):
+        pac_bayes_bound(net, torch.randn(20, 2), torch.zeros(20).long(), initial=initial,
+                        criterion=CE)  # fmt: skip
+
+
+NET, SEQUENCES = mlp(), (nn.Linear(2, 2), torch.randn(6, 4, 2), torch.zeros(6, 4).long())
+OWN = "the initial weights are those of the trained net"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"model": NET, "initial": NET}, OWN),
+        ({"model": NET, "initial": NET.state_dict()}, OWN),
+        (
+            {"X": torch.randn(7, 2), "y": torch.zeros(7).long()},
+            "needs 8 labelled samples or more, ",
+        ),
+        (dict(zip(("model", "X", "y"), SEQUENCES, strict=True)), "6 samples have 24 labels"),
         ({"delta": 0}, "delta must be a finite positive number, got 0"),
         ({"delta": 1.0}, "delta must be a probability below 1, got 1.0"),
         ({"n_draws": 0}, "n_draws must be a positive integer, got 0"),
@@ -261,19 +245,10 @@ def test_bad_arguments(arguments, message):
     net, _, X, y = trained()
     y = y if "criterion" not in arguments else torch.randn(60, 2)
     with pytest.raises(ValueError, match=message):
-        pac_bayes_bound(net, X, y, **{"criterion": CE, **arguments})
+        pac_bayes_bound(**{"model": net, "X": X, "y": y, "criterion": CE, **arguments})
 
 
-def test_refuses_labels_that_are_too_few_or_belong_together():
+def test_initial_weights_are_a_module_or_its_state():
     net, _, X, y = trained()
-    with pytest.raises(ValueError, match="needs 8 labelled samples or more, got 7"):
-        pac_bayes_bound(net, X[:7], y[:7], criterion=CE)
-    with pytest.raises(ValueError, match="6 samples have 24 labels"):
-        pac_bayes_bound(nn.Linear(2, 2), torch.randn(6, 4, 2), torch.zeros(6, 4).long(),
-                        criterion=CE)  # fmt: skip
-
-
-def test_the_default_grid_does_not_depend_on_anything():
-    assert len(SIGMAS) == 47
-    assert min(SIGMAS) == pytest.approx(2.0**-20)
-    assert max(SIGMAS) == pytest.approx(8)
+    with pytest.raises(TypeError, match="initial must be a module or its state dict, got Logistic"):
+        pac_bayes_bound(net, X, y, initial=LogisticRegression(), criterion=CE)

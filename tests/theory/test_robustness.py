@@ -9,18 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import ortho_group
-from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
 from torch import nn
 from torch.func import functional_call, hessian
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     FlatnessWarning,
-    LayerNotFoundError,
     feature_robustness,
     measure,
     relative_flatness,
@@ -28,10 +23,9 @@ from relflat_sk import (
     representativeness,
     worst_feature_robustness,
 )
-from tests import oracles
-from tests.cases import CASES, mlp
+from tests.cases import CASES
 from tests.hugging_face import conv1d
-from tests.theory.problems import CE, network, plane_network, rise_by, rotations, state_of
+from tests.theory.problems import CE, network, plane_network, rise_by, rotations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -148,24 +142,6 @@ def test_remainder_of_theorem_5_is_of_fourth_order_over_two_decades(
     assert np.median(slopes) == pytest.approx(4, abs=0.1)  # by symmetry
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_for_a_single_matrix_the_gradient_has_to_vanish(minimum, anywhere, layer):
-    move = torch.tensor([[0.3, 1.0], [-0.5, 0.2]]).double()
-    name = LAYERS[layer]
-    for net, criterion, X, y in (minimum, anywhere):
-        slope = gradient(net, name, criterion, X, y)
-        H, W = oracles.layer_hessian(net, name, lambda run: criterion(run(X), y))  # noqa: B023
-        first = float((slope * (W @ move)).sum())
-        second = torch.einsum("sj,sjtk,tk->", W @ move, H, W @ move) / 2
-        options = {"layer": layer, "matrices": move, "criterion": criterion}
-        for delta in (1e-2, 1e-3):
-            value, _ = feature_robustness(net, X, y, delta, **options)
-            expected = delta * first + delta**2 * second
-            assert value == pytest.approx(float(expected), abs=20 * delta**3)
-    assert abs(first) > 1e-3  # of the last model, which is not at a minimum
-    assert gradient(minimum[0], name, *minimum[1:]).norm() < 1e-6
-
-
 # the definition
 
 
@@ -218,36 +194,18 @@ def test_single_features_without_replacement():
     assert len(pairs) > 10
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 2)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.conv(x)).flatten(1))
-
-
-@pytest.mark.parametrize("layer", ["conv", "head"])
+@pytest.mark.parametrize("layer", [0, -1])
 def test_the_input_of_a_convolution_is_one_vector(layer):
     torch.manual_seed(0)
-    net, criterion = Small().double(), nn.CrossEntropyLoss()
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
-    features, tail = X, net
-    if layer == "head":
-        features, tail = torch.tanh(net.conv(X)).flatten(1).detach(), net.head
-    expected, m = 0.0, features[0].numel()
-    for phi, label in zip(features, y, strict=True):
-
-        def loss(flat, phi=phi, label=label):
-            return criterion(tail(flat.reshape(1, *phi.shape)), label[None])
-
-        trace = torch.trace(hessian(loss)(phi.flatten()))
-        expected += 1e-2**2 / (2 * m) * (phi.square().sum() * trace).item() / len(X)
-    options = {"layer": layer, "n_draws": 200, "random_state": 0, **CE}
-    value, stderr = feature_robustness(net, X, y, 1e-2, **options)
-    assert value == pytest.approx(expected, abs=4 * stderr)
-    assert 0 < stderr < 0.1 * abs(value)
+    features, tail = (X, net) if layer == 0 else (net[:3](X), net[3])
+    m = features[0].numel()
+    move = torch.randn(m, m).double()
+    moved = features + 0.1 * (features.flatten(1) @ move.T).reshape(features.shape)
+    expected = CE["criterion"](tail(moved), y) - CE["criterion"](net(X), y)
+    value, _ = feature_robustness(net, X, y, 0.1, layer=layer, matrices=move, **CE)
+    assert value == pytest.approx(float(expected.detach()), rel=EXACT)
 
 
 # standard errors
@@ -319,20 +277,6 @@ def test_a_network_that_diverged_warns(value, cause):
     assert not math.isfinite(robustness)
 
 
-def test_estimators_pipelines_and_string_labels():
-    X = np.random.default_rng(0).normal(size=(40, 3))
-    y = np.where(X[:, 0] > 0, "yes", "no")
-    classifier = MLPClassifier((4,), max_iter=20, random_state=0)
-    with pytest.warns(UserWarning, match="Maximum iterations"):
-        pipeline = make_pipeline(StandardScaler(), classifier).fit(X, y)
-    options = {"n_draws": 100, "random_state": 0}
-    value, stderr = feature_robustness(pipeline, X, y, 0.01, **options)
-    kappa = relative_flatness(pipeline, X, y)
-    assert value == pytest.approx(0.01**2 / (2 * 4) * kappa, abs=4 * stderr)
-    inner = feature_robustness(pipeline[-1], pipeline[0].transform(X), y, 0.01, **options)
-    assert inner == (value, stderr)
-
-
 def test_skorch_nets_of_probabilities():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Softmax(dim=1))
@@ -376,92 +320,6 @@ def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
         )
     worst = (worst_feature_robustness(net, X, y, **options).rise for net in (transposed, usual))
     assert next(worst) == pytest.approx(next(worst))
-
-
-def test_layers_and_matrices_may_be_given_in_several_ways():
-    net, X, y = network(n=9)
-    options = {"device": "cpu", "random_state": 0, **CE}
-    layers = (1, np.int64(-2), "2", net[2])
-    assert len({feature_robustness(net, X, y, 0.5, layer=one, **options) for one in layers}) == 1
-    move = torch.randn(6, 6).double()
-    one, other = (
-        feature_robustness(net, X, y, 0.3, matrices=given, **options)
-        for given in (move, move[None])
-    )
-    assert one == other
-
-
-class Counting(nn.Module):
-    """A network that counts how often it runs, and fails at a given run."""
-
-    def __init__(self, last=math.inf):
-        super().__init__()
-        self.layers, self.n_runs, self.last = mlp(4), 0, last
-
-    def forward(self, x):
-        self.n_runs += 1
-        if self.n_runs > self.last:
-            raise RuntimeError("as announced")
-        return self.layers(x)
-
-
-class CountingLoader(DataLoader):
-    """A data loader that counts the batches it hands out."""
-
-    n_batches = 0
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            self.n_batches += 1
-            yield batch
-
-
-def test_one_batch_is_run_to_find_the_layer():
-    _, X, y = network(n=9)
-    net, loader = Counting().double(), CountingLoader(TensorDataset(X, y), batch_size=3)
-    feature_robustness(net, loader, None, 0.1, n_draws=2, random_state=0, **CE)
-    # three batches of the pass itself; moves at the last layer do not run the network
-    assert net.n_runs == 1 + 3
-    assert loader.n_batches == 1 + 3
-
-
-# state and random numbers
-
-
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_the_network_and_the_random_states_stay_as_they_were(layer):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).double()
-    X, y = torch.randn(9, 5).double(), torch.arange(9) % 4
-    before = state_of(net.train())
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    feature_robustness(net, X, y, 0.1, layer=layer, **CE)
-    assert state_of(net) == before
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
-
-
-def test_hooks_are_removed_after_an_exception():
-    _, X, y = network(n=9)
-    net = Counting(last=5).double()
-    before = state_of(net)
-    with pytest.raises(RuntimeError, match="as announced"):
-        feature_robustness(net, X, y, 0.1, layer=0, **CE)
-    assert state_of(net) == before
-
-
-def test_random_states():
-    net, X, y = network(n=9)
-
-    def run(random_state):
-        return feature_robustness(net, X, y, 0.5, random_state=random_state, **CE)
-
-    assert run(3) == run(3)
-    assert run(3) != run(4)
-    assert run(None) != run(None)
-    state = np.random.RandomState(3)
-    assert run(state) != run(state)
-    assert run(np.random.RandomState(3)) == run(np.random.RandomState(3))
 
 
 # magnitudes over matrices that samples share
@@ -552,10 +410,8 @@ BAD = {
     "vector": ({"matrices": np.ones(6)}, ValueError, r"matrices must have shape .* got \(6,\)"),
     "one draw": ({"n_draws": 1}, ValueError, "n_draws must be an integer of at least 2, got 1"),
     "draws": ({"n_draws": 2.5}, ValueError, "n_draws must be an integer of at least 2, got 2.5"),
-    "labels": ({"y": None}, ValueError, "y is needed to compute a loss"),
     "criterion": ({"criterion": None}, ValueError, "criterion is needed"),
     "random state": ({"random_state": "x"}, ValueError, "random_state must be .* got 'x'"),
-    "layer": ({"layer": 7}, LayerNotFoundError, "there is no layer 7"),
     "samples on their own": (
         {"matrices": "truncated_normal", "absolute": True},
         ValueError,

@@ -102,6 +102,23 @@ def test_the_worst_change_may_be_inside():
     assert found.rise == pytest.approx(9.0 - 1.0, rel=1e-12)
 
 
+def test_the_loss_may_fall_most_near_the_features_as_they_are():
+    """One step from the identity or its negative does not get below the loss of the still one."""
+    model = LinearRegression(fit_intercept=False).fit([[1.0]], [2.0])
+    options = {"n_steps": 1, "n_restarts": 0, "random_state": 0}
+    found = worst_feature_robustness(model, [[1.0]], [2.08], 1.0, **options)
+    assert found.fall == pytest.approx(0.08**2 - 0.02**2, rel=1e-9)  # by a share of 0.03
+
+
+def test_an_ascent_ends_where_there_is_no_slope():
+    net = nn.Linear(1, 1, bias=False).double()
+    net.weight.data.fill_(2.0)
+    X, y = torch.ones(2, 1).double(), torch.full((2, 1), 2.0).double()
+    options = {"criterion": lambda output, y: (output - y).abs().sqrt().mean(), "random_state": 0}
+    found = worst_feature_robustness(net, X, y, 0.5, **options)  # infinite slope at the features
+    assert (found.rise, found.fall) == pytest.approx((1.0, 0.0))
+
+
 def test_convolutions_have_no_bound():
     net, X, y = convolution()
     before = state_of(net)

@@ -1,0 +1,110 @@
+"""What all functions of the theory promise: they change nothing, and can be repeated."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from relflat_sk import LayerNotFoundError, theory
+from tests.theory.problems import CE, state_of
+
+# arguments of each function beside model, data and criterion
+FUNCTIONS = {
+    "feature_robustness": {"delta": 0.5, "n_draws": 2},
+    "generalization_bound": {"n_splits": 2, "n_draws": 2},
+    "label_constancy": {"by": "loss"},
+    "neuron_robustness": {"delta": 0.5},
+    "pac_bayes_bound": {"sigmas": [0.5], "n_draws": 5},
+    "representativeness": {"n_splits": 2, "n_draws": 2},
+    "sharpness_bound": {"sigma": 0.1},
+    "worst_feature_robustness": {"delta": 0.5, "n_steps": 1},
+}
+RANDOM = sorted(FUNCTIONS.keys() - {"label_constancy", "sharpness_bound", "neuron_robustness"})
+OF_LAYERS = sorted(FUNCTIONS.keys() - {"pac_bayes_bound", "sharpness_bound"})
+
+
+class Counting(nn.Module):
+    """A network in training mode that counts how often it runs, and fails at a given run."""
+
+    def __init__(self, last=math.inf):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(), nn.Linear(6, 4))
+        self.n_runs, self.last = 0, last
+
+    def forward(self, x):
+        self.n_runs += 1
+        if self.n_runs > self.last:
+            raise RuntimeError("as announced")
+        return self.layers(x)
+
+
+def run(name, net, X=None, y="labels", **arguments):
+    X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)) if X is None else X
+    y = torch.arange(40) % 4 if isinstance(y, str) else y
+    return getattr(theory, name)(net, X, y, **{**CE, **FUNCTIONS[name], **arguments})
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_network_and_random_states_stay_as_they_were_also_after_an_exception(name, layer):
+    arguments = {"layers" if name == "neuron_robustness" else "layer": layer}
+    arguments = arguments if name in OF_LAYERS else {}
+    net = Counting()
+    before = state_of(net)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    run(name, net, **arguments)
+    assert state_of(net) == before
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    net.last, net.n_runs = net.n_runs - 1, 0
+    with pytest.raises(RuntimeError, match="as announced"):
+        run(name, net, **arguments)
+    assert state_of(net) == before
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_states_decide_the_result(name):
+    def found(random_state):
+        return repr(run(name, Counting(), random_state=random_state))
+
+    assert found(3) == found(3)
+    if name != "worst_feature_robustness":  # here, the identity is the worst matrix
+        assert len({found(3), found(4), found(None), found(None)}) == 4
+    assert found(np.random.RandomState(3)) == found(np.random.RandomState(3))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_all_need_labels_and_layers_that_there_are(name):
+    with pytest.raises(ValueError, match="y is needed "):
+        run(name, Counting(), y=None)
+    assert ("layer" in inspect.getfullargspec(getattr(theory, name)).kwonlyargs) == (
+        name in OF_LAYERS and name != "neuron_robustness"
+    )
+    if name in OF_LAYERS:
+        with pytest.raises(LayerNotFoundError, match="there is no layer 7"):
+            run(name, Counting(), **{"layers" if name == "neuron_robustness" else "layer": 7})
+
+
+class CountingLoader(DataLoader):
+    """A data loader that counts the batches it hands out."""
+
+    n_batches = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.n_batches += 1
+            yield batch
+
+
+def test_one_batch_is_run_to_find_the_layer():
+    net = Counting()
+    loader = CountingLoader(TensorDataset(torch.randn(9, 5), torch.arange(9) % 4), batch_size=3)
+    run("feature_robustness", net, loader, None)
+    # three batches of the pass itself; moves at the last layer do not run the network
+    assert net.n_runs == 1 + 3
+    assert loader.n_batches == 1 + 3
