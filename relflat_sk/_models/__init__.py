@@ -15,4 +15,5 @@ from relflat_sk._models.network_of import (
     skorch_network,
     to_network,
     to_network_with_source,
+    unwrap,
 )

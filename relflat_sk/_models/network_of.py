@@ -336,10 +336,16 @@ def _estimator_inside(model: Any) -> Any | None:
     )
 
 
+def unwrap(model: Any) -> Iterator[Any]:
+    """Yield pipelines and search objects from outside to inside, then what holds the network."""
+    while model is not None:
+        yield model
+        model = model.steps[-1][1] if isinstance(model, Pipeline) else _estimator_inside(model)
+
+
 def final_estimator(model: Any) -> Any:
     """Unwrap pipelines and search objects, down to the estimator that holds the network."""
-    inside = model.steps[-1][1] if isinstance(model, Pipeline) else _estimator_inside(model)
-    return model if inside is None else final_estimator(inside)
+    return list(unwrap(model))[-1]
 
 
 def name_layer(model: Any, layer: Layer) -> Layer:

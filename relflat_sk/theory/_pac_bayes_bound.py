@@ -13,7 +13,7 @@ from sklearn.utils import get_tags
 from torch import nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models import DataOptions, to_network, unwrap
 from relflat_sk._network import Network, count_samples
 from relflat_sk._random import RandomState, as_random_state, draw_seeds
 from relflat_sk.measures import (
@@ -256,19 +256,15 @@ def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, A
 
 def _refuse_preprocessing(model: Any) -> None:
     """Refuse a pipeline whose steps were fitted: the classifiers would depend on the sample."""
-    while model is not None and not isinstance(model, nn.Module):
-        if isinstance(model, Pipeline):
-            for name, step in model.steps[:-1]:
-                if step not in (None, "passthrough") and get_tags(step).requires_fit:
-                    raise ValueError(
-                        f"step {name!r} of the pipeline was fitted to data. If these are the "
-                        "sample, the prior depends on the sample, and there is no bound. Pass the "
-                        "last step, and X as transformed by what does not depend on the sample."
-                    )
-            model = model.steps[-1][1]
-        else:
-            wrapped = getattr(model, "best_estimator_", None)
-            model = wrapped if wrapped is not None else getattr(model, "estimator_", None)
+    for pipeline in unwrap(model):
+        steps = pipeline.steps[:-1] if isinstance(pipeline, Pipeline) else []
+        for name, step in steps:
+            if step not in (None, "passthrough") and get_tags(step).requires_fit:
+                raise ValueError(
+                    f"step {name!r} of the pipeline was fitted to data. If these are the sample, "
+                    "the prior depends on the sample, and there is no bound. Pass the last step, "
+                    "and X as transformed by what does not depend on the sample."
+                )
 
 
 def _refuse_statistics(module: nn.Module, before: Mapping[str, Any]) -> None:

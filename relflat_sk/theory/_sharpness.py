@@ -521,7 +521,7 @@ def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
         error = (after - slopes * z).abs()
         is_relu = (error <= _ROUNDING * torch.finfo(z.dtype).eps * z.abs()).all()
         if bool(is_relu & (slopes[z > 0] == 1).all()):
-            return torch.where(z == 0, 0.0, slopes.double())
+            return slopes.double()
     raise ValueError(
         "the sharpness conditions need a chain of layers with ReLU in between, but the input of "
         f"the layer behind {layer!r} is not a ReLU or leaky ReLU of the output of {layer!r}."

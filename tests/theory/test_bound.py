@@ -67,7 +67,7 @@ def test_lengths_have_the_second_moment_of_their_density(kernel, m, sigma):
 
 def test_narrow_normal_distributions_of_many_features_stay_in_the_ball():
     # the share of the normal distribution in the ball underflows; nearly all of it is at the edge
-    m, sigma = 4000, 0.2
+    m, sigma = 4000, 0.03
     assert chi2.cdf(1 / sigma**2, m) == 0
     radii = radii_of("truncated_normal", 5000, m, sigma)
     shift = 1 - radii  # of density exp(-(m - 1 - 1 / sigma^2) shift), nearly
@@ -291,14 +291,18 @@ def test_the_bound_of_a_kernel_density_estimate(layer, bandwidth):
     assert bound.representativeness == pytest.approx(alone, abs=5 * error)
 
 
-def test_the_bound_with_noise_on_the_labels():
+@pytest.mark.parametrize("bandwidth", [None, 0.1])
+def test_the_bound_with_noise_on_the_labels(bandwidth):
     """Squared errors: noise of deviation s adds its variance to all losses, moved or not."""
     model, X, y = regression()
-    options = {"delta": 0.3, "n_splits": 20, "n_draws": 400, "random_state": 0}
-    bound = generalization_bound(
-        model, X, y, smoothing=Smoothing(label_noise=label_noise), **options
+    options = {"n_splits": 20, "n_draws": 400, "random_state": 0}
+    options["delta"] = 0.3 if bandwidth is None else None
+    bound, plain = (
+        generalization_bound(
+            model, X, y, smoothing=Smoothing(bandwidth=bandwidth, **noise), **options
+        )
+        for noise in ({"label_noise": label_noise}, {})
     )
-    plain = generalization_bound(model, X, y, **options)
     variance, error = 0.8**2, 0.04
     assert bound.label_term == pytest.approx(variance, abs=error)
     assert plain.label_term == 0

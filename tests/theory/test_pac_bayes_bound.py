@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -179,8 +180,8 @@ def test_refuses_regressions_and_preprocessing_that_was_fitted():
         pac_bayes_bound(LinearRegression().fit(X, X[:, 0]), X, X[:, 0])
     pipe = make_pipeline(StandardScaler(), model)
     search = GridSearchCV(pipe, {"logisticregression__C": [0.1]}, cv=2)
-    threshold = FixedThresholdClassifier(pipe)
-    for fitted in (pipe, search, make_pipeline(pipe), threshold):
+    wrapped = FixedThresholdClassifier(pipe), FrozenEstimator(pipe.fit(X, y))
+    for fitted in (pipe, search, make_pipeline(pipe), *wrapped):
         fitted.fit(X, y)
         with pytest.raises(ValueError, match="step 'standardscaler' of the pipeline was fitted"):
             pac_bayes_bound(fitted, X, y)

@@ -108,6 +108,9 @@ def test_the_loss_may_fall_most_near_the_features_as_they_are():
     options = {"n_steps": 1, "n_restarts": 0, "random_state": 0}
     found = worst_feature_robustness(model, [[1.0]], [2.08], 1.0, **options)
     assert found.fall == pytest.approx(0.08**2 - 0.02**2, rel=1e-9)  # by a share of 0.03
+    # the negative of the identity raises the loss most, which no step from the identity finds
+    found = worst_feature_robustness(model, [[1.0]], [3.0], 1.0, **options)
+    assert found.rise == pytest.approx(3.0**2 - 1.0**2, rel=1e-9)
 
 
 def test_an_ascent_ends_where_there_is_no_slope():
