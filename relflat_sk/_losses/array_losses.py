@@ -8,6 +8,7 @@ samples (..., n), and those of networks (...). A loss is a sum of the samples' l
 scale of shape (..., n, 1), or one number.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,8 +90,8 @@ class Slopes(NamedTuple):
     p: Any
 
 
-class ArrayLoss:
-    """A loss that is a mean over all outputs of all samples, of a loss of each of them."""
+class ArrayLoss(ABC):
+    """A loss of outputs."""
 
     # the slope of an output's loss, as a multiple of ``p - target``
     slope = 1.0
@@ -103,13 +104,9 @@ class ArrayLoss:
         """Return targets of the outputs' shape and kind from those that the criterion takes."""
         return values
 
+    @abstractmethod
     def each(self, z: Any, target: Any) -> tuple[Any, Any]:
         """Compute the samples' losses, (..., n), and what the outputs predict, (..., n, d)."""
-        raise NotImplementedError
-
-    def derivatives(self, p: Any) -> tuple[Any, Any]:
-        """Compute the second and the third derivative of each output's loss."""
-        raise NotImplementedError
 
     def slopes(self, z: Any, target: Any, shares: Any) -> Slopes:
         """Compute the losses of networks, and their gradients in the outputs."""
@@ -117,15 +114,9 @@ class ArrayLoss:
         scale = shares * (self.slope / self.divisor(z.shape[-1]))
         return Slopes((losses * shares).sum(-1), (p - target) * scale[..., None], p)
 
+    @abstractmethod
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         """Compute the trace term at the last layer, given the predictions of `slopes`."""
-        second, third = self.derivatives(p)
-        squares = _dots(weight, weight)[..., None, :]
-        norms = (phi * phi).sum(-1, keepdims=True) * scale
-        forms = (second * squares).sum(-1, keepdims=True)
-        of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
-        value = (forms * norms).sum((-2, -1))
-        return TraceTerm(value, third * squares * norms, 2 * forms * scale, of_weight)
 
     def gain(self, loss: Any, z: Any, target: Any, shares: Any) -> Any:
         """Compute what networks have gained over their mean output, the same for all samples."""
@@ -178,7 +169,24 @@ class CrossEntropy(ArrayLoss):
         return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
 
-class SquaredError(ArrayLoss):
+class _OutputLoss(ArrayLoss):
+    """A mean over all outputs of all samples, of a loss of each of them."""
+
+    @abstractmethod
+    def derivatives(self, p: Any) -> tuple[Any, Any]:
+        """Compute the second and the third derivative of each output's loss."""
+
+    def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
+        second, third = self.derivatives(p)
+        squares = _dots(weight, weight)[..., None, :]
+        norms = (phi * phi).sum(-1, keepdims=True) * scale
+        forms = (second * squares).sum(-1, keepdims=True)
+        of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
+        value = (forms * norms).sum((-2, -1))
+        return TraceTerm(value, third * squares * norms, 2 * forms * scale, of_weight)
+
+
+class SquaredError(_OutputLoss):
     """The mean squared error."""
 
     slope = 2.0
@@ -192,7 +200,7 @@ class SquaredError(ArrayLoss):
         return zeros + 2, zeros
 
 
-class LogisticLoss(ArrayLoss):
+class LogisticLoss(_OutputLoss):
     """The mean logistic loss of labels from 0 to 1."""
 
     def each(self, z: Any, target: Any) -> tuple[Any, Any]:

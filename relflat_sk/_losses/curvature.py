@@ -22,6 +22,7 @@ There are two: that of the softmax family, and that of losses that act on each o
 other curvature is given by its products with vectors.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,17 +108,18 @@ class Curvature(Protocol):
         """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
 
 
-class ClosedForm:
+class ClosedForm(ABC):
     """A curvature by formula, without differentiation."""
 
+    @abstractmethod
     def __call__(self, factor: Tensor) -> Tensor:
         """Compute quadratic forms ``F_k^T B_i F_k`` of the columns of a factor: (n, k)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
         """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonals of the ``B_i``.
 
@@ -126,8 +128,8 @@ class ClosedForm:
         Tensor of shape (n, d)
             One diagonal for each sample.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def root(self) -> Tensor:
         """Return matrices ``R_i`` with ``R_i R_i^T = B_i``.
 
@@ -136,8 +138,8 @@ class ClosedForm:
         Tensor of shape (n, d, d)
             One root for each sample; any root will do.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def root_product(self, vectors: Tensor) -> Tensor:
         """Compute products ``R_i v_i``, with their graph.
 
@@ -151,7 +153,6 @@ class ClosedForm:
         Tensor of shape (n, d)
             One product for each sample.
         """
-        raise NotImplementedError
 
     def trace(self, factor: Factor | None) -> Tensor:
         """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.

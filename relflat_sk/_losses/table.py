@@ -185,16 +185,17 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
 def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
     """Return the total weight of each sample's targets, ``sum_k a_ik``: (n,)."""
     dtype = torch.promote_types(z.dtype, torch.float32)
+    weight = z.new_ones(z.shape[1], dtype=dtype)
+    if criterion.weight is not None:
+        weight = criterion.weight.to(dtype)
+    smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
-        return _class_totals(criterion, target, z.shape[1], dtype).sum(dim=1)
-    counts: Tensor = target != criterion.ignore_index
-    if criterion.weight is None:
-        return counts.to(dtype)
+        return (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
     # without an array of all classes, of which there may be many
-    weight, smoothing = criterion.weight.to(dtype), getattr(criterion, "label_smoothing", 0.0)
+    counts = target != criterion.ignore_index
     of_label = weight[target.where(counts, 0)]
-    found: Tensor = (1 - smoothing) * of_label + smoothing * weight.mean()
-    return found * counts
+    found: Tensor = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
+    return found
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:

@@ -48,6 +48,7 @@ from relflat_sk._network import (
     find_layer,
     join,
     make_batches,
+    one_thread,
 )
 
 # -- options -------------------------------------------------------------------------------
@@ -247,7 +248,8 @@ def joined(
                     "such as the running statistics of batch norm, so that there is no value for "
                     "all of them. Load the same state_dict in each process."
                 )
-        yield replace(network, processes=processes)
+        with one_thread(network.module):
+            yield replace(network, processes=processes)
 
 
 def _digest(tensor: Tensor) -> str:

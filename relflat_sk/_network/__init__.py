@@ -27,6 +27,7 @@ from relflat_sk._network.borrowing import (
     borrowed,
     explicit_attention,
     has_own_forward,
+    one_thread,
 )
 from relflat_sk._network.explicit_layers import ExplicitLayers, find_norms
 from relflat_sk._network.layer_checks import (

@@ -17,6 +17,7 @@ A `LayerMap` has the map ``V -> V phi`` and its transpose ``g -> sum_p g_p phi_p
 curvature in a weight needs. With groups, a row of ``W`` sees the patches of its own group.
 """
 
+from abc import ABC, abstractmethod
 from math import prod
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class LayerMap:
+class LayerMap(ABC):
     """A layer as a linear map of its weight matrix.
 
     Parameters
@@ -76,6 +77,7 @@ class LayerMap:
         """The weight as a matrix of shape (d, m), detached."""
         return self.matrix.detach()
 
+    @abstractmethod
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
         """Select what columns of the weight matrix are multiplied with at all positions.
 
@@ -93,8 +95,8 @@ class LayerMap:
         Tensor of shape (n, groups, k, P)
             The numbers that the columns are multiplied with.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def to_rows(self, z: Tensor) -> Tensor:
         """Rearrange an array of the shape of the output.
 
@@ -108,8 +110,8 @@ class LayerMap:
         Tensor of shape (n, d, P)
             One row for each output channel.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
         """Undo `to_rows`.
 
@@ -125,8 +127,8 @@ class LayerMap:
         Tensor of shape (n, ...)
             Of the shape of `z`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
         """Apply matrices in place of the weight, without bias.
 
@@ -142,8 +144,8 @@ class LayerMap:
         Tensor of shape (n, d, P)
             Products with the layer's input, rearranged as by `to_rows`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum ``g_p phi_p^T`` over the positions of each sample.
 
@@ -159,7 +161,6 @@ class LayerMap:
         Tensor of shape (n, ..., d, m)
             One matrix of the weight's shape for each sample.
         """
-        raise NotImplementedError
 
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum ``g_p phi_p^T`` over positions and samples.
@@ -178,6 +179,7 @@ class LayerMap:
         """
         return self.transpose(features, rows).sum(dim=0)
 
+    @abstractmethod
     def channels(self, features: Tensor) -> Tensor:
         """Arrange features in one column for each input channel.
 
@@ -191,8 +193,8 @@ class LayerMap:
         Tensor of shape (n_values, c)
             All samples and positions below each other.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def column_channels(self) -> Tensor:
         """Return the input channel that each column of the weight matrix reads.
 
@@ -201,7 +203,6 @@ class LayerMap:
         Tensor of shape (m,) or (d, m)
             (d, m) where rows read channels of their own group.
         """
-        raise NotImplementedError
 
     def is_flat(self, features: Tensor) -> bool:
         """Return whether each sample has one position only.

@@ -2,15 +2,13 @@ r"""Choose how the curvature of the loss in the outputs of layers is computed.
 
 The *tail* of a network is its part behind a layer, up to the loss. Let ``B_i`` be the Hessian of
 the loss of sample i in the layer's output. What the tail computed in a forward pass decides which
-of four ways to ``B_i`` there are:
+of three ways to ``B_i`` there are:
 
 closed form
     The layer's output is what the criterion takes, or is turned into that by one function that
     the table of losses knows: the table has ``B_i``. The same holds for each token of a language
-    model whose last layer puts out the logits.
-many classes
-    The same for a softmax over thousands of classes, as at the head of a language model: sums over
-    the classes run over chunks of them.
+    model whose last layer puts out the logits. For a softmax over thousands of classes it is
+    `ManyClasses`, whose sums run over chunks of them.
 gradients
     The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
     has the curvature ``R_i R_i^T`` of the loss in that input: then ``B_i = (J_i^T R_i)
@@ -18,11 +16,11 @@ gradients
 products
     Anything else: products ``B_i v_i`` by differentiating twice.
 
-The measures and the penalty both choose here, and each of them makes its own four objects of
+The measures and the penalty both choose here, and each of them makes its own three objects of
 what was chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -54,24 +52,24 @@ _LINKS = {
 
 def find_link(output: Tensor, node: Any) -> str | None:
     """Return the function that turned a layer's output into the network's."""
-    link = "identity"
-    step = output.grad_fn
-    while step is not None and step is not node:
-        name = step.name()
-        if name in _LINKS and link == "identity" and _over_outputs(step):
-            link = _LINKS[name]
-        elif name not in _SAME_NUMBERS:
-            return None
-        step = step.next_functions[0][0]
+    link, step = "identity", _first_other(output.grad_fn, _SAME_NUMBERS, node)
+    if step is not None and step is not node and step.name() in _LINKS and _over_outputs(step):
+        link = _LINKS[step.name()]
+        step = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node)
     return link if step is node and node is not None else None
 
 
 def find_ending(output: Tensor) -> str | None:
     """Return the function that a network ends in, if it makes probabilities or their logarithms."""
-    step = output.grad_fn
-    while step is not None and step.name() in _SAME_BUT_FOR_AXES:
-        step = step.next_functions[0][0]
+    step = _first_other(output.grad_fn, _SAME_BUT_FOR_AXES)
     return None if step is None else _LINKS.get(step.name())
+
+
+def _first_other(step: Any, names: Collection[str], node: Any = None) -> Any:
+    """Return the first step, from a result back, that is `node` or has none of the names."""
+    while step is not None and step is not node and step.name() in names:
+        step = step.next_functions[0][0]
+    return step
 
 
 def _over_outputs(step: Any) -> bool:
@@ -86,13 +84,10 @@ def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
 
     Shapes: `output` (n, d, ...), `z` (n, ..., d).
     """
-    step: Any = output.grad_fn
-    while step is not node and step is not None and step.name() in _SAME_BUT_FOR_AXES:
-        step = step.next_functions[0][0]
     # the graph shows that the numbers are the same, a comparison that they are in order
     return (
-        step is node
-        and node is not None
+        node is not None
+        and _first_other(output.grad_fn, _SAME_BUT_FOR_AXES, node) is node
         and output.ndim == z.ndim
         and torch.equal(output.detach().movedim(1, -1), z)
     )
@@ -262,20 +257,12 @@ CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
 
 
 class _Ways(Protocol[CurvatureT_co]):
-    """Makes an object for each of the four ways to a curvature."""
+    """Makes an object for each of the three ways to a curvature."""
 
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
     ) -> CurvatureT_co:
         """Make the object of a layer whose curvature the table of losses has.
-
-        Shapes: `features` (n, m).
-        """
-
-    def many_classes(
-        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
-    ) -> CurvatureT_co:
-        """Make the object of a layer that puts out the logits of very many classes.
 
         Shapes: `features` (n, m).
         """
@@ -324,7 +311,7 @@ class Tail:
         if z.shape[1] >= MANY:
             many = ManyClasses.of(loss.closed_form(link, z, relevant))
             if many is not None:
-                return ways.many_classes(record, features, many)
+                return ways.closed_form(record, features, many)
         curvature = loss.closed_form(link, self.precise(z), relevant)
         return None if curvature is None else ways.closed_form(record, features, curvature)
 

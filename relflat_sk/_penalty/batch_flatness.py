@@ -1,12 +1,10 @@
 r"""The relative flatness of a training batch, from the training step's own forward pass.
 
-The curvature at each layer is known in one of the four ways of `relflat_sk._network.tail`. Each
+The curvature at each layer is known in one of the three ways of `relflat_sk._network.tail`. Each
 of them gives a term of the penalty with its graph:
 
 closed form
-    Exact.
-many classes
-    Exact. The sums over the classes, and those of the gradient, run over chunks of them.
+    Exact. Sums over very many classes, and those of the gradient, run over chunks of them.
 gradients
     With random signs ``s`` and the gradients ``J^T R s`` in the layers' outputs, the squared
     slopes along random changes of the layers. One backward pass for all layers together. Batch
@@ -244,10 +242,6 @@ class _Terms:
             weight = weight * spread
             features = features * inverse_spread(spread)
         return curvature.total(weight, features, weights, self.share / (2 * weight.shape[1]))
-
-    def many_classes(self, record: LayerRecord, features: Tensor, curvature: ManyClasses) -> Tensor:
-        """Compute the term of one layer that puts out the logits of very many classes."""
-        return self.closed_form(record, features, curvature)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm

@@ -153,14 +153,9 @@ class _Ways:
     def closed_form(
         self, record: LayerRecord, features: Tensor, curvature: ClosedForm
     ) -> LayerCurvature:
-        layer = self._layer(record, ClosedFormLayerPass, features, curvature=curvature)
-        return ByClosedForm(layer)
-
-    def many_classes(
-        self, record: LayerRecord, features: Tensor, curvature: ManyClasses
-    ) -> LayerCurvature:
-        layer = self._layer(record, ManyClassesLayerPass, features, curvature=curvature)
-        return ByClosedForm(layer)
+        many = isinstance(curvature, ManyClasses)
+        kind = ManyClassesLayerPass if many else ClosedFormLayerPass
+        return ByClosedForm(self._layer(record, kind, features, curvature=curvature))
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm

@@ -71,10 +71,10 @@ def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
     return table["state"].eq("complete").to_numpy(dtype=bool)
 
 
-def is_converged(table: pd.DataFrame) -> NDArray[np.bool_]:
+def is_converged(table: pd.DataFrame, *, any_depth: bool = False) -> NDArray[np.bool_]:
     """Return which rows are minima that can be compared. Shapes: returns (n_minima,)."""
     good = np.ones(len(table), dtype=bool)
-    for name in ("converged", "comparable"):
+    for name in ("converged",) if any_depth else ("converged", "comparable"):
         if name in table.columns:
             good &= table[name].eq(True).fillna(False).to_numpy(dtype=bool)
     return good
@@ -174,11 +174,10 @@ def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
 
     Shapes: returns (n_minima, n_columns).
     """
-    return np.stack([_number(table[column]) for column in columns], axis=1)
-
-
-def _number(values: "pd.Series[Any]") -> NDArray[np.intp]:
-    """Return the level numbers of one column."""
-    # lists cannot be hashed, but their text can
-    plain = values.map(repr) if values.dtype == object else values
-    return pd.factorize(plain, use_na_sentinel=False)[0]
+    numbers = []
+    for column in columns:
+        values = table[column]
+        # lists cannot be hashed, but their text can
+        plain = values.map(repr) if values.dtype == object else values
+        numbers.append(pd.factorize(plain, use_na_sentinel=False)[0])
+    return np.stack(numbers, axis=1)

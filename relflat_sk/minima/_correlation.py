@@ -29,6 +29,7 @@ from relflat_sk.minima._resampling import (
     ratio,
     resample,
     select_minima,
+    with_ends,
 )
 
 __all__ = ["correlate"]
@@ -117,26 +118,16 @@ def correlate(
     """
     selected = select_minima(minima, target, n_bootstrap)
     seed = draw_seed(random_state)
-    rows = []
-    for name in selected.measures:
-        _, x, y = selected.pairs(name)
-        counts = resample(len(x), int(n_bootstrap), seed)
-        row = {"measure": name} | _coefficients(x, y, counts)
-        rows.append(row | {"n": len(x), "n_left_out": len(selected.table) - len(x)})
-    return pd.DataFrame(rows, columns=["measure", *_COLUMNS, "n", "n_left_out"])
 
-
-def _coefficients(x: Floats, y: Floats, counts: Floats) -> dict[str, float]:
-    """Return all coefficients of one measure with their intervals, by column name."""
-    row: dict[str, float] = dict.fromkeys(_COLUMNS, np.nan)
-    if len(x) < FEWEST_MINIMA:
+    def coefficients(_: Any, x: Floats, y: Floats) -> dict[str, float]:
+        row: dict[str, float] = {}
+        if len(x) >= FEWEST_MINIMA:
+            every, counts = np.ones((1, len(x))), resample(len(x), int(n_bootstrap), seed)
+            for name, coefficient in _COEFFICIENTS.items():
+                row |= interval(name, coefficient(x, y, every)[0], coefficient(x, y, counts))
         return row
-    everything = np.ones((1, len(x)))
-    for name, coefficient in _COEFFICIENTS.items():
-        row[name] = float(coefficient(x, y, everything)[0])
-        if np.isfinite(row[name]):
-            row[f"{name}_low"], row[f"{name}_high"] = interval(coefficient(x, y, counts))
-    return row
+
+    return selected.tabulate([c for name in _COEFFICIENTS for c in with_ends(name)], coefficients)
 
 
 def _pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
@@ -155,7 +146,7 @@ def _kendall(x: Floats, y: Floats, counts: Floats) -> Floats:
     sign_x, sign_y = (np.sign(values[:, None] - values) for values in (x, y))
     concordant_minus_discordant = _quadratic_form(sign_x * sign_y, counts)
     untied = _quadratic_form(sign_x**2, counts) * _quadratic_form(sign_y**2, counts)
-    return _divide(concordant_minus_discordant, np.sqrt(untied))
+    return ratio(concordant_minus_discordant, np.sqrt(untied)).clip(-1.0, 1.0)
 
 
 def _quadratic_form(matrix: Floats, counts: Floats) -> Floats:
@@ -190,7 +181,7 @@ def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
     variances = (counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1)
     # rounding gives a constant row a variance of about eps**2 instead of 0
     constant = _is_constant(x, counts) | _is_constant(y, counts)
-    return _divide(covariance, np.where(constant, 0.0, np.sqrt(variances)))
+    return ratio(covariance, np.where(constant, 0.0, np.sqrt(variances))).clip(-1.0, 1.0)
 
 
 def _is_constant(values: Floats, counts: Floats) -> NDArray[np.bool_]:
@@ -201,14 +192,8 @@ def _is_constant(values: Floats, counts: Floats) -> NDArray[np.bool_]:
     return np.asarray(low == high)
 
 
-def _divide(numerator: Floats, denominator: Floats) -> Floats:
-    """Return a ratio within [-1, 1], nan where the denominator is 0."""
-    return ratio(numerator, denominator).clip(-1.0, 1.0)
-
-
 _COEFFICIENTS: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
     "pearson": _pearson,
     "spearman": _spearman,
     "kendall": _kendall,
 }
-_COLUMNS = [name + end for name in _COEFFICIENTS for end in ("", "_low", "_high")]

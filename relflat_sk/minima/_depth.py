@@ -36,12 +36,11 @@ def check_depth_band(band: Any) -> None:
         )
 
 
-def find_depth_band(minima: pd.DataFrame, band: float) -> tuple[float, float] | None:
-    """Find the depths between which most minima lie."""
-    if "depth" not in minima.columns:
-        return None
-    depths = numeric_column(minima, "depth", argument="depth")
-    voters = is_complete(minima) & is_converged(minima) & np.isfinite(depths)
+def _find_band(
+    minima: pd.DataFrame, depths: NDArray[np.float64], good: NDArray[np.bool_], band: float
+) -> tuple[float, float] | None:
+    """Find the depths between which most good minima lie."""
+    voters = good & np.isfinite(depths)
     # a saturated network has no loss and no flatness left, except for rounding
     unsaturated = voters & (depths < DEEPEST)
     voters = unsaturated if unsaturated.any() else voters
@@ -62,7 +61,7 @@ def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
         return minima
     good = is_complete(minima) & is_converged(minima)
     depths = numeric_column(minima, "depth", argument="depth")
-    found = None if band is None else find_depth_band(minima, band)
+    found = None if band is None else _find_band(minima, depths, good, band)
     inside = ~np.isfinite(depths) | (True if found is None else _within(depths, *found))
     marked = minima.copy()
     place = list(minima.columns).index("converged") + 1 if "converged" in minima.columns else 0

@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 
 from relflat_sk._random import draw_seed
 from relflat_sk.minima._columns import find_axes, number_levels, plain_name
-from relflat_sk.minima._resampling import Floats, interval, ratio, resample, select_minima, signs
+from relflat_sk.minima._resampling import (
+    Floats,
+    interval,
+    ratio,
+    resample,
+    select_minima,
+    signs,
+    with_ends,
+)
 
 __all__ = ["granulated_kendall"]
 
@@ -143,19 +151,18 @@ def granulated_kendall(
         )
     seed = draw_seed(random_state)
     names = ["psi", *(f"psi_{plain_name(column)}" for column in columns)]
-    rows = []
-    for measure in selected.measures_except(columns):
-        used, x, y = selected.pairs(measure)
-        granules = _Granules.of(levels[used])
+
+    def coefficients(rows: Integers, x: Floats, y: Floats) -> dict[str, float]:
+        granules = _Granules.of(levels[rows])
+        row: dict[str, float] = {}
         psi = granules.psi(x, y, np.ones((1, len(x))))[0]
-        resampled = granules.psi(x, y, resample_cells(levels[used], int(n_bootstrap), seed))
-        row: dict[str, Any] = {"measure": measure}
+        resampled = granules.psi(x, y, resample_cells(levels[rows], int(n_bootstrap), seed))
         for name, value, values in zip(names, psi, resampled.T, strict=True):
-            low, high = interval(values)
-            row |= {name: float(value), f"{name}_low": low, f"{name}_high": high}
-        rows.append(row | {"n": len(x), "n_left_out": len(selected.table) - len(x)})
-    ends = [name + end for name in names for end in ("", "_low", "_high")]
-    return pd.DataFrame(rows, columns=["measure", *ends, "n", "n_left_out"])
+            row |= interval(name, value, values)
+        return row
+
+    ends = [column for name in names for column in with_ends(name)]
+    return selected.tabulate(ends, coefficients, without=columns)
 
 
 def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
@@ -165,13 +172,15 @@ def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
 
     Shapes: `levels` (n, k); returns (n_bootstrap, n).
     """
-    cells, cell, sizes = np.unique(levels, axis=0, return_inverse=True, return_counts=True)
-    if len(cells) == 0 or sizes.min() < 2:
+    # numbered by their first minimum, whatever the numbers of the levels
+    cell, _ = pd.factorize(np.unique(levels, axis=0, return_inverse=True)[1].ravel())
+    sizes = np.bincount(cell)
+    if len(sizes) == 0 or sizes.min() < 2:
         return resample(len(levels), n_bootstrap, seed)
     counts = np.empty((n_bootstrap, len(levels)))
-    seeds = np.random.default_rng(seed).integers(2**31 - 1, size=len(cells))
+    seeds = np.random.default_rng(seed).integers(2**31 - 1, size=len(sizes))
     for k, size in enumerate(sizes):
-        counts[:, cell.ravel() == k] = resample(int(size), n_bootstrap, int(seeds[k]))
+        counts[:, cell == k] = resample(int(size), n_bootstrap, int(seeds[k]))
     return counts
 
 

@@ -30,7 +30,14 @@ from scipy.special import xlogy
 
 from relflat_sk._random import draw_seed
 from relflat_sk.minima._columns import find_axes, number_levels, plain_name
-from relflat_sk.minima._resampling import Floats, interval, resample, select_minima, signs
+from relflat_sk.minima._resampling import (
+    Floats,
+    interval,
+    resample,
+    select_minima,
+    signs,
+    with_ends,
+)
 
 __all__ = ["conditional_mutual_information"]
 
@@ -145,28 +152,21 @@ def conditional_mutual_information(
     seed = draw_seed(random_state)
     sizes = range(min(MOST_CONDITIONS, len(columns)) + 1)
     sets = [chosen for size in sizes for chosen in combinations(range(len(columns)), size)]
-    rows = []
-    for measure in selected.measures_except(columns):
-        used, x, y = selected.pairs(measure)
-        pairs = _Pairs.of(levels[used], sets, y)
+
+    def information(rows: Integers, x: Floats, y: Floats) -> dict[str, Any]:
+        pairs = _Pairs.of(levels[rows], sets, y)
         shares = pairs.shares(x, np.ones((1, len(x))))[0]
         smallest = int(np.argmin(np.where(np.isnan(shares), np.inf, shares)))
         resampled = pairs.shares(x, resample(len(x), int(n_bootstrap), seed))
-        low, high = interval(_least(resampled))
-        row: dict[str, Any] = {
-            "measure": measure,
-            "cmi": float(shares[smallest]),
-            "cmi_low": low,
-            "cmi_high": high,
-            "given": tuple(plain_name(columns[axis]) for axis in sets[smallest]),
-        }
+        row: dict[str, Any] = interval("cmi", shares[smallest], _least(resampled))
+        row["given"] = tuple(plain_name(columns[axis]) for axis in sets[smallest])
         for size in sizes:
             of_size = [len(chosen) == size for chosen in sets]
             row[f"cmi_given_{size}"] = float(_least(shares[None, of_size])[0])
-        row["chance"] = _chance(pairs, x, seed)
-        rows.append(row | {"n": len(x), "n_left_out": len(selected.table) - len(x)})
-    found = ["cmi", "cmi_low", "cmi_high", "given", *(f"cmi_given_{size}" for size in sizes)]
-    return pd.DataFrame(rows, columns=["measure", *found, "chance", "n", "n_left_out"])
+        return row | {"chance": _chance(pairs, x, seed)}
+
+    names = [*with_ends("cmi"), "given", *(f"cmi_given_{size}" for size in sizes), "chance"]
+    return selected.tabulate(names, information, without=columns)
 
 
 def _chance(pairs: "_Pairs", x: Floats, seed: int) -> float:

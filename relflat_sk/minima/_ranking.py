@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pandas as pd
-from numpy.typing import NDArray
 
 from relflat_sk.minima._columns import (
     column_of,
@@ -20,8 +19,6 @@ from relflat_sk.minima._depth import DEPTH_BAND, check_depth_band, mark_depth_ba
 from relflat_sk.minima._trials import minima_table
 
 __all__ = ["rank_minima"]
-
-Floats = NDArray[np.float64]
 
 
 def rank_minima(
@@ -100,13 +97,13 @@ def rank_minima(
     if is_score(by):
         values = -values
     finite = np.isfinite(values) & is_complete(table)
-    of_any_depth = is_converged(table.drop(columns="comparable", errors="ignore"))
-    converged = np.where(is_converged(table), 0, np.where(of_any_depth, 1, 2))
-    group = np.where(finite, converged, 3)
+    compared, converged = is_converged(table), is_converged(table, any_depth=True)
+    group = np.select([~finite, compared, converged], [3, 0, 1], default=2)
+    within = np.where(finite, values, np.inf)
+    if "depth" in table.columns and np.isfinite(table["depth"]).any():
+        depths = numeric_column(table, "depth", argument="depth")
+        within = np.where(group == 0, within, np.where(np.isfinite(depths), -depths, np.inf))
     # lexsort: the last key is the most significant, and the sort is stable
-    within = np.where(
-        finite & (group == 0), values, _shallowness(table, np.where(finite, values, np.inf))
-    )
     order = np.lexsort((within, group))
     ranked = table.drop(columns="rank", errors="ignore").iloc[order].reset_index(drop=True)
     ranked["rank"] = np.arange(1, len(ranked) + 1)
@@ -121,28 +118,13 @@ def _check_trained(table: pd.DataFrame) -> None:
             "trials: run the search, or study.optimize(MinimaObjective(...)), first."
         )
     if not is_complete(table).any():
-        reasons = table.get("reason", pd.Series(dtype=str)).value_counts()
+        reasons = table["reason"].value_counts()
         raise ValueError(
             f"there are no minima to rank: none of {len(table)} candidates could be trained and "
             "measured:\n" + "\n".join(f"  {n} x {reason}" for reason, n in reasons.items())
         )
-    if (
-        {"train_loss", "state"} <= set(table.columns)
-        and not measure_columns(table)
-        and (table["train_loss"].isna().all())
-    ):
+    if not measure_columns(table) and table["train_loss"].isna().all():
         raise ValueError(
             f"none of these {len(table)} trials recorded a minimum: the study was made by another "
             "objective. Train with MinimaObjective or FlatMinimaSearch."
         )
-
-
-def _shallowness(table: pd.DataFrame, values: Floats) -> Floats:
-    """Return what ranks candidates that cannot be compared: minus the depth, if there are any.
-
-    Candidates without a depth come last.
-    """
-    if "depth" not in table.columns or not np.isfinite(table["depth"]).any():
-        return values
-    depths = numeric_column(table, "depth", argument="depth")
-    return np.where(np.isfinite(depths), -depths, np.inf)

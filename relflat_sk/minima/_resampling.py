@@ -10,7 +10,7 @@ name          shape         meaning
 A resample weights every minimum by its count, so no array is ever indexed by drawn minima.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,6 @@ from relflat_sk.minima._columns import (
 )
 from relflat_sk.minima._trials import minima_table
 
-# The minima that a statistic uses: converged, with finite values.
-
 Floats = NDArray[np.float64]
 
 FEWEST_MINIMA = 3  # with two minima every coefficient is 1 or -1
@@ -45,6 +43,25 @@ class SelectedMinima:
     usable: NDArray[np.bool_]
     measures: list[str]
 
+    def tabulate(
+        self,
+        names: Sequence[str],
+        row_of: Callable[[NDArray[np.intp], Floats, Floats], dict[str, Any]],
+        without: Sequence[str] = (),
+    ) -> pd.DataFrame:
+        """Make the table of a statistic, with a row for each measure without some columns.
+
+        `row_of` takes rows of the table, the measure and the target there, see `pairs`.
+        """
+        found = []
+        for measure in self.measures:
+            if measure not in without:
+                rows, x, y = self.pairs(measure)
+                n_left_out = len(self.table) - len(x)
+                row = row_of(rows, x, y) | {"n": len(x), "n_left_out": n_left_out}
+                found.append({"measure": measure} | row)
+        return pd.DataFrame(found, columns=["measure", *names, "n", "n_left_out"])
+
     def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
         """Return the usable minima with a finite measure.
 
@@ -57,10 +74,6 @@ class SelectedMinima:
         order = np.lexsort((x, self.target))
         rows = order[(self.usable & np.isfinite(x))[order]]
         return rows, x[rows], self.target[rows]
-
-    def measures_except(self, columns: list[str]) -> list[str]:
-        """Return the measures without some columns."""
-        return [name for name in self.measures if name not in columns]
 
 
 def select_minima(
@@ -103,14 +116,19 @@ def resample(n: int, n_bootstrap: int, seed: int) -> Floats:
     return rng.multinomial(n, np.full(n, 1 / n), size=n_bootstrap).astype(np.float64)
 
 
-def interval(resampled: Floats) -> tuple[float, float]:
-    """Return the ends of the 95% percentile interval. Shapes: `resampled` (b,)."""
-    resampled = resampled[np.isfinite(resampled)]
-    if not len(resampled):
-        return np.nan, np.nan
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(resampled, [tail, 1 - tail])
-    return float(low), float(high)
+def with_ends(name: str) -> list[str]:
+    """Return the columns of a coefficient and of the ends of its interval."""
+    return [name, f"{name}_low", f"{name}_high"]
+
+
+def interval(name: str, value: float, resampled: Floats) -> dict[str, float]:
+    """Return a value with the ends of its 95% percentile interval, by column.
+
+    Shapes: `resampled` (b,).
+    """
+    known, tail = resampled[np.isfinite(resampled)], (1 - CONFIDENCE) / 2
+    ends = np.quantile(known, [tail, 1 - tail]).tolist() if len(known) else [np.nan, np.nan]
+    return dict(zip(with_ends(name), [float(value), *ends], strict=True))
 
 
 def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -123,7 +123,7 @@ class Points:
         finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
         self.converged = finite & is_converged(minima)
         self.unconverged = finite & ~self.converged
-        of_any_depth = is_converged(minima.drop(columns="comparable", errors="ignore"))
+        of_any_depth = is_converged(minima, any_depth=True)
         counts = {
             "not converged": (finite & ~of_any_depth).sum(),
             "at another depth": (self.unconverged & of_any_depth).sum(),

@@ -73,13 +73,7 @@ def add_goal(estimator: Any, goal: Any) -> None:
         return
     if not own_goals(net):
         callback = StopAtDepth() if goal == AUTO else StopAtLoss(goal)
-        net.set_params(callbacks=[*(net.callbacks or []), (_name(net), callback)])
-
-
-def _name(net: NeuralNet) -> str:
-    """Return a name for the callback that no other callback of the net has."""
-    taken = [part[0] for part in net.callbacks or [] if isinstance(part, tuple)]
-    return next(name for name in ("goal", "goal_of_search") if name not in taken)
+        net.set_params(callbacks=[*(net.callbacks or []), callback])
 
 
 def find_ending(

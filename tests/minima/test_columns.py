@@ -1,16 +1,23 @@
-"""Tests for `columns`: which columns are measures, and what missing values mean."""
+"""Columns of minima: which are measures, what missing values mean, how axes are found by name."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from relflat_sk.minima import correlate
 from relflat_sk.minima._columns import (
+    column_of,
+    find_axes,
+    find_axis,
     is_complete,
     is_converged,
+    is_reserved,
     is_score,
     measure_columns,
     numeric_column,
+    shorten_parameters,
 )
+from relflat_sk.minima._depth import check_depth_band, depth_of
 
 
 def test_measures_are_the_numeric_columns_without_another_meaning():
@@ -45,7 +52,85 @@ def test_only_the_scores_are_better_when_larger():
     ]
 
 
+def own_measure(model, X, y):
+    """A function of the user's that is a measure."""
+
+
+def test_a_column_is_named_or_is_that_of_a_function():
+    assert [column_of(one) for one in ("l2_norm", own_measure)] == ["l2_norm", "own_measure"]
+    with pytest.raises(ValueError, match="has no name for its column: define it by def"):
+        column_of(lambda model, X, y: 0.0)
+    with pytest.raises(TypeError, match="a measure is one name or one function, got 3 of type int"):
+        correlate(pd.DataFrame(), 3)
+    names = ("rank", "in_fleet", "param_lr", "own_measure")
+    assert [is_reserved(name) for name in names] == [True, True, True, False]
+
+
+def test_depths_are_ratios_of_losses():
+    assert depth_of(0.1, 2.0) == pytest.approx(20)
+    assert depth_of(0.0, 2.0) == pytest.approx(1e6)
+    assert np.isnan([depth_of(np.nan, 2.0), depth_of(0.1, 0.0)]).all()
+    for band in (0.5, "wide"):
+        with pytest.raises(ValueError, match="depth_band must be a number of at least 1"):
+            check_depth_band(band)
+
+
 def test_the_error_lists_the_numeric_columns():
     table = pd.DataFrame({"l2_norm": [1.0], "test_loss": [0.1], "state": ["complete"]})
     with pytest.raises(ValueError, match=r"by='state' is not numeric.*\['l2_norm'\].*test_loss"):
         numeric_column(table, "state", argument="by")
+
+
+# the hyper-parameters
+
+TABLE = pd.DataFrame({
+    "param_lr": [0.1, 0.2],
+    "param_net__batch_size": [8, 16],
+    "param_data__noise": 0.5,
+    "depth": 2,
+})
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("lr", "param_lr"),
+        ("param_lr", "param_lr"),
+        ("batch_size", "param_net__batch_size"),
+        ("net__batch_size", "param_net__batch_size"),
+        ("noise", "param_data__noise"),
+        ("depth", "depth"),
+    ],
+)
+def test_columns_are_found_by_name(name, column):
+    assert find_axis(TABLE, name, argument="by") == column
+
+
+def test_an_ambiguous_last_part_of_a_name_is_refused():
+    both = TABLE.assign(param_other__batch_size=[1, 2])
+    with pytest.raises(ValueError, match=r"by: 'batch_size' is no parameter.*other__batch_size"):
+        find_axis(both, "batch_size", argument="by")
+
+
+def test_parameters_varied_together_are_one_axis_but_random_draws_are_not_merged():
+    varied = pd.DataFrame({"param_a": [1, 2, 2], "param_b": ["x", "y", "y"], "param_c": 3})
+    assert find_axes(varied, None) == ["param_a"]
+    drawn = pd.DataFrame({"param_a": [0.1, 0.2, 0.3], "param_b": [5.0, 6.0, 7.0]})
+    assert find_axes(drawn, None) == ["param_a", "param_b"]
+
+
+@pytest.mark.parametrize("seed", ["random_state", "net__random_state", "seed"])
+def test_seeds_are_no_axes_unless_they_are_named(seed):
+    table = pd.DataFrame({"param_lr": [0.1, 0.1, 0.2], f"param_{seed}": [0, 1, 0]})
+    assert find_axes(table, None) == ["param_lr"]
+    assert find_axes(table, seed) == [f"param_{seed}"]
+    with pytest.raises(ValueError, match="was varied over these minima, but for random seeds"):
+        find_axes(table.assign(param_lr=0.1), None)
+
+
+def test_parameters_of_the_last_step_of_a_pipeline_lose_its_name_unless_two_become_one():
+    names = ["net__lr", "scaled_net__lr", "pca__n", "net__pca__n", "net__depth"]
+    table = pd.DataFrame([[0] * 5], columns=[f"param_{name}" for name in names])
+    table["param_depth"] = 1
+    short = shorten_parameters(table, "net__").columns.str.removeprefix("param_").tolist()
+    assert short == ["lr", "scaled_lr", "pca__n", "net__pca__n", "net__depth", "depth"]

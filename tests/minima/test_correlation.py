@@ -4,12 +4,10 @@ from itertools import combinations
 from math import sqrt
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 from scipy import stats
 
@@ -90,24 +88,6 @@ def test_resamples_agree_with_repeating_the_minima(name):
     np.testing.assert_allclose(_COEFFICIENTS[name](x, y, counts), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("name", COEFFICIENTS)
-def test_interval_is_the_percentiles_of_the_resamples(name):
-    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
-    row = correlate(minima, n_bootstrap=500, random_state=3).iloc[0]
-    seed = np.random.RandomState(3).randint(2**31 - 1)
-    resampled = _COEFFICIENTS[name](*minima.to_numpy().T, resample(20, 500, seed))
-    expected = np.quantile(resampled, [0.025, 0.975])
-    np.testing.assert_allclose(row[[f"{name}_low", f"{name}_high"]].tolist(), expected)
-    assert row[f"{name}_low"] < row[name] < row[f"{name}_high"]
-
-
-def test_the_order_of_the_minima_does_not_matter():
-    minima = make_minima(ties=True)
-    shuffled = minima.sample(frac=1, random_state=1)
-    one, other = (correlate(m, n_bootstrap=50, random_state=0) for m in (minima, shuffled))
-    assert_frame_equal(one, other)
-
-
 def test_intervals_cover_the_truth_as_often_as_they_say():
     # bivariate normal with r = 1/sqrt(2): tau is then 2/pi * arcsin(r) = 1/2 exactly
     tables = [
@@ -141,39 +121,6 @@ def test_rank_correlations_survive_monotone_maps(pairs, monotone):
     assert_frame_equal(plain[columns], mapped[columns], rtol=1e-9)
 
 
-def test_only_converged_finite_minima_count():
-    minima = make_minima(10)
-    clean = correlate(minima.iloc[:6], random_state=0)
-    minima["converged"] = [True] * 6 + [False] + [True] * 3
-    minima["state"] = ["complete"] * 7 + ["failed"] + ["complete"] * 2
-    minima.loc[8, "relative_flatness"] = np.inf
-    minima.loc[9, "generalization_gap"] = np.nan
-    dirty = correlate(minima, random_state=0)
-    assert dirty[["n", "n_left_out"]].to_numpy().tolist() == [[6, 4]]
-    assert_frame_equal(dirty.drop(columns="n_left_out"), clean.drop(columns="n_left_out"))
-
-
-def test_one_row_per_measure_and_one_for_the_baseline():
-    minima = make_minima().assign(
-        l2_norm=1.0, train_loss=0.1, test_loss=0.2, param_lr=0.1, seconds=1.0
-    )
-    table = correlate(minima, random_state=0)
-    assert table["measure"].tolist() == ["relative_flatness", "l2_norm", "train_loss"]
-    table = correlate(minima, target="train_loss", random_state=0)
-    assert table["measure"].tolist() == ["relative_flatness", "l2_norm"]
-    assert table[COEFFICIENTS].isna().all(axis=None)
-
-
-def test_constant_columns_and_absent_measures_are_nan():
-    # 0.1 has no exact mean in floating point, so its computed variance is not 0
-    minima = make_minima().assign(constant=0.1, absent=np.nan)
-    table = correlate(minima, random_state=0).set_index("measure")
-    coefficients = table.drop(columns=["n", "n_left_out"])
-    assert coefficients.loc[["constant", "absent"]].isna().all(axis=None)
-    assert coefficients.loc["relative_flatness"].notna().all()
-    assert table.loc["absent", ["n", "n_left_out"]].tolist() == [0, 20]
-
-
 def test_constant_resamples_are_left_out_of_the_interval():
     # with 3 minima, one resample in nine draws the same minimum three times
     minima = pd.DataFrame({"rho": [1.0, 2.0, 3.0], "generalization_gap": [1.0, 2.0, 3.0]})
@@ -188,71 +135,3 @@ def test_values_of_any_size_are_correlated():
     expected = correlate(minima, random_state=0)
     assert_frame_equal(correlate(huge, random_state=0), expected)
     assert_frame_equal(correlate(tiny, random_state=0), expected)
-
-
-@pytest.mark.parametrize(
-    "make_random_state",
-    [lambda: 5, lambda: np.random.RandomState(5), lambda: np.random.default_rng(5)],
-    ids=["int", "RandomState", "Generator"],
-)
-def test_same_seed_same_intervals(make_random_state):
-    first, second = (correlate(make_minima(), random_state=make_random_state()) for _ in "ab")
-    assert_frame_equal(first, second)
-    other = correlate(make_minima(), random_state=6)
-    assert first["kendall_low"].item() != other["kendall_low"].item()
-
-
-def test_without_a_seed_the_global_random_state_stays_as_it_was():
-    before = np.random.get_state()[1].copy()  # noqa: NPY002
-    first, second = (correlate(make_minima()) for _ in "ab")
-    assert first["kendall_low"].item() != second["kendall_low"].item()
-    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
-
-
-def test_the_interval_of_a_measure_does_not_depend_on_other_measures():
-    minima = make_minima()
-    joined = minima[["generalization_gap"]].assign(
-        l2_norm=range(20), relative_flatness=minima["relative_flatness"]
-    )
-    alone = correlate(minima, random_state=0)
-    both = correlate(joined, random_state=0)
-    assert_frame_equal(both.iloc[1:].reset_index(drop=True), alone)
-
-
-def test_study_is_correlated_as_its_table():
-    study = optuna.create_study()
-    for value in [1.0, 2.0, 4.0]:
-        record = {"relative_flatness": value, "generalization_gap": value**2, "converged": True}
-        study.add_trial(create_trial(value=value, user_attrs=record))
-    row = correlate(study, random_state=0).iloc[0]
-    assert (row["measure"], row["kendall"], row["n"]) == ("relative_flatness", 1.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ({}, {"target": "gap"}, r"target='gap' is not a column.*\['relative_flatness'\]"),
-        ({"generalization_gap": np.nan}, {}, "0 of the 20 minima.*Pass X_test and y_test"),
-        (
-            {"converged": False},
-            {"target": "relative_flatness"},
-            "0 of the 20.*why minima were left out",
-        ),
-        ({}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),
-        ({}, {"n_bootstrap": 10.5}, "n_bootstrap must be a positive integer, got 10.5"),
-    ],
-    ids=["target", "no test set", "none converged", "no resamples", "half a resample"],
-)
-def test_says_what_is_wrong(change, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        correlate(make_minima().assign(**change), **arguments)
-
-
-def test_two_minima_are_too_few():
-    with pytest.raises(ValueError, match=r"2 of the 2 minima.*needs at least 3\. The columns"):
-        correlate(make_minima(2))
-
-
-def test_integers_of_numpy_are_accepted():
-    few, same = (correlate(make_minima(), n_bootstrap=n, random_state=0) for n in (np.int64(5), 5))
-    assert_frame_equal(few, same)

@@ -1,33 +1,20 @@
 """Tests for `_granulated`, against the definition of Jiang et al. by loops."""
 
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import granulated_kendall
 from relflat_sk.minima._granulated import _Granules, resample_cells
 from relflat_sk.minima._resampling import resample
+from tests.minima.sweeps import AXES, arrays_of, make_minima, rows_of
 
-AXES = {"batch_size": [8, 32, 128], "lr": [0.1, 0.2], "activation": ["relu", "tanh", "elu"]}
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def make_minima(seed=0, repeats=1, ties=False):
-    rng = np.random.default_rng(seed)
-    cells = [cell for cell in product(*AXES.values()) for _ in range(repeats)]
-    minima = pd.DataFrame(cells, columns=[f"param_{name}" for name in AXES])
-    flatness, noise = rng.normal(size=(2, len(minima)))
-    gap = flatness + noise
-    minima["relative_flatness"] = flatness.round() if ties else flatness
-    minima["generalization_gap"] = gap.round() if ties else gap
-    return minima
 
 
 def tau(pairs):
@@ -53,69 +40,27 @@ def psi_along(rows, axis):
 
 
 def by_definition(minima):
-    axes = [name for name in minima if name.startswith("param_")]
-    rows = [
-        (tuple(row[axis] for axis in axes), row["relative_flatness"], row["generalization_gap"])
-        for _, row in minima.iterrows()
-    ]
-    along = [psi_along(rows, k) for k in range(len(axes))]
+    rows = rows_of(minima)
+    along = [psi_along(rows, k) for k in range(len(rows[0][0]))]
     return [np.nanmean(along), *along]
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("left_out", [[], [0, 3, 4, 9, 11]], ids=["all", "incomplete"])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_agrees_with_the_definition(repeats, ties):
-    minima = make_minima(repeats=repeats, ties=ties)
+def test_agrees_with_the_definition(repeats, ties, left_out):
+    minima = make_minima(repeats=repeats, ties=ties).drop(index=left_out)
     row = granulated_kendall(minima, n_bootstrap=1, random_state=0).iloc[0]
     found = row[["psi", *(f"psi_{name}" for name in AXES)]].tolist()
     np.testing.assert_allclose(found, by_definition(minima), **ROUNDING)
 
 
-def test_incomplete_groups_count_with_their_remaining_pairs():
-    minima = make_minima().drop(index=[0, 3, 4, 9, 17])
-    row = granulated_kendall(minima, n_bootstrap=1, random_state=0).iloc[0]
-    np.testing.assert_allclose(row["psi"], by_definition(minima)[0], **ROUNDING)
-
-
 def test_resamples_agree_with_repeating_the_minima():
     minima = make_minima()
-    x, y = (minima[name].to_numpy() for name in ("relative_flatness", "generalization_gap"))
-    levels = np.stack([pd.factorize(minima[f"param_{name}"])[0] for name in AXES], axis=1)
+    levels, x, y = arrays_of(minima)
     counts = resample(len(minima), 10, seed=1)
     repeated = [by_definition(minima.loc[np.repeat(minima.index, c.astype(int))]) for c in counts]
     np.testing.assert_allclose(_Granules.of(levels).psi(x, y, counts), repeated, **ROUNDING)
-
-
-def test_interval_is_the_percentiles_of_the_resamples():
-    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
-    row = granulated_kendall(minima, n_bootstrap=300, random_state=3).iloc[0]
-    x, y = (minima[name].to_numpy() for name in ("relative_flatness", "generalization_gap"))
-    levels = np.stack([pd.factorize(minima[f"param_{name}"])[0] for name in AXES], axis=1)
-    seed = np.random.RandomState(3).randint(2**31 - 1)
-    resampled = _Granules.of(levels).psi(x, y, resample(len(x), 300, seed))
-    for name, values in zip(["psi", *(f"psi_{name}" for name in AXES)], resampled.T, strict=True):
-        ends = np.nanquantile(values, [0.025, 0.975])
-        np.testing.assert_allclose(row[[f"{name}_low", f"{name}_high"]].tolist(), ends)
-    assert row["psi_low"] < row["psi"] < row["psi_high"]
-
-
-def test_the_order_of_the_minima_does_not_matter():
-    minima = make_minima()
-    shuffled = minima.sample(frac=1, random_state=1)
-    one, other = (granulated_kendall(m, n_bootstrap=50, random_state=0) for m in (minima, shuffled))
-    assert_frame_equal(one, other)
-
-
-def test_intervals_cover_the_truth_as_often_as_they_say():
-    # one minimum per cell; the truth is the mean over many sweeps of the same kind
-    tables = [
-        granulated_kendall(make_minima(s), n_bootstrap=200, random_state=s).iloc[0]
-        for s in range(120)
-    ]
-    # gap = flatness + noise of equal size: tau = 2/pi * arcsin(sqrt(1/2)) = 1/2 of any pair
-    covered = np.mean([row["psi_low"] <= 0.5 <= row["psi_high"] for row in tables])
-    assert 0.9 <= covered <= 1.0
-    assert np.mean([row["psi_low"] > 0 for row in tables]) > 0.5
 
 
 def test_resamples_stay_within_cells_that_have_repeats():
@@ -157,57 +102,10 @@ def test_a_measure_of_the_batch_size_is_zero_along_other_axes():
     np.testing.assert_allclose(row["psi"], 1 / 3)
 
 
-def test_axes_are_named_with_or_without_their_prefix():
-    minima = make_minima()
-    tables = [
-        granulated_kendall(minima, axes, random_state=0)
-        for axes in (["lr", "batch_size"], ["param_lr", "param_batch_size", "lr"])
-    ]
-    assert_frame_equal(*tables)
-    assert [name for name in tables[0] if "lr" in name] == ["psi_lr", "psi_lr_low", "psi_lr_high"]
-    one = granulated_kendall(minima, "lr", random_state=0)
-    assert_frame_equal(one[["psi"]], one[["psi_lr"]].set_axis(["psi"], axis=1))
-
-
-def test_seeds_are_repeats_unless_they_are_named():
-    minima = make_minima(repeats=3).assign(param_random_state=np.tile([0, 1, 2], 18))
-    expected = by_definition(minima.drop(columns="param_random_state"))
-    for axes in (list(AXES), None):
-        row = granulated_kendall(minima, axes, n_bootstrap=1, random_state=0).iloc[0]
-        np.testing.assert_allclose(row["psi"], expected[0], **ROUNDING)
-    named = granulated_kendall(minima, [*AXES, "random_state"], n_bootstrap=1, random_state=0)
-    assert named["psi"].iloc[0] != row["psi"]
-
-
-def test_hyper_parameters_varied_together_are_one_axis():
-    minima = make_minima()
-    minima["param_momentum"] = minima["param_batch_size"].map({8: 0.0, 32: 0.9, 128: 0.99})
-    minima["param_epochs"] = 10
-    table = granulated_kendall(minima, random_state=0)
-    assert "psi_batch_size" in table
-    assert not {"psi_momentum", "psi_epochs"} & set(table)
-
-
-def test_only_converged_finite_minima_count():
-    minima = make_minima()
-    clean = granulated_kendall(minima.iloc[:12], random_state=0)
-    minima["converged"] = [True] * 12 + [False] * 2 + [True] * 4
-    minima["state"] = ["complete"] * 14 + ["failed"] + ["complete"] * 3
-    minima.loc[15, "relative_flatness"] = np.inf
-    minima.loc[[16, 17], "generalization_gap"] = np.nan
-    dirty = granulated_kendall(minima, random_state=0)
-    assert dirty[["n", "n_left_out"]].to_numpy().tolist() == [[12, 6]]
-    assert_frame_equal(dirty.drop(columns="n_left_out"), clean.drop(columns="n_left_out"))
-
-
-def test_one_row_per_measure_and_one_for_the_baseline():
-    minima = make_minima().assign(l2_norm=1.0, absent=np.nan, train_loss=0.1)
-    table = granulated_kendall(minima, random_state=0).set_index("measure")
-    assert table.index.tolist() == ["relative_flatness", "l2_norm", "absent", "train_loss"]
-    # a constant measure ties all pairs; a measure without values has no pairs
-    assert table.loc["l2_norm", ["psi", "psi_low", "psi_high"]].tolist() == [0, 0, 0]
-    assert table.loc["absent", "psi":"psi_activation_high"].isna().all()
-    assert table.loc["absent", ["n", "n_left_out"]].tolist() == [0, 18]
+def test_minima_need_to_differ_in_one_axis_alone():
+    minima = make_minima().assign(param_lr=range(24), param_batch_size=range(24))
+    with pytest.raises(ValueError, match=r"No two of the 24 minima differ in one of \['param_batc"):
+        granulated_kendall(minima)
 
 
 def test_an_axis_without_pairs_of_its_own_is_left_out_of_the_mean():
@@ -234,46 +132,3 @@ def test_a_column_added_by_hand_can_be_an_axis_and_is_then_no_measure():
     assert table["measure"].tolist() == ["relative_flatness"]
     expected = granulated_kendall(make_minima(), random_state=0)
     assert table["psi_width"].item() == expected["psi_batch_size"].item()
-
-
-def test_study_gives_the_result_of_its_table():
-    study = optuna.create_study()
-    choices = optuna.distributions.CategoricalDistribution([8, 32])
-    for size, value in [(8, 1.0), (8, 1.5), (32, 2.0)]:
-        record = {"relative_flatness": value, "generalization_gap": value, "converged": True}
-        study.add_trial(
-            create_trial(
-                value=value,
-                params={"batch_size": size},
-                distributions={"batch_size": choices},
-                user_attrs=record,
-            )
-        )
-    assert granulated_kendall(study, random_state=0)["psi_batch_size"].iloc[0] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ({}, {"axes": ["depth"]}, r"axes: 'depth' is no parameter.*\['batch_size', 'lr', 'activ"),
-        ({}, {"axes": []}, "axes is empty"),
-        ({}, {"target": "gap"}, "target='gap' is not a column"),
-        ({}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),
-        (
-            {"param_lr": range(18), "param_batch_size": range(18)},
-            {},
-            r"No two of the 18 minima differ in one of \['param_batch",
-        ),
-        ({"converged": False}, {}, "0 of the 18 minima converged"),
-    ],
-    ids=["axis", "no axes", "target", "no resamples", "scattered", "none converged"],
-)
-def test_says_what_is_wrong(change, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        granulated_kendall(make_minima().assign(**change), **arguments)
-
-
-def test_says_that_nothing_was_varied():
-    minima = make_minima()[["relative_flatness", "generalization_gap"]].assign(param_lr=0.1)
-    with pytest.raises(ValueError, match=r"No hyper-parameter was varied over these minima"):
-        granulated_kendall(minima)

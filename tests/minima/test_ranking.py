@@ -162,6 +162,17 @@ def test_ranks_by_one_measure(by):
         rank_minima(make_minima(), by=by)
 
 
+def test_candidates_that_are_not_compared_stand_in_the_order_of_their_depths():
+    minima = pd.DataFrame({
+        "relative_flatness": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, np.nan],
+        "converged": [True, True, True, True, False, False, False],
+        "depth": [20.0, 25.0, 100.0, 500.0, np.nan, 2.0, 1.5],
+    })
+    assert rank_minima(minima)["relative_flatness"].tolist()[:6] == [1, 2, 4, 3, 6, 5]
+    every = rank_minima(minima, depth_band=None)["relative_flatness"].tolist()
+    assert every[:6] == [1, 2, 3, 4, 6, 5]
+
+
 def test_saturated_networks_do_not_win():
     """Their loss is zero, and so is their flatness, whatever the minimum."""
     minima = pd.DataFrame({

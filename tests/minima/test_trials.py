@@ -5,7 +5,7 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from relflat_sk.minima._columns import FIXED
-from relflat_sk.minima._trials import minima_table, remeasured_key
+from relflat_sk.minima._trials import curves_of, minima_table, remeasured_key
 
 UNRANKED = [name for name in FIXED if name not in {"comparable", "rank"}]
 
@@ -78,3 +78,12 @@ def test_measures_computed_afterwards_join_the_row_of_their_trial():
     study = make_study()
     study.set_user_attr(remeasured_key(study.trials[0]), {"l2_norm": 4.0})
     assert minima_table(study).loc[0, ["relative_flatness", "l2_norm"]].tolist() == [1.5, 4.0]
+
+
+def test_curves_are_in_studies_and_fitted_searches():
+    study = make_study()
+    study.add_trial(create_trial(values=[1.0], user_attrs={"curves": {"epoch": [1.0]}}))
+    search = type("Search", (), {"study_": study})
+    assert curves_of(study) == curves_of(search) == {6: {"epoch": [1.0]}}
+    with pytest.raises(TypeError, match="curves are in an optuna.Study .* got int"):
+        curves_of(3)

@@ -278,22 +278,29 @@ def test_columns_of_estimators_keep_their_names_and_order():
 # -- descriptions in warnings ---------------------------------------------------------------
 
 
-def test_parameters_that_differ_from_the_defaults():
-    net = RelativeFlatnessRegularizedClassifier(
-        lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD, optimizer__momentum=0.9
-    )
-    assert describe(net) == (
-        "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
-        "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)"
-    )
-    assert describe(MLPClassifier(alpha=3)) == "MLPClassifier(alpha=3)"
-    assert describe(nn.Linear(2, 3)) == "Linear()"
-
-
-def test_defaults_of_parent_classes():
-    name = "RelativeFlatnessRegularizedBinaryClassifier"
-    assert describe(RelativeFlatnessRegularizedBinaryClassifier(verbose=0)) == f"{name}()"
-    assert describe(NeuralNetClassifier(nn.Linear)) == "NeuralNetClassifier(module=Linear)"
+@pytest.mark.parametrize(
+    ("model", "description"),
+    [
+        (
+            RelativeFlatnessRegularizedClassifier(
+                lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD,
+                optimizer__momentum=0.9,
+            ),
+            "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
+            "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)",
+        ),
+        (MLPClassifier(alpha=3), "MLPClassifier(alpha=3)"),
+        (nn.Linear(2, 3), "Linear()"),
+        (
+            RelativeFlatnessRegularizedBinaryClassifier(verbose=0),
+            "RelativeFlatnessRegularizedBinaryClassifier()",
+        ),
+        (NeuralNetClassifier(nn.Linear), "NeuralNetClassifier(module=Linear)"),
+    ],
+    ids=lambda model: type(model).__name__,
+)  # fmt: skip
+def test_descriptions_have_the_parameters_that_differ_from_the_defaults(model, description):
+    assert describe(model) == description
 
 
 def test_long_values_and_addresses_are_left_out():

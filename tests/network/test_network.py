@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from joblib import Parallel, delayed
 from torch import nn
 from torch.testing import assert_close
 
@@ -318,3 +319,18 @@ def test_recorders_can_be_nested():
     assert outer.calls == ["0", "2"]
     assert inner.calls == ["2"]
     assert net[2].forward is own
+
+
+def test_threads_may_measure_one_module():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+    X, y = torch.randn(200, 6), torch.arange(200) % 3
+    found = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+
+    def values(name):
+        return measure(name, module, X, y, **found)
+
+    names = ["relative_flatness", "expected_sharpness", "fisher_rao_norm"] * 4
+    in_order = [values(name) for name in names]
+    assert Parallel(4, backend="threading")(delayed(values)(name) for name in names) == in_order
+    assert module.training

@@ -243,11 +243,11 @@ def test_a_measure_against_names():
     # an optimizer that never converged has its place, too
     names = ["sgd", "adam", "adamw"]
     minima = table(param_optimizer=np.resize(names, 12))
-    minima["converged"] = minima["param_optimizer"] != "adam"
+    minima["converged"] = minima["param_optimizer"] != "adamw"
     ax = HyperparameterDisplay.from_minima(minima, "optimizer", color_by=None).ax_
     assert ticks(ax.xaxis) == names
-    assert points(ax)[:, 0].tolist() == [0, 2] * 4
-    assert points(ax, 1)[:, 0].tolist() == [1] * 4
+    assert points(ax)[:, 0].tolist() == [0, 1] * 4
+    assert points(ax, 1)[:, 0].tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("n", [1, 20])

@@ -6,6 +6,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from relflat_sk import MinimaObjective
 from tests.search.storages import FILES, find_postgresql, running_server
 
 
@@ -15,6 +16,18 @@ def _log_level():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Where a study is stored that can be resumed."""
+    return {"storage": tmp_path / "minima.log", "study_name": "sweep"}
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Nothing can be trained."""
+    monkeypatch.setattr(MinimaObjective, "train", None)
 
 
 @pytest.fixture(scope="session")

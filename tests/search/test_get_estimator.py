@@ -7,61 +7,38 @@ import numpy as np
 import pytest
 import torch
 from optuna.trial import TrialState, create_trial
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
-from relflat_sk import (
-    FlatMinimaSearch,
-    FlatnessWarning,
-    RelativeFlatnessRegularizedClassifier,
-    StopAtLoss,
-)
+from relflat_sk import FlatnessWarning
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
 from relflat_sk.search._workers import Progress
 from tests.processes import forkserver
+from tests.search.examples import Fails, X, Y, logistic, make_net, make_search, piped
 
-X, Y = load_iris(return_X_y=True)
-X = X.astype(np.float32)
-
-
-def net(**parameters):
-    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.02, "max_epochs": 60, "verbose": 0}
-    callbacks = [StopAtLoss(0.6)]
-    return RelativeFlatnessRegularizedClassifier(
-        **{**defaults, "callbacks": callbacks} | parameters
-    )
-
-
-def make_search(estimator, space, **parameters):
-    return FlatMinimaSearch(estimator, space, **{"random_state": 0, **parameters})
-
-
+SIZES = {"batch_size": [8, 16, 32]}
 ESTIMATORS = {
-    "net": (net(), {"batch_size": [16, 32, 64]}),
-    "pipeline": (
-        make_pipeline(StandardScaler(), net()),
-        {"relativeflatnessregularizedclassifier__batch_size": [16, 32, 64]},
-    ),
-    "mlp": (MLPClassifier((6,), max_iter=3000, tol=1e-3), {"batch_size": [16, 32, 64]}),
+    "net": (make_net(), SIZES),
+    "pipeline": (piped(make_net()), {"net__batch_size": [8, 16, 32]}),
+    "mlp": (MLPClassifier((6,), max_iter=3000, tol=1e-2), SIZES),
     "regression": (LogisticRegression(max_iter=1000), {"C": [0.8, 1.0, 1.2]}),
 }
+NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
-def remember_predictions(monkeypatch):
-    """Return a dict that the trials to come fill: predictions of their estimators, by number."""
-    found = {}
-    run = MinimaObjective.run
+def fit_and_remember(search, monkeypatch):
+    """Fit a search, and return what the estimators of its trials predict, by number."""
+    found, run = {}, MinimaObjective.run
 
     def remember(self, trial):
         values, trained = run(self, trial)
         found[trial.number] = trained.predict_proba(X)
         return values, trained
 
-    monkeypatch.setattr(MinimaObjective, "run", remember)
+    with monkeypatch.context() as patched:
+        patched.setattr(MinimaObjective, "run", remember)
+        search.fit(X, Y)
     return found
 
 
@@ -69,16 +46,13 @@ def remember_predictions(monkeypatch):
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
     estimator, space = ESTIMATORS[kind]
-    store = tmp_path if kept else None
-    with monkeypatch.context() as patched:
-        found = remember_predictions(patched)
-        search = make_search(estimator, space, artifact_store=store).fit(X, Y)
+    search = make_search(estimator, space, artifact_store=tmp_path if kept else None)
+    found = fit_and_remember(search, monkeypatch)
     if kept:
         monkeypatch.setattr(MinimaObjective, "train", None)
     assert len(found) == 3
     for number, expected in found.items():
-        given = search.get_estimator(number)
-        np.testing.assert_array_equal(given.predict_proba(X), expected)
+        np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
     assert search.get_estimator(search.minima_["trial"][0]) is search.best_estimator_
     assert type(search.get_estimator(1)) is type(estimator)
 
@@ -86,7 +60,7 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kept", [True, False], ids=["weights", "trained again"])
 def test_minima_of_a_fleet(kept, tmp_path):
     store = tmp_path if kept else None
-    search = make_search(*ESTIMATORS["net"], fleet=3, artifact_store=store).fit(X, Y)
+    search = make_search(make_net(), SIZES, fleet=3, artifact_store=store).fit(X, Y)
     for number, loss in search.minima_[["trial", "train_loss"]].itertuples(index=False):
         found = search.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(Y)), Y]).mean()
@@ -94,7 +68,7 @@ def test_minima_of_a_fleet(kept, tmp_path):
 
 
 def test_a_pickled_search_needs_its_data():
-    search = make_search(*ESTIMATORS["net"]).fit(X, Y)
+    search = make_search(make_net(), SIZES).fit(X, Y)
     number = int(search.minima_["trial"][2])
     expected = search.get_estimator(number).predict_proba(X)
     copied = pickle.loads(pickle.dumps(search))
@@ -105,42 +79,42 @@ def test_a_pickled_search_needs_its_data():
         copied.get_estimator(number, X[::2], Y[::2])
 
 
+# -- without a random_state --------------------------------------------------------------------
+
+
 def unseeded(**parameters):
     # wide enough that any seed trains it
-    wide = net(module__hidden_layer_sizes=(50,))
-    return make_search(wide, ESTIMATORS["net"][1], random_state=None, **parameters)
+    wide = make_net(module__hidden_layer_sizes=(50,))
+    return make_search(wide, SIZES, random_state=None, **parameters)
 
 
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+@NO_MINIMA
 def test_without_a_random_state_a_minimum_is_trained_again_as_it_was(monkeypatch):
-    with monkeypatch.context() as patched:
-        found = remember_predictions(patched)
-        search = unseeded().fit(X, Y)
+    search = unseeded()
+    found = fit_and_remember(search, monkeypatch)
+    copied = pickle.loads(pickle.dumps(search))
     for number, expected in found.items():
         np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
-    copied = pickle.loads(pickle.dumps(search))
-    found_again = copied.get_estimator(int(search.minima_["trial"][1]), X, Y)
-    expected = found[int(search.minima_["trial"][1])]
-    np.testing.assert_array_equal(found_again.predict_proba(X), expected)
+        again = copied.get_estimator(number, X, Y)
+        np.testing.assert_array_equal(again.predict_proba(X), expected)
 
 
-def fit_in_another_process(path):
-    search = unseeded(storage=f"sqlite:///{path}/minima.db", study_name="sweep").fit(X, Y)
-    np.save(path / "predicted.npy", search.predict_proba(X))
+def fit_in_another_process(stored, path):
+    np.save(path, unseeded(**stored).fit(X, Y).predict_proba(X))
 
 
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
-def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(tmp_path):
+@NO_MINIMA
+def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(stored, tmp_path):
     """Each session has seeds of its own, and the study holds them."""
-    worker = forkserver().Process(target=fit_in_another_process, args=(tmp_path,))
+    path = tmp_path / "predicted.npy"
+    worker = forkserver().Process(target=fit_in_another_process, args=(stored, path))
     worker.start()
     worker.join()
     assert worker.exitcode == 0
-    stored = {"storage": f"sqlite:///{tmp_path}/minima.db", "study_name": "sweep"}
-    again = unseeded(**stored).fit(X, Y)
-    np.testing.assert_array_equal(again.predict_proba(X), np.load(tmp_path / "predicted.npy"))
+    np.testing.assert_array_equal(unseeded(**stored).fit(X, Y).predict_proba(X), np.load(path))
 
 
+@NO_MINIMA
 def test_torchs_random_state_decides_where_there_is_no_other():
     losses = []
     for seed in (1, 1, 2):
@@ -150,10 +124,12 @@ def test_torchs_random_state_decides_where_there_is_no_other():
     assert not set(losses[0]) & set(losses[2])
 
 
-def test_other_results_of_the_same_training_are_noticed(tmp_path, monkeypatch):
+# -- what cannot be had ------------------------------------------------------------------------
+
+
+def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
-    stored = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
-    search = make_search(*ESTIMATORS["net"], **stored).fit(X, Y)
+    search = make_search(make_net(), SIZES, **stored).fit(X, Y)
     train = MinimaObjective.train
     monkeypatch.setattr(
         MinimaObjective, "train", lambda self, params, seed: train(self, params, seed + 1)
@@ -161,37 +137,26 @@ def test_other_results_of_the_same_training_are_noticed(tmp_path, monkeypatch):
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
-    again = make_search(*ESTIMATORS["net"], **stored)
+    again = make_search(make_net(), SIZES, **stored)
     with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
         again.fit(X, Y)
 
 
-class Fails(LogisticRegression):
-    def fit(self, X, y):
-        if self.C == 9.0:
-            raise RuntimeError("broken")
-        return super().fit(X, y)
-
-
-@pytest.mark.parametrize(
-    ("number", "match"),
-    [
-        (1, r"trial 1 has no estimator \(RuntimeError: broken\)"),
+@NO_MINIMA
+def test_trials_without_an_estimator():
+    search = make_search(Fails(max_iter=1000), {"C": [0.5, 1.0]}).fit(X, Y)
+    for number, reason in (
+        (1, r"trial 1 has no estimator \(RuntimeError: out of luck\)"),
         (7, r"trial 7 has no estimator \(there is no such trial\)"),
         ("best", r"trial 'best' has no estimator"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
-def test_trials_without_an_estimator(number, match):
-    search = make_search(Fails(max_iter=1000), {"C": [1.0, 9.0]}).fit(X, Y)
-    with pytest.raises(ValueError, match=match):
-        search.get_estimator(number)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            search.get_estimator(number)
 
 
-def test_the_time_to_refit(tmp_path):
-    parameters = {"storage": f"sqlite:///{tmp_path}/study.db", "study_name": "one"}
-    first = make_search(*ESTIMATORS["net"], **parameters).fit(X, Y)
-    again = make_search(*ESTIMATORS["net"], **parameters).fit(X, Y)
+def test_the_time_to_refit(stored):
+    first = make_search(make_net(), SIZES, **stored).fit(X, Y)
+    again = make_search(make_net(), SIZES, **stored).fit(X, Y)
     assert 0 <= first.refit_time_ < 0.1 * again.refit_time_
     assert not hasattr(copy.copy(first).set_params(refit=False).fit(X, Y), "refit_time_")
 
@@ -220,9 +185,9 @@ def test_progress_shows_the_best_goals_and_failures():
     assert str(Progress([])).startswith("no minimum yet")
 
 
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+@NO_MINIMA
 def test_the_bar_of_a_search_shows_progress(capfd):
-    make_search(Fails(max_iter=1000), {"C": [1.0, 9.0, 1.1]}, verbose=1).fit(X, Y)
+    logistic({"C": [0.5, 1.0, 1.1]}, Fails(max_iter=1000), verbose=1).fit(X, Y)
     shown = capfd.readouterr().err
     assert "goal reached 2, plateau 0, not converged 0, failed 1" in shown
     assert "flattest" in shown

@@ -8,54 +8,44 @@ import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from optuna.trial import FixedTrial, create_trial
+from optuna.trial import create_trial
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_digits, load_iris, load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import PredefinedSplit
 from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 
-from relflat_sk import (
-    MLP,
-    FlatMinimaSearch,
-    FlatnessWarning,
-    MinimaObjective,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
-    StopAtGradientNorm,
-    StopAtLoss,
-    rank_minima,
-)
-from relflat_sk.minima import attributes_of
-from relflat_sk.minima._depth import depth_of, find_depth_band
+from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
+from relflat_sk.minima._depth import depth_of
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
 from relflat_sk.training import StopAtDepth
+from tests.search.examples import (
+    TARGET,
+    X,
+    Y,
+    logistic,
+    make_net,
+    make_regressor,
+    make_search,
+    piped,
+    record,
+)
 
-X, Y = load_iris(return_X_y=True)
-X = scale(X).astype(np.float32)
-TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
-SPACE = {"batch_size": [16, 64], "lr": [0.001, 0.01]}
+
+def net(**parameters):
+    """A net without a goal of its own."""
+    return make_net(**{"callbacks": None, "lr": 0.01, **parameters})
 
 
-def net(estimator=RelativeFlatnessRegularizedClassifier, **parameters):
-    defaults = {"module__hidden_layer_sizes": (8,), "flatness_weight": 0, "verbose": 0}
-    return estimator(**{**defaults, **parameters})
-
-
-def record(estimator, X=X, y=Y, space=None, **parameters):
-    """Train one candidate; return what its trial records, and the candidate."""
-    space = {"lr": [0.01]} if space is None else space
-    objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
-    trial = optuna.create_study().ask()
-    fitted = objective.run(trial)[1]
-    return attributes_of(trial), fitted
+def entropy(y):
+    shares = np.bincount(y) / len(y)
+    return float(-(shares * np.log(shares)).sum())
 
 
 # -- what people do first ----------------------------------------------------------------------
@@ -65,8 +55,8 @@ def record(estimator, X=X, y=Y, space=None, **parameters):
 def test_half_trained_nets_are_no_minima(load):
     """One epoch each: the search says so, and puts the deepest first, not the flattest."""
     X, y = load(return_X_y=True)
-    search = FlatMinimaSearch(net(max_epochs=1), SPACE, random_state=0)
-    goal = f"{_entropy(y) / 20:.3g}"
+    search = make_search(net(max_epochs=1), {"batch_size": [16, 64], "lr": [0.001, 0.01]})
+    goal = f"{entropy(y) / 20:.3g}"
     match = rf"no candidate converged[\s\S]*before a training loss of {goal} or a plateau"
     with pytest.warns(FlatnessWarning, match=match):
         search.fit(scale(X).astype(np.float32), y)
@@ -79,74 +69,63 @@ def test_half_trained_nets_are_no_minima(load):
 @pytest.mark.parametrize("load", [load_wine, load_iris])
 def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth(load):
     X, y = load(return_X_y=True)
-    space = {"batch_size": [16, 64], "lr": [0.01, 0.02]}
-    search = FlatMinimaSearch(net(max_epochs=200), space, random_state=0)
+    search = make_search(net(max_epochs=200), {"batch_size": [16, 64], "lr": [0.01, 0.02]})
     minima = search.fit(scale(X).astype(np.float32), y).minima_
     assert minima["comparable"].all()
     assert (minima["ended_by"] == "goal").all()
-    assert_allclose(minima["depth"], _entropy(y) / minima["train_loss"], rtol=1e-6)
+    assert_allclose(minima["depth"], entropy(y) / minima["train_loss"], rtol=1e-6)
     assert minima["depth"].between(20, 60).all()
     assert (minima["train_score"] > 0.95).all()
     assert minima["relative_flatness"].is_monotonic_increasing
-
-
-def _entropy(y):
-    shares = np.bincount(y) / len(y)
-    return float(-(shares * np.log(shares)).sum())
 
 
 # -- goals -------------------------------------------------------------------------------------
 
 
 def test_the_automatic_goal_of_a_regressor_is_a_share_of_the_variance():
-    regressor = net(RelativeFlatnessRegularizedRegressor, max_epochs=300, lr=0.01)
-    attrs, fitted = record(regressor, y=3 * TARGET)
+    attrs, fitted = record(make_regressor(max_epochs=300), y=3 * TARGET, space={"lr": [0.01]})
     assert attrs["ended_by"] == "goal"
     assert len(fitted.history) < 300
     assert attrs["train_loss"] <= (3 * TARGET).var() / 20
     assert_allclose(attrs["depth"], (3 * TARGET).var() / attrs["train_loss"], rtol=1e-4)
-
-
-def test_the_automatic_goal_is_on_the_scale_of_the_transformed_target():
-    regressor = net(RelativeFlatnessRegularizedRegressor, max_epochs=300)
-    wrapped = TransformedTargetRegressor(regressor, transformer=StandardScaler())
+    # it is on the scale of the transformed target
+    wrapped = TransformedTargetRegressor(
+        make_regressor(max_epochs=300), transformer=StandardScaler()
+    )
     attrs, _ = record(wrapped, y=1000 * TARGET, space={"regressor__lr": [0.01]})
     assert attrs["ended_by"] == "goal"
     assert attrs["train_loss"] <= 1 / 20
 
 
 def test_the_automatic_goal_counts_weights_and_the_training_part_only():
-    fold = PredefinedSplit(np.where(np.arange(len(Y)) < 40, 0, -1))  # of the first class
+    fold = PredefinedSplit(np.where(np.arange(len(Y)) < 20, 0, -1))  # of the first class
     classifier = net(callbacks=[("goal", StopAtDepth(10))], train_split=ValidSplit(fold))
     goal = dict(classifier.fit(X, Y).callbacks_)["goal"].goal_
-    assert_allclose(goal, _entropy(Y[40:]) / 10, rtol=1e-6)
+    assert_allclose(goal, entropy(Y[20:]) / 10, rtol=1e-6)
     classifier.set_params(train_split=None).fit(X, Y, sample_weight=np.where(Y == 0, 1.0, 0.1))
     shares = np.array([10, 1, 1]) / 12
     goal = dict(classifier.callbacks_)["goal"].goal_
     assert_allclose(goal, -(shares * np.log(shares)).sum() / 10, rtol=1e-6)
 
 
-def test_a_goal_of_ones_own_stays():
-    for callback in (StopAtLoss(0.6), ("stop", StopAtLoss(0.6)), StopAtGradientNorm(0.1)):
-        estimator = net(max_epochs=100, callbacks=[callback])
-        attrs, fitted = record(estimator)
-        assert (attrs["ended_by"], attrs["reason"]) == ("goal", "")
-        assert fitted.callbacks == [callback] or len(fitted.callbacks) == 1
-        assert attrs["depth"] < 20
+@pytest.mark.parametrize("one", [StopAtLoss(0.6), ("stop", StopAtLoss(0.6)), StopAtGradientNorm(1)])
+def test_a_goal_of_ones_own_stays(one):
+    attrs, fitted = record(net(max_epochs=100, callbacks=[one]), space={"lr": [0.01]})
+    assert (attrs["ended_by"], attrs["reason"]) == ("goal", "")
+    assert len(fitted.callbacks) == 1
+    assert attrs["depth"] < 20
 
 
 def test_a_goal_of_ones_own_that_is_not_reached_is_no_plateau():
     """At a learning rate of almost zero nothing moves, which is no minimum."""
-    attrs, _ = record(net(max_epochs=20, callbacks=[StopAtLoss]), space={"lr": [0.01]})
+    attrs, _ = record(net(max_epochs=20, callbacks=[StopAtLoss]), space={"lr": [0.001]})
     assert attrs["reason"] == "training stopped before its goal was reached, after 20 epochs"
     assert (attrs["converged"], attrs["ended_by"]) == (False, "")
 
 
 @pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_a_loss_as_goal_holds_for_scikit_learn_too():
-    space = {"C": [0.001, 1.0]}
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), space, goal=0.3).fit(X, Y)
-    minima = search.minima_.set_index("param_C")
+    minima = logistic({"C": [0.001, 1.0]}, goal=0.3).fit(X, Y).minima_.set_index("param_C")
     assert minima["ended_by"].to_dict() == {1.0: "goal", 0.001: ""}
     assert minima["reason"][0.001] == "the training loss did not reach the goal of 0.3"
 
@@ -159,27 +138,21 @@ def test_solvers_tell_whether_they_ended():
     assert (attrs["ended_by"], attrs["reason"]) == ("", reason)
 
 
-def test_callbacks_in_the_space_and_nested_names():
-    pipeline = Pipeline([("scale", StandardScaler()), ("net", net(max_epochs=100, lr=0.02))])
-    goals = [[("stop", StopAtLoss(0.8))], None]
-    search = FlatMinimaSearch(pipeline, {"net__callbacks": goals}, depth_band=None, random_state=0)
-    search.set_params(estimator__net__callbacks=[EpochScoring("accuracy", name="acc")])
+def test_goals_beside_other_callbacks():
+    scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
+    goals = [[scoring, ("stop", StopAtLoss(0.8))], None]
+    pipeline = piped(net(max_epochs=150, lr=0.02, callbacks=[scoring]))
+    search = make_search(pipeline, {"net__callbacks": goals}, depth_band=None)
     minima = search.fit(X, Y).minima_
     assert minima["ended_by"].tolist() == ["goal", "goal"]
     assert sorted(minima["depth"] > 20) == [False, True]
-    best = search.best_estimator_["net"]
-    assert {name for name, _ in best.callbacks_} & {"stop", "goal"}
-
-
-def test_a_net_with_a_callback_named_goal():
-    scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
-    attrs, fitted = record(net(max_epochs=100, callbacks=[scoring]))
+    attrs, fitted = record(net(max_epochs=150, callbacks=[scoring]), space={"lr": [0.02]})
     assert attrs["ended_by"] == "goal"
     assert "acc" in fitted.history[-1]
 
 
 def test_nets_without_callbacks_are_judged_by_their_batches():
-    attrs, fitted = record(net(max_epochs=60, callbacks="disable"), space={"lr": [0.05]})
+    attrs, fitted = record(net(max_epochs=60, callbacks="disable"))
     assert "train_loss" not in fitted.history[-1]
     assert attrs["ended_by"] == "plateau"
 
@@ -190,37 +163,12 @@ def test_a_loss_without_a_positive_constant_has_no_automatic_goal():
     def density(output, y):
         return 0.5 * ((output[:, 0] - y) ** 2).mean() - 5
 
-    estimator = NeuralNet(
-        MLP,
-        lambda: density,
-        module__n_features=4,
-        module__n_outputs=1,
-        max_epochs=60,
-        lr=0.1,
-        verbose=0,
-    )
+    sizes = {"module__n_features": 4, "module__n_outputs": 1}
+    estimator = NeuralNet(MLP, lambda: density, **sizes, max_epochs=60, verbose=0)
     attrs, fitted = record(estimator, y=TARGET, space={"lr": [0.1]})
     assert len(fitted.history) == 60
     assert "depth" not in attrs
     assert attrs["ended_by"] == "plateau"
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "goal", "match"),
-    [
-        *(
-            (None, goal, "goal must be 'auto', a training loss greater than 0")
-            for goal in (0, -1.0, "deep", math.inf, True)
-        ),
-        ([StopAtLoss(0.2)], 0.1, r"goal=0.1, but the net has a goal of its own: \[StopAtLoss\(0.2"),
-        ([StopAtDepth(0)], "auto", "depth must be a finite positive number, got"),
-        ([StopAtDepth(math.inf)], "auto", "depth must be a finite positive number, got"),
-    ],
-)
-def test_goals_that_are_refused(callbacks, goal, match):
-    pipeline = Pipeline([("scale", StandardScaler()), ("net", net(callbacks=callbacks))])
-    with pytest.raises(ValueError, match=match):
-        record(pipeline, space={"net__lr": [0.01]}, goal=goal)
 
 
 # -- plateaus ----------------------------------------------------------------------------------
@@ -243,13 +191,13 @@ def test_plateaus(losses, constant_loss, expected):
 
 
 def test_no_goal_trains_all_epochs_to_a_plateau():
-    attrs, fitted = record(net(max_epochs=100), goal=0.5)
+    attrs, fitted = record(net(max_epochs=100), goal=0.5, space={"lr": [0.01]})
     assert attrs["ended_by"] == "goal"
     assert 0.2 < attrs["train_loss"] <= 0.5
-    attrs, fitted = record(net(max_epochs=60), goal=None, space={"lr": [0.05]})
+    attrs, fitted = record(net(max_epochs=60), goal=None)
     assert len(fitted.history) == 60
     assert attrs["ended_by"] == "plateau"
-    assert record(net(max_epochs=15), goal=None)[0]["reason"] == (
+    assert record(net(max_epochs=15), goal=None, space={"lr": [0.01]})[0]["reason"] == (
         "training stopped before a plateau was reached, after 15 epochs"
     )
 
@@ -270,14 +218,19 @@ def test_depths():
         assert math.isnan(depth_of(*losses))
 
 
-def test_most_minima_decide_and_of_equally_many_the_deepest():
-    assert find_depth_band(minima_of([2.0, 20, 21, 30, 500]), 3) == (10, 30)
-    assert find_depth_band(minima_of([2.0, 20, 500]), 3)[1] == 500
-    # those that reached their goal decide
-    ended_by = ["plateau"] * 3 + ["goal"] * 2
-    assert find_depth_band(minima_of([2.0, 2, 2, 20, 25], ended_by=ended_by), 3)[1] == 25
-    assert find_depth_band(minima_of([20.0, 25], converged=False), 3) is None
-    assert find_depth_band(minima_of([math.nan, math.nan]), 3) is None
+@pytest.mark.parametrize(
+    ("depths", "ended_by", "compared"),
+    [
+        ([2.0, 20, 21, 30, 500], "", [20, 21, 30]),
+        ([2.0, 20, 500], "", [500]),
+        # those that reached their goal decide
+        ([2.0, 2, 2, 20, 25], ["plateau"] * 3 + ["goal"] * 2, [20, 25]),
+        ([math.nan, math.nan], "", [math.nan, math.nan]),
+    ],
+)
+def test_most_minima_decide_and_of_equally_many_the_deepest(depths, ended_by, compared):
+    ranked = rank_minima(minima_of(depths, ended_by=ended_by))
+    assert_allclose(np.sort(ranked["depth"][ranked["comparable"]]), compared)
 
 
 def test_minima_of_other_depths_rank_behind():
@@ -297,24 +250,15 @@ def test_minima_of_other_depths_rank_behind():
     assert rank_minima(table, depth_band=100)["comparable"].sum() == 4
 
 
-@pytest.mark.parametrize("band", [0.5, "wide", math.nan])
-def test_bad_bands(band):
-    with pytest.raises(ValueError, match=r"depth_band must be a number of at least 1"):
-        rank_minima(minima_of([1.0]), depth_band=band)
-    with pytest.raises(ValueError, match=r"depth_band must be a number of at least 1"):
-        FlatMinimaSearch(net(), SPACE, depth_band=band).fit(X, Y)
-
-
 def test_the_search_warns_of_other_depths_and_leaves_them_out():
     goals = [[StopAtLoss(loss)] for loss in (0.9, 0.1, 0.09)]
-    estimator = net(max_epochs=200, lr=0.01)
-    search = FlatMinimaSearch(estimator, {"callbacks": goals}, random_state=0)
+    search = make_search(net(max_epochs=200, lr=0.01), {"callbacks": goals})
     match = r"1 of 3 minima are left out of the ranking, because their training losses \(0\.8"
     with pytest.warns(FlatnessWarning, match=match):
         search.fit(X, Y)
     last = search.minima_.iloc[2]
     assert (last["converged"], last["comparable"]) == (True, False)
-    assert last["reason"].startswith("its depth of 1.2")
+    assert last["reason"].startswith("its depth of 1.")
     assert np.isnan(search.cv_results_["mean_test_score"]).sum() == 1
     # the estimator is the one that was measured, whichever was found first
     loss = search.minima_["train_loss"][0]
@@ -324,33 +268,32 @@ def test_the_search_warns_of_other_depths_and_leaves_them_out():
 
 def test_the_depth_is_relative_to_the_candidates_own_labels():
     """Labels that are all shuffled are as deep a minimum at the same loss."""
-    model = LogisticRegression(max_iter=1000)
-    objective = MinimaObjective(model, X[:100], Y[:100], {"data__train_size": [100, 60]})
-    trial = FixedTrial({"data__train_size": 60})
-    objective(trial)
-    assert_allclose(attributes_of(trial)["depth"], np.log(2) / trial.user_attrs["train_loss"])
+    attrs, _ = record(LogisticRegression(max_iter=1000), X[:50], Y[:50], {"data__train_size": [30]})
+    assert_allclose(attrs["depth"], np.log(2) / attrs["train_loss"])
 
 
 # -- the estimators that are held --------------------------------------------------------------
 
 
-def test_the_held_estimators_hold_the_best_of_every_band():
+@pytest.mark.parametrize("band", [3.0, None])
+def test_the_held_estimators_hold_the_best_of_every_band(band):
     rng = np.random.default_rng(0)
     for _ in range(50):
         n = 12
         depths, values = np.exp(rng.uniform(0, 5, n)), rng.integers(0, 6, n).astype(float)
         depths[rng.random(n) < 0.1] = np.nan
-        flattest = FlattestSoFar("relative_flatness", 3.0)
+        flattest = FlattestSoFar("relative_flatness", band)
         for i in range(n):
             attrs = {"converged": True} | ({} if np.isnan(depths[i]) else {"depth": depths[i]})
             trial = create_trial(value=values[i], user_attrs=attrs)
             trial.number = i
             flattest.offer(trial, i)
         for high in depths[~np.isnan(depths)]:
-            inside = np.isnan(depths) | ((depths >= high / 3) & (depths <= high))
+            low = high / band if band else -np.inf
+            inside = np.isnan(depths) | ((depths >= low) & (depths <= (high if band else np.inf)))
             best = min((values[i], i) for i in np.flatnonzero(inside))[1]
             assert flattest.estimator(best) == best
-    assert len(flattest.held) < n
+    assert len(flattest.held) < (n if band else 2)
 
 
 @pytest.mark.parametrize("n_minima", [0, 2])

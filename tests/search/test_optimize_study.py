@@ -168,16 +168,3 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
     optimize_study(study, objective, 2, fleet=2)
     assert len(rank_minima(study)) == 2
     assert "LogisticRegression holds no net of relflat_sk" in caplog.text
-
-
-def test_arguments_are_checked():
-    study = make_study()
-    with pytest.raises(TypeError, match=r"must be a MinimaObjective, got a function.*fleet_tr"):
-        optimize_study(study, lambda trial: 0.0, 1)
-    with pytest.raises(ValueError, match="n_trials must be"):
-        optimize_study(study, make_objective(), 0)
-    with pytest.raises(ValueError, match="fleet must be"):
-        optimize_study(study, make_objective(), 1, fleet="many")
-    with pytest.raises(TypeError, match="callbacks must be a list"):
-        optimize_study(study, make_objective(), 1, callbacks=print)
-    assert not study.trials

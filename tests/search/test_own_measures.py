@@ -3,23 +3,18 @@
 import numpy as np
 import optuna
 import pytest
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import scale
 
 from relflat_sk import (
-    FlatMinimaSearch,
     FlatnessWarning,
     MeasurePanelsDisplay,
     MinimaObjective,
-    RelativeFlatnessRegularizedClassifier,
     correlate,
     register_measure,
 )
 from relflat_sk.measures._names import _REGISTERED
+from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search
 
-X, Y = load_iris(return_X_y=True)
-X = scale(X)
 MODEL = LogisticRegression(max_iter=1000)
 SPACE = {"C": [0.1, 1.0, 10.0]}
 
@@ -46,9 +41,8 @@ def expected(C, order=2):
 
 
 def test_a_search_ranks_by_a_function(tmp_path):
-    search = FlatMinimaSearch(
-        MODEL, SPACE, measure=[coefficients, "relative_flatness"], depth_band=None
-    ).fit(X[::2], Y[::2], X[1::2], Y[1::2])
+    search = logistic(SPACE, measure=[coefficients, "relative_flatness"])
+    search.fit(X, Y, X_TEST, Y_TEST)
     table = search.minima_
     assert list(table.columns[:4]) == ["trial", "param_C", "coefficients", "train_loss"]
     assert table["param_C"].tolist() == [0.1, 1.0, 10.0]
@@ -63,9 +57,7 @@ def test_a_search_ranks_by_a_function(tmp_path):
 
 
 def test_a_single_function_with_arguments_and_an_objective():
-    search = FlatMinimaSearch(
-        MODEL, SPACE, measure=coefficients, measure_params={"order": 1}, depth_band=None
-    ).fit(X, Y)
+    search = logistic(SPACE, measure=coefficients, measure_params={"order": 1}).fit(X, Y)
     row = search.minima_.set_index("param_C").loc[1.0]
     assert row["coefficients"] == pytest.approx(expected(1.0, order=1), rel=1e-9)
     objective = MinimaObjective(MODEL, X, Y, SPACE, measures=[largest_weight, "train_loss"])
@@ -77,11 +69,8 @@ def test_a_single_function_with_arguments_and_an_objective():
     assert all(type(key) is str for t in study.trials for key in t.user_attrs)
 
 
-def test_remeasuring_by_name_and_by_function(tmp_path):
-    search = FlatMinimaSearch(
-        MODEL, SPACE, artifact_store=tmp_path, random_state=0, depth_band=None,
-        storage=f"sqlite:///{tmp_path / 'minima.db'}", study_name="own",
-    ).fit(X, Y)  # fmt: skip
+def test_remeasuring_by_name_and_by_function(tmp_path, stored):
+    search = logistic(SPACE, artifact_store=tmp_path / "weights", **stored).fit(X, Y)
     register_measure("size", coefficients)
     table = search.remeasure(["size", largest_weight]).set_index("param_C")
     for C in SPACE["C"]:
@@ -101,15 +90,12 @@ def test_remeasuring_by_name_and_by_function(tmp_path):
         search.remeasure(coefficients)
 
 
-def test_a_resumed_study_knows_the_function(tmp_path):
-    options = {
-        "storage": tmp_path / "minima.log", "study_name": "own", "depth_band": None,
-        "artifact_store": tmp_path / "weights", "random_state": 0,
-    }  # fmt: skip
-    FlatMinimaSearch(MODEL, SPACE, measure=coefficients, **options).fit(X, Y)
+def test_a_resumed_study_knows_the_function(tmp_path, stored):
+    options = {**stored, "artifact_store": tmp_path / "weights"}
+    logistic(SPACE, measure=coefficients, **options).fit(X, Y)
     wider = {"C": [0.1, 1.0, 10.0, 100.0]}
     both = [coefficients, largest_weight]  # may be added: earlier minima are measured again
-    table = FlatMinimaSearch(MODEL, wider, measure=both, **options).fit(X, Y).minima_
+    table = logistic(wider, measure=both, **options).fit(X, Y).minima_
     assert np.isfinite(table[["coefficients", "largest_weight"]].to_numpy()).all()
     assert len(table) == 4
 
@@ -118,7 +104,7 @@ def test_a_resumed_study_knows_the_function(tmp_path):
 
     other.__name__ = "coefficients"
     with pytest.raises(ValueError, match="own measures, coefficients"):
-        FlatMinimaSearch(MODEL, wider, measure=other, **options).fit(X, Y)
+        logistic(wider, measure=other, **options).fit(X, Y)
 
 
 def test_worker_processes_know_functions_and_registered_names():
@@ -129,16 +115,13 @@ def test_worker_processes_know_functions_and_registered_names():
         return float(sum(p.detach().square().sum() for p in net.module_.parameters()))
 
     register_measure("registered", lambda net, X, y: factor * squares(net, X, y))
-    net = RelativeFlatnessRegularizedClassifier(
-        max_epochs=60, verbose=0, flatness_weight=0, module__hidden_layer_sizes=(4,)
-    )
+    measures = {"measure": [squares, "registered"]}
     one, two = (
-        FlatMinimaSearch(
-            net, {"lr": [0.01, 0.02, 0.05]}, measure=[squares, "registered"],
-            n_jobs=n_jobs, random_state=0, goal=0.6,
-        ).fit(X.astype(np.float32), Y).minima_.sort_values("param_lr")
+        make_search(make_net(), {"lr": [0.04, 0.05, 0.06]}, n_jobs=n_jobs, **measures)
+        .fit(X, Y)
+        .minima_.sort_values("param_lr")
         for n_jobs in (1, 2)
-    )  # fmt: skip
+    )
     assert one["squares"].tolist() == two["squares"].tolist()
     assert (two["registered"] == 2 * two["squares"]).all()
     assert np.isfinite(two["registered"]).all()
@@ -150,5 +133,5 @@ def test_a_measure_that_is_not_finite_is_no_minimum():
 
     message = r"no candidate has a finite measure.*\n  3 x cannot be ranked: nowhere is inf"
     with pytest.warns(FlatnessWarning, match=message):
-        search = FlatMinimaSearch(MODEL, SPACE, measure=nowhere).fit(X, Y)
+        search = logistic(SPACE, measure=nowhere).fit(X, Y)
     assert not search.minima_["converged"].any()

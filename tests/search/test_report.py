@@ -7,23 +7,18 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
-import numpy as np
 import optuna
 import pytest
-from sklearn.datasets import load_iris
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import StandardScaler, scale
 
-from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk.minima import find_axis
 from relflat_sk.search._report import describe_goal, render
+from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search, piped
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
-X, Y = load_iris(return_X_y=True)
-X = scale(X).astype(np.float32)
 NASTY = '<script>alert(1)</script> & "quotes"'
 BROWSER = next(
     filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
@@ -70,9 +65,7 @@ class Page(HTMLParser):
 def search():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {"C": [0.01, 0.1, 1.0, 10.0], "tol": [1e-4]}
-    model = Fails(max_iter=1000)
-    search = FlatMinimaSearch(model, space, depth_band=None, random_state=0)
-    return search.fit(X[::2], Y[::2], X[1::2], Y[1::2])
+    return logistic(space, Fails(max_iter=1000)).fit(X, Y, X_TEST, Y_TEST)
 
 
 def test_the_page_holds_everything(search, tmp_path):
@@ -102,8 +95,7 @@ def test_the_page_holds_everything(search, tmp_path):
 def test_the_first_columns_are_what_matters():
     """Other measures come after the ranked one, losses and scores."""
     names = ["relative_flatness", "hessian_trace", "l2_norm"]
-    model = LogisticRegression(max_iter=1000)
-    search = FlatMinimaSearch(model, {"C": [0.5, 1.0]}, measure=names).fit(X, Y, X[:9], Y[:9])
+    search = logistic({"C": [0.5, 1.0]}, measure=names).fit(X, Y, X[:9], Y[:9])
     header = Page(render(search)).tables[0][0]
     assert header == [
         *("rank", "trial", "param_C", "relative_flatness"),
@@ -113,13 +105,10 @@ def test_the_first_columns_are_what_matters():
     ]
 
 
-def net_search(goal="auto", **parameters):
-    net = RelativeFlatnessRegularizedClassifier(
-        flatness_weight=0, module__hidden_layer_sizes=(6,), verbose=0, max_epochs=100, **parameters
-    )
-    pipeline = Pipeline([("scale", StandardScaler()), ("net", net)])
-    space = {"net__lr": [0.02, 5e-4], "net__batch_size": [16, 32], "scale__copy": [True]}
-    return FlatMinimaSearch(pipeline, space, goal=goal, random_state=0, lr_scaling="linear")
+def net_search(**parameters):
+    net = make_net(max_epochs=100, callbacks=None)
+    space = {"net__lr": [0.02, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
+    return make_search(piped(net), space, lr_scaling="linear", **parameters)
 
 
 def test_goal_depth_and_what_was_left_out():
@@ -135,22 +124,18 @@ def test_goal_depth_and_what_was_left_out():
     left_out = f"<li>2 x {reason}, after 100 epochs (trials {trials[0]}, {trials[1]})</li>"
     assert left_out in text
     # three plots are of minima and parameters, one of trainings
-    assert Page(text).tags.count("img") == 3
-    settings = dict(Page(text).tables[-2])
-    assert settings["batch_size"] == "32"
+    page = Page(text)
+    assert page.tags.count("img") == 3
+    settings = dict(page.tables[-2])
+    assert settings["batch_size"] == "8"
     assert settings["module__hidden_layer_sizes"] == "(6,)"
     assert settings["criterion"] == "torch.nn.modules.loss.CrossEntropyLoss"
-
-
-def test_names_of_parameters_lose_the_prefix_of_a_pipeline():
-    search = net_search(goal=0.9).fit(X, Y)
-    params = [name for name in search.minima_ if name.startswith("param_")]
-    expected = ["param_scaled_lr", "param_lr", "param_batch_size", "param_scale__copy"]
-    assert sorted(params) == sorted(expected)
-    assert find_axis(search.minima_, "net__lr", argument="axes") == "param_lr"
+    # names of parameters lose the prefix of the pipeline
+    params = sorted(name for name in minima if name.startswith("param_"))
+    assert params == ["param_batch_size", "param_lr", "param_scale__copy", "param_scaled_lr"]
+    assert find_axis(minima, "net__lr", argument="axes") == "param_lr"
     assert "param_net__lr" in search.cv_results_
-    assert "param_lr" in Page(render(search)).tables[0][0]
-    assert "a training loss of 0.9" in render(search)
+    assert "param_lr" in page.tables[0][0]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +144,7 @@ def test_names_of_parameters_lose_the_prefix_of_a_pipeline():
         (LogisticRegression(), "auto", "the solver ends by its own tolerance."),
         (LogisticRegression(), 0.5, "by its own tolerance, at a training loss of 0.5."),
         (RelativeFlatnessRegularizedClassifier(), None, "Goal: a plateau of the training loss."),
+        (RelativeFlatnessRegularizedClassifier(), 0.9, "Goal: a training loss of 0.9."),
         (
             RelativeFlatnessRegularizedClassifier(callbacks=[("a", StopAtLoss(0.3)), StopAtLoss]),
             "auto",
@@ -167,7 +153,7 @@ def test_names_of_parameters_lose_the_prefix_of_a_pipeline():
     ],
 )
 def test_goals_in_words(estimator, goal, expected):
-    assert expected in describe_goal(FlatMinimaSearch(estimator, {}, goal=goal))
+    assert expected in describe_goal(make_search(estimator, goal=goal))
 
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
@@ -179,25 +165,19 @@ def test_a_report_without_any_minimum():
     assert Page(text).tags.count("img") == 1
 
 
-def test_the_page_itself_and_a_folder_that_is_missing(search, tmp_path):
-    assert search.report().startswith("<!DOCTYPE html>")
+def test_the_page_loads_nothing_and_needs_a_folder_and_matplotlib(search, tmp_path, monkeypatch):
+    text = search.report()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "default-src 'none'" in text
+    page = Page(text)
+    assert page.loads
+    assert all(one.startswith("data:image/svg+xml;base64,") for one in page.loads)
     with pytest.raises(FileNotFoundError, match="new/minima.html"):
         search.report(tmp_path / "new" / "minima.html")
-    assert not (tmp_path / "new").exists()
-
-
-def test_matplotlib_is_named(search, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
         search.report(tmp_path / "minima.html")
-    assert not (tmp_path / "other").exists()
-
-
-def test_the_page_loads_nothing(search):
-    page = Page(render(search))
-    assert page.loads
-    assert all(one.startswith("data:image/svg+xml;base64,") for one in page.loads)
-    assert "default-src 'none'" in render(search)
+    assert not list(tmp_path.iterdir())
 
 
 def test_text_is_escaped(search):
@@ -219,16 +199,13 @@ def test_passwords_are_not_shown(search, monkeypatch):
         assert shown in text
 
 
-def test_without_held_out_data():
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.5, 1.0]}).fit(X, Y)
-    page = Page(render(search))
+def test_before_fit_and_without_held_out_data():
+    search = logistic({"C": [0.5, 1.0]})
+    with pytest.raises(NotFittedError):
+        search.report("minima.html")
+    page = Page(render(search.fit(X, Y)))
     assert len(page.tables) == 4
     assert page.tags.count("img") == 2
-
-
-def test_before_fit():
-    with pytest.raises(NotFittedError):
-        FlatMinimaSearch(LogisticRegression(), {"C": [1.0]}).report("minima.html")
 
 
 # clicks on the ranks first: sorting is stable; then once, and once again

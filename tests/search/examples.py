@@ -1,0 +1,118 @@
+"""Data, nets and searches that the tests of the search share; most train within milliseconds."""
+
+import numpy as np
+import optuna
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback
+from torch import nn
+
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
+)
+from relflat_sk.minima import attributes_of
+from relflat_sk.search._study import open_storage
+
+X, Y = load_iris(return_X_y=True)
+X = scale(X).astype(np.float32)
+X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
+LABELS = load_iris().target_names[Y]
+TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+WEIGHTS = np.where(np.arange(len(X)) % 3, 1.0, 3.0)
+
+
+def make_net(kind=RelativeFlatnessRegularizedClassifier, **parameters):
+    """A net that reaches a goal of its own within a few epochs."""
+    defaults = {
+        "flatness_weight": 0,
+        "module__hidden_layer_sizes": (6,),
+        "lr": 0.05,
+        "batch_size": 8,
+        "max_epochs": 30,
+        "callbacks": [StopAtLoss(0.4)],
+        "verbose": 0,
+    }
+    return kind(**{**defaults, **parameters})
+
+
+def make_regressor(**parameters):
+    defaults = {"callbacks": None, "max_epochs": 10}
+    return make_net(RelativeFlatnessRegularizedRegressor, **{**defaults, **parameters})
+
+
+def plain_net(**parameters):
+    """skorch's own: no random_state, and a fifth of the data held out."""
+    defaults = {
+        "module__n_features": 4,
+        "module__n_outputs": 3,
+        "criterion": nn.CrossEntropyLoss,
+        "max_epochs": 3,
+        "lr": 0.5,
+        "verbose": 0,
+    }
+    return NeuralNetClassifier(MLP, **{**defaults, **parameters})
+
+
+def piped(model):
+    return Pipeline([("scale", StandardScaler()), ("net", model)])
+
+
+def make_search(estimator=None, space=None, **parameters):
+    estimator = make_net() if estimator is None else estimator
+    sizes = {"batch_size": [8, 16], "module__hidden_layer_sizes": [(4,), (8,)]}
+    space = sizes if space is None else space
+    return FlatMinimaSearch(estimator, space, **{"random_state": 0, **parameters})
+
+
+def logistic(space=None, estimator=None, **parameters):
+    """A search that takes milliseconds; C determines the depth, so all depths are compared."""
+    space = {"C": [0.01, 0.1, 1.0]} if space is None else space
+    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
+    return make_search(estimator, space, **{"depth_band": None, **parameters})
+
+
+def record(estimator, X=X, y=Y, space=None, **parameters):
+    """Train one candidate; return what its trial records, and the candidate."""
+    space = {"lr": [0.05]} if space is None else space
+    objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
+    trial = optuna.create_study().ask()
+    fitted = objective.run(trial)[1]
+    return attributes_of(trial), fitted
+
+
+def load(stored):
+    return optuna.load_study(
+        study_name=stored["study_name"], storage=open_storage(stored["storage"])
+    )
+
+
+class Fails(LogisticRegression):
+    """Fails for one value of C."""
+
+    def fit(self, X, y):
+        if self.C == 1.0:
+            raise RuntimeError("out of luck")
+        return super().fit(X, y)
+
+
+class Counts(Callback):
+    """Writes a line each time a net is trained."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, net, **kwargs):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{net.batch_size} {len(next(net.module_.parameters()))}\n")
+
+    @property
+    def trained(self):
+        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []

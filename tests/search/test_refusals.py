@@ -1,0 +1,393 @@
+"""What searches, objectives, studies and rules refuse before anything is trained, and how."""
+
+import io
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.samplers import TPESampler
+from optuna.storages import InMemoryStorage
+from scipy import stats
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import GridSearchCV
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC
+from skorch import NeuralNetClassifier, NeuralNetRegressor
+
+from relflat_sk import (
+    MLP,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    flattest_within,
+    optimize_study,
+    rank_minima,
+)
+from relflat_sk.search._data import vary_data
+from relflat_sk.search._fit import scale_lr
+from relflat_sk.search._space import Space
+from relflat_sk.search._study import open_storage
+from relflat_sk.training import StopAtDepth
+from tests.search.examples import (
+    LABELS,
+    WEIGHTS,
+    X_TEST,
+    Y_TEST,
+    X,
+    Y,
+    load,
+    logistic,
+    make_net,
+    piped,
+)
+
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+NET = NeuralNetClassifier(MLP)
+NESTED = Pipeline([
+    ("scale", StandardScaler()),
+    ("net", TransformedTargetRegressor(NeuralNetRegressor(MLP))),
+])
+ROWS = np.arange(40)
+
+
+def search(*data, estimator=None, space=None, fit=(), **parameters):
+    """A call of `fit`."""
+    data = data or (X, Y)
+    return lambda: logistic(space, estimator, **parameters).fit(*data, **dict(fit))
+
+
+def objective(estimator=None, X=X, y=Y, space=None, **parameters):
+    estimator = LogisticRegression() if estimator is None else estimator
+    space = {"C": [1.0]} if space is None else space
+    return lambda: MinimaObjective(estimator, X, y, space, **parameters)
+
+
+def study(n_trials, directions=("minimize",), fleet="auto", **parameters):
+    made = objective(**parameters)()
+    return lambda: optimize_study(
+        optuna.create_study(directions=directions), made, n_trials, fleet=fleet
+    )
+
+
+def name(estimator, name):
+    """A space of one name."""
+    return lambda: Space({name: [1]}).check(estimator)
+
+
+def early(**parameters):
+    return MLPClassifier((4,), random_state=0, **{"early_stopping": True, **parameters})
+
+
+class FullStore(FileSystemArtifactStore):
+    """A folder on a disk that is full."""
+
+    def write(self, artifact_id, content):
+        raise OSError(28, "No space left on device")
+
+
+class FarAway:
+    """A store of one's own that cannot be written to."""
+
+    def __repr__(self):
+        return "a store far away"
+
+    def write(self, artifact_id, content):
+        raise PermissionError("permission denied")
+
+    def open_reader(self, artifact_id):
+        return io.BytesIO()
+
+
+VALUES = [
+    # the search
+    (search(n_trials=0), "n_trials must be a positive integer or None, got 0"),
+    (search(n_trials=2.0), "n_trials must be a positive integer or None, got 2.0"),
+    (search(n_trials=True), "n_trials must be a positive integer"),
+    (search(sampler=TPESampler()), "n_trials is needed with a sampler"),
+    (search(space={"C": lambda trial: 1}), "n_trials is needed: the space has"),
+    (search(space={"D": [1]}), "space names 'D', but LogisticRegression"),
+    (search(measure="flat"), "there is no measure 'flat'"),
+    (search(measure=[]), "measures must be a sequence"),
+    (search(n_jobs=0), "n_jobs == 0"),
+    (search(n_jobs=2, storage=InMemoryStorage()), "2 processes cannot share a storage in memory"),
+    (search(study_name="sweep"), "study_name='sweep' needs a storage: without one"),
+    *(
+        (call, "depth_band must be a number of at least 1")
+        for band in (0.5, "wide", math.nan)
+        for call in (search(depth_band=band), partial(rank_minima, None, depth_band=band))
+    ),
+    # data
+    (search(X, Y[:9]), "got 75 samples in X and 9 labels in y"),
+    (search(X[:0], Y[:0]), "X holds no samples"),
+    (search(X[:1], Y[:1]), "X holds 1 sample, which a constant prediction fits"),
+    (search(X, Y, X[:9], Y[:8]), "got 9 samples in X_test and 8 labels in y_test"),
+    (search(X, Y, X[:9].tolist(), Y[:8].tolist()), "got 9 samples in X_test and 8 labels"),
+    (search(X, Y, X[:9, :2], Y[:9]), r"X_test must have the shape of X .* \(75, 4\) .* \(9, 2\)"),
+    (search(X, Y, X[:9], Y[:9, None]), r"y_test must have the shape of y .* \(9, 1\)"),
+    (search(X[Y < 2], Y[Y < 2], X, Y), r"y_test holds classes that are not in y: \[2\]"),
+    (search(X, Y, X, LABELS), r"not in y: \['setosa', 'versicolor', 'virginica'\]"),
+    (objective(X_test=X), "X_test and y_test go together"),
+    (objective(y_test=Y), "X_test and y_test go together"),
+    (search(fit={"sample_weight": WEIGHTS[:-1]}), "74"),
+    (search(fit={"sample_weight": -WEIGHTS}), "negative"),
+    (search(fit={"sample_weight": np.full(len(X), np.nan)}), "finite"),
+    # the estimator
+    (
+        search(
+            estimator=RelativeFlatnessRegularizedClassifier(flatnes_weight=1), space={"lr": [0.1]}
+        ),
+        r"unexpected argument\(s\) flatnes_weight",
+    ),
+    (
+        search(estimator=piped(NeuralNetClassifier(MLP, lamda=1)), space={"net__lr": [0.1]}),
+        r"unexpected argument\(s\) lamda",
+    ),
+    (
+        search(estimator=early(), space={"alpha": [0.1]}),
+        "early_stopping=True holds out .* which are kept",
+    ),
+    (
+        search(estimator=early(early_stopping=False), space={"early_stopping": [False, True]}),
+        "early_stopping=True holds out",
+    ),
+    (
+        search(estimator=piped(early()), space={"net__alpha": [0.1]}),
+        "net__early_stopping=True holds out",
+    ),
+    # goals
+    *(
+        (search(goal=goal), "goal must be 'auto', a training loss greater than 0")
+        for goal in (0, -1.0, "deep", math.inf, True)
+    ),
+    (
+        search(estimator=piped(make_net()), space={"net__lr": [0.01]}, goal=0.1),
+        r"goal=0.1, but the net has a goal of its own: \[StopAtLoss\(0.4",
+    ),
+    # measures
+    (search(measure_params={"layer": 0}), "give it as layer=... instead"),
+    (search(measure_params={"random_state": 0}), "give it as random_state=..."),
+    (search(measure_params={"sample_weight": 0}), r"give it as fit\(..., sample_weight=...\)"),
+    (search(measure_params={"batch_size": 0}), "batch_size must be"),
+    (search(measure=["joint_eigenvalue_flatness"], layer=0), "has no layers to ch"),
+    (search(device="tpu9"), "device"),
+    (objective(direction="up"), r"direction must be one of \['minimize', 'maximize'\]"),
+    (objective(measures=[]), r"measures must be a sequence of names, got \[\]"),
+    (objective(measures="relative_flatness"), "measures must be a sequence of names"),
+    (objective(measures=["train_loss"]), "measures must name a measure beside 'train_loss'"),
+    (objective(measures=["flat"]), "there is no measure 'flat'"),
+    (objective(lr_scaling="log"), r"None or one of \['linear', 'sqrt'\], got 'log'"),
+    # stores and storages
+    (search(artifact_store=FullStore("")), r"cannot be written to: OSError: .*Free space on its"),
+    (search(artifact_store=__file__), r"artifact_store='.*.py' cannot be written to"),
+    (search(artifact_store=FarAway()), "a store far away.* Give a place that this"),
+    (search(storage="minima"), "Could not parse SQLAlchemy URL .* Expected the URL"),
+    (search(storage="sqlite:////no/such/folder/m.db"), "unable to open .* give another storage"),
+    (search(storage=Path("/no/such/folder/m.db")), "there is no folder .* make it"),
+    (search(storage="nodir/minima.db"), "no folder 'nodir' for the storage 'nodir/min"),
+    (
+        search(storage="nobase://me:secret@there/m"),
+        r"storage='nobase://me:\*\*\*@there/m' cannot",
+    ),
+    # studies of one's own
+    *(
+        (call, r"the study's directions are .* Create the study with")
+        for call in (
+            study(1, directions=["maximize"]),
+            study(1, direction="maximize"),
+            study(1, directions=["minimize", "minimize"]),
+            study(1, measures=["relative_flatness", "hessian_trace"]),
+        )
+    ),
+    (study(1, artifact_store=FullStore("")), "cannot be written to"),
+    (study(0), "n_trials must be"),
+    (study(1, fleet="many"), "fleet must be"),
+    # spaces
+    (lambda: Space({}), "space is empty: name at least one parameter"),
+    (lambda: Space({"lr": []}), r"space\['lr'\] has no choices"),
+    (name(NET, "learning_rate"), "NeuralNetClassifier has no parameter 'learning_rate'. It has"),
+    (name(NET, "net__lr"), "no parameter 'net__lr'.*any module__"),
+    (name(NET, "module__hiden"), r"MLP takes no argument 'hiden'. It takes \['activation'"),
+    (name(NET, "optimizer__beta"), "SGD takes no argument 'beta'"),
+    (name(NET, "criterion__nothing"), "NLLLoss takes no argument 'nothing'"),
+    (name(NESTED, "net__regressor__module__hiden"), "MLP takes no argument 'hiden'"),
+    (name(NESTED, "net__lr"), "TransformedTargetRegressor has no parameter 'lr'"),
+    (name(NESTED, "nets__lr"), "space names 'nets__lr', but Pipeline has no parameter 'nets__lr'"),
+    (name(NESTED, "regressor__lr"), "Did you mean 'net__regressor__lr'"),
+    (name(make_pipeline(LogisticRegression()), "C"), "Did you mean 'logisticregression__C'"),
+    (
+        name(make_pipeline(LogisticRegression()), "c__max_iter"),
+        r"Pipeline .* Did you mean 'logisticregression__max_iter'\?$",
+    ),
+    (name(LogisticRegression(), "max_itr"), "'max_itr'. Did you mean 'max_iter'"),
+    (name(LogisticRegression(), "data__size"), "but the names that vary the data are"),
+    # varied data
+    (lambda: vary_data(ROWS, ROWS, random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
+    (lambda: vary_data(ROWS, ROWS, random_labels="half"), "must be a share .* got 'half'"),
+    (lambda: vary_data(ROWS, ROWS, confusion_size=-1), "must be an integer of at least 0, got -1"),
+    (lambda: vary_data(ROWS, ROWS, confusion_size=0.5), "must be an integer of at least 0"),
+    (
+        lambda: vary_data(ROWS, ROWS, confusion_size=1),
+        r"of 40 samples 0 are left\. Choose a smaller data__train_size",
+    ),
+    (
+        lambda: vary_data(ROWS, ROWS, train_size=30, confusion_size=11),
+        "of 40 samples 10 are left",
+    ),
+    (lambda: vary_data(ROWS, ROWS, train_size=41), "train_size=41 should be"),
+    (lambda: vary_data(ROWS, None, train_size=3), "begin with data__ need X and y as arrays"),
+    (lambda: vary_data(iter(ROWS), ROWS, train_size=3), "begin with data__ need X and y as arrays"),
+    *(
+        (partial(scale_lr, estimator, {"batch_size": size}, "sqrt"), "'sqrt' needs numbers for 'ba")
+        for estimator, size in (
+            (MLPClassifier(), 32),
+            (make_net(), "all"),
+            (make_net(), -1),
+            (make_pipeline(StandardScaler()), 32),
+        )
+    ),
+    # the rule for searches of scikit-learn
+    *(
+        (
+            partial(flattest_within, tolerance),
+            "tolerance must be a finite number of at least 0, .*h",
+        )
+        for tolerance in (-0.1, math.nan, math.inf, "1%", None, True)
+    ),
+    (lambda: flattest_within(0.1, score="flatness"), "score and flatness are both 'flatness'"),
+]
+
+TYPES = [
+    (search(sampler="tpe"), "sampler must be an optuna sampler or None, got 'tpe'"),
+    (search(pruner="median"), "pruner must be an optuna pruner or None"),
+    (search(storage=3), "storage must be the URL of a database, .*, got 3"),
+    (search(artifact_store=3), "artifact_store must be a folder, an optuna artifact"),
+    (search(estimator=LogisticRegression), "estimator must be an instance"),
+    (
+        search(estimator=RandomForestClassifier(), space={"max_depth": [1]}),
+        "RandomForestClassifier is not a network",
+    ),
+    (search(estimator=SVC()), "SVC is not a network"),
+    (search(estimator=make_pipeline(SVC()), space={"svc__C": [1.0]}), "SVC is not a network"),
+    (search(layer=torch.nn.Linear(2, 2)), "layer must be the position of a layer or"),
+    (search(layer=True), "layer must be the position"),
+    (search(measure_params=["rtol"]), "measure_params must be a dict or None"),
+    (search(measure_params={"probes": 3}), "'probes' is no argument of"),
+    (objective(fit_params=WEIGHTS), "fit_params must be a dict or None"),
+    (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
+    (lambda: optimize_study(None, lambda trial: 0.0, 1), "a MinimaObjective, got a func.*fleet_tr"),
+    (
+        lambda: optimize_study(None, objective()(), 1, callbacks=print),
+        "callbacks must be a list",
+    ),
+    (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
+    (lambda: Space({"lr": 0.1}), r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),
+    (lambda: Space({"lr": np.float64(0.1)}), r"space\['lr'\] must be a list"),
+    (lambda: Space({"optimizer": "adam"}), r"must be a list of choices.* got 'adam'"),
+    (lambda: Space({"optimizer": SGD}), r"goes into a list: \[SGD\]"),
+    (lambda: Space({"lr": {0.1, 0.2}}), "must be a list of choices"),
+    (lambda: Space({"lr": None}), "must be a list of choices"),
+    (lambda: Space({"C": stats.loguniform(0.1, 1)}), "a distribution of optuna, .* got <scipy"),
+    (lambda: flattest_within(0.1, score=None), "score must be the name of a scorer .*, got None"),
+]
+
+
+@pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        *((call, ValueError, match) for call, match in VALUES),
+        *((call, TypeError, match) for call, match in TYPES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(call, error, match):
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert "secret" not in str(caught.value)
+    assert "callbacks__" not in str(caught.value)  # skorch's callbacks alone would be a page
+
+
+def test_a_goal_without_a_depth_is_refused_by_the_net():
+    for depth in (0, math.inf):
+        net = make_net(callbacks=[StopAtDepth(depth)])
+        with pytest.raises(ValueError, match="none of 1 (.|\n)*depth must be a finite positive"):
+            logistic({"lr": [0.1]}, net).fit(X, Y)
+
+
+class Own(RelativeFlatnessRegularizedClassifier):
+    def __init__(self, *args, strength=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.strength = strength
+
+
+class TakesAnything(torch.nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "space"),
+    [
+        (make_pipeline(StandardScaler(), SVC()), {"svc": [LogisticRegression()]}),
+        (LogisticRegression().fit(X, Y), {"C": [1.0]}),
+        (make_pipeline(GridSearchCV(Ridge(), {"alpha": [1.0]})), {"gridsearchcv__cv": [3]}),
+        (make_net(optimizer__weight_decay=0.1, criterion__label_smoothing=0.1), {"lr": [0.1]}),
+        (Own(strength=2.0), {"lr": [0.1]}),
+        (early(), {"early_stopping": [False]}),
+        (piped(early()), {"net": [LogisticRegression()]}),
+        (NET, {"module__hidden_layer_sizes": [1], "optimizer__momentum": [1], "lr": [1]}),
+        # arguments of a part that varies are left to training
+        (NET, {"optimizer": [SGD, Adam], "optimizer__betas": [(0.9, 0.99)]}),
+        (NET, {"iterator_train__shuffle": [1], "callbacks__print_log": [1]}),
+        (NeuralNetClassifier(MLP, criterion=Own), {"criterion__strength": [1]}),
+        (NeuralNetClassifier(MLP(2, 2)), {"module__activation": [1]}),
+        (make_net(), {"flatness_weight": [1], "module__hidden_layer_sizes": [1]}),
+        (NESTED, {"net__regressor__module__hidden_layer_sizes": [1], "scale__with_mean": [1]}),
+        (NESTED, {"scale": [1]}),
+        (NeuralNetClassifier(TakesAnything), {"module__whatever": [1]}),
+    ],
+)
+def test_estimators_and_names_that_are_not_refused(estimator, space):
+    MinimaObjective(estimator, X, Y, space)
+
+
+def test_a_slip_does_not_bind_a_study(stored):
+    """The corrected call goes on as if nothing had happened."""
+    with pytest.raises(ValueError, match="samples in X_test"):
+        logistic(**stored).fit(X, Y, X_TEST, Y_TEST[:-1])
+    assert logistic(**stored).fit(X, Y, X_TEST, Y_TEST).minima_["test_loss"].notna().all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"space": {"C": [0.1, 0.2]}}, r"another space: 'C' was drawn from Cat.*0\.01"),
+        ({"space": {"tol": [0.1]}}, r"another space: trial . has \{'C': .*'tol': 'no value'"),
+        ({"layer": 0}, "layer"),
+        ({"measure_params": {"rtol": 1.0}}, "measure_params"),
+        ({"fit": {"sample_weight": WEIGHTS}}, "sample_weight"),
+    ],
+)
+def test_a_study_of_something_else_is_not_resumed(stored, changed, match):
+    logistic(**stored).fit(X, Y)
+    with pytest.raises(ValueError, match=match):
+        search(**{**stored, **changed})()
+    assert len(load(stored).trials) == 3
+
+
+def test_a_study_of_other_directions_is_not_resumed(stored):
+    optuna.create_study(
+        direction="maximize",
+        study_name="sweep",
+        storage=open_storage(stored["storage"]),
+    )
+    with pytest.raises(ValueError, match=r"directions are \['maximize'\]"):
+        logistic(**stored).fit(X, Y)
