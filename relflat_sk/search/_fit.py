@@ -395,29 +395,23 @@ LOSSES = ("train_loss", "valid_loss")
 def record_curves(record: dict[str, Any], estimator: Any) -> None:
     """Record the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it."""
     final = final_estimator(estimator)
+    signs = dict.fromkeys(LOSSES, 1.0)
     if isinstance(final, NeuralNet):
-        curves = _curves_of_net(final)
+        history = list(final.history)
+        signs |= flatness_columns(final)  # small is flat
     else:
-        losses = list(getattr(final, "loss_curve_", []))
-        curves = {"epoch": range(1, len(losses) + 1), "train_loss": losses}
-    n_epochs = len(list(curves["epoch"]))
-    if n_epochs and len(curves) > 1:
-        kept = np.unique(np.linspace(0, n_epochs - 1, MOST_EPOCHS).round().astype(int))
-        record[CURVES] = {name: _short(np.asarray(values)[kept]) for name, values in curves.items()}
-
-
-def _curves_of_net(net: NeuralNet) -> dict[str, Any]:
-    """Return the columns of a net's history that are losses or flatness; small is flat."""
-    signs = {**dict.fromkeys(LOSSES, 1.0), **flatness_columns(net)}
-    recorded = {name for epoch in net.history for name in epoch}
-    columns = {
-        name: sign * np.array([epoch.get(name, np.nan) for epoch in net.history], dtype=np.float64)
+        history = [{"train_loss": loss} for loss in getattr(final, "loss_curve_", [])]
+    recorded = signs.keys() & {name for epoch in history for name in epoch}
+    if not recorded:
+        return
+    kept = np.unique(np.linspace(0, len(history) - 1, MOST_EPOCHS).round().astype(int)).tolist()
+    record[CURVES] = {"epoch": [row + 1 for row in kept]} | {
+        name: [_short(sign * history[row].get(name, np.nan)) for row in kept]
         for name, sign in signs.items()
         if name in recorded
     }
-    return {"epoch": range(1, len(net.history) + 1), **columns}
 
 
-def _short(values: Iterable[Any]) -> list[float | None]:
-    """Return values as JSON stores them: with six digits, None for those that are not finite."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+def _short(value: float) -> float | None:
+    """Return a value as JSON stores it: with six digits, None if it is not finite."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None

@@ -37,9 +37,8 @@ import torch
 from optuna.trial import TrialState
 from scipy import sparse
 from sklearn.base import is_regressor
-from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset
 
 from relflat_sk._network import as_row_source, copy_rows, is_row_source
 from relflat_sk._random import fork_rng
@@ -60,13 +59,6 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
 _PARTS = ("estimator", "data", "held-out data", "search", "choices", "own measures")
 # parts to which later sessions may add, or from which they may leave out
 _OPEN = ("held-out data", "choices", "own measures")
-# what torch's and skorch's own data sets consist of
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    DataLoader: ("dataset", "batch_size", "drop_last"),
-    SkorchDataset: ("X", "y"),
-    Subset: ("dataset", "indices"),
-    TensorDataset: ("tensors",),
-}
 # parameters that change the time that training takes, or what it shows, but not its result
 _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
@@ -74,6 +66,7 @@ _WITHOUT_EFFECT = re.compile(
 )
 _WITH_RESULT = tuple(state for state in TrialState if state != TrialState.WAITING)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
+_PLAIN_SETS = ("torch", "skorch")  # libraries whose data sets are what their attributes are
 _LONGEST = 300  # characters; a longer text is cut, and ends in a checksum
 _DEEPEST = 6
 _ROWS = 256  # rows of an array that are read at a time: it may be on disk
@@ -223,25 +216,16 @@ def digest(data: Any) -> str | None:
 
 
 def _describe_data_set(data: Any) -> str:
-    """Describe a data set by its class, its length and, if they are known, its contents."""
-    names = _ATTRIBUTES.get(type(data))
-    if names is not None:
-        contents = [describe(getattr(data, name)) for name in names]
-    else:
-        contents = _describe_samples(data)
+    """Describe a data set by its class, its length and three samples, if they are not random."""
     length = f" of length {len(data)}" if hasattr(data, "__len__") else ""
-    return _with_contents(type(data).__name__ + length, contents)
-
-
-def _describe_samples(data: Any) -> list[str]:
-    """Describe the first, the middle and the last sample of a data set, if they are not random."""
     try:
-        n = len(data)
+        rows = 0, len(data) // 2, len(data) - 1
         with fork_rng(None):
-            reads = [[describe(data[row]) for row in (0, n // 2, n - 1)] for _ in range(_READS)]
+            reads = [[describe(data[row]) for row in rows] for _ in range(_READS)]
     except Exception:  # the user's code, which training will call again
-        return []
-    return reads[0] if all(read == reads[0] for read in reads) else []
+        reads = [[]]
+    samples = reads[0] if all(read == reads[0] for read in reads) else []
+    return _with_contents(type(data).__name__ + length, samples)
 
 
 # -- values, classes and functions ---------------------------------------------------------------
@@ -267,7 +251,7 @@ def _describe(value: Any, depth: int) -> str:  # noqa: PLR0911
         return "{" + ", ".join(f"{key}: {one}" for key, one in items) + "}"
     if isinstance(value, nn.Module):
         return _describe_module(value)
-    if isinstance(value, Dataset | DataLoader):
+    if isinstance(value, Dataset) and type(value).__module__.partition(".")[0] not in _PLAIN_SETS:
         return _describe_data_set(value)
     found = digest(value)
     if found is not None:
@@ -305,9 +289,9 @@ def _describe_object(value: Any, depth: int) -> str:
 
 
 def _stored(value: Any) -> dict[str, Any]:
-    """Return the public attributes of an object; without any, what pickle would store of it."""
+    """Return the attributes of an object that matter; without any, what pickle would store."""
     if getattr(value, "__dict__", None):
-        return {key: one for key, one in vars(value).items() if not key.startswith("_")}
+        return {key: one for key, one in vars(value).items() if not _WITHOUT_EFFECT.search(key)}
     try:
         _, *stored = value.__reduce_ex__(2)
     except TypeError:  # a lock, a file

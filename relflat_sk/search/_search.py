@@ -457,7 +457,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 if self.refit:
                     flattest.offer(trial, estimator)
 
-            interrupted = train_all(sweep, jobs, keep, progress=self.verbose > 0)
+            interrupted = train_all(sweep, jobs, keep, shown=self.verbose > 0)
             if self.storage is None and jobs:
                 study = in_memory(study)  # its journal is deleted with the folder
         self.study_ = study

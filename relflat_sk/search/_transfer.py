@@ -102,19 +102,15 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NeuralNet):
-            return _make_net, (type(obj), *_split_net(obj))
+            # what the net pickles itself, and apart from it its torch parts
+            prefixes = tuple(obj.cuda_dependent_attributes_)
+            parts = {name: one for name, one in vars(obj).items() if name.startswith(prefixes)}
+            without = object.__new__(type(obj))
+            vars(without).update({name: x for name, x in vars(obj).items() if name not in parts})
+            return _make_net, (type(obj), without.__getstate__(), parts)
         if type(obj) is Tensor and obj.is_cuda:
             return _on_device, (obj.detach().cpu(), obj.device.type)
         return super().reducer_override(obj)
-
-
-def _split_net(net: NeuralNet) -> tuple[Any, dict[str, Any]]:
-    """Return what a net pickles itself, and its torch parts."""
-    prefixes = tuple(net.cuda_dependent_attributes_)
-    parts = {name: value for name, value in vars(net).items() if name.startswith(prefixes)}
-    without = object.__new__(type(net))
-    vars(without).update({name: one for name, one in vars(net).items() if name not in parts})
-    return without.__getstate__(), parts
 
 
 def _make_net(kind: type, state: Any, parts: dict[str, Any]) -> Any:

@@ -326,48 +326,32 @@ def _end_with_parent(process_id: int) -> None:
 # -- a whole search ------------------------------------------------------------------------------
 
 
-class Progress:
-    """Counts of the candidates that are finished."""
-
-    def __init__(self, trials: Iterable[FrozenTrial]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.best: tuple[float, int] | None = None
-        for trial in trials:
-            if trial.state == TrialState.COMPLETE or "failed" in trial.user_attrs:
-                self.add(trial)
-
-    def add(self, trial: FrozenTrial) -> None:
-        """Count a trial."""
+def progress(trials: Iterable[FrozenTrial]) -> str:
+    """Count the candidates that are finished, and name the flattest."""
+    n: Counter[str] = Counter()
+    minima = []
+    for trial in trials:
         if is_minimum(trial):
-            at_plateau = attributes_of(trial).get("ended_by") == "plateau"
-            self.counts["plateau" if at_plateau else "goal"] += 1
-            found = (trial.values[0], trial.number)
-            self.best = found if self.best is None else min(self.best, found)
-        else:
-            self.counts["open" if trial.state == TrialState.COMPLETE else "failed"] += 1
-
-    def __str__(self) -> str:
-        n = self.counts
-        best = "no minimum yet"
-        if self.best is not None:
-            best = f"flattest {self.best[0]:.4g} (trial {self.best[1]})"
-        return (
-            f"{best}, goal reached {n['goal']}, plateau {n['plateau']}, "
-            f"not converged {n['open']}, failed {n['failed']}"
-        )
+            minima.append((trial.values[0], trial.number))
+            n["plateau" if attributes_of(trial).get("ended_by") == "plateau" else "goal"] += 1
+        elif trial.state == TrialState.COMPLETE or "failed" in trial.user_attrs:
+            n["open" if trial.state == TrialState.COMPLETE else "failed"] += 1
+    best = "flattest {:.4g} (trial {})".format(*min(minima)) if minima else "no minimum yet"
+    return (
+        f"{best}, goal reached {n['goal']}, plateau {n['plateau']}, "
+        f"not converged {n['open']}, failed {n['failed']}"
+    )
 
 
-def train_all(sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: bool) -> bool:
+def train_all(sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, shown: bool) -> bool:
     """Train all candidates left; return whether Ctrl-C ended it."""
-    so_far = Progress(sweep.study.get_trials(deepcopy=False) if progress else ())
-    with tqdm(total=sweep.n_open(), desc="minima", unit="net", disable=not progress) as bar:
+    with tqdm(total=sweep.n_open(), desc="minima", unit="net", disable=not shown) as bar:
 
-        def show(trial: FrozenTrial, estimator: Any) -> None:
+        def keep(trial: FrozenTrial, estimator: Any) -> None:
             # other searches may train candidates of the same study, or give them up
-            if progress:
+            if shown:
                 bar.total = bar.n + 1 + sweep.n_open()
-            so_far.add(trial)
-            bar.set_postfix_str(str(so_far), refresh=False)
+                bar.set_postfix_str(progress(sweep.study.get_trials(deepcopy=False)), refresh=False)
             bar.update()
             on_finished(trial, estimator)
             for callback in sweep.callbacks:
@@ -375,9 +359,9 @@ def train_all(sweep: Sweep, n_jobs: int, on_finished: OnFinished, *, progress: b
 
         try:
             if n_jobs:
-                train_in_processes(sweep, n_jobs, show)
+                train_in_processes(sweep, n_jobs, keep)
             else:
-                sweep.train_left(show)
+                sweep.train_left(keep)
         except BaseException as error:
             with suppress(Exception):  # the storage may be what failed
                 give_up(sweep.study, sweep.owns)

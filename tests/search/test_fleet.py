@@ -15,7 +15,7 @@ import torch
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
 from torch import nn
@@ -65,6 +65,14 @@ def assert_same(one, other):
     pd.testing.assert_frame_equal(table(one), table(other), rtol=1e-8, atol=1e-8)
 
 
+class Fails(Callback):
+    """Raises in the training of one candidate."""
+
+    def on_epoch_end(self, net, **kwargs):
+        if net.lr == 0.03 and net.batch_size == 16:
+            raise RuntimeError("no luck")
+
+
 @pytest.fixture(scope="module")
 def alone():
     return make_search(fleet=None).fit(X, y, X[:20], y[:20])
@@ -81,30 +89,37 @@ def test_the_table_is_the_same(alone):
     np.testing.assert_array_equal(search.predict(X), alone.predict(X))
 
 
-def test_sample_weights(caplog):
+WEIGHTS = RNG.choice([0.0, 0.5, 3.0], len(X))
+SMALL = {"batch_size": [16, 32], "lr": [0.01, 0.03]}
+PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
+ALIKE = {  # estimator, space, arguments of the search, arguments of fit
+    "sample weights": (None, {"lr": [0.01, 0.03], "data__random_labels": [0.0, 0.2]}, {},
+                       {"sample_weight": WEIGHTS}),
+    "pipelines": (PIPELINE, {f"net__{name}": values for name, values in SMALL.items()}, {}, {}),
+    "draws": (None, {"lr": FloatDistribution(0.01, 0.1), "random_state": [0, 1]},
+              {"n_trials": 8}, {}),
+    "failures": (make_net(callbacks=[StopAtLoss(0.8), Fails()]), SMALL, {}, {}),
+    "pruned": (None, {"lr": [1e-5, 0.01, 0.03]},
+               {"pruner": optuna.pruners.ThresholdPruner(upper=1.1, n_warmup_steps=2)}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_a_fleet_finds_is_what_one_by_one_finds(case, caplog):
     caplog.set_level(logging.INFO, logger="relflat_sk")
-    weights = RNG.choice([0.0, 0.5, 3.0], len(X))
-    space = {"lr": [0.01, 0.03], "data__random_labels": [0.0, 0.2]}
-    one, other = (
-        make_search(space=space, fleet=fleet).fit(X, y, X[:20], y[:20], sample_weight=weights)
+    estimator, space, arguments, fit_params = ALIKE[case]
+    searches = [
+        make_search(estimator, space, fleet=fleet, **arguments).fit(
+            X, y, X[:20], y[:20], **fit_params
+        )
         for fleet in (None, 3)
-    )
+    ]
+    assert_same(*searches)
     assert not caplog.records
-    assert_same(one, other)
-
-
-def test_nets_in_pipelines(alone):
-    space = {f"net__{name}" if "data" not in name else name: v for name, v in SPACE.items()}
-    pipeline = make_pipeline(StandardScaler(), make_net())
-    pipeline.steps[1] = "net", pipeline.steps[1][1]
-    searches = [make_search(pipeline, space, fleet=fleet).fit(X, y) for fleet in (None, 5)]
-    assert_same(*searches)
-
-
-def test_draws_are_the_same():
-    space = {"lr": FloatDistribution(0.01, 0.1), "random_state": [0, 1]}
-    searches = [make_search(space=space, n_trials=8, fleet=f).fit(X, y) for f in (None, 3)]
-    assert_same(*searches)
+    table, states = searches[1].minima_, {trial.state for trial in searches[1].study_.trials}
+    if case == "failures":
+        assert (table["reason"] == "RuntimeError: no luck").sum() == 1
+    assert (TrialState.PRUNED in states) == (case == "pruned")
 
 
 def test_weights_are_saved_and_a_study_is_resumed(tmp_path, alone):
@@ -207,31 +222,6 @@ def test_a_killed_process_loses_nothing(tmp_path):
 @pytest.mark.slow
 def test_several_processes(alone):
     assert_same(make_search(n_jobs=2, fleet=3).fit(X, y, X[:20], y[:20]), alone)
-
-
-class Fails(Callback):
-    """Raises in the training of one candidate."""
-
-    def on_epoch_end(self, net, **kwargs):
-        if net.lr == 0.03 and net.batch_size == 16:
-            raise RuntimeError("no luck")
-
-
-def test_failures_are_recorded_and_harm_no_other():
-    space = {"batch_size": [16, 32], "lr": [0.01, 0.03]}
-    net = make_net(callbacks=[StopAtLoss(0.8), Fails()])
-    searches = [make_search(net, space, fleet=fleet).fit(X, y) for fleet in (None, 4)]
-    assert_same(*searches)
-    assert (searches[1].minima_["reason"] == "RuntimeError: no luck").sum() == 1
-
-
-def test_a_pruner_stops_candidates():
-    pruner = optuna.pruners.ThresholdPruner(upper=1.1, n_warmup_steps=2)
-    space = {"lr": [1e-5, 0.01, 0.03]}
-    searches = [make_search(space=space, pruner=pruner, fleet=f).fit(X, y) for f in (None, 3)]
-    assert_same(*searches)
-    states = [trial.state for trial in searches[1].study_.trials]
-    assert set(states) == {TrialState.PRUNED, TrialState.COMPLETE}
 
 
 def test_the_progress_bar_counts_all(capsys):

@@ -13,7 +13,7 @@ from sklearn.neural_network import MLPClassifier
 from relflat_sk import FlatnessWarning
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
-from relflat_sk.search._workers import Progress
+from relflat_sk.search._workers import progress
 from tests.processes import forkserver
 from tests.search.examples import Fails, X, Y, logistic, make_net, make_search, piped
 
@@ -171,18 +171,17 @@ def trial(number, value=None, state=TrialState.COMPLETE, **attrs):
 
 
 def test_progress_shows_the_best_goals_and_failures():
-    progress = Progress([
+    trials = [
         trial(0, state=TrialState.FAIL),  # interrupted: nobody knows
         trial(1, state=TrialState.FAIL, failed=True),
         trial(2, 3.0, converged=True, ended_by="goal"),
-    ])
-    progress.add(trial(3, 2.0, converged=True, ended_by="plateau"))
-    progress.add(trial(4, 1.0, converged=False, ended_by=""))
-    progress.add(trial(5, 2.0, converged=True, ended_by="solver"))
-    assert str(progress) == (
-        "flattest 2 (trial 3), goal reached 2, plateau 1, not converged 1, failed 1"
-    )
-    assert str(Progress([])).startswith("no minimum yet")
+        trial(3, 2.0, converged=True, ended_by="plateau"),
+        trial(4, 1.0, converged=False, ended_by=""),
+        trial(5, 2.0, converged=True, ended_by="solver"),
+    ]
+    found = "flattest 2 (trial 3), goal reached 2, plateau 1, not converged 1, failed 1"
+    assert progress(trials) == found
+    assert progress([]).startswith("no minimum yet")
 
 
 @NO_MINIMA

@@ -121,13 +121,23 @@ def test_number_of_threads_is_a_candidates_own():
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_threads_are_given_back_after_an_error():
+def test_each_isolation_has_its_number_of_threads():
+    """Also one within another, after it, and after an error."""
+    with isolated(1):
+        assert n_threads() == {1}
+        with isolated(2):
+            assert torch.get_num_threads() == 2
+            with isolated(1), isolated(1):
+                assert n_threads() == {1}
+            with isolated(None), isolated(None):
+                assert torch.get_num_threads() == 2
+        assert n_threads() == {1}
     with pytest.raises(RuntimeError, match="in training"), isolated(1):
         raise RuntimeError("in training")
     assert n_threads() == {2}
 
 
-def test_isolation_may_be_nested_and_excludes_other_threads():
+def test_isolation_excludes_other_threads():
     order = []
 
     def other():
@@ -141,26 +151,6 @@ def test_isolation_may_be_nested_and_excludes_other_threads():
         order.append("first")
     thread.join()
     assert order == ["first", "other"]
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_each_isolation_has_its_number_of_threads():
-    """Also one within another, and after it."""
-
-    def n_threads():
-        return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
-
-    with isolated(1):
-        assert n_threads() == {1}
-        with isolated(2):
-            assert torch.get_num_threads() == 2
-            with isolated(1), isolated(1):
-                assert n_threads() == {1}
-            assert torch.get_num_threads() == 2
-            with isolated(None), isolated(None):
-                assert torch.get_num_threads() == 2
-        assert n_threads() == {1}
-    assert torch.get_num_threads() == 2
 
 
 def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
