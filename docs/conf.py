@@ -34,7 +34,7 @@ LEFT_OUT = [
     *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
     *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
-    *("adopt_flatness", "capture_compiled", "data", "measure", "of_batch", "restore", "run"),
+    *("capture_compiled", "data", "measure", "of_batch", "restore", "run"),
     *("share_left", "train", "without_value"),
 ]
 autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}

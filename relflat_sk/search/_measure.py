@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 
 from relflat_sk._checks import check_device, check_integer, is_integer
-from relflat_sk._models import DataOptions, final_estimator, to_network, to_network_with_source
+from relflat_sk._models import DataOptions, to_network, to_network_with_source
 from relflat_sk._network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import (
@@ -23,7 +23,6 @@ from relflat_sk.minima import DETAILS
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer
-from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 # arguments of measures that a search passes itself
 _OWN = ("layer", "device", "random_state", "sample_weight")
@@ -125,19 +124,6 @@ def record_measures(
     for name, measured in found.items():
         record[name] = measured.value
     return found
-
-
-def hand_over(
-    estimator: Any, found: Mapping[str, Flatness], data: TrainingData, measuring: Measuring
-) -> None:
-    """Give a net the measure that it would make of its training data itself, if it is exact."""
-    net = final_estimator(estimator)
-    otherwise = measuring.params or measuring.device or data.sample_weight is not None
-    if otherwise or not isinstance(net, RelativeFlatnessRegularizedNet):
-        return
-    name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
-    if name in found and not found[name].stderr and net.flatness_layer == measuring.layer:
-        net.adopt_flatness(found[name])
 
 
 def measure_held_out(

@@ -42,7 +42,6 @@ from relflat_sk.search._goal import AUTO, check_goal, record_verdict
 from relflat_sk.search._measure import (
     Measuring,
     check_names,
-    hand_over,
     measure_held_out,
     record_measures,
     write_record,
@@ -284,17 +283,14 @@ class MinimaObjective:
         seed: int,
     ) -> list[float]:
         """Measure a trained candidate, record it, and save its weights."""
-        measured = data.only(trained_rows(estimator))
+        data = data.only(trained_rows(estimator))
+        held_out = self.X_test, self.y_test
         with seeded(seed):  # data loaders draw from torch's random state
-            network = self.measuring.network(estimator, measured)
+            network = self.measuring.network(estimator, data)
             found = record_measures(record, network, self.measures, seed, self.measuring)
             if not found:
                 return [np.nan] * len(self.names)
-            if measured.X is data.X_fit and measured.y is data.y_fit:
-                hand_over(estimator, found, measured, self.measuring)
-            record |= measure_held_out(
-                estimator, record["train_loss"], measured, self.X_test, self.y_test
-            )
+            record |= measure_held_out(estimator, record["train_loss"], data, *held_out)
         save_weights(self.artifact_store, trial, network.module, record)
         values = [record[name] for name in self.names]
         return record_verdict(record, estimator, self.goal, found, values)

@@ -42,8 +42,8 @@ from relflat_sk._network import (
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
-from relflat_sk.measures import ConstantComparison, Flatness
-from relflat_sk.training._after_fit import Record, adopt, checksum, record_outcome
+from relflat_sk.measures import ConstantComparison
+from relflat_sk.training._after_fit import Record, checksum, record_outcome
 from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
 from relflat_sk.training._mlp import MLP
@@ -340,10 +340,6 @@ class FlatNet(SkorchNet):
                 "Measure the network that it is now: relflat_sk.relative_flatness(net, X, y)."
             )
         return self._record
-
-    def adopt_flatness(self, found: Flatness) -> None:
-        """Take a measurement on the training data as the net's own, not to measure twice."""
-        adopt(self, [found])
 
     # -- prediction ----------------------------------------------------------------------
 

@@ -2,19 +2,20 @@
 
 import copy
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.base import clone
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, RandomizedSearchCV
 
 from relflat_sk import FlatnessScorer
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search._flattest_within import flattest_within
+from tests.search.examples import X, Y
 
 nan = np.nan
 
@@ -48,18 +49,16 @@ def test_agrees_with_the_definition(candidates, tolerance):
         assert flattest_within(tolerance)(results(scores, flatness)) == expected
 
 
-def test_the_first_of_equally_flat_candidates_is_chosen():
-    assert flattest_within(0.1)(results([0.8, 0.95, 0.9], [-1.0, -2.0, -2.0])) == 1
-
-
-def test_a_candidate_exactly_at_the_tolerance_is_within():
-    assert 0.98 - 0.96 > 0.02  # in floating point
-    assert flattest_within(0.02)(results([0.98, 0.96, 0.9599], [-2.0, -1.0, -0.5])) == 1
-
-
-def test_infinite_and_missing_values_never_win():
-    table = results([nan, 0.9, 0.89, np.inf], [5.0, nan, -3.0, 9.0])
-    assert flattest_within(0.05)(table) == 2
+@pytest.mark.parametrize(
+    ("scores", "flatness", "tolerance", "chosen"),
+    [
+        ([0.8, 0.95, 0.9], [-1.0, -2.0, -2.0], 0.1, 1),  # the first of equally flat ones
+        ([0.98, 0.96, 0.9599], [-2.0, -1.0, -0.5], 0.02, 1),  # in floats, 0.98 - 0.96 > 0.02
+        ([nan, 0.9, 0.89, np.inf], [5.0, nan, -3.0, 9.0], 0.05, 2),  # infinite, missing: never
+    ],
+)
+def test_chooses(scores, flatness, tolerance, chosen):
+    assert flattest_within(tolerance)(results(scores, flatness)) == chosen
 
 
 def test_falls_back_to_the_best_score_that_has_a_flatness():
@@ -68,50 +67,28 @@ def test_falls_back_to_the_best_score_that_has_a_flatness():
         assert flattest_within(0.05)(table) == 2
 
 
-@pytest.fixture(scope="module")
-def iris():
-    return load_iris(return_X_y=True)
-
-
 @pytest.mark.parametrize(
-    ("scoring", "names"),
+    ("names", "given"),
     [
-        ({"score": "accuracy", "flatness": FlatnessScorer()}, {}),
-        ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {"score": "mean_test_accuracy"}),
-        ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {"score": "accuracy"}),
-        ({"accuracy": "accuracy", "flatness": FlatnessScorer()}, {}),
-        ({"score": "accuracy", "kappa": FlatnessScorer()}, {}),
-        (
-            {"accuracy": "accuracy", "kappa": FlatnessScorer()},
-            {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"},
-        ),
+        (("score", "flatness"), {}),
+        (("accuracy", "flatness"), {"score": "mean_test_accuracy"}),
+        (("accuracy", "flatness"), {"score": "accuracy"}),
+        (("accuracy", "flatness"), {}),  # only one other score
+        (("score", "kappa"), {}),  # only one other flatness
+        (("accuracy", "kappa"), {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}),
     ],
-    ids=[
-        "usual names",
-        "own score",
-        "name of the scorer",
-        "only one other score",
-        "only one other flatness",
-        "own names",
-    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", [GridSearchCV, RandomizedSearchCV])
-def test_refits_a_search_on_what_it_chose(kind, scoring, names, iris):
-    rule = flattest_within(0.03, **names)
-    only = {"n_iter": 4, "random_state": 0} if kind is RandomizedSearchCV else {}
+@pytest.mark.parametrize("kind", [GridSearchCV, partial(RandomizedSearchCV, n_iter=4)])
+def test_refits_a_search_on_what_it_chose(kind, names, given):
     search = kind(
         LogisticRegression(max_iter=5000),
         {"C": [0.001, 0.1, 1.0, 10.0]},
-        scoring=scoring,
-        refit=rule,
-        **only,
-    ).fit(*iris)
+        scoring=dict(zip(names, ("accuracy", FlatnessScorer()), strict=True)),
+        refit=flattest_within(0.03, **given),
+    ).fit(X, Y)
     table = search.cv_results_
-    given = {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}
-    usual = {"score": "mean_test_score", "flatness": "mean_test_flatness"}
-    score, flatness = (
-        table[usual[name] if usual[name] in table else given[name]] for name in usual
-    )
+    score, flatness = (table[f"mean_test_{name}"] for name in names)
     expected = by_definition(score, flatness, 0.03)
     assert search.best_index_ == expected
     assert table["params"][expected]["C"] == search.best_estimator_.C
@@ -128,31 +105,18 @@ def test_is_cloned_copied_and_pickled():
     assert "tolerance=0.01" in repr(rule)
 
 
-def test_says_which_column_is_missing(iris):
-    search = GridSearchCV(
-        LogisticRegression(max_iter=5000),
-        {"C": [1.0]},
-        scoring={"accuracy": "accuracy", "f1": "f1_macro", "flatness": FlatnessScorer()},
-        refit=flattest_within(0.01),
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"no column 'mean_test_score'.*\['mean_test_accuracy', 'mean_test_f1', 'mean_test_fl",
-    ):
-        search.fit(*iris)
-
-
 @pytest.mark.parametrize(
-    ("names", "missing"),
+    ("columns", "names", "missing"),
     [
-        ({}, "mean_test_score"),
-        ({"score": "f1"}, "f1"),
-        ({"score": "accuracy", "flatness": "flat"}, "flat"),
+        (("accuracy", "kappa"), {}, "mean_test_score"),
+        (("accuracy", "kappa"), {"score": "f1"}, "f1"),
+        (("accuracy", "kappa"), {"score": "accuracy", "flatness": "flat"}, "flat"),
+        (("accuracy", "f1", "flatness"), {}, r"mean_test_score'.*\['mean_test_accuracy', .*_f1"),
     ],
 )
-def test_other_columns_are_not_guessed(names, missing):
-    table = {"mean_test_accuracy": [0.9], "mean_test_kappa": [-1.0]}
-    with pytest.raises(ValueError, match=f"no column '{missing}'"):
+def test_other_columns_are_not_guessed(columns, names, missing):
+    table = {f"mean_test_{name}": [0.9] for name in columns}
+    with pytest.raises(ValueError, match=f"no column '{missing}"):
         flattest_within(0.1, **names)(table)
 
 

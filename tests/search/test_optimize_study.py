@@ -78,16 +78,11 @@ def test_the_trials_are_the_same_and_weights_are_saved(tmp_path, alone, sizes):
     assert loss == pytest.approx(trial.user_attrs["train_loss"], rel=1e-6)
 
 
-def test_the_sampler_ends_the_study(alone):
+@pytest.mark.parametrize(("n_trials", "fleet"), [(None, 1), (N, None)])
+def test_the_sampler_or_the_number_ends_the_study(n_trials, fleet, alone, sizes):
     study = make_study()
-    optimize_study(study, make_objective(), fleet=1)
-    assert_same(study, alone)
-
-
-def test_without_a_fleet_it_is_the_same(alone, sizes):
-    study = make_study()
-    optimize_study(study, make_objective(), N, fleet=None)
-    assert not sizes  # a net by itself is in no fleet
+    optimize_study(study, make_objective(), n_trials, fleet=fleet)
+    assert fleet or not sizes  # a net by itself is in no fleet
     assert_same(study, alone)
 
 
@@ -107,7 +102,7 @@ def test_ask_and_tell_in_turns(alone, sizes):
     assert_same(study, alone)
 
 
-def test_callbacks_are_called_and_can_end_it():
+def test_a_timeout_and_callbacks_can_end_it():
     study, seen = make_study(RandomSampler(seed=0)), []
 
     def stop(view, trial):
@@ -116,16 +111,12 @@ def test_callbacks_are_called_and_can_end_it():
         if len(seen) == 3:
             view.stop()
 
+    optimize_study(study, make_objective(), timeout=1e-9)
+    assert not study.trials
     optimize_study(study, make_objective(), callbacks=[stop], fleet=2)
     assert len(study.trials) in (3, 4)  # one more may have been in training
     assert sorted(seen) == [trial.number for trial in study.trials]
     assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
-
-
-def test_no_trial_begins_after_the_timeout():
-    study = make_study(RandomSampler(seed=0))
-    optimize_study(study, make_objective(), timeout=1e-9)
-    assert not study.trials
 
 
 def test_a_pruner_stops_trials():

@@ -27,8 +27,7 @@ def search(gains, **params):
     return FlatMinimaSearch(net, space, goal=0.02, random_state=0, **params)
 
 
-@pytest.mark.parametrize("fleet", [None, 4])
-@pytest.mark.parametrize("band", [3.0, None])
+@pytest.mark.parametrize(("band", "fleet"), [(3.0, None), (None, 4)])
 def test_saturated_networks_rank_behind_all_minima(band, fleet):
     with pytest.warns(FlatnessWarning, match="2 of 4 candidates are no minima(.|\n)*saturated"):
         found = search([1.0, SATURATES], depth_band=band, fleet=fleet).fit(X, Y)
