@@ -228,32 +228,14 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in logits, one per class.
     criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
         A classification loss.
-    flatness_weight : float, default=0.1
-        Weight of the flatness penalty; 0 to train without it.
-    flatness_layer : int, str, sequence of these, or "all", default=-1
-        The penalised layer, by position or name.
-    flatness_normalize : bool, default=False
-        Whether to measure features in units of their standard deviations.
-    flatness_probes : int, default=1
-        Random probes per sample at hidden layers.
-    flatness_warmup : int, default=0
-        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
-    flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step; None: no limit.
-    random_state : int, RandomState or None, default=None
-        Makes `fit` reproducible.
-    optimizer : type, default=torch.optim.Adam
-        Class of the torch optimizer.
-    lr : float, default=0.003
-        Learning rate.
-    max_epochs : int, default=30
-        Number of passes over the training data.
-    batch_size : int, default=32
-        Number of samples per training step; -1 for all samples.
-    iterator_train__shuffle : bool, default=True
-        Whether to shuffle the training samples in each epoch.
-    train_split : callable or None, default=None
-        How to hold out validation data; nothing is held out by default.
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+        The penalty, as in `RelativeFlatnessRegularizedNet`.
+    flatness_warmup, flatness_clip : object
+        Growth and limit of the penalty, as there.
+    random_state, optimizer, lr, max_epochs, batch_size : object
+        How the net is trained, as in `RelativeFlatnessRegularizedNet`.
+    iterator_train__shuffle, train_split : object
+        Whether batches are shuffled, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
         ``module__...`` and ``optimizer__...``.
@@ -287,32 +269,14 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
         The network's class, or an instance to copy. Ends in one logit, or one per label.
     criterion : type or nn.Module, default=torch.nn.BCEWithLogitsLoss
         A loss for two classes.
-    flatness_weight : float, default=0.1
-        Weight of the flatness penalty; 0 to train without it.
-    flatness_layer : int, str, sequence of these, or "all", default=-1
-        The penalised layer, by position or name.
-    flatness_normalize : bool, default=False
-        Whether to measure features in units of their standard deviations.
-    flatness_probes : int, default=1
-        Random probes per sample at hidden layers.
-    flatness_warmup : int, default=0
-        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
-    flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step; None: no limit.
-    random_state : int, RandomState or None, default=None
-        Makes `fit` reproducible.
-    optimizer : type, default=torch.optim.Adam
-        Class of the torch optimizer.
-    lr : float, default=0.003
-        Learning rate.
-    max_epochs : int, default=30
-        Number of passes over the training data.
-    batch_size : int, default=32
-        Number of samples per training step; -1 for all samples.
-    iterator_train__shuffle : bool, default=True
-        Whether to shuffle the training samples in each epoch.
-    train_split : callable or None, default=None
-        How to hold out validation data; nothing is held out by default.
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+        The penalty, as in `RelativeFlatnessRegularizedNet`.
+    flatness_warmup, flatness_clip : object
+        Growth and limit of the penalty, as there.
+    random_state, optimizer, lr, max_epochs, batch_size : object
+        How the net is trained, as in `RelativeFlatnessRegularizedNet`.
+    iterator_train__shuffle, train_split : object
+        Whether batches are shuffled, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
         ``module__...`` and ``optimizer__...``.
@@ -354,32 +318,18 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in one output per column of y.
     criterion : type or nn.Module, default=torch.nn.MSELoss
         A regression loss.
-    flatness_weight : float, default=0.1
-        Weight of the flatness penalty; 0 to train without it.
-    flatness_layer : int, str, sequence of these, or "all", default=-1
-        The penalised layer, by position or name.
-    flatness_normalize : bool, default=False
-        Whether to measure features in units of their standard deviations.
-    flatness_probes : int, default=1
-        Random probes per sample at hidden layers.
-    flatness_warmup : int, default=0
-        Number of epochs in which the weight of the penalty grows to `flatness_weight`.
-    flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step; None: no limit.
-    random_state : int, RandomState or None, default=None
-        Makes `fit` reproducible.
-    optimizer : type, default=torch.optim.Adam
-        Class of the torch optimizer.
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+        The penalty, as in `RelativeFlatnessRegularizedNet`.
+    flatness_warmup, flatness_clip : object
+        Growth and limit of the penalty, as there.
+    random_state, optimizer : object
+        Seed and class of the optimizer, as there.
     lr : float, default=0.01
         Learning rate. Numbers take larger steps and more epochs to fit than classes.
     max_epochs : int, default=50
         Number of passes over the training data.
-    batch_size : int, default=32
-        Number of samples per training step; -1 for all samples.
-    iterator_train__shuffle : bool, default=True
-        Whether to shuffle the training samples in each epoch.
-    train_split : callable or None, default=None
-        How to hold out validation data; nothing is held out by default.
+    batch_size, iterator_train__shuffle, train_split : object
+        How batches are made, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
         ``module__...`` and ``optimizer__...``.

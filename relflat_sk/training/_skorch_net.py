@@ -244,16 +244,11 @@ def knows_its_batch(part: nn.Module) -> bool:
 
 def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether a loader can shuffle: not if a stream or a sampler determines the order."""
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) or arguments.keys() & {"sampler", "batch_sampler"}:
         return False
-    if arguments.get("sampler") or arguments.get("batch_sampler"):
-        return False
-    try:
-        accepted = inspect.signature(iterator).parameters
-    except (TypeError, ValueError):  # a callable without signature
-        return True
-    names = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    return names or "shuffle" in accepted
+    accepted = inspect.signature(iterator).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    return takes_all or "shuffle" in accepted
 
 
 def _batch_size(size: Any, dataset: Any) -> Any:
