@@ -16,14 +16,13 @@ gradients
 products
     Anything else: products ``B_i v_i`` by differentiating twice.
 
-The measures and the penalty both choose here, and each of them makes its own three objects of
-what was chosen.
+The measures and the penalty both choose here.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,31 +251,27 @@ def find_faster_step(
     return None
 
 
-CurvatureT = TypeVar("CurvatureT")
-CurvatureT_co = TypeVar("CurvatureT_co", covariant=True)
+@dataclass(frozen=True)
+class Curvatures:
+    """Which of some layers have their curvature in which way.
 
+    Attributes
+    ----------
+    closed : list of (LayerRecord, Tensor of shape (n, m), ClosedForm)
+        Layers whose curvature the table of losses has, with their features; `ManyClasses` for
+        those that put out the logits of very many classes.
+    linear : list of LayerRecord
+        Layers behind which the network is piecewise linear.
+    base : (Tensor of shape (n, o), ClosedForm) or None
+        Up to where it is, and the curvature there.
+    others : list of LayerRecord
+        Layers for which there are only products.
+    """
 
-class _Ways(Protocol[CurvatureT_co]):
-    """Makes an object for each of the three ways to a curvature."""
-
-    def closed_form(
-        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
-    ) -> CurvatureT_co:
-        """Make the object of a layer whose curvature the table of losses has.
-
-        Shapes: `features` (n, m).
-        """
-
-    def gradients(
-        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
-    ) -> CurvatureT_co:
-        """Make the object of all layers behind which the network is piecewise linear.
-
-        Shapes: `base` (n, o).
-        """
-
-    def products(self, records: Sequence[LayerRecord]) -> CurvatureT_co:
-        """Make the object of all other layers."""
+    closed: list[tuple[LayerRecord, Tensor, ClosedForm]]
+    linear: list[LayerRecord]
+    base: tuple[Tensor, ClosedForm] | None
+    others: list[LayerRecord]
 
 
 @dataclass(slots=True)
@@ -294,8 +289,8 @@ class Tail:
         """The labels, if curvatures depend on them."""
         return None if self.target is None else self.target.relevant
 
-    def closed_form(self, record: LayerRecord, ways: _Ways[CurvatureT]) -> CurvatureT | None:
-        """Make the object of a layer whose curvature the table of losses has."""
+    def closed_form(self, record: LayerRecord) -> tuple[Tensor, ClosedForm] | None:
+        """Return the features of a layer, and its curvature, if the table of losses has it."""
         features, z = record.check()
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
@@ -311,9 +306,9 @@ class Tail:
         if z.shape[1] >= MANY:
             many = ManyClasses.of(loss.closed_form(link, z, relevant))
             if many is not None:
-                return ways.closed_form(record, features, many)
+                return features, many
         curvature = loss.closed_form(link, self.precise(z), relevant)
-        return None if curvature is None else ways.closed_form(record, features, curvature)
+        return None if curvature is None else (features, curvature)
 
     def _link(self, record: LayerRecord) -> str | None:
         """Return the function behind a layer; None where the criterion sees other axes than it."""
@@ -338,31 +333,24 @@ class Tail:
 
 
 def choose_curvatures(
-    tail: Tail,
-    records: Sequence[LayerRecord],
-    ways: _Ways[CurvatureT],
-    *,
-    together: bool = False,
-) -> list[CurvatureT]:
+    tail: Tail, records: Sequence[LayerRecord], *, together: bool = False
+) -> Curvatures:
     """Choose how the curvatures at some layers are computed."""
-    closed, others = [], []
+    closed: list[tuple[LayerRecord, Tensor, ClosedForm]] = []
+    linear: list[LayerRecord] = []
+    others: list[LayerRecord] = []
+    base = None
     for record in records:
-        found = tail.closed_form(record, ways)
+        found = tail.closed_form(record)
         if found is None:
             others.append(record)
         else:
-            closed.append(found)
-    if not others:
-        return closed
-    chosen = []
-    base = tail.base()
+            closed.append((record, *found))
+    if others:
+        base = tail.base()
     if base is not None:
         linear, others = _split_by_linearity(base[0], others, together)
-        if linear:
-            chosen.append(ways.gradients(linear, *base))
-    if others:
-        chosen.append(ways.products(others))
-    return chosen + closed
+    return Curvatures(closed, linear, base, others)
 
 
 def _split_by_linearity(

@@ -191,9 +191,15 @@ def batch_flatness(  # noqa: PLR0913
         _check_trainable(record)
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, records[-1], full_precision)
-    ways = _Terms(tail, explicit, weights, normalize, probes, share)
     # in a network that is piecewise linear behind some layers only, two ways would cost more
-    return _sum(choose_curvatures(tail, layers, ways, together=True), output)
+    chosen = choose_curvatures(tail, layers, together=True)
+    make = _Terms(tail, explicit, weights, normalize, probes, share)
+    terms = [make.closed_form(*one) for one in chosen.closed]
+    if chosen.linear and chosen.base is not None:
+        terms.append(make.gradients(chosen.linear, *chosen.base))
+    if chosen.others:
+        terms.append(make.products(chosen.others))
+    return _sum(terms, output)
 
 
 def _check_trainable(record: LayerRecord) -> None:
@@ -222,7 +228,7 @@ def _share(
 
 @dataclass(slots=True)
 class _Terms:
-    """Computes the terms of the penalty, for `choose_curvatures`; `share` multiplies them."""
+    """Computes the terms of the penalty; `share` multiplies them."""
 
     tail: Tail
     explicit: ExplicitLayers

@@ -21,15 +21,14 @@ from relflat_sk.measures._names import find_measures as find_measures
 from relflat_sk.measures._names import get_measure_names, register_measure
 from relflat_sk.measures._names import hold_functions as hold_functions
 from relflat_sk.measures._own import OwnMeasure as OwnMeasure
-from relflat_sk.measures._pac_bayes import count_errors as count_errors
-from relflat_sk.measures._perturbation import Weights as Weights
-from relflat_sk.measures._perturbation import add_weights as add_weights
 from relflat_sk.measures._perturbation import draw_noise as draw_noise
+from relflat_sk.measures._perturbation import parameters_of as parameters_of
 from relflat_sk.measures._perturbation import square_norm as square_norm
 from relflat_sk.measures._perturbation import weights_of as weights_of
 from relflat_sk.measures._perturbation import with_weights as with_weights
 from relflat_sk.measures._results import Flatness
 from relflat_sk.measures._scan import find_measured_layer as find_measured_layer
+from relflat_sk.measures._score import count_errors as count_errors
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._scorer import flatness_columns as flatness_columns
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve

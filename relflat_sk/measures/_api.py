@@ -1,6 +1,7 @@
 """Measure any model by the name of a measure."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from relflat_sk.measures._names import (
     find_measures,
     get_measure_names,
 )
-from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import Flatness
 
 
@@ -205,42 +205,34 @@ def flatness_report(  # noqa: PLR0913
     if params.get("weight_decay") and measures is None:
         names = [name for name in names if counts_decay(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    measured = [LARGEST_NEURON if name == NEURONS else name for name in names]
+    measured = {name: LARGEST_NEURON if name == NEURONS else name for name in names}
     with joined(model, X, y, options, process_group) as network:
-        found = measure_network(network, measured, layers, refuse=measures is not None, **params)
+        found = measure_network(
+            network, list(measured.values()), layers, refuse=measures is not None, **params
+        )
     warn_of_non_finite(found)
-    layer_order = list(dict.fromkeys(layer for layer, _ in found))
     order = next(iter(found.values())).summary.order
-    rows = [
-        {"measure": str(name), "layer": layer, "position": order.index(layer) if layer else None}
-        | row
-        for layer in layer_order
-        for name in dict.fromkeys(names)
-        for row in _rows(name, found, layer)
-    ]
-    integers = {"position": "Int64"} | ({"neuron": "Int64"} if NEURONS in names else {})
-    return pd.DataFrame(rows).astype(integers)
-
-
-def _rows(
-    name: str, found: Mapping[tuple[str, str], Flatness], layer: str
-) -> Iterator[dict[str, Any]]:
-    """Yield the row of a measure at a layer, or a row for each neuron; none if it is no layer's."""
-    result = found.get((layer, LARGEST_NEURON if name == NEURONS else name))
-    if result is None:
-        return
-    known = {"method": result.method, "n_samples": result.n_samples}
-    if isinstance(name, OwnMeasure):
-        known["invariance"] = name.invariance
-    else:
-        known["invariance"] = describe_invariance(LARGEST_NEURON if name == NEURONS else name)
-    if name != NEURONS:
-        yield {"value": result.value, "stderr": result.stderr, **known}
-        return
-    assert result.neurons is not None
-    assert result.neuron_stderrs is not None
-    for j, (value, stderr) in enumerate(zip(result.neurons, result.neuron_stderrs, strict=True)):
-        yield {"value": float(value), "stderr": float(stderr), **known, "neuron": j}
+    rows = []
+    for layer in dict.fromkeys(layer for layer, _ in found):
+        at = order.index(layer) if layer else None
+        for name, what in measured.items():
+            if (layer, what) not in found:
+                continue
+            one = found[layer, what]
+            values: Any = [(None, one.value, one.stderr)]
+            if name == NEURONS:
+                assert one.neurons is not None
+                assert one.neuron_stderrs is not None
+                values = zip(count(), one.neurons, one.neuron_stderrs, strict=False)
+            rows += [
+                (str(name), layer, at, value, stderr, one.method, one.n_samples,
+                 describe_invariance(what), neuron)
+                for neuron, value, stderr in values
+            ]  # fmt: skip
+    columns = ["measure", "layer", "position", "value", "stderr", "method", "n_samples"]
+    report = pd.DataFrame(rows, columns=[*columns, "invariance", "neuron"])
+    report = report.astype({"position": "Int64", "neuron": "Int64"})
+    return report if NEURONS in measured else report.drop(columns="neuron")
 
 
 Floats = NDArray[np.float64]
@@ -319,11 +311,19 @@ def measure(
             "measure takes the name first: measure('relative_flatness', model, X, y); got a model "
             f"of type {type(name).__name__} as the name."
         )
-    if isinstance(name, str) and name == NEURONS:
-        return _measure_neurons(model, X, y, layer, aggregate, per_sample, params)
+    is_array = isinstance(name, str) and name == NEURONS
+    if is_array and (aggregate is not None or per_sample):
+        raise ValueError(
+            f"{NEURONS} is an array with a value for each neuron of one layer, which takes "
+            "neither aggregate nor per_sample. Use neuron_flatness_max or neuron_flatness_sum."
+        )
     if aggregate is None:
-        found = evaluate(name, model, X, y, layer=layer, per_sample=per_sample, **params)
-        warn_of_non_finite({("", name): found})
+        what = LARGEST_NEURON if is_array else name
+        found = evaluate(what, model, X, y, layer=layer, per_sample=per_sample, **params)
+        warn_of_non_finite({("", what): found})
+        if is_array:
+            assert found.neurons is not None
+            return found.neurons
         return found.value if found.terms is None else found.terms
     if per_sample:
         raise ValueError(
@@ -344,27 +344,6 @@ def measure(
 
 def _may_be_model(value: Any) -> bool:
     return isinstance(value, nn.Module) or hasattr(value, "fit")
-
-
-def _measure_neurons(
-    model: Any,
-    X: Any,
-    y: Any,
-    layer: Layer,
-    aggregate: str | None,
-    per_sample: bool,
-    params: dict[str, Any],
-) -> Floats:
-    """Measure every neuron that feeds a layer."""
-    if aggregate is not None or per_sample:
-        raise ValueError(
-            f"{NEURONS} is an array with a value for each neuron of one layer, which takes "
-            "neither aggregate nor per_sample. Use neuron_flatness_max or neuron_flatness_sum."
-        )
-    found = evaluate(LARGEST_NEURON, model, X, y, layer=layer, **params)
-    warn_of_non_finite({("", LARGEST_NEURON): found})
-    assert found.neurons is not None
-    return found.neurons
 
 
 def relative_flatness(  # noqa: PLR0913

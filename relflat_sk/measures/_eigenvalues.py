@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from relflat_sk._network import Network
@@ -25,10 +25,6 @@ _SMALL = 24
 _MAX_PRODUCTS = 1000
 
 
-class _NotFiniteError(ArithmeticError):
-    """A product with the matrix is not finite."""
-
-
 def largest_eigenvalue(
     product: Callable[[Vector], Vector],
     size: int,
@@ -37,56 +33,32 @@ def largest_eigenvalue(
     random_state: RandomState,
     where: str,
 ) -> tuple[float, float]:
-    """Find the largest (algebraic) eigenvalue by Lanczos' iteration."""
-
-    def checked(vector: Vector) -> Vector:
-        found = product(np.asarray(vector, dtype=np.float64).reshape(-1))
-        if not np.isfinite(found).all():
-            raise _NotFiniteError  # LAPACK would print a message
-        return found
-
-    try:
-        if size <= _SMALL:
-            dense = np.stack([checked(row) for row in np.eye(size)])
-            return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
-        values, vectors = _iterate(checked, size, rtol, random_state, where)
-        if len(values) == 0:
-            return np.nan, np.nan
-        value, vector = float(values[-1]), vectors[:, -1]
-        return value, float(np.linalg.norm(checked(vector) - value * vector))
-    except _NotFiniteError:
-        return np.nan, np.nan
-
-
-def _iterate(
-    product: Callable[[Vector], Vector],
-    size: int,
-    rtol: float,
-    random_state: RandomState,
-    where: str,
-) -> tuple[Vector, Vector]:
-    """Find the largest eigenvalue and its vector, or none if the iteration fails."""
+    """Find the largest (algebraic) eigenvalue by Lanczos' iteration, and the residual's norm."""
     start = np.random.default_rng(seed_from(random_state)).standard_normal(size)
+    image = product(start)
+    if not np.isfinite(image).all():
+        return np.nan, np.nan
+    if not image.any():  # the matrix of a dead layer is zero, on which the iteration fails
+        return 0.0, 0.0
+    if size <= _SMALL:
+        dense = np.stack([product(row) for row in np.eye(size)])
+        return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
+    operator = LinearOperator(
+        (size, size), matvec=lambda vector: product(vector.reshape(-1)), dtype=np.float64
+    )
+    most = max(1, _MAX_PRODUCTS // 20)
     try:
-        values, vectors = eigsh(
-            LinearOperator((size, size), matvec=product, dtype=np.float64),
-            k=1,
-            which="LA",
-            v0=start,
-            tol=rtol,
-            maxiter=max(1, _MAX_PRODUCTS // 20),
-        )
+        values, vectors = eigsh(operator, k=1, which="LA", v0=start, tol=rtol, maxiter=most)
     except ArpackNoConvergence as error:
-        values, vectors = error.eigenvalues, error.eigenvectors
         warn(
             f"the largest eigenvalue {where} did not converge to a relative tolerance of "
             f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
         )
-    except ArpackError:  # the matrix of a dead layer is zero, on which the iteration fails
-        if product(start).any():
-            raise
-        values, vectors = np.zeros(1), start[:, None]
-    return values, vectors
+        values, vectors = error.eigenvalues, error.eigenvectors
+        if len(values) == 0:
+            return np.nan, np.nan
+    value, vector = float(values[-1]), vectors[:, -1]
+    return value, float(np.linalg.norm(product(vector) - value * vector))
 
 
 # The largest eigenvalue of the Hessian in a layer's weight, and the measures made of it.
@@ -159,12 +131,23 @@ class EigenvalueMeasures:
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
         """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""
-        weight = summary.layer_weights[layer]
+        weight, stored = summary.layer_weights[layer], self._stored[layer]
 
-        def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        def product(vector: Vector) -> Vector:
+            """Multiply with the Hessian of the mean loss."""
             matrix = torch.from_numpy(vector).to(weight.device).reshape(weight.shape)
-            found = self._product(layer, matrix) / summary.divisor
-            flat: NDArray[np.float64] = found.flatten().cpu().numpy()
+            total = torch.zeros_like(matrix)
+            for known, weights in stored or ():
+                total += known.weight_product(matrix, weights)
+            if stored is None:
+
+                def add(forward: ForwardPass) -> None:
+                    found = forward.layers[layer]
+                    total.add_(found.weight_product(matrix, forward.row_weights(found)))
+
+                scan(self.network, [layer], add)
+            total = self.network.processes.sum(total) / summary.divisor
+            flat: Vector = total.flatten().cpu().numpy()
             return flat
 
         return largest_eigenvalue(
@@ -174,19 +157,3 @@ class EigenvalueMeasures:
             random_state=self.random_state,
             where=f"at layer {layer!r}",
         )
-
-    def _product(self, layer: str, matrix: Tensor) -> Tensor:
-        """Multiply the Hessian of the summed loss in a layer's weight with a matrix (d, m)."""
-        total = torch.zeros_like(matrix)
-        stored = self._stored[layer]
-        if stored is not None:
-            for known, weights in stored:
-                total += known.weight_product(matrix, weights)
-            return self.network.processes.sum(total)
-
-        def add(forward: ForwardPass) -> None:
-            found = forward.layers[layer]
-            total.add_(found.weight_product(matrix, forward.row_weights(found)))
-
-        scan(self.network, [layer], add)
-        return self.network.processes.sum(total)

@@ -22,7 +22,7 @@ References
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,17 @@ from relflat_sk._numerics import column_squares, inverse_spread, read_numbers, v
 from relflat_sk._random import RandomState, draw_seeds, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
-from relflat_sk.measures._quantities import Key, LayerPass, Neurons, Quantity, Trace
+from relflat_sk.measures._quantities import (
+    FeatureTrace,
+    Key,
+    LayerPass,
+    Neurons,
+    Quantity,
+    Trace,
+    draw_terms,
+    exact_terms,
+    n_passes,
+)
 from relflat_sk.measures._results import EVERY_CHANGE, Flatness, Found, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, summarize
 
@@ -44,241 +54,16 @@ from relflat_sk.measures._scan import ForwardPass, scan, summarize
 # All layers and quantities share a pass over the data. Where the curvature comes from gradients,
 # they share the backward passes too.
 #
-# An exact sum and one of probes are kept in the same way: as a sum over samples with the variance
-# between a sample's probes, which is zero where nothing is drawn. Probes are drawn for each sample
-# independently. The first pass draws two of them; the number of further probes follows from the
-# variance between these.
+# An exact sum and one of probes are kept in the same way: as a sum over samples and probes, with
+# what it scatters between probes. Probes are drawn for each sample independently, and in pairs:
+# half of the squared difference of a pair estimates the variance of a probe. The first pass draws
+# one pair; the number of further probes follows from the variance.
 
 # most backward passes or products for one batch that an exact sum may take; "auto" may always
 # take that many, whatever the number of samples
 METHODS = {"auto": 64, "exact": math.inf, "hutchinson": 0}
 _MAX_PROBES = 10_000
 _PILOT = 2  # probes for each sample in the first pass
-
-
-@dataclass
-class Mean:
-    """The mean of a quantity, as the criterion averages.
-
-    Shapes: `value`, `stderr` (k,), `terms`, `term_stderrs` (n, k).
-    """
-
-    value: Tensor
-    stderr: Tensor
-    method: str
-    terms: Tensor | None = None
-    term_stderrs: Tensor | None = None
-
-
-@dataclass
-class _Sum:
-    """A sum over samples (k,), or its terms (n, k), from one or several rounds of probes."""
-
-    value: Tensor
-    variance: Tensor  # with one probe for each sample
-    n_probes: int
-    freedom: int
-
-    def __add__(self, other: "_Sum") -> "_Sum":
-        n_probes, freedom = self.n_probes + other.n_probes, self.freedom + other.freedom
-        value = self.n_probes * self.value + other.n_probes * other.value
-        variance = self.freedom * self.variance + other.freedom * other.variance
-        return _Sum(value / n_probes, variance / freedom, n_probes, freedom)
-
-    @property
-    def stderr(self) -> Tensor:
-        """Standard error of the value."""
-        return (self.variance / self.n_probes).sqrt()
-
-    def n_needed(self, rtol: float) -> float:
-        """Return how many probes bring the standard error down to `rtol` of the value."""
-        at = int(self.value.argmax())  # one value, or the neuron that is least flat
-        value, variance = float(self.value[at]), float(self.variance[at])
-        if not math.isfinite(value) or variance == 0:
-            return 0.0
-        return variance / (rtol * value) ** 2 if value else math.inf
-
-
-class Sums:
-    """Means of the quantities that a function names at each layer, from passes over the data."""
-
-    def __init__(
-        self,
-        network: Network,
-        choose: Callable[[LayerPass], Mapping[str, Quantity]],
-        *,
-        generator: torch.Generator,
-        method: str = "auto",
-        n_probes: int | None = None,
-        rtol: float = 0.01,
-        per_sample: bool = False,
-    ) -> None:
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
-        reason = "one probe has no standard error"
-        check_integer("n_probes", n_probes, minimum=2, optional=True, reason=reason)
-        check_number("rtol", rtol)
-        self.network = network
-        self.choose = choose
-        self.generator = generator
-        self.method = method
-        self.n_probes = n_probes
-        self.rtol = rtol
-        self.per_sample = per_sample
-        self._quantities: dict[Key, Quantity] = {}
-        self._n_passes: dict[Key, float] = {}  # of an exact sum, in each batch
-        self._methods: dict[Key, str] = {}
-        self._exact: set[Key] = set()
-        self._totals: dict[Key, tuple[Tensor, Tensor | float]] = {}
-        self._terms: dict[Key, list[tuple[Tensor, Tensor]]] = {}
-
-    def add(self, forward: ForwardPass) -> None:
-        """Add a batch of the first pass."""
-        if not self._quantities:
-            self._plan(forward)
-        self._add(forward, self._quantities, _PILOT)
-
-    def finish(self, summary: Summary) -> dict[Key, Mean]:
-        """Compute means over the data, with as many further passes as the probes need."""
-        divisor, n = summary.divisor, summary.n_samples
-        sums, terms = self._close(_PILOT)
-        most = self.n_probes or _MAX_PROBES
-        # n independent terms have standard errors of sqrt(n) times that of their mean
-        rtol = self.rtol / math.sqrt(n) if self.per_sample else self.rtol
-        dear = self._refine(sums, terms, most, rtol)
-        if dear:
-            self._exact |= dear
-            exact_sums, exact_terms = self._pass(dear, 1)
-            sums |= exact_sums
-            terms |= exact_terms
-        means, scale = {}, n / divisor
-        for key, one in sums.items():
-            method = self._methods[key] if key in self._exact else "hutchinson"
-            means[key] = Mean(one.value / divisor, one.stderr / abs(divisor), method)
-            if key not in self._exact and self.n_probes is None:
-                _warn_if_loose(key, means[key], self.rtol, most, n if self.per_sample else 1)
-            if self.per_sample:
-                means[key].terms = scale * terms[key].value
-                means[key].term_stderrs = abs(scale) * terms[key].stderr
-        return means
-
-    def _plan(self, forward: ForwardPass) -> None:
-        """Decide which sums are exact, by the first batch."""
-        for curvature in forward.curvatures:
-            for name, layer in curvature.layers.items():
-                for what, quantity in self.choose(layer).items():
-                    self._quantities[name, what] = quantity
-                    self._n_passes[name, what] = curvature.n_passes(layer, quantity)
-                    self._methods[name, what] = curvature.method
-        every = self.network.processes.gather(self._n_passes)
-        self._n_passes = {key: max(one[key] for one in every) for key in self._n_passes}
-        most = METHODS[self.method]
-        self._exact = {key for key, n in self._n_passes.items() if n <= most and most > 0}
-
-    def _add(self, forward: ForwardPass, keys: Collection[Key], n_probes: int) -> None:
-        """Add a batch to the sums of some quantities."""
-        for key, mean, variance in self._estimate(forward, keys, n_probes):
-            weights = forward.row_weights(forward.layers[key[0]])
-            total, scatter = self._totals.get(key, (0.0, 0.0))
-            scatter = scatter if variance is None else scatter + weights.square() @ variance
-            self._totals[key] = total + weights @ mean, scatter
-            if self.per_sample:
-                terms = _sum_rows(weights[:, None] * mean, len(forward))
-                scatter = torch.zeros_like(terms)
-                if variance is not None:
-                    scatter = _sum_rows(weights.square()[:, None] * variance, len(forward))
-                self._terms.setdefault(key, []).append((terms, scatter))
-
-    def _estimate(
-        self, forward: ForwardPass, keys: Collection[Key], n_probes: int
-    ) -> Iterator[tuple[Key, Tensor, Tensor | None]]:
-        """Yield the samples' terms, and the variances between their probes if there are any.
-
-        Shapes: (n, k).
-        """
-        for curvature in forward.curvatures:
-            wanted = {key: self._quantities[key] for key in keys if key[0] in curvature.layers}
-            exact = {key: quantity for key, quantity in wanted.items() if key in self._exact}
-            for key, terms in curvature.sum_exactly(exact):
-                yield key, terms.double(), None
-            others = {key: quantity for key, quantity in wanted.items() if key not in exact}
-            found: dict[Key, tuple[Tensor, Tensor]] = {}
-            for j in range(1, n_probes + 1) if others else ():
-                for key, drawn in curvature.draw(others, self.generator):
-                    draw = drawn.double()
-                    mean, squares = found.get(key, (torch.zeros_like(draw),) * 2)
-                    shift = draw - mean
-                    mean = mean + shift / j
-                    found[key] = mean, squares + shift * (draw - mean)
-            for key, (mean, squares) in found.items():
-                yield key, mean, squares / (n_probes - 1)
-
-    def _close(self, n_probes: int) -> tuple[dict[Key, _Sum], dict[Key, _Sum]]:
-        """Return the sums of a pass, and their terms, when all samples were added."""
-        freedom, processes = max(n_probes - 1, 1), self.network.processes
-        sums, terms = {}, {}
-        for key in sorted(self._totals):  # in the same order in all processes
-            total, scatter = self._totals[key]
-            total = processes.sum(total)
-            variance = torch.zeros_like(total)
-            if isinstance(scatter, Tensor):
-                variance = processes.sum(scatter)
-            sums[key] = _Sum(total, variance, n_probes, freedom)
-        for key, batches in self._terms.items():
-            each, variances = map(torch.cat, zip(*batches, strict=True))
-            terms[key] = _Sum(each, variances, n_probes, freedom)
-        self._totals, self._terms = {}, {}
-        return sums, terms
-
-    def _pass(
-        self, keys: Collection[Key], n_probes: int
-    ) -> tuple[dict[Key, _Sum], dict[Key, _Sum]]:
-        """Make one more pass for some quantities."""
-        layers = list(dict.fromkeys(layer for layer, _ in keys))
-        scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
-        return self._close(n_probes)
-
-    def _refine(
-        self, sums: dict[Key, _Sum], terms: dict[Key, _Sum], most: int, rtol: float
-    ) -> set[Key]:
-        """Draw more probes until standard errors are small; return what costs less exactly."""
-        dear: set[Key] = set()
-        keys, done = [key for key in sums if key not in self._exact], _PILOT
-        while True:
-            needed = {key: sums[key].n_needed(rtol) for key in keys}
-            if self.method == "auto":
-                dear |= {key for key in keys if needed[key] > max(done, self._n_passes[key])}
-            keys = [key for key in keys if needed[key] > done and key not in dear]
-            if not keys or done + 2 > most:
-                return dear
-            missing = 1.05 * max(needed[key] for key in keys) - done
-            n_probes = int(min(max(missing, 2), most - done))
-            more_sums, more_terms = self._pass(keys, n_probes)
-            sums |= {key: sums[key] + more for key, more in more_sums.items()}
-            terms |= {key: terms[key] + more for key, more in more_terms.items()}
-            done += n_probes
-
-
-def _sum_rows(terms: Tensor, n: int) -> Tensor:
-    """Sum terms over the rows of each sample: its tokens, where those are a layer's rows.
-
-    Shapes: `terms` (n * t, k); returns (n, k).
-    """
-    return terms.reshape(n, -1, terms.shape[1]).sum(dim=1)
-
-
-def _warn_if_loose(key: Key, mean: Mean, rtol: float, most: int, n_terms: int) -> None:
-    """Warn if the standard error of a mean, or of its terms, is larger than asked for."""
-    at = int(mean.value.argmax())
-    value, stderr = float(mean.value[at]), float(mean.stderr[at]) * math.sqrt(n_terms)
-    if stderr > rtol * abs(value):
-        what = "standard error of", f"a {key[1]} of"
-        if n_terms > 1:
-            what = "typical standard error of", f"the terms of {key[1]} with a mean of"
-        warn(
-            f"{most} probes left a {what[0]} {stderr:.3g} on {what[1]} {value:.3g} at layer "
-            f"{key[0]!r}, more than rtol={rtol:g} asks for; use method='exact'."
-        )
 
 
 # -- traces and quadratic forms of the Hessian --------------------------------------------------
@@ -292,8 +77,6 @@ class TraceLike:
     quantity: Callable[[LayerPass, Tensor | None], Quantity]
     # from the mean quantity and the weight to the measure
     finish: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value
-    # the increase of the measure if the identity is added to the Hessian, from the weight
-    decay: Callable[[Tensor], Tensor] = lambda weight: torch.full((), math.nan)
     # the changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`
     same: tuple[str, ...] = ()
     normalized: bool = False
@@ -306,37 +89,69 @@ def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
     return Trace(layer.left_factor(spread), inverse_spread(spread))
 
 
-def _square(weight: Tensor) -> Tensor:
-    return column_squares(weight).sum()
-
-
-def _size(weight: Tensor) -> Tensor:
-    return weight.new_full((), weight.numel(), dtype=torch.float64)
-
-
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
-        lambda layer, spread: Trace(layer.left_factor()),
-        decay=lambda weight: weight.shape[1] * _square(weight),
-        same=("layer", "own neurons"),
+        lambda layer, spread: Trace(layer.left_factor()), same=("layer", "own neurons")
     ),
     "normalized_relative_flatness": TraceLike(_normalized, same=EVERY_CHANGE, normalized=True),
-    "hessian_trace": TraceLike(lambda layer, spread: Trace(), decay=_size),
+    "hessian_trace": TraceLike(lambda layer, spread: Trace()),
     "trace_flatness": TraceLike(
         lambda layer, spread: Trace(),
-        lambda value, weight: value * _square(weight),
-        lambda weight: weight.numel() * _square(weight),
+        lambda value, weight: value * column_squares(weight).sum(),
         same=("layer",),
     ),
-    "neuron_flatness_sum": TraceLike(
-        lambda layer, spread: Neurons(is_sum=True), decay=_square, same=EVERY_CHANGE
-    ),
+    "neuron_flatness_sum": TraceLike(lambda layer, spread: Neurons(is_sum=True), same=EVERY_CHANGE),
     "neuron_flatness_max": TraceLike(
-        lambda layer, spread: Neurons(is_sum=False), decay=column_squares, same=EVERY_CHANGE
+        lambda layer, spread: Neurons(is_sum=False), same=EVERY_CHANGE
     ),
+}
+# of the measures that `theory` needs, beside those with a public name
+_QUANTITIES = TRACE_LIKE | {
+    "feature_curvature": TraceLike(lambda layer, spread: FeatureTrace(layer.left_factor()))
 }
 # the measure with a value for each neuron, of which it is the largest
 LARGEST_NEURON = "neuron_flatness_max"
+
+
+@dataclass
+class _Sum:
+    """A sum over samples (1, k), or its terms (n, k), from probes or, as one probe, exact."""
+
+    total: Tensor  # over all probes
+    scatter: Tensor  # half of the squared differences of pairs, summed over pairs
+    n_probes: int
+
+    def __add__(self, other: "_Sum") -> "_Sum":
+        n_probes = self.n_probes + other.n_probes
+        return _Sum(self.total + other.total, self.scatter + other.scatter, n_probes)
+
+    def mean(self) -> tuple[Tensor, Tensor]:
+        """Compute the mean over the probes, and its standard error."""
+        return self.total / self.n_probes, (2 * self.scatter).sqrt() / self.n_probes
+
+    def over_samples(self) -> "_Sum":
+        """Sum up the terms of the samples."""
+        total, scatter = self.total.sum(dim=0), self.scatter.sum(dim=0)
+        return _Sum(total, scatter, self.n_probes)
+
+    def n_needed(self, rtol: float) -> float:
+        """Return how many probes bring the standard error down to `rtol` of the value."""
+        whole = self.over_samples()
+        at = whole.total.argmax()  # one value, or the neuron that is least flat
+        value, variance = whole.total[at] / self.n_probes, 2 * whole.scatter[at] / self.n_probes
+        if not math.isfinite(value) or variance == 0:
+            return 0.0
+        return float(variance / (rtol * value) ** 2)  # infinite for a value of zero
+
+
+@dataclass
+class _Plan:
+    """How a quantity at a layer is summed: exactly, by so many passes in each batch, or not."""
+
+    quantity: Quantity
+    n_passes: float
+    method: str
+    exact: bool = False
 
 
 class TraceMeasures:
@@ -347,65 +162,194 @@ class TraceMeasures:
     """
 
     def __init__(
-        self, network: Network, names: Sequence[str], *, random_state: RandomState, **params: Any
+        self,
+        network: Network,
+        names: Sequence[str],
+        *,
+        random_state: RandomState = None,
+        method: str = "auto",
+        n_probes: int | None = None,
+        rtol: float = 0.01,
+        per_sample: bool = False,
     ) -> None:
-        self.network = network
-        self.names = names
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
+        reason = "one probe has no standard error"
+        check_integer("n_probes", n_probes, minimum=2, optional=True, reason=reason)
+        check_number("rtol", rtol)
         if network.processes.rank > 0 and random_state is not None:
             # processes must not draw the same probes for their samples
             random_state = draw_seeds(random_state, network.processes.rank)[-1]
-        generator = make_generator(random_state, network.device)
-        self._sums = Sums(network, self._choose, generator=generator, **params)
-        self._normalized = any(TRACE_LIKE[name].normalized for name in names)
+        self.network = network
+        self.names = names
+        self.method = method
+        self.n_probes = n_probes
+        self.rtol = rtol
+        self.per_sample = per_sample
+        self._generator = make_generator(random_state, network.device)
+        self._normalized = any(_QUANTITIES[name].normalized for name in names)
         self._spreads: dict[str, FeatureSpread] = {}
+        self._plans: dict[Key, _Plan] = {}
+        # total and scatter of a pass, or those of each batch for the terms of the samples
+        self._seen: dict[Key, list[Pair]] = {}
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
+        """Add a batch of the first pass."""
         if not self._normalized:
-            self._sums.add(forward)
+            self._add_first(forward)
             return
         for name, layer in forward.layers.items():
             spread = self._spreads.setdefault(name, FeatureSpread())
             spread.add(layer, forward.row_weights(layer))
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
-        """Compute the measures, with further passes where one is not enough."""
+        """Compute the measures, with as many further passes as they need."""
         if self._normalized:
             for spread in self._spreads.values():
                 spread.combine(self.network.processes)
-            scan(self.network, list(summary.layer_weights), self._sums.add)
-        return {
-            (layer, name): self._measure(name, mean, summary, layer, weight_decay)
-            for (layer, name), mean in self._sums.finish(summary).items()
-        }
+            scan(self.network, list(summary.layer_weights), self._add_first)
+        sums = self._refine(self._close(_PILOT), summary.n_samples)
+        return {key: self._measure(key, one, summary, weight_decay) for key, one in sums.items()}
 
-    def _choose(self, layer: LayerPass) -> Mapping[str, Quantity]:
-        """Return the quantities to sum at a layer, by the names of the measures."""
-        spread = self._spreads[layer.name].spread() if self._normalized else None
-        return {name: TRACE_LIKE[name].quantity(layer, spread) for name in self.names}
+    def _add_first(self, forward: ForwardPass) -> None:
+        """Add a batch of the first pass for the sums."""
+        if not self._plans:
+            self._plan(forward)
+        self._add(forward, self._plans, _PILOT)
 
-    def _measure(
-        self, name: str, mean: Mean, summary: Summary, layer: str, weight_decay: float
-    ) -> Flatness:
-        """Compute one measure at one layer from the mean of its quantity."""
-        measure, weight = TRACE_LIKE[name], summary.layer_weights[layer]
+    def _plan(self, forward: ForwardPass) -> None:
+        """Decide which sums are exact, by the first batch."""
+        for layer in forward.layers.values():
+            spread = self._spreads[layer.name].spread() if self._normalized else None
+            for name in self.names:
+                quantity = _QUANTITIES[name].quantity(layer, spread)
+                plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
+                self._plans[layer.name, name] = plan
+        own, most = {key: plan.n_passes for key, plan in self._plans.items()}, METHODS[self.method]
+        every = self.network.processes.gather(own)
+        for key, plan in self._plans.items():
+            plan.n_passes = max(one[key] for one in every)
+            plan.exact = plan.n_passes <= most and most > 0
 
-        def finish(value: Tensor) -> Tensor:
-            found = measure.finish(value, weight)
-            if weight_decay:
-                found = found + weight_decay * measure.decay(weight).to(found.device)
-            return found
+    def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
+        """Add a batch to the sums of some quantities."""
+        plans = {key: self._plans[key] for key in keys}
+        exact = {key: plan.quantity for key, plan in plans.items() if plan.exact}
+        drawn = {key: plan.quantity for key, plan in plans.items() if not plan.exact}
+        found: dict[Key, Pair] = {}
+        for key, terms in exact_terms(forward.layers, exact):
+            weights = forward.row_weights(forward.layers[key[0]])
+            found[key] = self._weigh(forward, weights, terms.double()), 0.0
+        for _ in range(n_probes // 2 if drawn else 0):
+            first = dict(draw_terms(forward.layers, drawn, self._generator))
+            for key, terms in draw_terms(forward.layers, drawn, self._generator):
+                one, other = first.pop(key).double(), terms.double()
+                weights = forward.row_weights(forward.layers[key[0]])
+                total = self._weigh(forward, weights, one + other)
+                scatter = self._weigh(forward, weights.square(), (one - other).square() / 2)
+                found[key] = _add_pairs((total, scatter), found.get(key))
+        for key, pair in found.items():
+            seen = self._seen.setdefault(key, [])
+            seen.append(pair if self.per_sample or not seen else _add_pairs(pair, seen.pop()))
 
-        values, stderrs = finish(mean.value), measure.finish(mean.stderr, weight)
+    def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
+        """Sum rows with their weights: over all, or over the tokens of each sample.
+
+        Shapes: `weights` (n * t,), `rows` (n * t, k); returns (1, k) or (n, k).
+        """
+        if not self.per_sample:
+            return (weights @ rows)[None]
+        return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
+
+    def _close(self, n_probes: int) -> dict[Key, _Sum]:
+        """Return the sums of a pass, when all samples were added."""
+        sums = {}
+        for key in sorted(self._seen):  # in the same order in all processes
+            totals, scatters = zip(*self._seen[key], strict=True)
+            total = self.network.processes.sum(torch.cat(totals))
+            scatter = torch.zeros_like(total)
+            if not self._plans[key].exact:
+                scatter = self.network.processes.sum(torch.cat(scatters))
+            sums[key] = _Sum(total, scatter, 1 if self._plans[key].exact else n_probes)
+        self._seen = {}
+        return sums
+
+    def _refine(self, sums: dict[Key, _Sum], n_samples: int) -> dict[Key, _Sum]:
+        """Draw more probes until standard errors are small, and sum exactly what costs less so."""
+        # n independent terms have standard errors of sqrt(n) times that of their mean
+        rtol = self.rtol / math.sqrt(n_samples if self.per_sample else 1)
+        most, done = self.n_probes or _MAX_PROBES, _PILOT
+        probed = [key for key in sums if not self._plans[key].exact]
+        while probed:
+            needed = {key: n for key in probed if (n := sums[key].n_needed(rtol)) > done}
+            dear = []
+            if self.method == "auto":
+                dear = [key for key, n in needed.items() if n > self._plans[key].n_passes]
+            probed = [key for key in needed if key not in dear] if done + 2 <= most else []
+            n_probes = 0
+            if probed:
+                missing = min(1.05 * max(needed[key] for key in probed), most) - done
+                n_probes = 2 * max(int(missing) // 2, 1)
+            for key in dear:
+                self._plans[key].exact = True
+                del sums[key]
+            keys = [*probed, *dear]
+            layers = list(dict.fromkeys(layer for layer, _ in keys))
+            if layers:
+                scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
+            for key, more in self._close(n_probes).items():
+                sums[key] = sums[key] + more if key in sums else more
+            done += n_probes
+        return sums
+
+    def _measure(self, key: Key, each: _Sum, summary: Summary, weight_decay: float) -> Flatness:
+        """Compute one measure at one layer from the sum of its quantity."""
+        plan, weight = self._plans[key], summary.layer_weights[key[0]]
+        measure = _QUANTITIES[key[1]]
+        decay: Tensor | float = 0.0
+        if weight_decay:
+            decay = weight_decay * plan.quantity.identity(weight).to(each.total)
+        total, deviation = (part / summary.divisor for part in each.over_samples().mean())
+        values, stderrs = (
+            measure.finish(total + decay, weight),
+            measure.finish(deviation.abs(), weight),
+        )
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
-        found = Flatness(value, stderr, mean.method, self.network, summary)
-        if name == LARGEST_NEURON:
+        method = plan.method if plan.exact else "hutchinson"
+        found = Flatness(value, stderr, method, self.network, summary)
+        if not plan.exact and self.n_probes is None:
+            n_terms = summary.n_samples if self.per_sample else 1
+            self._warn_if_loose(key, each.n_probes, total[at], deviation[at], n_terms)
+        if key[1] == LARGEST_NEURON:
             found.neurons, found.neuron_stderrs = values.cpu().numpy(), stderrs.cpu().numpy()
-        if mean.terms is not None and mean.term_stderrs is not None:
-            found.terms = finish(mean.terms)[:, at].cpu().numpy()
-            found.term_stderrs = measure.finish(mean.term_stderrs, weight)[:, at].cpu().numpy()
+        if self.per_sample:
+            scale = summary.n_samples / summary.divisor
+            terms, deviations = (scale * part for part in each.mean())
+            found.terms = measure.finish(terms + decay, weight)[:, at].cpu().numpy()
+            found.term_stderrs = measure.finish(deviations.abs(), weight)[:, at].cpu().numpy()
         return found
+
+    def _warn_if_loose(
+        self, key: Key, n_probes: int, value: Tensor, stderr: Tensor, n_terms: int
+    ) -> None:
+        """Warn if the standard error of a mean, or of its terms, is larger than asked for."""
+        stderr = stderr.abs() * math.sqrt(n_terms)
+        if stderr > self.rtol * value.abs():
+            what = "standard error of", f"a {key[1]} of"
+            if n_terms > 1:
+                what = "typical standard error of", f"the terms of {key[1]} with a mean of"
+            warn(
+                f"{n_probes} probes left a {what[0]} {stderr:.3g} on {what[1]} {value:.3g} at "
+                f"layer {key[0]!r}, more than rtol={self.rtol:g} asks for; use method='exact'."
+            )
+
+
+Pair = tuple[Tensor, Tensor | float]
+
+
+def _add_pairs(one: Pair, other: Pair | None) -> Pair:
+    return one if other is None else (one[0] + other[0], one[1] + other[1])
 
 
 class FeatureSpread:
@@ -529,7 +473,7 @@ def measure_layers(
     """
     random: dict[str, Any] = {"rtol": rtol, "random_state": random_state}
     groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
-    if traces := [name for name in names if name in TRACE_LIKE]:
+    if traces := [name for name in names if name in _QUANTITIES]:
         groups.append(TraceMeasures(network, traces, **random, **params))
     if GRADIENT_NORM in names:
         groups.append(GradientNorms(network))
@@ -559,14 +503,6 @@ def measure_flatness(
     return next(iter(measure_layers(network, [name], [layer], **params).values()))
 
 
-@dataclass(frozen=True)
-class _FeatureTrace(Trace):
-    """``Tr(W^T B_i W)`` of a layer that receives one vector for each sample."""
-
-    def _square_norms(self, layer: LayerPass) -> Tensor:
-        return torch.ones(len(layer.features), dtype=torch.float64, device=layer.features.device)
-
-
 def measure_feature_curvature(
     network: Network, layer: Layer, *, random_state: RandomState = None
 ) -> Flatness:
@@ -575,13 +511,5 @@ def measure_feature_curvature(
     It is ``mean_i Tr(W^T B_i W)``: relative flatness without the factors ``|phi_i|^2``. Noise of
     deviation h in each feature raises the loss by ``h^2 / 2`` times that, to second order.
     """
-    sums = Sums(
-        network,
-        lambda found: {"feature curvature": _FeatureTrace(found.left_factor())},
-        generator=make_generator(random_state, network.device),
-    )
-    with borrowed(network.module):
-        summary = summarize(network, [layer], sums.add)
-        (mean,) = sums.finish(summary).values()
-    value, stderr = read_numbers(mean.value[0], mean.stderr[0])
-    return Flatness(value, stderr, mean.method, network, summary)
+    found = measure_layers(network, ["feature_curvature"], [layer], random_state=random_state)
+    return next(iter(found.values()))

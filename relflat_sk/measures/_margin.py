@@ -19,21 +19,26 @@ from relflat_sk.measures._results import Estimate
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """How a criterion's first argument and the classes' scores belong together."""
 
     link: str  # from the scores, the last layer's output, to the criterion's first argument
     undo: Callable[[Tensor], Tensor]  # the inverse of the link, up to a constant per sample
 
 
-_SCORES: dict[type, _Scores] = {
-    nn.CrossEntropyLoss: _Scores("identity", lambda z: z),
-    nn.NLLLoss: _Scores("log_softmax", lambda z: z),
-    ProbabilityNLLLoss: _Scores("softmax", torch.log),
-    nn.BCEWithLogitsLoss: _Scores("identity", lambda z: z),
-    nn.BCELoss: _Scores("sigmoid", torch.logit),
+SCORES: dict[type, Scores] = {
+    nn.CrossEntropyLoss: Scores("identity", lambda z: z),
+    nn.NLLLoss: Scores("log_softmax", lambda z: z),
+    ProbabilityNLLLoss: Scores("softmax", lambda p: (p + torch.finfo(p.dtype).tiny).log()),
+    nn.BCEWithLogitsLoss: Scores("identity", lambda z: z),
+    nn.BCELoss: Scores("sigmoid", torch.logit),
 }
-_BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
+BINARY = (nn.BCEWithLogitsLoss, nn.BCELoss)
+FROM_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "softmax": lambda z: z.softmax(dim=1),
+    "log_softmax": lambda z: z.log_softmax(dim=1),
+}
 
 
 def margin(network: Network, percentile: float) -> float:
@@ -53,11 +58,11 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
     Shapes: returns (n,).
     """
     criterion = network.loss.criterion
-    if type(criterion) not in _SCORES:
+    if type(criterion) not in SCORES:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
             f"a margin needs a classifier, but {name} is not known as a classification loss. "
-            f"Known are {[kind.__name__ for kind in _SCORES]}; if the network's outputs are "
+            f"Known are {[kind.__name__ for kind in SCORES]}; if the network's outputs are "
             "logits, pass criterion=torch.nn.CrossEntropyLoss()."
         )
     (last,) = layer_names(network)[-1:]
@@ -84,7 +89,7 @@ def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
         output = network(x)
     record = recorder[last]
     loss = network.loss
-    known = _SCORES[type(loss.criterion)]
+    known = SCORES[type(loss.criterion)]
     scores = output.detach()
     if known.link != "identity" and find_link(output, record.node) == known.link:
         # probabilities close to 1 have lost digits that the layer's output has
@@ -93,7 +98,7 @@ def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
         scores = known.undo(scores)
     scores = loss.classes_second(scores.double(), y)
     target = loss.check_target(scores, y.to(scores.device))
-    return (_binary if isinstance(loss.criterion, _BINARY) else _multiclass)(loss, scores, target)
+    return (_binary if isinstance(loss.criterion, BINARY) else _multiclass)(loss, scores, target)
 
 
 def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from torch import nn
 from relflat_sk._checks import check_number
 from relflat_sk._losses import name_criterion, product_curvature, pull_back
 from relflat_sk._network import Batch, Layer, Network, borrowed, find_non_finite, outcome_of
-from relflat_sk._random import draw_seed, make_generator, rademacher, seed_from
+from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import LAYER_MEASURES, TRACE_LIKE, measure_layers
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
-from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
+from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
@@ -71,12 +71,38 @@ def _is_curved(network: Network, batch: Batch) -> bool:
 
 # -- measuring ----------------------------------------------------------------------------------
 
+
+def _network_flatness(
+    network: Network,
+    *,
+    rtol: float = 0.01,
+    random_state: RandomState = None,
+    weight_decay: float = 0.0,
+) -> Estimate:
+    """Return the largest eigenvalue flatness of all layers."""
+    each = measure_layers(
+        network,
+        ["eigenvalue_flatness"],
+        "all",
+        rtol=rtol,
+        random_state=random_state,
+        weight_decay=weight_decay,
+    )
+    most = max(each.values(), key=lambda one: (math.isnan(one.value), one.value))
+    return Estimate(most.value, most.stderr, most.method)
+
+
 # measures of the network as a whole, each with arguments of its own
-NETWORK_WIDE: dict[str, NetworkMeasure] = {**NORM_MEASURES, **SHARPNESS_MEASURES}
+NETWORK_WIDE: dict[str, NetworkMeasure] = {
+    "network_flatness": NetworkMeasure(_network_flatness, ("layer",)),
+    **NORM_MEASURES,
+    **SHARPNESS_MEASURES,
+}
 # arguments of the measures of layers, which measures of the whole network accept without effect
 _OF_LAYERS = {"method", "n_probes", "rtol"}
 # an argument that every measure accepts, also where it has no effect
 _SEED = {"random_state"}
+_ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 # measures that are zero where the loss has no curvature
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
 _NONE = Estimate(math.nan, math.nan, "none")
@@ -101,69 +127,63 @@ def measure_network(
     """
     check_number("weight_decay", weight_decay, positive=False)
     check_arguments(names, params)
-    _check_decay(names, weight_decay)
+    _check_together(names, weight_decay, per_sample, network.processes.are_several)
     if network.processes.are_several:
-        _check_shared(names, per_sample)
         # of the weights' noise and of Lanczos' first vector; probes have seeds of their own
         seed = seed_from(params.get("random_state"))
         params["random_state"] = network.processes.share(draw_seed(None) if seed is None else seed)
-    some = {key: value for key, value in params.items() if key in _OF_LAYERS | _SEED}
-    some["weight_decay"] = weight_decay
-    if per_sample:
-        _check_per_sample(names)
+    params["weight_decay"] = weight_decay
     found: Found = {}
-    of_layers = [name for name in names if name in LAYER_MEASURES]
-    if of_layers:
+    if of_layers := [name for name in names if name in LAYER_MEASURES]:
+        some = {key: value for key, value in params.items() if key in _ALWAYS}
         found |= measure_layers(network, of_layers, layers, per_sample=per_sample, **some)
-    if "network_flatness" in names:
-        every = layers == "all" and "eigenvalue_flatness" in names
-        found["", "network_flatness"] = _least_flat(network, found if every else None, some)
-    summary = next((one.summary for one in found.values()), None)
-    found |= _measure_whole(network, names, refuse, params, summary)
+    if whole := [name for name in names if is_of_network(name)]:
+        found |= _measure_whole(network, whole, refuse, params, found)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
     return found
 
 
-def counts_decay(name: str) -> bool:
-    """Return whether the optimiser's weight decay can be counted into a measure."""
-    return not _is_whole(name) and not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
-
-
 def is_of_network(name: str) -> bool:
     """Return whether a measure belongs to the network as a whole, so that it has no layer."""
-    return name == "network_flatness" or _is_whole(name)
-
-
-def _is_whole(name: str) -> bool:
-    """Return whether a measure is a function of the whole network, with arguments of its own."""
     return name in NETWORK_WIDE or isinstance(name, OwnMeasure)
 
 
-def _check_shared(names: Sequence[str], per_sample: bool) -> None:
-    """Refuse what cannot be summed over processes."""
+def counts_decay(name: str) -> bool:
+    """Return whether the optimiser's weight decay can be counted into a measure."""
+    if is_of_network(name):
+        return "weight_decay" in _arguments(name)
+    return not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def _check_together(
+    names: Sequence[str], weight_decay: float, per_sample: bool, are_several: bool
+) -> None:
+    """Refuse what these measures cannot do: decay, terms of samples, data of several processes."""
+    undecayed = [name for name in names if not counts_decay(name)]
+    if weight_decay and undecayed:
+        raise ValueError(
+            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
+            "of the weights; leave one of them out."
+        )
     own = [str(name) for name in names if isinstance(name, OwnMeasure)]
-    if own:
+    if are_several and own:
         raise ValueError(
             f"the measure {own[0]!r} is a function of yours, which gets the data of one process "
             "only. Measure it without process_group, or gather the data in one process."
         )
-    if per_sample:
+    if are_several and per_sample:
         raise ValueError(
             "per_sample=True gives the terms of the samples of one process, and with process_group "
             "all of them count. Leave one of the two out."
         )
-
-
-def _check_per_sample(names: Sequence[str]) -> None:
-    """Refuse to return the samples' terms of a measure that is no mean over samples."""
-    for name in names:
-        if name not in TRACE_LIKE:
-            raise ValueError(
-                f"per_sample=True needs a measure that is a mean over samples, got {name!r}; "
-                f"choose from {list(TRACE_LIKE)}."
-            )
+    without = [name for name in names if name not in TRACE_LIKE]
+    if per_sample and without:
+        raise ValueError(
+            f"per_sample=True needs a measure that is a mean over samples, got {without[0]!r}; "
+            f"choose from {list(TRACE_LIKE)}."
+        )
 
 
 def check_layers(names: Sequence[str], layers: Any) -> None:
@@ -177,19 +197,9 @@ def check_layers(names: Sequence[str], layers: Any) -> None:
         )
 
 
-def _check_decay(names: Sequence[str], weight_decay: float) -> None:
-    """Refuse weight decay where it cannot be counted into a measure."""
-    undecayed = [name for name in names if not counts_decay(name)]
-    if weight_decay and undecayed:
-        raise ValueError(
-            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
-            "of the weights; leave one of them out."
-        )
-
-
 def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     """Refuse arguments that none of the measures takes."""
-    known = _SEED.union(*map(_arguments, names))
+    known = _SEED.union(*map(_arguments, names)) - {"weight_decay"}
     if not all(isinstance(name, OwnMeasure) for name in names):
         known |= _OF_LAYERS
     for key in params:
@@ -206,28 +216,17 @@ def _arguments(name: str) -> Set[str]:
     return NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else set()
 
 
-def _least_flat(network: Network, found: Found | None, some: Mapping[str, Any]) -> Flatness:
-    """Return the largest eigenvalue flatness of all layers, given or to be measured."""
-    name = "eigenvalue_flatness"
-    each = measure_layers(network, [name], "all", **some) if found is None else found
-    return max(
-        (one for (_, what), one in each.items() if what == name),
-        key=lambda one: (math.isnan(one.value), one.value),
-    )
-
-
 def _measure_whole(
     network: Network,
     names: Sequence[str],
     refuse: bool,
     params: Mapping[str, Any],
-    summary: Summary | None,
+    known: Found,
 ) -> Found:
     """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
-    names = [name for name in names if _is_whole(name)]
-    if not names:
-        return {}
-    if summary is None:
+    if known:
+        summary = next(iter(known.values())).summary
+    else:
         with borrowed(network.module):
             summary = summarize(network)
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)

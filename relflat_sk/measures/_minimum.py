@@ -1,144 +1,19 @@
 """Whether a trained model is at a minimum: better than any constant prediction, and by training."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from scipy.special import stdtr
+from scipy.stats import ttest_ind, ttest_rel
 from skorch import NeuralNet
-from torch import Tensor, nn
 
-from relflat_sk._losses import Loss
-from relflat_sk._network import Network, Outcome, borrowed, outcomes
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._results import Flatness
-
-# -- accuracy or R2 of a network, beside that of the best constant prediction -------------------
-
-# R2 must be above zero by more than float32 rounding
-_R2_ROUNDING = 1e-5
-# share of the mean square up to which a spread is rounding in float64
-_SAME = 1e-24
-# by how many standard errors accuracy must be above the majority's share
-_STANDARD_ERRORS = 2
-
-
-@dataclass(frozen=True)
-class Score:
-    """A network's score, and that of the best constant prediction."""
-
-    name: str
-    value: float
-    constant: float
-    margin: float
-
-    @property
-    def beats_constant(self) -> bool:
-        """Whether the score is clearly better than that of the best constant prediction."""
-        return self.value > self.constant + self.margin
-
-
-def score_of(network: Network) -> Score | None:
-    """Compute a network's accuracy or R2, in one pass over the data.
-
-    The criterion decides which. For a criterion that is not in the table of losses, the shape
-    and the values of the labels decide.
-    """
-    rows = []
-    with borrowed(network.module), torch.no_grad():
-        if next(iter(network.batches())).y is None:
-            return None
-        for outcome in outcomes(network):
-            row = (_classes if _has_classes(outcome) else _numbers)(outcome)
-            if row is None:
-                return None
-            rows.append(row)
-    parts = (torch.cat(batches) for batches in zip(*rows, strict=True))
-    predicted, actual, weight = network.processes.join_rows(*parts)
-    if not float(weight.sum()) > 0:
-        return None
-    if not actual.is_floating_point():
-        return _accuracy(predicted, actual, weight)
-    threshold = _threshold(network.loss, predicted, actual)
-    if threshold is None:
-        return _r2(predicted, actual, weight)
-    positive = actual > (0.5 if bool((actual >= 0).all()) else 0)
-    return _accuracy(predicted > threshold, positive, weight)
-
-
-# predictions (n, k), true labels (n, k) and weights (n,) of a batch
-_Rows = tuple[Tensor, Tensor, Tensor]
-
-
-def _has_classes(outcome: Outcome) -> bool:
-    """Return whether the network has one output for each class, and labels are classes."""
-    row, output, target = outcome.loss.row, outcome.output, outcome.target
-    if row is not None:
-        return row.task == "classification"
-    return output.ndim == target.ndim + 1 and not target.is_floating_point()
-
-
-def _classes(outcome: Outcome) -> _Rows:
-    """Predict the class with the largest output; tokens count as samples."""
-    predicted, target = outcome.output.argmax(dim=1), outcome.target
-    actual = target.argmax(dim=1) if target.shape == outcome.output.shape else target
-    weight = outcome.weight
-    weight = weight.reshape(-1, *(1 for _ in actual.shape[1:])).expand(actual.shape).flatten()
-    actual = actual.flatten()
-    counts = actual != getattr(outcome.loss.criterion, "ignore_index", -100)
-    return predicted.flatten()[counts, None], actual[counts, None], weight[counts]
-
-
-def _threshold(loss: Loss, output: Tensor, target: Tensor) -> float | None:
-    """Return the output above which the positive class is predicted; None for a regression."""
-    if loss.row is not None:
-        if loss.row.task == "regression":
-            return None
-        return 0.5 if isinstance(loss.criterion, nn.BCELoss) else 0.0
-    if not (((target == 0) | (target == 1)).all() or (target.abs() == 1).all()):
-        return None
-    return 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0  # probabilities or scores
-
-
-def _numbers(outcome: Outcome) -> _Rows | None:
-    """Predict the output itself, or its exponential where the criterion takes log rates."""
-    criterion: Any = outcome.loss.criterion
-    if outcome.output.numel() != outcome.target.numel():
-        return None
-    output, target = (
-        array.reshape(len(array), -1).double() for array in (outcome.output, outcome.target)
-    )
-    if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
-        output = output.exp()
-    return output, target, outcome.weight
-
-
-def _accuracy(predicted: Tensor, actual: Tensor, weight: Tensor) -> Score:
-    """Compute the share of correct labels, and that of each column's most frequent label."""
-    share = weight / weight.sum()
-    right = float((share @ (predicted == actual).double()).mean())
-    most = []
-    for column in actual.unbind(dim=1):
-        labels, positions = torch.unique(column, return_inverse=True)
-        most.append(float(share.new_zeros(len(labels)).index_add_(0, positions, share).max()))
-    constant = sum(most) / len(most)
-    # the labels of one sample depend on each other: it counts once
-    variance = max(constant * (1 - constant), 0.0) * float(share.square().sum())
-    return Score("accuracy", right, constant, _STANDARD_ERRORS * math.sqrt(variance))
-
-
-def _r2(predicted: Tensor, actual: Tensor, weight: Tensor) -> Score:
-    """Compute the coefficient of determination, the mean over the outputs that vary."""
-    share = weight / weight.sum()
-    spread = share @ (actual - share @ actual).square()
-    error = share @ (actual - predicted).square()
-    varies = spread > _SAME * (share @ actual.square())
-    value = float((1 - error[varies] / spread[varies]).mean()) if bool(varies.any()) else 0.0
-    return Score("R2", value, 0.0, _R2_ROUNDING)
-
+from relflat_sk.measures._score import Score, score_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -242,21 +117,17 @@ def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
     loss = f"its mean loss of {risk:.6g}"
     constant = f"the best constant prediction's, {comparison.constant_loss:.6g}"
     if not comparison.beats_constant:
-        return f"{_describe(comparison.score)}{loss} is no better than {constant}"
+        score, described = comparison.score, ""
+        if score is not None:
+            described = (
+                f"its {score.name} of {score.value:.3g} is not clearly better than the best "
+                f"constant prediction's, {score.constant:.3g}, and "
+            )
+        return f"{described}{loss} is no better than {constant}"
     if not comparison.is_lower_by(_LUCK) and not made_progress(model):
         better = "little" if comparison.is_lower_by(0) else "no"
         return f"its training made no progress, and {loss} is {better} better than {constant}"
     return None
-
-
-def _describe(score: Score | None) -> str:
-    """Say that a score is no better than a constant's, as the first half of a sentence."""
-    if score is None:
-        return ""
-    return (
-        f"its {score.name} of {score.value:.3g} is not clearly better than the best constant "
-        f"prediction's, {score.constant:.3g}, and "
-    )
 
 
 # -- evidence of training ---------------------------------------------------------------------
@@ -314,15 +185,7 @@ def _is_surely_lower(first: Sequence[float], last: Sequence[float], *, paired: b
     """Return whether the mean of losses is lower by a real margin, and beyond their noise."""
     if len(first) < 2 or not _is_lower(float(np.mean(first)), float(np.mean(last)), _PROGRESS):
         return False
-    if paired:
-        differences = np.subtract(first, last)
-        variance = float(differences.var(ddof=1)) / len(differences)
-        degrees = len(differences) - 1.0
-    else:  # Welch's test
-        parts = [float(np.var(losses, ddof=1)) / len(losses) for losses in (first, last)]
-        variance = sum(parts)
-        degrees = (len(first) - 1) * variance**2 / max(sum(p**2 for p in parts), 1e-300)
-    if variance == 0:
-        return True
-    t = (np.mean(first) - np.mean(last)) / np.sqrt(variance)
-    return bool(stdtr(degrees, -t) < _P_VALUE)
+    compare = ttest_rel if paired else partial(ttest_ind, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # there may be no noise
+        return bool(compare(first, last, alternative="greater").pvalue < _P_VALUE)

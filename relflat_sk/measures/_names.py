@@ -7,8 +7,6 @@ shows it, and the documentation prints it.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pandas as pd
-
 from relflat_sk._checks import did_you_mean
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
@@ -16,25 +14,17 @@ from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import REPARAMETERIZATIONS
 from relflat_sk.minima import column_of, is_reserved
 
-INVARIANCES: dict[str, dict[str, str]] = {
-    name: {change: "same" if change in same else "different" for change in REPARAMETERIZATIONS}
-    for name, same in {
-        **LAYER_MEASURES,
-        "network_flatness": ("layer",),
-        **{name: measure.same for name, measure in NETWORK_WIDE.items()},
-    }.items()
+SAME: dict[str, tuple[str, ...]] = {
+    **LAYER_MEASURES,
+    **{name: measure.same for name, measure in NETWORK_WIDE.items()},
 }
-
-
-def invariance_table() -> pd.DataFrame:
-    """Return the table, one row per measure and one column per reparameterisation."""
-    return pd.DataFrame.from_dict(INVARIANCES, orient="index")
 
 
 def describe_invariance(measure: str) -> str:
     """List the changes of weights under which a measure is invariant, for a cell of a report."""
-    same = [change for change, verdict in INVARIANCES[measure].items() if verdict == "same"]
-    return ", ".join(same) or "none"
+    if isinstance(measure, OwnMeasure):
+        return measure.invariance
+    return ", ".join(SAME[measure]) or "none"
 
 
 # the name of an array of measures, one for each neuron, which is no name of a single number
@@ -123,7 +113,7 @@ def register_measure(
             )
         verdict = ", ".join(change for change in REPARAMETERIZATIONS if change in changes)
     before = _REGISTERED.get(name)
-    if before is not None and not _is_redefined(before.function, function):
+    if before is not None and function != before.function and not _same_place(before, function):
         raise ValueError(
             f"{name!r} is the name of {before.function!r} already. Choose another name for "
             f"{function!r}, or free this one by register_measure({name!r}, None)."
@@ -131,14 +121,13 @@ def register_measure(
     _REGISTERED[name] = OwnMeasure(name, function, verdict or "none")
 
 
-def _is_redefined(before: Any, function: Any) -> bool:
-    """Return whether a function is an earlier one, or a later definition of it."""
-    if function == before:
-        return True
+def _same_place(before: OwnMeasure, function: Any) -> bool:
+    """Return whether a function is a later definition of an earlier one, as in a notebook."""
     places = [
-        (getattr(f, "__module__", None), getattr(f, "__qualname__", "")) for f in (before, function)
+        (getattr(f, "__module__", None), getattr(f, "__qualname__", "<"))
+        for f in (before.function, function)
     ]
-    return places[0] == places[1] and bool(places[0][1]) and "<" not in places[0][1]
+    return places[0] == places[1] and "<" not in places[0][1]
 
 
 def get_measure_names() -> list[str]:
@@ -154,7 +143,7 @@ def get_measure_names() -> list[str]:
     >>> "relative_flatness" in get_measure_names()
     True
     """
-    return sorted([*INVARIANCES, *map(str, _REGISTERED)])
+    return sorted([*SAME, *map(str, _REGISTERED)])
 
 
 def find_measure(measure: Any) -> str:
@@ -162,7 +151,7 @@ def find_measure(measure: Any) -> str:
     measure = hold_functions(measure)
     if isinstance(measure, OwnMeasure):
         return measure
-    if isinstance(measure, str) and measure in INVARIANCES:
+    if isinstance(measure, str) and measure in SAME:
         return measure
     if isinstance(measure, str) and measure == NEURONS:
         raise ValueError(
@@ -172,27 +161,14 @@ def find_measure(measure: Any) -> str:
     if not callable(measure):
         names = get_measure_names()
         question = did_you_mean(measure, names) if isinstance(measure, str) else ""
-        if question:
-            raise ValueError(f"there is no measure {measure!r}.{question} There are {names}.")
         raise ValueError(
-            f"there is no measure {measure!r}; choose from {names}, or pass a "
+            f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "
             "function of model, X and y. Only the process that called register_measure knows the "
             "name: where workers take it from a grid of parameters, put the function there."
         )
     name = getattr(measure, "__name__", type(measure).__name__)
     _check_free(name)
     return OwnMeasure(name, measure)
-
-
-def find_single_measure(measure: Any) -> str:
-    """Find the measure of a scorer, of which there is one."""
-    if isinstance(measure, list | tuple | set | dict):
-        raise ValueError(
-            f"a scorer takes one measure, got measure={measure!r}. For several, pass a dict of "
-            'scorers: scoring={"flatness": FlatnessScorer("relative_flatness"), '
-            '"trace": FlatnessScorer("hessian_trace")}.'
-        )
-    return find_measure(measure)
 
 
 def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
@@ -210,24 +186,19 @@ def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
             f"measures must name at least one measure, got {measures!r}. Leave it out to compute "
             "all measures."
         )
-    names = [
-        measure
-        if neurons and isinstance(measure, str) and measure == NEURONS
-        else find_measure(measure)
-        for measure in given
-    ]
-    functions: dict[str, Any] = {}
-    for measure, name in zip(given, names, strict=True):
+    names, functions = [], dict[str, Any]()
+    for measure in given:
+        is_array = neurons and isinstance(measure, str) and measure == NEURONS
+        name = NEURONS if is_array else find_measure(measure)
         column_of(measure)  # refuses a function without a name
-        if (
-            isinstance(name, OwnMeasure)
-            and functions.setdefault(name, name.function) != name.function
-        ):
+        function = getattr(name, "function", None)
+        if functions.setdefault(name, function) != function:
             raise ValueError(
                 f"two measures have the name {str(name)!r}, which is that of one column: "
-                f"{functions[name]!r} and {name.function!r}. Give one of them another name by "
+                f"{functions[name]!r} and {function!r}. Give one of them another name by "
                 "register_measure(name, function), and pass that name."
             )
+        names.append(name)
     return names
 
 
@@ -245,7 +216,7 @@ def hold_functions(measures: Any) -> Any:
 
 def _check_free(name: str) -> None:
     """Refuse the name of a measure of this library, or of another column of a table of minima."""
-    if name in INVARIANCES or name == NEURONS or is_reserved(name):
+    if name in SAME or name == NEURONS or is_reserved(name):
         raise ValueError(
             f"{name!r} is a measure or a column of relflat_sk: choose another name for yours, by "
             "register_measure(name, function) for example."

@@ -41,32 +41,33 @@ References
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from inspect import Signature, signature
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import is_number
 from relflat_sk._network import Network, borrowed, find_faster_step, layer_names
 from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
 from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, with_tolerance
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
+RTOL = 1e-4  # of the spectral norm of larger ones
 
 
 def is_iterated(layer: AffineLayer) -> bool:
     """Tell whether `operator_norm` iterates, and so is exact to a tolerance only."""
-    return not layer.map.channels_last and _size(layer) > _DENSE
+    size = layer.input_shape.numel() * layer.output_shape.numel()
+    return not layer.map.channels_last and size > _DENSE
 
 
 def operator_norm(layer: AffineLayer, rtol: float) -> float:
@@ -77,52 +78,30 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
     with its stride, its padding and the size of the image [1]_. The spectral norm of the kernel
     as a matrix does not depend on these.
     """
+    n_inputs = layer.input_shape.numel()
     if layer.map.channels_last:
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))
     if not is_iterated(layer):
-        basis = (
-            torch.eye(layer.input_shape.numel()).to(layer.weight).reshape(-1, *layer.input_shape)
-        )
+        basis = torch.eye(n_inputs).to(layer.weight).reshape(-1, *layer.input_shape)
         with torch.no_grad():
             matrix = layer.apply(basis, layer.weight).flatten(1)
         return float(torch.linalg.matrix_norm(matrix, ord=2))
-    operator = _as_operator(layer)
-    # an arbitrary start, but the same in every call
-    start = np.random.default_rng(0).standard_normal(min(operator.shape))
-    (largest,) = svds(operator, k=1, v0=start, tol=rtol, return_singular_vectors=False)
-    return float(largest)
-
-
-def _size(layer: AffineLayer) -> int:
-    return layer.input_shape.numel() * layer.output_shape.numel()
-
-
-def _array(tensor: Tensor) -> NDArray[np.float64]:
-    array: NDArray[np.float64] = tensor.flatten().cpu().numpy()
-    return array
-
-
-def _as_operator(layer: AffineLayer) -> LinearOperator:
-    """Wrap products with a layer's map and its transpose for SciPy."""
-    shape = (layer.output_shape.numel(), layer.input_shape.numel())
-    origin = layer.weight.new_zeros((1, *layer.input_shape)).requires_grad_()
-    with torch.enable_grad():
-        output = layer.apply(origin, layer.weight)  # linear: its derivative is the same anywhere
-
-    def tensor(vector: NDArray[np.float64], size: torch.Size) -> Tensor:
-        return torch.from_numpy(np.asarray(vector)).to(layer.weight).reshape(1, *size)
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        with torch.no_grad():
-            return _array(layer.apply(tensor(vector, layer.input_shape), layer.weight))
+        """Multiply with ``A^T A``: the gradient of ``|A x|^2 / 2``."""
+        x = torch.from_numpy(vector).to(layer.weight).reshape(1, *layer.input_shape)
+        x.requires_grad_()
+        with torch.enable_grad():
+            half = layer.apply(x, layer.weight).square().sum() / 2
+        (found,) = torch.autograd.grad(half, x)
+        array: NDArray[np.float64] = found.flatten().double().cpu().numpy()
+        return array
 
-    def transposed(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        (pulled_back,) = torch.autograd.grad(
-            output, origin, tensor(vector, layer.output_shape), retain_graph=True
-        )
-        return _array(pulled_back)
-
-    return LinearOperator(shape, matvec=product, rmatvec=transposed, dtype=np.float64)
+    # an arbitrary start, but the same in every call
+    square, _ = largest_eigenvalue(
+        product, n_inputs, rtol=rtol, random_state=0, where=f"at layer {layer.name!r}"
+    )
+    return math.sqrt(square)
 
 
 def other_weights(module: nn.Module, layers: Sequence[AffineLayer]) -> Iterator[tuple[str, Tensor]]:
@@ -151,94 +130,36 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
     return layers
 
 
-# -- logarithms of the norms of one layer -------------------------------------------------------
+# -- logarithms of norms, each with its relative tolerance ---------------------------------------
+
+LogNorm = tuple[float, float]
 
 
-def _log_frobenius(layer: AffineLayer) -> float:
-    return log(float(layer.weight.square().sum()))
+class Norm(NetworkMeasure):
+    """A norm by its logarithm, which `compute` returns, divided by a power of the margin or not."""
 
+    def __init__(self, compute: Any, same: tuple[str, ...] = (), power: int = 2) -> None:
+        super().__init__(compute, same)
+        self.power = power
+        self.arguments |= {"over_margin", "percentile"}
 
-def _log_group_norm(layer: AffineLayer, *, p: float = 1.0, q: float = math.inf) -> float:
-    rows = torch.linalg.vector_norm(layer.weight, ord=p, dim=1)
-    return 2 * log(float(torch.linalg.vector_norm(rows, ord=q)))
-
-
-def _log_spectral(layer: AffineLayer, *, rtol: float = 1e-4) -> float:
-    """Return the logarithm of the norm between vectors with the Euclidean norm."""
-    return log(operator_norm(layer, rtol))
-
-
-def _log_sized_spectral(layer: AffineLayer, *, rtol: float = 1e-4) -> float:
-    return math.log(layer.output_shape.numel()) + 2 * log(operator_norm(layer, rtol))
-
-
-def _log_largest_row(layer: AffineLayer) -> float:
-    """Return the logarithm of the norm between vectors with the maximum norm."""
-    ones = layer.weight.new_ones((1, *layer.input_shape))
-    return log(float(layer.apply(ones, layer.weight.abs()).max()))
-
-
-def _tolerance(layers: Sequence[AffineLayer], rtol: float) -> float:
-    """Return the relative tolerance of the product of the layers' spectral norms."""
-    return rtol / 2 * sum(map(is_iterated, layers))
-
-
-# -- measures -----------------------------------------------------------------------------------
-
-
-def _product(
-    name: str, log_norm: Callable[..., float], *, power: int = 2, degree: int = 0
-) -> Callable[..., Estimate]:
-    """Make a measure of the product of the layers' norms.
-
-    The product is divided by a power of the margin if asked for. The degree is that of the
-    spectral norm, which an iteration may find.
-    """
-
-    def log_product(network: Network, **own: Any) -> tuple[float, float]:
-        _check_orders(**own)
-        layers = only_layers(name, network)
-        tolerance = degree * _tolerance(layers, own.get("rtol", 1e-4)) if degree else 0.0
-        return sum(log_norm(layer, **own) for layer in layers), tolerance
-
-    return _over_margin(log_product, power, signature(log_norm))
-
-
-def _over_margin(
-    log_norm: Callable[..., tuple[float, float]], power: int, arguments: Signature | None = None
-) -> Callable[..., Estimate]:
-    """Make a measure of a norm, divided by a power of the margin if asked for.
-
-    The norm is given by its logarithm and relative tolerance; `arguments` has its keywords.
-    """
-
-    def measure(
-        network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE, **own: Any
+    def __call__(
+        self,
+        network: Network,
+        *,
+        over_margin: bool = False,
+        percentile: float = PERCENTILE,
+        **own: Any,
     ) -> Estimate:
-        log_value, tolerance = log_norm(network, **own)
+        log_value, tolerance = self.compute(network, **own)
         if over_margin:
-            log_value -= power * math.log(positive_margin(network, percentile))
+            log_value -= self.power * math.log(positive_margin(network, percentile))
         norm = estimate_from_log(log_value)
         return with_tolerance(norm, tolerance * norm.value)
 
-    (first, *keywords, _) = signature(measure).parameters.values()
-    more = [] if arguments is None else [*arguments.parameters.values()][1:]
-    measure.__signature__ = Signature([first, *keywords, *more])  # type: ignore[attr-defined]
-    return measure
 
-
-def _check_orders(**own: Any) -> None:
-    """Refuse orders of which there is no norm."""
-    for name in ("p", "q"):
-        if name in own and not (is_number(own[name]) and own[name] >= 1):
-            raise ValueError(
-                f"{name} must be a number of at least 1, or math.inf, got {own[name]!r}: below 1 "
-                "there is no norm."
-            )
-
-
-def _log_l2_norm(network: Network) -> tuple[float, float]:
-    """Return the logarithm of the Euclidean norm of all weights."""
+def _l2_norm(network: Network) -> LogNorm:
+    """Take all weights."""
     with borrowed(network.module):
         layers = fold_layers(network)
         weights = {layer.name: layer.weight for layer in layers}  # a layer called twice counts once
@@ -248,8 +169,54 @@ def _log_l2_norm(network: Network) -> tuple[float, float]:
     return log(sum(squares)) / 2, 0.0
 
 
-def _log_path_norm(power: int, network: Network) -> tuple[float, float]:
-    """Return the logarithm of the path norm of powers 1, which is squared, or 2."""
+def _frobenius_product(network: Network) -> LogNorm:
+    layers = only_layers("frobenius_product", network)
+    return sum(log(float(layer.weight.square().sum())) for layer in layers), 0.0
+
+
+def _group_norm_product(network: Network, *, p: float = 1.0, q: float = math.inf) -> LogNorm:
+    for name, order in {"p": p, "q": q}.items():
+        if not (is_number(order) and order >= 1):
+            raise ValueError(
+                f"{name} must be a number of at least 1, or math.inf, got {order!r}: below 1 "
+                "there is no norm."
+            )
+    norm = torch.linalg.vector_norm
+    layers = only_layers("group_norm_product", network)
+    return sum(
+        2 * log(float(norm(norm(layer.weight, ord=p, dim=1), ord=q))) for layer in layers
+    ), 0.0
+
+
+def _spectral_product(network: Network, *, rtol: float = RTOL) -> LogNorm:
+    layers = only_layers("spectral_product", network)
+    log_norm, tolerance = _log_spectral(layers, rtol)
+    sizes = sum(math.log(layer.output_shape.numel()) for layer in layers)
+    return sizes + 2 * log_norm, 2 * tolerance
+
+
+def _l2_lipschitz_product(network: Network, *, rtol: float = RTOL) -> LogNorm:
+    return _log_spectral(only_layers("l2_lipschitz_product", network), rtol)
+
+
+def _linf_lipschitz_product(network: Network) -> LogNorm:
+    return sum(map(_log_largest_row, only_layers("linf_lipschitz_product", network))), 0.0
+
+
+def _log_spectral(layers: Sequence[AffineLayer], rtol: float) -> LogNorm:
+    """Multiply the norms of the layers' maps between vectors with the Euclidean norm."""
+    log_norms = (log(operator_norm(layer, rtol)) for layer in layers)
+    return sum(log_norms), rtol / 2 * sum(map(is_iterated, layers))
+
+
+def _log_largest_row(layer: AffineLayer) -> float:
+    """Return the logarithm of the norm between vectors with the maximum norm."""
+    ones = layer.weight.new_ones((1, *layer.input_shape))
+    return log(float(layer.apply(ones, layer.weight.abs()).max()))
+
+
+def _path_norm(power: int, network: Network) -> LogNorm:
+    """Take the path norm of powers 1, which is squared, or 2."""
     with borrowed(network.module):
         total = sum_over_paths(network, fold_layers(network), power)
     return 2 / power * log(total), 0.0
@@ -278,28 +245,20 @@ def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Esti
 #    Section 2.3.
 # .. [2] Xu and Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
 
-_NORMS = ("linf", "l2")
-
 
 def _log_robustness(
-    network: Network,
-    *,
-    percentile: float = PERCENTILE,
-    norm: str = "linf",
-    rtol: float = 1e-4,
+    network: Network, *, percentile: float = PERCENTILE, norm: str = "linf", rtol: float = RTOL
 ) -> Estimate:
     """Compute the logarithm of the number K of cells in which a classifier is robust.
 
     The cells are the cubes of a grid over the smallest box that contains the data.
     """
-    if norm not in _NORMS:
-        raise ValueError(f"norm must be one of {sorted(_NORMS)}, got {norm!r}.")
+    if norm not in {"l2", "linf"}:
+        raise ValueError(f"norm must be one of ['l2', 'linf'], got {norm!r}.")
     layers = only_layers("log_robustness", network)
+    log_lipschitz, tolerance = sum(map(_log_largest_row, layers)), 0.0
     if norm == "l2":
-        log_lipschitz = sum(_log_spectral(layer, rtol=rtol) for layer in layers)
-        tolerance = _tolerance(layers, rtol)
-    else:
-        log_lipschitz, tolerance = sum(map(_log_largest_row, layers)), 0.0
+        log_lipschitz, tolerance = _log_spectral(layers, rtol)
     ranges = _ranges(network)
     _check_chain(network, layers, norm)
     gamma = positive_margin(network, percentile)
@@ -346,22 +305,14 @@ def _ranges(network: Network) -> Tensor:
 
 NORM_MEASURES: dict[str, NetworkMeasure] = {
     "parameter_count": NetworkMeasure(_parameter_count, EVERY_CHANGE),
-    "l2_norm": NetworkMeasure(_over_margin(_log_l2_norm, power=1)),
-    "frobenius_product": NetworkMeasure(_product("frobenius_product", _log_frobenius), ("layer",)),
-    "group_norm_product": NetworkMeasure(
-        _product("group_norm_product", _log_group_norm), ("layer",)
-    ),
-    "spectral_product": NetworkMeasure(
-        _product("spectral_product", _log_sized_spectral, degree=2), ("layer",)
-    ),
-    "l1_path_norm": NetworkMeasure(_over_margin(partial(_log_path_norm, 1), power=2), EVERY_CHANGE),
-    "l2_path_norm": NetworkMeasure(_over_margin(partial(_log_path_norm, 2), power=2), EVERY_CHANGE),
+    "l2_norm": Norm(_l2_norm, power=1),
+    "frobenius_product": Norm(_frobenius_product, ("layer",)),
+    "group_norm_product": Norm(_group_norm_product, ("layer",)),
+    "spectral_product": Norm(_spectral_product, ("layer",)),
+    "l1_path_norm": Norm(partial(_path_norm, 1), EVERY_CHANGE),
+    "l2_path_norm": Norm(partial(_path_norm, 2), EVERY_CHANGE),
     "inverse_margin": NetworkMeasure(_inverse_margin, EVERY_CHANGE),
-    "linf_lipschitz_product": NetworkMeasure(
-        _product("linf_lipschitz_product", _log_largest_row, power=1), ("layer",)
-    ),
-    "l2_lipschitz_product": NetworkMeasure(
-        _product("l2_lipschitz_product", _log_spectral, power=1, degree=1), ("layer",)
-    ),
+    "linf_lipschitz_product": Norm(_linf_lipschitz_product, ("layer",), power=1),
+    "l2_lipschitz_product": Norm(_l2_lipschitz_product, ("layer",), power=1),
     "log_robustness": NetworkMeasure(_log_robustness, ("layer",)),
 }

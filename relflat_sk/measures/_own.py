@@ -40,16 +40,18 @@ def kept_model(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _kept_parameters(module: nn.Module) -> Iterator[None]:
-    places = [(m, name, p) for m in module.modules() for name, p in m._parameters.items()]
-    kept = [(p, p.data, p.detach().clone(), p.grad, p.requires_grad) for p in module.parameters()]
+    kept = [
+        (m, name, p, p.data, p.detach().clone(), p.grad, p.requires_grad)
+        for m in module.modules()
+        for name, p in m.named_parameters(recurse=False)
+    ]
     for parameter in module.parameters():
         parameter.grad = None
     try:
         yield
     finally:
-        for m, name, p in places:
-            m._parameters[name] = p
-        for parameter, storage, content, gradient, needs_gradient in kept:
+        for m, name, parameter, storage, content, gradient, needs_gradient in kept:
+            setattr(m, name, parameter)
             parameter.grad = None
             parameter.data = storage
             if not torch.equal(storage, content):
@@ -61,44 +63,28 @@ def _kept_parameters(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _kept_attributes(estimator: Any) -> Iterator[None]:
     """Restore what `fit` has set, for estimators of scikit-learn; optimizers are private there."""
-    before = copy.deepcopy(_fitted_attributes(estimator))
+
+    def fitted() -> dict[str, Any]:
+        every = vars(estimator).items()
+        return {name: one for name, one in every if name.startswith("_") or name.endswith("_")}
+
+    before = copy.deepcopy(fitted())
     try:
         yield
     finally:
-        after = _fitted_attributes(estimator)
+        after = fitted()
         if joblib.hash(after) != joblib.hash(before):
             for name in after.keys() - before.keys():
                 delattr(estimator, name)
             vars(estimator).update(before)
 
 
-def _fitted_attributes(estimator: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(estimator).items()
-        if name.startswith("_") or name.endswith("_")
-    }
-
-
 # arguments of the functions that measure; a function's own argument of such a name would get no
 # value
 TAKEN = {
-    "aggregate",
-    "batch_size",
-    "criterion",
-    "device",
-    "layer",
-    "layers",
-    "measure",
-    "measures",
-    "name",
-    "names",
-    "network",
-    "per_sample",
-    "process_group",
-    "refuse",
-    "weight_decay",
-}
+    "aggregate", "batch_size", "criterion", "device", "layer", "layers", "measure", "measures",
+    "name", "names", "network", "per_sample", "process_group", "refuse", "weight_decay",
+}  # fmt: skip
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -148,21 +134,18 @@ class OwnMeasure(str):
             result = self.function(source.model, source.X, source.y, **params)
         both = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
         pair = [number.detach() if isinstance(number, Tensor) else number for number in both]
-        if any(isinstance(number, str) or np.ndim(number) for number in pair):
-            raise self._no_number(result)
         try:
+            if any(isinstance(number, str) or np.ndim(number) for number in pair):
+                raise TypeError
             value, stderr = map(float, pair)
         except (TypeError, ValueError):
-            raise self._no_number(result) from None
+            raise TypeError(
+                f"the measure {str(self)!r} must return a number, or a pair of a number and its "
+                f"standard error, got {result!r} of type {type(result).__name__}."
+            ) from None
         if stderr < 0:
             raise ValueError(f"the measure {str(self)!r} returned a standard error of {stderr}.")
         return Estimate(value, stderr, "own")
-
-    def _no_number(self, result: Any) -> TypeError:
-        return TypeError(
-            f"the measure {str(self)!r} must return a number, or a pair of a number and its "
-            f"standard error, got {result!r} of type {type(result).__name__}."
-        )
 
 
 def _unpickle(name: str, function: bytes, invariance: str) -> OwnMeasure:

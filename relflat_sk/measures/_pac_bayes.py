@@ -14,26 +14,25 @@ References
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from scipy.optimize import bisect
-from torch import Tensor, nn
+from torch import Tensor
 
 from relflat_sk._checks import check_number
-from relflat_sk._network import Network, Outcome, borrowed, mean_loss, outcomes
+from relflat_sk._network import Network, mean_loss
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._perturbation import (
-    Weights,
     check_draws,
     estimate_mean,
-    map_weights,
     noisy_risks,
     square_norm,
     weights_of,
 )
 from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._score import count_errors
 
 # Tolerance of log(sigma): 1/sigma^2 is exact to one per cent, far less than its standard error
 # with ten draws.
@@ -57,11 +56,8 @@ def pac_bayes_flatness(
     """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates."""
     weights = weights_of(network)
     # at a tenth of the weights' size, noise starts to change the predictions of networks
-    start = 0.1 * _root_mean_square(weights) or 1.0
-
-    def deviation(sigma: float) -> Weights:
-        return map_weights(lambda value: torch.full_like(value, sigma), weights)
-
+    start = 0.1 * math.sqrt(square_norm(weights) / len(weights)) or 1.0
+    deviation = partial(torch.full_like, weights)
     return _flatness(network, deviation, start, target, risk, n_draws, random_state)
 
 
@@ -76,21 +72,17 @@ def pac_bayes_magnitude_flatness(
 ) -> Estimate:
     """Measure ``1/sigma^2`` for noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` per weight."""
     check_number("eps", eps)
-    weights = weights_of(network)
+    squares = weights_of(network).square()
 
-    def deviation(sigma: float) -> Weights:
-        return map_weights(lambda value: (sigma**2 * value.square() + eps**2).sqrt(), weights)
+    def deviation(sigma: float) -> Tensor:
+        return (sigma**2 * squares + eps**2).sqrt()
 
     return _flatness(network, deviation, 0.1, target, risk, n_draws, random_state)
 
 
-def _root_mean_square(weights: Weights) -> float:
-    return math.sqrt(square_norm(weights) / sum(value.numel() for value in weights.values()))
-
-
 def _flatness(
     network: Network,
-    deviation: Callable[[float], Weights],
+    deviation: Callable[[float], Tensor],
     start: float,
     target: float,
     risk: str,
@@ -144,7 +136,7 @@ def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, flo
 def _find_risk(network: Network, risk: str) -> Callable[[Network], float]:
     """Choose between the share of errors and the mean loss."""
     row = network.loss.row
-    classifies = row is not None and row.task in _WRONG
+    classifies = row is not None and row.task != "regression"
     if risk not in {"auto", "error", "loss"}:
         raise ValueError(f"risk must be 'auto', 'error' or 'loss', got {risk!r}.")
     if risk == "error" and not classifies:
@@ -159,49 +151,3 @@ def error_rate(network: Network) -> float:
     """Compute the share of labels that a classifier gets wrong, in evaluation mode."""
     wrong, counted = count_errors(network)
     return wrong / counted
-
-
-def count_errors(network: Network) -> tuple[float, float]:
-    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
-    row = network.loss.row
-    if row is None or row.task not in _WRONG:
-        raise ValueError(
-            f"{network.loss.criterion!r} has no classes, and so no errors to count; pass a "
-            "classifier."
-        )
-    errors_of = _WRONG[row.task]
-    total, divisor = 0.0, 0.0
-    with borrowed(network.module), torch.no_grad():
-        for outcome in outcomes(network):
-            wrong, counted = (
-                part.reshape(len(part), -1).sum(dim=1).double() for part in errors_of(outcome)
-            )
-            total += float(outcome.weight @ wrong)
-            divisor += float(outcome.weight @ counted)
-    total, divisor = network.processes.sum_numbers(total, divisor)
-    return total, divisor
-
-
-def _wrong_class(outcome: Outcome) -> tuple[Tensor, Tensor]:
-    """Tell which class labels are wrong, and which count."""
-    output, target = outcome.output, outcome.target
-    if target.is_floating_point():  # class probabilities
-        target = target.argmax(dim=1)
-    counted = target != getattr(outcome.loss.criterion, "ignore_index", -100)
-    wrong = (output.argmax(dim=1) != target) | output.isnan().any(dim=1)
-    return wrong & counted, counted
-
-
-def _wrong_side(outcome: Outcome) -> tuple[Tensor, Tensor]:
-    """Tell which binary labels are wrong, and which count: all."""
-    threshold = 0.0 if isinstance(outcome.loss.criterion, nn.BCEWithLogitsLoss) else 0.5
-    wrong = (outcome.output > threshold) != (outcome.target > 0.5)
-    wrong = wrong | outcome.output.isnan()
-    return wrong, torch.ones_like(wrong)
-
-
-# from the task of a loss to which labels are wrong, and which count
-_WRONG: dict[str, Callable[[Outcome], tuple[Tensor, Tensor]]] = {
-    "classification": _wrong_class,
-    "binary": _wrong_side,
-}

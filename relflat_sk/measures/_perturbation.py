@@ -1,9 +1,9 @@
 """A network with other weights than its own: its loss and gradient there, and random noise.
 
-The network's own parameters are never written to. `with_weights` returns a network that runs
-with other tensors in their place, so that nothing has to be restored. All floating-point
-parameters take part, biases and frozen parameters included: a measure depends on the function
-that the network computes, not on which parameters an optimiser trained.
+Weights are one vector. The network's own parameters are never written to: `with_weights` returns
+a network that runs with the parts of a vector in their place, so that nothing has to be restored.
+All floating-point parameters take part, biases and frozen parameters included: a measure depends
+on the function that the network computes, not on which parameters an optimiser trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,48 +18,40 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer
-from relflat_sk._losses import check_twice
 from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
 from relflat_sk.measures._results import Estimate
-
-# tensors by the names of the parameters that they stand for
-Weights = dict[str, Tensor]
-
 
 # -- weights as one vector ---------------------------------------------------------------------
 
 
-def weights_of(network: Network) -> Weights:
+def parameters_of(network: Network) -> dict[str, Tensor]:
     """Collect the floating-point parameters of a network, each shared one once."""
-    weights = {
+    found = {
         name: parameter.detach()
         for name, parameter in network.module.named_parameters()
         if parameter.is_floating_point()
     }
-    if not weights:
+    if not found:
         raise ValueError(
             f"{type(network.module).__name__} has no parameters whose disturbance could be "
             "measured; pass a network with weights."
         )
-    return weights
+    return found
 
 
-def map_weights(function: Callable[..., Tensor], *weights: Weights) -> Weights:
-    """Apply a function to the tensors of one or several weights, name by name."""
-    return {name: function(*(each[name] for each in weights)) for name in weights[0]}
+def weights_of(network: Network) -> Tensor:
+    """Return the floating-point parameters of a network as one vector."""
+    parts = parameters_of(network).values()
+    return torch.cat([part.flatten().to(network.device) for part in parts])
 
 
-def add_weights(weights: Weights, direction: Weights, length: float = 1.0) -> Weights:
-    """Add a multiple of a direction to weights."""
-    return {name: value + length * direction[name] for name, value in weights.items()}
-
-
-def square_norm(weights: Weights) -> float:
-    """Sum the squares of all weights."""
-    return sum(float(value.double().square().sum()) for value in weights.values())
-
-
-# -- running a network with other weights ------------------------------------------------------
+def with_weights(network: Network, weights: Tensor) -> Network:
+    """Make a network that runs with other weights."""
+    runner, own = _Runner(network), parameters_of(network)
+    parts = torch.split(weights, [part.numel() for part in own.values()])
+    pairs = zip(own.items(), parts, strict=True)
+    named = {f"module.{name}": part.reshape(one.shape).to(one) for (name, one), part in pairs}
+    return replace(network, forward=lambda x: functional_call(runner, named, (x,)))
 
 
 class _Runner(nn.Module):
@@ -74,11 +66,12 @@ class _Runner(nn.Module):
         return self.network(x)
 
 
-def with_weights(network: Network, weights: Weights) -> Network:
-    """Make a network that runs with other weights."""
-    runner = _Runner(network)
-    named = {f"module.{name}": value for name, value in weights.items()}
-    return replace(network, forward=lambda x: functional_call(runner, named, (x,)))
+def square_norm(weights: Tensor) -> float:
+    """Sum the squares of all weights."""
+    return float(weights.double().square().sum())
+
+
+# -- derivatives in all weights ----------------------------------------------------------------
 
 
 @contextmanager
@@ -101,7 +94,7 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def differentiable(network: Network, weights: Weights) -> Iterator[tuple[Network, list[Tensor]]]:
+def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network, Tensor]]:
     """Make a network that runs with weights in which it can be differentiated twice."""
     with (
         borrowed(network.module),
@@ -109,37 +102,33 @@ def differentiable(network: Network, weights: Weights) -> Iterator[tuple[Network
         MathAttention(),
         torch.enable_grad(),
     ):
-        leaves = {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
-        yield with_weights(network, leaves), list(leaves.values())
+        leaf = weights.detach().clone().requires_grad_()
+        yield with_weights(network, leaf), leaf
 
 
 def loss_gradient(
-    network: Network, weights: Weights, direction: Weights | None = None
-) -> tuple[float, Weights]:
+    network: Network, weights: Tensor, direction: Tensor | None = None
+) -> tuple[float, Tensor]:
     """Compute the mean loss with some weights, and its gradient in them.
 
     With a direction, return the derivative of the gradient along it: a product with the Hessian.
     """
     total, divisor = 0.0, 0.0
-    gradient = [torch.zeros_like(value) for value in weights.values()]
-    with differentiable(network, weights) as (moved, leaves):
-        grad = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
+    gradient = torch.zeros_like(weights)
+    with differentiable(network, weights) as (moved, leaf):
+        grad = partial(torch.autograd.grad, inputs=leaf, materialize_grads=True)
         for outcome in outcomes(moved):
             loss, share = outcome.total()
             along = loss
             if direction is not None and loss.requires_grad:
-                gradients = grad(loss, create_graph=True)
-                check_twice(*gradients)
-                pairs = zip(gradients, direction.values(), strict=True)
-                along = torch.stack([(a * b).sum() for a, b in pairs]).sum()
+                along = grad(loss, create_graph=True)[0] @ direction
             if along.requires_grad:
-                gradient = [a + b for a, b in zip(gradient, grad(along), strict=True)]
+                gradient += grad(along, retain_graph=True)[0]
             total += float(loss.detach())
             divisor += share
             del loss, along, outcome  # frees this batch before the next one runs
     total, divisor = network.processes.sum_numbers(total, divisor)
-    summed = [network.processes.sum(part) / divisor for part in gradient]
-    return total / divisor, dict(zip(weights, summed, strict=True))
+    return total / divisor, network.processes.sum(gradient) / divisor
 
 
 # -- random noise ------------------------------------------------------------------------------
@@ -150,18 +139,15 @@ def check_draws(n_draws: int) -> None:
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
 
 
-def draw_noise(weights: Weights, seed: int) -> Weights:
-    """Draw independent standard normal numbers in the shapes of weights."""
+def draw_noise(weights: Tensor, seed: int) -> Tensor:
+    """Draw independent standard normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-        for name, value in weights.items()
-    }
+    return torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights)
 
 
 def noisy_risks(
     network: Network,
-    deviation: Weights,
+    deviation: Tensor,
     seeds: Sequence[int],
     risk: Callable[[Network], float] = mean_loss,
 ) -> np.ndarray:
@@ -170,13 +156,13 @@ def noisy_risks(
     Each draw is taken with both signs. The part of the risk that is linear in the noise has
     expectation zero, and cancels.
 
-    Shapes: returns (n_draws,).
+    Shapes: `deviation` as the weights; returns (n_draws,).
     """
     weights = weights_of(network)
     risks = []
     for seed in seeds:
-        noise = map_weights(torch.mul, deviation, draw_noise(weights, seed))
-        pair = [risk(with_weights(network, add_weights(weights, noise, s))) for s in (1.0, -1.0)]
+        noise = deviation * draw_noise(weights, seed)
+        pair = [risk(with_weights(network, one)) for one in (weights + noise, weights - noise)]
         risks.append(sum(pair) / 2)
     return np.array(risks)
 

@@ -1,4 +1,4 @@
-r"""Quantities that measures sum over samples, and the ways in which curvatures give them.
+r"""Quantities that measures sum over samples, and their terms from what is known of a curvature.
 
 With ``B_i = sum_c g_ic g_ic^T`` (see `relflat_sk._network.tail`) and ``G_ic = sum_p g_icp
 phi_ip^T``, the gradient in the weight matrix that belongs to ``g_ic``, the Hessian of the loss in
@@ -8,17 +8,10 @@ the weight of the layer is ``H = mean_i sum_c vec(G_ic) vec(G_ic)^T``, so that f
 .. math:: \sum_{k,t} (F_k D_{tt} e_t^\top)^\top H (F_k D_{tt} e_t^\top)
     = \mathrm{mean}_i \sum_c \|F^\top G_{ic} D\|_F^2 .
 
-That is the trace of ``H`` for ``F = I`` and relative flatness for ``F F^T = W W^T``. A quantity
-computes its terms in that sum from a closed form, from gradients, from all Hessian-vector products
-it takes, or from random ones. `relflat_sk._network.tail` chooses the way from what the network
-computed; each way is a class that computes the terms of several quantities at once:
-
-==================  ========================================================================
-`ByClosedForm`      from the formulas of the table of losses, over chunks of very many classes
-`ByGradients`       from one backward pass for each column of a root of the curvature of the
-                    loss in the network's output, shared by all layers and quantities
-`ByProducts`        from Hessian-vector products, one for each direction
-==================  ========================================================================
+That is the trace of ``H`` for ``F = I`` and relative flatness for ``F F^T = W W^T``.
+`relflat_sk._network.tail` chooses from what the network computed how a quantity gets its terms in
+that sum: from the closed form of the table of losses, from gradients, or from Hessian-vector
+products, all that it takes or random ones.
 """
 
 import math
@@ -30,8 +23,15 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ClosedForm, Curvature, Factor, product_curvature
+from relflat_sk._losses import (
+    ClosedForm,
+    Curvature,
+    Factor,
+    ManyClasses,
+    product_curvature,
+)
 from relflat_sk._network import LayerMap
+from relflat_sk._numerics import column_squares
 from relflat_sk._random import rademacher
 
 # -- one layer in the forward pass on a batch -----------------------------------------------------
@@ -40,25 +40,59 @@ from relflat_sk._random import rademacher
 
 
 @dataclass(frozen=True)
+class Gradients:
+    """The curvature at all layers behind which the network is piecewise linear.
+
+    One backward pass for each column of a root of the curvature in `base` serves all layers.
+    Shapes: `base` (n, o).
+    """
+
+    base: Tensor
+    curvature: ClosedForm
+
+    @cached_property
+    def root(self) -> Tensor:
+        """A root of the curvature of the loss in `base`: (n, o, r), float64."""
+        return self.curvature.root()
+
+
+@dataclass(frozen=True)
 class LayerPass:
-    """One layer in the forward pass on a batch of n samples. Shapes: `losses` (n,)."""
+    """One layer in the forward pass on a batch of n samples.
+
+    Its curvature is known by a closed form, or by gradients, or else by products only.
+    Shapes: `losses` (n,).
+    """
 
     name: str
     map: LayerMap
     features: Tensor
     offset: Tensor
     losses: Tensor
+    curvature: ClosedForm | None = None
+    gradients: Gradients | None = None
+
+    @property
+    def method(self) -> str:
+        """What reports call an exact sum."""
+        return "exact" if self.curvature is None else "closed form"
 
     @cached_property
     def weight(self) -> Tensor:
-        """The weight as a matrix of shape (d, m), in float64."""
-        return self.map.weight.double()
+        """The weight as a matrix of shape (d, m), in float64; that of very many classes as it is.
+
+        A weight of very many rows is read in chunks and never copied.
+        """
+        weight = self.map.weight
+        return weight if isinstance(self.curvature, ManyClasses) else weight.double()
 
     def left_factor(self, spread: Tensor | None = None) -> Factor:
         """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
 
         Shapes: `spread` (m,); returns (d, min(d, m).
         """
+        if isinstance(self.curvature, ManyClasses):
+            return Factor(self.weight, spread)
         weight = self.weight if spread is None else self.weight * spread
         d, m = weight.shape
         if d >= m:
@@ -78,7 +112,9 @@ class LayerPass:
     @property
     def n_stored(self) -> float:
         """How many numbers products need without the network; infinity if they need it."""
-        return math.inf
+        if self.curvature is None:
+            return math.inf
+        return self.features.numel() + 2 * self.offset.numel()
 
     def loss_gradient(self) -> Tensor:
         """Compute the gradient of each sample's loss in the layer's output.
@@ -106,18 +142,20 @@ class LayerPass:
 
         Shapes: `rows` (n, d, P); returns (n, d, P).
         """
+        if self.curvature is not None:
+            return self.curvature.product(rows[:, :, 0])[:, :, None]
         return self.map.to_rows(self._products.product(self._like_output(rows)))
 
-    def forms(self, directions: Sequence[Tensor]) -> list[Tensor]:
+    def forms(self, directions: Sequence[Tensor]) -> Tensor:
         """Compute quadratic forms of those Hessians, of several vectors in one go if possible.
 
-        Shapes: `directions` (n, d, P); returns (n,).
+        Shapes: `directions` (n, d, P); returns (n, k).
         """
         products = self._product_together(directions) if len(directions) > 1 else None
         if products is None:
             products = [self.product(rows) for rows in directions]
         pairs = zip(products, directions, strict=True)
-        return [(product.double() * rows).sum(dim=(1, 2)) for product, rows in pairs]
+        return torch.stack([(one.double() * rows).sum(dim=(1, 2)) for one, rows in pairs], dim=1)
 
     def _product_together(self, directions: Sequence[Tensor]) -> list[Tensor] | None:
         vectors = torch.stack([self._like_output(rows) for rows in directions])
@@ -151,48 +189,7 @@ class LayerPass:
         return self.map.from_rows(rows.to(self.offset.dtype), self.offset)
 
 
-@dataclass(frozen=True)
-class ClosedFormLayerPass(LayerPass):
-    """One layer in the forward pass on a batch, with its curvature in closed form.
-
-    Shapes: `features` (n, m), `losses` (n,).
-    """
-
-    curvature: ClosedForm
-
-    @property
-    def n_stored(self) -> float:
-        return self.features.numel() + 2 * self.offset.numel()
-
-    def product(self, rows: Tensor) -> Tensor:
-        return self.curvature.product(rows[:, :, 0])[:, :, None]
-
-    def _product_together(self, directions: Sequence[Tensor]) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class ManyClassesLayerPass(ClosedFormLayerPass):
-    """One layer with very many outputs, whose weight is read in chunks and never copied.
-
-    Shapes: `features` (n, m), `losses` (n,).
-    """
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """The weight as a matrix of shape (d, m), of its own floating type."""
-        return self.map.weight
-
-    def left_factor(self, spread: Tensor | None = None) -> Factor:
-        """Return the weight times the spread, without a copy: (d, m)."""
-        return Factor(self.weight, spread)
-
-
-Key = tuple[str, str]  # layer, name of the quantity
-# numbers in the products that are taken at a time, by whether on a GPU. Small ones cost their
-# overhead: 16 of a layer's output of (16, 100) take a fifth of the time together, of (1024, 100)
-# no less
-_TOGETHER = {False: 2**17, True: 2**25}
+# -- what is summed over the samples --------------------------------------------------------------
 
 
 class Quantity:
@@ -206,13 +203,15 @@ class Quantity:
 
     is_sum = True
 
-    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
-        """Compute each sample's terms from the layer's closed form.
+    def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
+        """Compute each sample's terms from a closed form.
 
         Parameters
         ----------
-        layer : ClosedFormLayerPass
+        layer : LayerPass
             The layer.
+        curvature : ClosedForm
+            The curvature in its output.
 
         Returns
         -------
@@ -285,6 +284,21 @@ class Quantity:
         """
         raise NotImplementedError
 
+    def identity(self, weight: Tensor) -> Tensor:
+        """Compute the quantity for the identity in place of the Hessian, which weight decay adds.
+
+        Parameters
+        ----------
+        weight : Tensor of shape (d, m)
+            The weight.
+
+        Returns
+        -------
+        Tensor of shape (k,) or ()
+            In float64.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Trace(Quantity):
@@ -296,8 +310,8 @@ class Trace(Quantity):
     factor: Factor | None = None
     inverse: Tensor | None = None
 
-    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
-        return (self._square_norms(layer) * layer.curvature.trace(self.factor))[:, None]
+    def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
+        return (self._square_norms(layer) * curvature.trace(self.factor))[:, None]
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         if layer.is_flat:
@@ -335,7 +349,12 @@ class Trace(Quantity):
         else:
             matrices = columns @ rademacher((n, k, m), columns, generator)
             rows = layer.apply(matrices if self.inverse is None else matrices * self.inverse)
-        return layer.forms([rows])[0][:, None]
+        return layer.forms([rows])
+
+    def identity(self, weight: Tensor) -> Tensor:
+        if self.factor is None:
+            return weight.new_full((), weight.numel(), dtype=torch.float64)
+        return weight.shape[1] * column_squares(weight).sum()
 
     def _columns(self, layer: LayerPass) -> Tensor:
         """Return ``F``."""
@@ -353,13 +372,21 @@ class Trace(Quantity):
 
 
 @dataclass(frozen=True)
+class FeatureTrace(Trace):
+    """``Tr(W^T B_i W)`` of a layer that receives one vector for each sample."""
+
+    def _square_norms(self, layer: LayerPass) -> Tensor:
+        return torch.ones(len(layer.features), dtype=torch.float64, device=layer.features.device)
+
+
+@dataclass(frozen=True)
 class Neurons(Quantity):
     """``rho(j) = (W e_j e_j^T)^T H (W e_j e_j^T)`` of each input neuron j, or their sum."""
 
     is_sum: bool
 
-    def closed_form(self, layer: ClosedFormLayerPass) -> Tensor:
-        return self._finish(layer.curvature(layer.weight) * layer.features.double().square())
+    def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
+        return self._finish(curvature(layer.weight) * layer.features.double().square())
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         weight = layer.weight.to(pulled.dtype)
@@ -384,130 +411,108 @@ class Neurons(Quantity):
         back = layer.map.transpose(layer.features, layer.product(layer.apply(signed)))
         return self._finish((back.double() * signed).sum(dim=1))
 
+    def identity(self, weight: Tensor) -> Tensor:
+        squares = column_squares(weight)
+        return squares.sum() if self.is_sum else squares
+
     def _finish(self, terms: Tensor) -> Tensor:
         """Sum terms (n, m) over the neurons, if that is asked for."""
         return terms.sum(dim=1, keepdim=True) if self.is_sum else terms
 
 
-class LayerCurvature:
-    """The curvature at some layers, in one batch of n samples."""
+# -- the terms of several quantities in one batch --------------------------------------------------
 
-    method = "exact"
-    layers: Mapping[str, LayerPass]
-
-    def n_passes(self, layer: LayerPass, quantity: Quantity) -> float:
-        """Return how many backward passes or products an exact sum takes."""
-        raise NotImplementedError
-
-    def sum_exactly(self, quantities: Mapping[Key, Quantity]) -> Iterator[tuple[Key, Tensor]]:
-        """Compute the terms of several quantities. Shapes: yields terms (n, k)."""
-        raise NotImplementedError
-
-    def draw(
-        self, quantities: Mapping[Key, Quantity], generator: torch.Generator
-    ) -> Iterator[tuple[Key, Tensor]]:
-        """Estimate the terms of several quantities, without bias. Shapes: yields (n, k)."""
-        for key, quantity in quantities.items():
-            yield key, quantity.draw(self.layers[key[0]], generator)
+Key = tuple[str, str]  # layer, name of the quantity
+Layers = Mapping[str, LayerPass]
+Quantities = Mapping[Key, Quantity]
+# numbers in the products that are taken at a time, by whether on a GPU. Small ones cost their
+# overhead: 16 of a layer's output of (16, 100) take a fifth of the time together, of (1024, 100)
+# no less
+_TOGETHER = {False: 2**17, True: 2**25}
 
 
-class ByClosedForm(LayerCurvature):
-    """The curvature at a layer for which the table of losses has a closed form."""
-
-    method = "closed form"
-
-    def __init__(self, layer: ClosedFormLayerPass) -> None:
-        self.layer = layer
-        self.layers = {layer.name: layer}
-
-    def n_passes(self, layer: LayerPass, quantity: Quantity) -> float:
+def n_passes(layer: LayerPass, quantity: Quantity) -> float:
+    """Return how many backward passes or products an exact sum takes."""
+    if layer.curvature is not None:
         return 0
+    if layer.gradients is not None:
+        return layer.gradients.root.shape[2]
+    return quantity.n_products(layer)
 
-    def sum_exactly(self, quantities: Mapping[Key, Quantity]) -> Iterator[tuple[Key, Tensor]]:
-        for key, quantity in quantities.items():
-            yield key, quantity.closed_form(self.layer)
 
-
-class ByGradients(LayerCurvature):
-    """The curvature at all layers behind which the network is piecewise linear.
-
-    Shapes: `base` (n, o).
-    """
-
-    def __init__(
-        self, layers: Mapping[str, LayerPass], base: Tensor, curvature: ClosedForm
-    ) -> None:
-        self.layers = layers
-        self.base = base
-        self.curvature = curvature
-
-    @cached_property
-    def root(self) -> Tensor:
-        """A root of the curvature of the loss in `base`: (n, o, r), float64."""
-        return self.curvature.root()
-
-    def n_passes(self, layer: LayerPass, quantity: Quantity) -> float:
-        return self.root.shape[2]
-
-    def sum_exactly(self, quantities: Mapping[Key, Quantity]) -> Iterator[tuple[Key, Tensor]]:
+def exact_terms(layers: Layers, quantities: Quantities) -> Iterator[tuple[Key, Tensor]]:
+    """Compute the samples' terms. Shapes: yields (n, k)."""
+    shared, others = _split(layers, quantities)
+    for key, quantity in others.items():
+        layer = layers[key[0]]
+        if layer.curvature is not None:
+            yield key, quantity.closed_form(layer, layer.curvature)
+        else:
+            yield key, _by_products(layer, quantity)
+    if shared is not None:
         terms: dict[Key, Tensor] = {}
-        for cotangent in self.root.unbind(dim=2) if quantities else ():
-            for key, more in self._pull_terms(cotangent, quantities):
+        for cotangent in shared.root.unbind(dim=2):
+            for key, more in _by_gradients(layers, quantities, shared, cotangent):
                 terms[key] = terms[key] + more if key in terms else more
         yield from terms.items()
 
-    def draw(
-        self, quantities: Mapping[Key, Quantity], generator: torch.Generator
-    ) -> Iterator[tuple[Key, Tensor]]:
-        """Estimate the terms from one backward pass for all layers. Shapes: yields (n, k)."""
-        # with random signs s, E (R s)(R s)^T = R R^T
-        signs = rademacher((len(self.base), self.root.shape[2], 1), self.root, generator)
-        yield from self._pull_terms((self.root @ signs)[:, :, 0], quantities)
 
-    def _pull_terms(
-        self, cotangent: Tensor, quantities: Mapping[Key, Quantity]
-    ) -> Iterator[tuple[Key, Tensor]]:
-        """Yield the terms that belong to one vector (n, o) in the network's output."""
-        pulled = self._pull(cotangent, list(dict.fromkeys(name for name, _ in quantities)))
-        for key, quantity in quantities.items():
-            yield key, quantity.gradient(self.layers[key[0]], pulled[key[0]])
+def draw_terms(
+    layers: Layers, quantities: Quantities, generator: torch.Generator
+) -> Iterator[tuple[Key, Tensor]]:
+    """Estimate the samples' terms, without bias, from one random vector each.
 
-    def _pull(self, cotangent: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Pull vectors (n, o) in the network's output back to layers.
-
-        That is to rows (n, d, 1) of a flat layer's output, and to the weight (n, d, m) of any
-        other: all quantities there share the sum over positions, which dominates the cost.
-        """
-        slopes = torch.autograd.grad(
-            self.base,
-            [self.layers[name].offset for name in names],
-            cotangent.to(self.base.dtype),
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        pulled = {}
-        for name, slope in zip(names, slopes, strict=True):
-            layer = self.layers[name]
-            rows = layer.map.to_rows(slope)
-            pulled[name] = rows if layer.is_flat else layer.map.transpose(layer.features, rows)
-        return pulled
+    Shapes: yields (n, k).
+    """
+    shared, others = _split(layers, quantities)
+    if shared is not None:
+        # one backward pass for all layers: with random signs s, E (R s)(R s)^T = R R^T
+        n, _, r = shared.root.shape
+        signs = rademacher((n, r, 1), shared.root, generator)
+        yield from _by_gradients(layers, quantities, shared, (shared.root @ signs)[:, :, 0])
+    for key, quantity in others.items():
+        yield key, quantity.draw(layers[key[0]], generator)
 
 
-class ByProducts(LayerCurvature):
-    """The curvature at layers for which only Hessian-vector products are known."""
+def _split(layers: Layers, quantities: Quantities) -> tuple[Gradients | None, Quantities]:
+    """Return the gradients that layers share, and the quantities of all other layers."""
+    shared = [layers[name].gradients for name, _ in quantities]
+    others = {key: one for key, one in quantities.items() if layers[key[0]].gradients is None}
+    return next((one for one in shared if one is not None), None), others
 
-    def __init__(self, layers: Mapping[str, LayerPass]) -> None:
-        self.layers = layers
 
-    def n_passes(self, layer: LayerPass, quantity: Quantity) -> float:
-        return quantity.n_products(layer)
+def _by_products(layer: LayerPass, quantity: Quantity) -> Tensor:
+    """Compute terms from all products that they take. Shapes: returns (n, k)."""
+    together = max(1, _TOGETHER[layer.offset.is_cuda] // layer.offset.numel())
+    directions, parts = quantity.directions(layer), []
+    while some := list(islice(directions, together)):
+        forms = layer.forms(some)
+        parts.append(forms.sum(dim=1, keepdim=True) if quantity.is_sum else forms)
+    return sum(parts[1:], parts[0]) if quantity.is_sum else torch.cat(parts, dim=1)
 
-    def sum_exactly(self, quantities: Mapping[Key, Quantity]) -> Iterator[tuple[Key, Tensor]]:
-        for key, quantity in quantities.items():
-            layer = self.layers[key[0]]
-            together = max(1, _TOGETHER[layer.offset.is_cuda] // layer.offset.numel())
-            directions, parts = quantity.directions(layer), []
-            while some := list(islice(directions, together)):
-                forms = torch.stack(layer.forms(some), dim=1)
-                parts.append(forms.sum(dim=1, keepdim=True) if quantity.is_sum else forms)
-            yield key, sum(parts[1:], parts[0]) if quantity.is_sum else torch.cat(parts, dim=1)
+
+def _by_gradients(
+    layers: Layers, quantities: Quantities, shared: Gradients, cotangent: Tensor
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield the terms that belong to one vector (n, o) in the network's output.
+
+    It is pulled back to rows (n, d, 1) of a flat layer's output, and to the weight (n, d, m) of
+    any other: all quantities there share the sum over positions, which dominates the cost.
+    """
+    names = [name for name, _ in quantities if layers[name].gradients is not None]
+    names = list(dict.fromkeys(names))
+    slopes = torch.autograd.grad(
+        shared.base,
+        [layers[name].offset for name in names],
+        cotangent.to(shared.base.dtype),
+        retain_graph=True,
+        materialize_grads=True,
+    )
+    pulled = {}
+    for name, slope in zip(names, slopes, strict=True):
+        layer = layers[name]
+        rows = layer.map.to_rows(slope)
+        pulled[name] = rows if layer.is_flat else layer.map.transpose(layer.features, rows)
+    for key, quantity in quantities.items():
+        if key[0] in pulled:
+            yield key, quantity.gradient(layers[key[0]], pulled[key[0]])

@@ -43,7 +43,6 @@ REPARAMETERIZATIONS: dict[str, str] = {
 EVERY_CHANGE = tuple(REPARAMETERIZATIONS)
 
 
-@dataclass(frozen=True)
 class NetworkMeasure:
     """A measure of a network as a whole.
 
@@ -55,17 +54,15 @@ class NetworkMeasure:
         The changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`.
     """
 
-    compute: Callable[..., Estimate]
-    same: tuple[str, ...] = ()
+    def __init__(self, compute: Callable[..., Any], same: tuple[str, ...] = ()) -> None:
+        self.compute = compute
+        self.same = same
+        parameters = inspect.signature(compute).parameters.values()
+        self.arguments = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
 
     def __call__(self, network: Network, **arguments: Any) -> Estimate:
-        return self.compute(network, **arguments)
-
-    @cached_property
-    def arguments(self) -> frozenset[str]:
-        """The names of the keyword arguments."""
-        parameters = inspect.signature(self.compute).parameters.values()
-        return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+        found: Estimate = self.compute(network, **arguments)
+        return found
 
 
 def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:

@@ -7,13 +7,13 @@ runs on the next one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import gather_checks, is_integer
-from relflat_sk._losses import ClosedForm, Loss, ManyClasses, pull_back, warn_of_ending
+from relflat_sk._losses import Loss, pull_back, warn_of_ending
 from relflat_sk._network import (
     Batch,
     Layer,
@@ -44,18 +44,8 @@ from relflat_sk._network import (
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
-from relflat_sk.measures._quantities import (
-    ByClosedForm,
-    ByGradients,
-    ByProducts,
-    ClosedFormLayerPass,
-    LayerCurvature,
-    LayerPass,
-    ManyClassesLayerPass,
-)
+from relflat_sk.measures._quantities import Gradients, LayerPass
 from relflat_sk.measures._results import Summary
-
-LayerT = TypeVar("LayerT", bound=LayerPass)
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,6 @@ class ForwardPass:
     """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
 
     layers: dict[str, LayerPass]
-    curvatures: list[LayerCurvature]
     sample_weight: Tensor
     divisor: float | Tensor
     loss: float | Tensor
@@ -104,8 +93,18 @@ def _make_forward_pass(
         with torch.enable_grad():
             losses = loss.losses(output, target.values, each=batch.weight is not None)
     tail = Tail(loss, output, target, records[-1], _precise)
-    curvatures = choose_curvatures(tail, records, _Ways(tail, losses))
-    passes = {name: layer for one in curvatures for name, layer in one.layers.items()}
+    chosen = choose_curvatures(tail, records)
+    if target is None and (unknown := chosen.linear + chosen.others):
+        raise _labels_missing(loss, unknown[0].name)
+    passes = {
+        record.name: _layer_pass(record, features, losses, curvature=curvature)
+        for record, features, curvature in chosen.closed
+    }
+    shared = None if chosen.base is None else Gradients(*chosen.base)
+    for some, gradients in ((chosen.linear, shared), (chosen.others, None)):
+        for record in some:
+            features, _ = record.check()
+            passes[record.name] = _layer_pass(record, features, losses, gradients=gradients)
     weights = sample_weight(batch, len(output), output.device)
 
     def total(each: float | Tensor) -> float | Tensor:
@@ -118,7 +117,6 @@ def _make_forward_pass(
 
     return ForwardPass(
         layers={record.name: passes[record.name] for record in records},
-        curvatures=curvatures,
         sample_weight=weights,
         divisor=total(loss.each_divisor(output, tail.relevant)),
         loss=total(losses),
@@ -126,6 +124,12 @@ def _make_forward_pass(
         link=find_link(output, records[-1].node),
         has_labels=target is not None,
     )
+
+
+def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
+    """Make the pass of a layer from its record, and from what is known of its curvature."""
+    assert record.offset is not None
+    return LayerPass(record.name, layer_map(record.layer), features, record.offset, losses, **known)
 
 
 def _precise(z: Tensor) -> Tensor:
@@ -143,42 +147,6 @@ def _check_samples(record: LayerRecord, output: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """Makes the curvatures at recorded layers, for `choose_curvatures`."""
-
-    tail: Tail
-    losses: Tensor
-
-    def closed_form(
-        self, record: LayerRecord, features: Tensor, curvature: ClosedForm
-    ) -> LayerCurvature:
-        many = isinstance(curvature, ManyClasses)
-        kind = ManyClassesLayerPass if many else ClosedFormLayerPass
-        return ByClosedForm(self._layer(record, kind, features, curvature=curvature))
-
-    def gradients(
-        self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
-    ) -> LayerCurvature:
-        return ByGradients(self._layers(records), base, curvature)
-
-    def products(self, records: Sequence[LayerRecord]) -> LayerCurvature:
-        return ByProducts(self._layers(records))
-
-    def _layers(self, records: Sequence[LayerRecord]) -> dict[str, LayerPass]:
-        """Make layers without a closed form, for which labels are needed."""
-        if self.tail.target is None:
-            raise _labels_missing(self.tail.loss, records[0].name)
-        return {one.name: self._layer(one, LayerPass, one.check()[0]) for one in records}
-
-    def _layer(
-        self, record: LayerRecord, kind: type[LayerT], features: Tensor, **more: Any
-    ) -> LayerT:
-        assert record.offset is not None
-        as_map = layer_map(record.layer)
-        return kind(record.name, as_map, features, record.offset, self.losses, **more)
-
-
 def _labels_missing(loss: Loss, layer: str) -> ValueError:
     """Return the error for missing labels."""
     return ValueError(
@@ -192,16 +160,46 @@ def scan(
     layers: Sequence[Layer] | str,
     *visits: Callable[[ForwardPass], object],
     checked: bool = True,
-) -> list[str]:
+) -> Summary:
     """Run the network on all the data once, and call functions on the pass of each batch.
 
-    To be used within `borrowed`.
+    The totals are those of this process. To be used within `borrowed`.
     """
-    runner = _Runner(network, layers, checked)
+    runner, summary = _Runner(network, layers, checked), Summary()
     with gather_checks():
         for batch in network.batches():
-            runner.run(batch, visits)
-    return runner.order
+            forward = runner.run(batch)
+            for visit in visits:
+                visit(forward)
+            _add_totals(forward, summary)
+            del forward  # frees this batch before the next one runs
+    summary.order = runner.order
+    return summary
+
+
+def summarize(
+    network: Network,
+    layers: Sequence[Layer] | str = (-1,),
+    *visits: Callable[[ForwardPass], object],
+) -> Summary:
+    """Do the same as `scan`, with the totals of all processes."""
+    summary = scan(network, layers, *visits, checked=bool(visits))
+    if network.processes.are_several:
+        totals = float(summary.divisors), float(summary.losses), summary.n_samples
+        summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
+        summary.n_samples = int(n_samples)
+    return summary
+
+
+def _add_totals(forward: ForwardPass, summary: Summary) -> None:
+    """Add a batch to the totals of a pass."""
+    summary.divisors = forward.divisor + summary.divisors
+    summary.losses = forward.loss + summary.losses
+    summary.n_samples += len(forward)
+    summary.output_shape, summary.link = forward.output_shape, forward.link
+    summary.has_labels = forward.has_labels
+    if not summary.layer_weights:
+        summary.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
 
 
 def find_measured_layer(network: Network, layer: Layer) -> str:
@@ -209,44 +207,44 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
 
     To be used within `borrowed`.
     """
-    runner = _Runner(network, [layer], checked=True)
-    runner.run(next(iter(network.batches())))
-    (name,) = runner.names
+    (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
     return name
 
 
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""
 
-    def __init__(self, network: Network, layers: Sequence[Layer] | str, checked: bool) -> None:
+    def __init__(
+        self, network: Network, layers: Sequence[Layer] | str, checked: bool = True
+    ) -> None:
         self.network = network
         self.layers = layers
         self.checked = checked
         self.order: list[str] = []
-        self.names: list[str] = []
+        self._names: list[str] = []
         self._twice = True  # whether attention must allow a second derivative
-        self._elsewhere: set[str] = set()  # layers whose weight is used outside of their calls
-        self._mixed: set[str] = set()  # layers behind which samples are mixed
-        self._unused: set[str] = set()  # layers that the output does not depend on
         self._sizes: set[int] = set()  # of batches in which rows were found to be samples
 
-    def run(self, batch: Batch, visits: Sequence[Callable[[ForwardPass], object]] = ()) -> None:
-        """Run one batch, whose pass ends with this function."""
-        is_first = not self.names
-        output, records = self._find(batch) if is_first else self._record(self.names, batch)
-        self.names = [record.name for record in records]
-        for record in records if is_first and self.checked else ():
-            check_unshared(record.name, dict(self.network.module.named_modules()))
-            check_linear(record, *few_rows(record, *record.check()))
-            check_uses(record.name, self._elsewhere)
-            check_unmixed(record.name, self._mixed)
+    def run(self, batch: Batch) -> ForwardPass:
+        """Run one batch."""
+        if self._names:
+            output, records = self._record(self._names, batch)
+        else:
+            output, records = self._find(batch)
+            self._names = [record.name for record in records]
         forward = _make_forward_pass(self.network, batch, output, records)
         # a network may mix samples in some batches only: in those of two samples or more
         if self.checked and len(output) not in self._sizes:
             self._sizes.add(len(output))
             check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
-        for visit in visits:
-            visit(forward)
+        return forward
+
+    def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
+        """Run the network on a batch, and return its output and the records of some layers."""
+        recorder = record_tail(self.network.module, *names, twice=self._twice)
+        with torch.no_grad(), recorder:
+            output = self.network(batch.x)
+        return output, [recorder[name] for name in dict.fromkeys(names)]
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -261,54 +259,58 @@ class _Runner:
         with record_order(module) as recorder, watch:
             output, records = self._record(guess, batch)
         self.order = recorder.order
+        # layers whose weight is used outside of their calls
         once = {name for name in watch.noticed if recorder.calls.count(name) == 1}
+        elsewhere: set[str] = set()
         if once:
             layers = {name: module.get_submodule(name) for name in once}
-            self._elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
-        self._mixed = find_mixed(lambda: self.network(batch.x), module)
-        self._unused = {one.name for one in records if not depends_on(output, one.node)}
-        names = self._names_in_order(guess, recorder.calls)
+            elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
+        mixed = find_mixed(lambda: self.network(batch.x), module)
+        if self.layers == "all":
+            unused = {one.name for one in records if not depends_on(output, one.node)}
+            names = self._measurable(recorder.calls, elsewhere, unused, mixed)
+        else:
+            names = self._names_in_order(guess)
         fused = not self._twice and has_fused_attention(output, records[-1].node)
         if fused or not set(names) <= set(guess):
             self._twice = True
-            return self._record(names, batch)
-        by_name = {record.name: record for record in records}
-        return output, [by_name[name] for name in names]
+            output, records = self._record(names, batch)
+        by_name, named = {record.name: record for record in records}, dict(module.named_modules())
+        records = [by_name[name] for name in names]
+        for record in records if self.checked else ():
+            check_unshared(record.name, named)
+            check_linear(record, *few_rows(record, *record.check()))
+            check_uses(record.name, elsewhere)
+            check_unmixed(record.name, mixed)
+        return output, records
 
-    def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
-        """Run the network on a batch, and return its output and the records of some layers."""
-        recorder = record_tail(self.network.module, *names, twice=self._twice)
-        with torch.no_grad(), recorder:
-            output = self.network(batch.x)
-        return output, [recorder[name] for name in dict.fromkeys(names)]
-
-    def _names_in_order(self, guess: Sequence[str], calls: list[str]) -> list[str]:
-        """Return the names of the layers in forward order, each of them once."""
-        module, order = self.network.module, self.order
-        if self.layers == "all":
-            if not order:
-                find_layer(module, -1)  # raises: the network has none
-            return self._measurable(calls)
+    def _names_in_order(self, guess: list[str]) -> list[str]:
+        """Return the names of the layers that were asked for in forward order, each once."""
         names = [
-            find_layer(module, layer, order) if is_integer(layer) else name
+            find_layer(self.network.module, layer, self.order) if is_integer(layer) else name
             for layer, name in zip(self.layers, guess, strict=True)
         ]
-        position = {name: at for at, name in enumerate(order)}
+        position = {name: at for at, name in enumerate(self.order)}
         return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
 
-    def _measurable(self, calls: list[str]) -> list[str]:
+    def _measurable(
+        self, calls: list[str], elsewhere: set[str], unused: set[str], mixed: set[str]
+    ) -> list[str]:
         """Leave out layers that cannot be measured; a single one says itself why it cannot."""
-        named, names = dict(self.network.module.named_modules()), self.order
+        names = self.order
+        if not names:
+            find_layer(self.network.module, -1)  # raises: the network has none
+        named = dict(self.network.module.named_modules())
         reasons = {
             "the weight is used in several places of the network, so that the curvature in it is "
             "not that of one layer": {
                 name
                 for name in names
-                if sharing_modules(name, named) or calls.count(name) > 1 or name in self._elsewhere
+                if sharing_modules(name, named) or calls.count(name) > 1 or name in elsewhere
             },
             "the criterion does not depend on the layer's output, which the network returns beside "
-            "its first output, for example": self._unused,
-            None: self._mixed,
+            "its first output, for example": unused,
+            None: mixed,
         }
         for reason, unfit in reasons.items():
             rest = [name for name in names if name not in unfit]
@@ -326,34 +328,3 @@ def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:
         within = -len(registered) <= layer < len(registered)
         return registered[layer] if within else registered[0]
     return find_layer(module, layer)
-
-
-def summarize(
-    network: Network,
-    layers: Sequence[Layer] | str = (-1,),
-    *visits: Callable[[ForwardPass], object],
-) -> Summary:
-    """Run the network on all the data once, and compute the totals of the pass.
-
-    To be used within `borrowed`.
-    """
-    summary = Summary()
-    summary.order = scan(
-        network, layers, partial(_add_totals, summary=summary), *visits, checked=bool(visits)
-    )
-    if network.processes.are_several:
-        totals = float(summary.divisors), float(summary.losses), summary.n_samples
-        summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
-        summary.n_samples = int(n_samples)
-    return summary
-
-
-def _add_totals(forward: ForwardPass, summary: Summary) -> None:
-    """Add a batch to the totals of a pass."""
-    summary.divisors = forward.divisor + summary.divisors
-    summary.losses = forward.loss + summary.losses
-    summary.n_samples += len(forward)
-    summary.output_shape, summary.link = forward.output_shape, forward.link
-    summary.has_labels = forward.has_labels
-    if not summary.layer_weights:
-        summary.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}

@@ -18,7 +18,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._api import evaluate, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import find_measure, find_single_measure, hold_functions
+from relflat_sk.measures._names import find_measure, hold_functions
 from relflat_sk.measures._results import Flatness
 
 DATA = ("given", "train")
@@ -213,7 +213,13 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
-        find_single_measure(self.measure)
+        if isinstance(self.measure, list | tuple | set | dict):
+            raise ValueError(
+                f"a scorer takes one measure, got measure={self.measure!r}. For several, pass a "
+                'dict of scorers: scoring={"flatness": FlatnessScorer("relative_flatness"), '
+                '"trace": FlatnessScorer("hessian_trace")}.'
+            )
+        find_measure(self.measure)
         for name, known in {"data": DATA, "at_minimum": AT_MINIMUM}.items():
             value = getattr(self, name)
             if value not in known:

@@ -24,7 +24,6 @@ References
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,83 +33,69 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import ProbabilityNLLLoss, check_twice
 from relflat_sk._network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
+from relflat_sk.measures._margin import BINARY, FROM_LOGITS, SCORES
 from relflat_sk.measures._pac_bayes import pac_bayes_flatness, pac_bayes_magnitude_flatness
 from relflat_sk.measures._perturbation import (
-    Weights,
-    add_weights,
     check_draws,
     differentiable,
     draw_noise,
     estimate_mean,
     loss_gradient,
-    map_weights,
     noisy_risks,
+    parameters_of,
     square_norm,
     weights_of,
 )
 from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
 
-# Algorithm 1 of APGD
+# -- the largest rise of the loss in a ball, by Algorithm 1 of APGD -------------------------------
+
 _MOMENTUM = 0.75
 _SHARE_OF_RISES = 0.75
 
 
 @dataclass(frozen=True)
 class Ball:
-    """The unit ball of a norm."""
+    """The unit ball of a norm: the nearest point in it, and its outermost point in a direction."""
 
-    project: Callable[[Weights], Weights]
-    direction: Callable[[Weights], Weights]
-
-
-def _length(weights: Weights) -> float:
-    return math.sqrt(square_norm(weights))
-
-
-def _scaled(weights: Weights, factor: float) -> Weights:
-    return map_weights(lambda value: factor * value, weights)
+    project: Callable[[Tensor], Tensor]
+    direction: Callable[[Tensor], Tensor]
 
 
 BALLS: dict[str, Ball] = {
-    "linf": Ball(
-        partial(map_weights, lambda u: u.clamp(-1, 1)),
-        partial(map_weights, torch.sign),
-    ),
+    "linf": Ball(lambda u: u.clamp(-1, 1), torch.sign),
     "l2": Ball(
-        lambda weights: _scaled(weights, 1 / max(1.0, _length(weights))),
+        lambda u: u / max(1.0, math.sqrt(square_norm(u))),
         # tiny: a gradient of zero has no direction
-        lambda weights: _scaled(weights, 1 / max(_length(weights), torch.finfo(torch.double).tiny)),
+        lambda u: u / max(math.sqrt(square_norm(u)), torch.finfo(u.dtype).tiny),
     ),
 }
 
 
 def largest_rise(
     network: Network,
-    radius: Weights,
+    radius: Tensor,
     *,
     norm: str = "linf",
     n_steps: int = 20,
     n_restarts: int = 0,
     random_state: RandomState = None,
 ) -> tuple[float, float]:
-    """Find how much the mean loss rises at most when the weights move."""
+    """Return the mean loss, and find how much it rises at most when the weights move."""
     if norm not in BALLS:
         raise ValueError(f"norm must be one of {sorted(BALLS)}, got {norm!r}.")
     check_integer("n_steps", n_steps, minimum=1)
     check_integer("n_restarts", n_restarts, minimum=0)
-    weights = weights_of(network)
+    weights, ball = weights_of(network), BALLS[norm]
 
-    def evaluate(u: Weights) -> Point:
-        moved = add_weights(weights, map_weights(torch.mul, radius, u))
-        loss, gradient = loss_gradient(network, moved)
-        return Point(u, loss, map_weights(torch.mul, radius, gradient))
+    def evaluate(u: Tensor) -> Point:
+        loss, gradient = loss_gradient(network, weights + radius * u)
+        return Point(u, loss, radius * gradient)
 
-    ball = BALLS[norm]
-    origin = evaluate(map_weights(torch.zeros_like, weights))
+    origin = evaluate(torch.zeros_like(weights))
     largest = _ascend(evaluate, origin, ball, n_steps)
     for seed in draw_seeds(random_state, n_restarts):
         start = evaluate(ball.project(draw_noise(weights, seed)))
@@ -122,25 +107,22 @@ def largest_rise(
 class Point:
     """A point of the unit ball, with the loss there."""
 
-    u: Weights
+    u: Tensor
     loss: float
-    gradient: Weights
+    gradient: Tensor
 
 
-def _ascend(evaluate: Callable[[Weights], Point], start: Point, ball: Ball, n_steps: int) -> float:
+def _ascend(evaluate: Callable[[Tensor], Point], start: Point, ball: Ball, n_steps: int) -> float:
     """Return the largest loss on the way of an ascent, its start included."""
     best, point, before = start, start, start.u
     step = 2.0  # the ball's diameter
     rises, halved, best_then, checked = 0, False, start.loss, 0
     checkpoints = _checkpoints(n_steps)
     for k in range(1, n_steps + 1):
-        ahead = ball.project(add_weights(point.u, ball.direction(point.gradient), step))
+        ahead = ball.project(point.u + step * ball.direction(point.gradient))
         # the first step has no momentum yet
         share = _MOMENTUM if k > 1 else 1.0
-        u = {
-            name: value + share * (ahead[name] - value) + (1 - share) * (value - before[name])
-            for name, value in point.u.items()
-        }
+        u = point.u + share * (ahead - point.u) + (1 - share) * (point.u - before)
         before, last = point.u, point.loss
         point = evaluate(ball.project(u))
         rises += point.loss > last
@@ -175,9 +157,9 @@ def fisher_rao_norm(network: Network) -> Estimate:
     Jacobian.
     """
     squares, divisor, n = 0.0, 0.0, 0.0
-    with differentiable(network, weights_of(network)) as (moved, leaves):
+    with differentiable(network, weights_of(network)) as (moved, leaf):
         for outcome in outcomes(moved):
-            tangent = _along_weights(outcome.output, leaves)
+            tangent = _along_weights(outcome.output, leaf)
             output = outcome.output.detach().requires_grad_()
             losses, divisors = replace(outcome, output=output).each()
             (gradient,) = torch.autograd.grad(losses.sum(), output)
@@ -190,16 +172,13 @@ def fisher_rao_norm(network: Network) -> Estimate:
     return Estimate(math.sqrt(squares / n) * n / divisor)
 
 
-def _along_weights(output: Tensor, leaves: list[Tensor]) -> Tensor:
+def _along_weights(output: Tensor, leaf: Tensor) -> Tensor:
     """Return the derivative of outputs along the weights themselves."""
     u = torch.zeros_like(output, requires_grad=True)
     if not output.requires_grad:
         return u.detach()
-    pulled = torch.autograd.grad(output, leaves, u, create_graph=True, materialize_grads=True)
-    check_twice(*pulled)
-    pairs = zip(pulled, leaves, strict=True)
-    along = torch.stack([(part * w.detach()).sum() for part, w in pairs]).sum()
-    tangent: Tensor = torch.autograd.grad(along, u)[0]
+    (pulled,) = torch.autograd.grad(output, leaf, u, create_graph=True, materialize_grads=True)
+    tangent: Tensor = torch.autograd.grad(pulled @ leaf.detach(), u, retain_graph=True)[0]
     return tangent
 
 
@@ -208,24 +187,32 @@ def joint_eigenvalue_flatness(
 ) -> Estimate:
     """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` together.
 
-    This is the first row of Table 1 of Petzka et al., 2020.
+    Biases are constants. This is the first row of Table 1 of Petzka et al., 2020.
     """
-    weights = {name: value for name, value in weights_of(network).items() if value.ndim >= 2}
-    like = list(weights.values())
+    weights = weights_of(network)
+    parts = parameters_of(network).values()
+    is_weight = torch.cat([torch.full((part.numel(),), part.ndim >= 2) for part in parts])
+    is_weight = is_weight.to(weights.device)
 
     def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        parts = torch.split(torch.from_numpy(vector), [value.numel() for value in like])
-        pairs = zip(weights, like, parts, strict=True)
-        direction = {name: part.to(w).reshape(w.shape) for name, w, part in pairs}
-        _, found = loss_gradient(network, weights, direction)
-        return torch.cat([one.double().flatten() for one in found.values()]).cpu().numpy()
+        direction = torch.zeros_like(weights)
+        direction[is_weight] = torch.from_numpy(vector).to(weights)
+        found = loss_gradient(network, weights, direction)[1][is_weight]
+        array: NDArray[np.float64] = found.double().cpu().numpy()
+        return array
 
-    size = sum(value.numel() for value in like)
     value, error = largest_eigenvalue(
-        product, size, rtol=rtol, random_state=random_state, where="in all weights"
+        product,
+        int(is_weight.sum()),
+        rtol=rtol,
+        random_state=random_state,
+        where="in all weights",
     )
-    square = square_norm(weights)
+    square = square_norm(weights[is_weight])
     return Estimate(square * value, square * error, "lanczos")
+
+
+# -- rises under noise and in boxes ---------------------------------------------------------------
 
 
 def sharpness_curve(
@@ -235,7 +222,10 @@ def sharpness_curve(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> pd.DataFrame:
-    r"""Measure expected sharpness, and the norm of the weights in units of the noise."""
+    r"""Measure expected sharpness, and the norm of the weights in units of the noise.
+
+    The column `kl` is the divergence of N(w, deviation^2) from N(0, deviation^2), in nats.
+    """
     check_draws(n_draws)
     seeds = draw_seeds(random_state, n_draws)
     weights, loss = weights_of(network), mean_loss(network)
@@ -243,8 +233,14 @@ def sharpness_curve(
     for alpha in alphas:
         deviation = _deviation(weights, alpha)
         rise = estimate_mean(noisy_risks(network, deviation, seeds) - loss)
-        rows.append((float(alpha), _divergence(weights, deviation), rise.value, rise.stderr))
+        divergence = square_norm(weights.double() / deviation.double()) / 2
+        rows.append((float(alpha), divergence, rise.value, rise.stderr))
     return pd.DataFrame(rows, columns=["alpha", "kl", "expected_sharpness", "stderr"])
+
+
+def _deviation(weights: Tensor, alpha: float) -> Tensor:
+    check_number("alpha", alpha)
+    return alpha * (10 * weights.abs() + 1)
 
 
 def expected_sharpness(
@@ -255,26 +251,15 @@ def expected_sharpness(
     random_state: RandomState = None,
 ) -> Estimate:
     """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``."""
-    check_draws(n_draws)
     return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
 
 
 def _mean_rise(
-    network: Network, deviation: Weights, n_draws: int, random_state: RandomState
+    network: Network, deviation: Tensor, n_draws: int, random_state: RandomState
 ) -> Estimate:
+    check_draws(n_draws)
     seeds = draw_seeds(random_state, n_draws)
     return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
-
-
-def _deviation(weights: Weights, alpha: float) -> Weights:
-    check_number("alpha", alpha)
-    return map_weights(lambda value: alpha * (10 * value.abs() + 1), weights)
-
-
-def _divergence(weights: Weights, deviation: Weights) -> float:
-    """Kullback-Leibler divergence of N(w, deviation^2) from N(0, deviation^2), in nats."""
-    shares = map_weights(lambda w, s: w.double() / s.double(), weights, deviation)
-    return square_norm(shares) / 2
 
 
 def keskar_sharpness(
@@ -287,7 +272,7 @@ def keskar_sharpness(
 ) -> Estimate:
     """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss."""
     check_number("alpha", alpha)
-    radius = map_weights(lambda value: alpha * (value.abs() + 1), weights_of(network))
+    radius = alpha * (weights_of(network).abs() + 1)
     loss, rise = largest_rise(
         network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
     )
@@ -304,11 +289,11 @@ def adaptive_sharpness(  # noqa: PLR0913
     *,
     kind: str = "worst",
     rho: float = 1e-3,
-    norm: str = "linf",
     normalize_logits: bool = False,
+    n_draws: int = 10,
+    norm: str = "linf",
     n_steps: int = 20,
     n_restarts: int = 0,
-    n_draws: int = 10,
     random_state: RandomState = None,
 ) -> Estimate:
     """Measure how much the loss rises when each weight moves by a share of itself."""
@@ -317,7 +302,7 @@ def adaptive_sharpness(  # noqa: PLR0913
     if kind not in {"worst", "average"}:
         raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
     network = with_unit_logits(network) if normalize_logits else network
-    radius = map_weights(lambda value: rho * value.abs(), weights_of(network))
+    radius = rho * weights_of(network).abs()
     if kind == "average":
         return _mean_rise(network, radius, n_draws, random_state)
     _, rise = largest_rise(
@@ -331,43 +316,29 @@ def adaptive_sharpness(  # noqa: PLR0913
     return Estimate(rise, 0.0, "ascent")
 
 
-# from the network's output, as the criterion takes it, to logits, and back
-_LOGITS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    nn.CrossEntropyLoss: (lambda z: z, lambda z: z),
-    nn.NLLLoss: (lambda z: z, lambda z: z.log_softmax(dim=1)),
-    ProbabilityNLLLoss: (
-        lambda p: (p + torch.finfo(p.dtype).tiny).log(),
-        lambda z: z.softmax(dim=1),
-    ),
-}
-
-
 def with_unit_logits(network: Network) -> Network:
     """Make a network whose logits are centred and of norm one, for each sample."""
     criterion = type(network.loss.criterion)
-    if criterion not in _LOGITS:
+    known = SCORES.keys() - set(BINARY)
+    if criterion not in known:
         raise ValueError(
-            f"normalize_logits needs a classifier trained with one of "
-            f"{[known.__name__ for known in _LOGITS]}, got {criterion.__name__}."
+            "normalize_logits needs a classifier trained with one of "
+            f"{sorted(one.__name__ for one in known)}, got {criterion.__name__}."
         )
-    to_logits, from_logits = _LOGITS[criterion]
+    scores = SCORES[criterion]
 
     def forward(x: Any) -> Tensor:
-        return from_logits(_unit(to_logits(_check_logits(network(x)))))
+        output = network(x)
+        if output.ndim != 2:
+            raise ValueError(
+                f"normalize_logits needs outputs of shape (n, n_classes), got "
+                f"{tuple(output.shape)}."
+            )
+        logits = scores.undo(output)
+        logits = nn.functional.normalize(logits - logits.mean(dim=1, keepdim=True), dim=1)
+        return FROM_LOGITS[scores.link](logits)
 
     return replace(network, forward=forward)
-
-
-def _check_logits(output: Tensor) -> Tensor:
-    if output.ndim != 2:
-        raise ValueError(
-            f"normalize_logits needs outputs of shape (n, n_classes), got {tuple(output.shape)}."
-        )
-    return output
-
-
-def _unit(logits: Tensor) -> Tensor:
-    return nn.functional.normalize(logits - logits.mean(dim=1, keepdim=True), dim=1)
 
 
 # each takes a network, and keyword arguments of its own

@@ -10,17 +10,16 @@ import torch
 from scipy.special import rel_entr
 from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
-from torch import nn
+from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._models import DataOptions, to_network, unwrap
 from relflat_sk._network import Network, count_samples
 from relflat_sk._random import RandomState, as_random_state, draw_seeds
 from relflat_sk.measures import (
-    Weights,
-    add_weights,
     count_errors,
     draw_noise,
+    parameters_of,
     square_norm,
     weights_of,
     with_weights,
@@ -186,7 +185,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     _refuse_statistics(network.module, before or {})
     wrong, labels = count_errors(network)
     n = _check_labels(network, labels)
-    square = square_norm(weights) if before is None else _squared_distance(weights, before)
+    square = square_norm(weights) if before is None else _squared_distance(network, before)
     rng = as_random_state(random_state)
 
     # half of delta is shared by the sigmas
@@ -231,12 +230,12 @@ def kl_inverse(mean: float, divergence: float) -> float:
 
 
 def _noisy_errors(
-    network: Network, weights: Weights, sigma: float, seeds: Sequence[int]
+    network: Network, weights: Tensor, sigma: float, seeds: Sequence[int]
 ) -> np.ndarray:
     """Compute the error on the sample for each draw of noise."""
     errors = []
     for seed in seeds:
-        noisy = add_weights(weights, draw_noise(weights, seed), sigma)
+        noisy = weights + sigma * draw_noise(weights, seed)
         wrong, labels = count_errors(with_weights(network, noisy))
         errors.append(wrong / labels)
     return np.array(errors)
@@ -294,8 +293,9 @@ def _check_labels(network: Network, labels: float) -> int:
     return int(labels)
 
 
-def _squared_distance(weights: Weights, before: Mapping[str, Any]) -> float:
+def _squared_distance(network: Network, before: Mapping[str, Any]) -> float:
     """Sum the squared differences between the weights and the mean of the prior."""
+    weights = parameters_of(network)
     unfit = [
         name
         for name, value in weights.items()
@@ -307,11 +307,10 @@ def _squared_distance(weights: Weights, before: Mapping[str, Any]) -> float:
             "another shape. Pass a copy of the same module, or of its state dict, from before "
             "training."
         )
-    change = {
-        name: value.double() - torch.as_tensor(before[name]).detach().to(value.device).double()
+    square = sum(
+        square_norm(value.double() - torch.as_tensor(before[name]).detach().to(value.device))
         for name, value in weights.items()
-    }
-    square = square_norm(change)
+    )
     if square == 0:
         raise ValueError(
             "the initial weights are those of the trained network. Training changes a module and "

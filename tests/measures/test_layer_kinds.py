@@ -1,8 +1,9 @@
-"""Every measure at every kind of layer, against the dense Hessian."""
+"""Every measure at every kind of layer and head, against the dense Hessian."""
 
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard
@@ -15,107 +16,68 @@ from relflat_sk._network.network import Network
 from relflat_sk.measures import _quantities, evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
-from tests.hugging_face import Conv1D, conv1d
+from tests.measures.nets import CE, HEADS_OF_CLASSES, PROBLEMS, allowed, dense, make
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 EXACT = 1e-8
-CE = nn.CrossEntropyLoss()
+CASES = [(name, layer) for name, build in PROBLEMS.items() for layer in build().all_layers()]
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.bn = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = torch.relu(self.bn(self.stem(x)))
-        h = h + torch.relu(self.conv(h))
-        return self.out(h.mean((2, 3)))
-
-
-class Block(nn.Module):
-    """A transformer block with explicit projections, tokens pooled at the end."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(6, 18)
-        self.proj = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        h = torch.softmax(q @ k.transpose(1, 2) / 6**0.5, dim=-1) @ v
-        h = self.norm(x + self.proj(h))
-        return self.head(nn.functional.gelu(self.up(h)).mean(1))
+def assert_measures(problem, layer):
+    """Compare all measures of a layer, and their terms, with the dense Hessian."""
+    X, y, rtol = problem.X, problem.y, problem.rtol
+    H, W = problem.hessian(layer)
+    options = {"layer": layer, "criterion": problem.criterion, "batch_size": 2}
+    closed = problem.all_layers()[-1:] if problem.closed is None else problem.closed
+    method = "closed form" if layer in closed else "exact"
+    before = allowed()
+    for name, oracle in oracles.TABLE_1.items():
+        found = evaluate(name, problem.net, X, y, method="exact", **options)
+        assert found.value == pytest.approx(oracle(H, W), rel=rtol, abs=1e-12), name
+        assert (found.stderr, found.method) == (0, method)
+    found = evaluate(
+        "eigenvalue_flatness", problem.net, X, y, rtol=1e-12, random_state=0, **options
+    )
+    expected = W.square().sum().item() * oracles.largest(H)
+    assert found.value == pytest.approx(expected, rel=rtol, abs=1e-12)
+    assert found.method == "lanczos"
+    expected = problem.gradient_norm(layer)
+    assert measure("gradient_norm", problem.net, X, y, **options) == pytest.approx(
+        expected, rel=rtol, abs=1e-14
+    )
+    assert found.risk == pytest.approx(problem.risk(), rel=max(rtol, 1e-12))
+    assert allowed() == before
+    if problem.is_mean:
+        assert_terms(problem, layer, W, int(np.argmax(oracles.rho(H, W))), options)
 
 
-NETS = {
-    "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
-                                       nn.Linear(5, 3)), (4,)),
-    "mlp tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
-    "conv": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(4, 3, 2, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(3, 3)),
-        (2, 8, 8),
-    ),
-    "conv tanh": (
-        lambda: nn.Sequential(nn.Conv1d(2, 3, 3, dilation=2), nn.Tanh(), nn.AdaptiveAvgPool1d(2),
-                              nn.Flatten(), nn.Linear(6, 3)),
-        (2, 9),
-    ),
-    "transposed": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), nn.ReLU(),
-                              nn.AvgPool2d(3), nn.Flatten(), nn.Linear(16, 3)),
-        (2, 3, 3),
-    ),
-    "residual": (Residual, (2, 5, 5)),
-    "transformer": (Block, (4, 6)),
-    "gpt2": (lambda: nn.Sequential(conv1d(4, 5), nn.GELU(), conv1d(5, 3), nn.Flatten(),
-                                   nn.ReLU(), conv1d(6, 3)), (2, 4)),
-}  # fmt: skip
-
-
-def make(kind, n=7):
-    torch.manual_seed(0)
-    build, shape = NETS[kind]
-    net = build().double()
-    for m in net.modules():
-        if isinstance(m, nn.BatchNorm2d):
-            m.running_mean.normal_()
-            m.running_var.uniform_(0.5, 2)
-            nn.init.normal_(m.weight)
-    return net.eval(), torch.randn(n, *shape).double(), torch.arange(n) % 3
-
-
-def dense(net, name, X, y, criterion=CE):
-    return oracles.weight_hessian(net, name, criterion, X, y)
-
-
-CASES = [
-    (kind, name)
-    for kind in NETS
-    for name, m in make(kind)[0].named_modules()
-    if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | Conv1D)
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=["-".join(case) for case in CASES])
-def test_every_measure_agrees_with_the_dense_hessian(kind, name):
-    net, X, y = make(kind)
-    H, W = dense(net, name, X, y)
-    for measure_name, oracle in oracles.TABLE_1.items():
-        found = evaluate(
-            measure_name, net, X, y, layer=name, criterion=CE, method="exact", batch_size=4
+def assert_terms(problem, layer, W, neuron, options):
+    """Compare the terms of the samples with a dense Hessian of each."""
+    rows = range(len(problem.y))
+    each = [problem.hessian(layer, slice(i, i + 1))[0] for i in rows]
+    table = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
+    for name, oracle in table.items():
+        terms = measure(
+            name, problem.net, problem.X, problem.y, per_sample=True, method="exact", **options
         )
-        assert found.value == pytest.approx(oracle(H, W), rel=EXACT, abs=1e-12), measure_name
-        assert found.stderr == 0
+        expected = np.array([oracle(H, W) for H in each])
+        assert terms == pytest.approx(expected, rel=problem.rtol, abs=1e-11), name
+        assert terms.dtype == np.float64
+
+
+@pytest.mark.parametrize(("name", "layer"), CASES, ids=["-".join(case) for case in CASES])
+def test_every_measure_agrees_with_the_dense_hessian(name, layer):
+    assert_measures(PROBLEMS[name](), layer)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("name", HEADS_OF_CLASSES)
+def test_heads_of_few_and_of_many_classes(name, many, few_are_many):
+    if many:
+        few_are_many()
+    problem = HEADS_OF_CLASSES[name]()
+    assert_measures(problem, problem.layers[0])
 
 
 @pytest.mark.parametrize(("kind", "name"), [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"),
@@ -148,9 +110,14 @@ def test_weight_decay_counts_into_the_loss():
     name, wd = "2", 0.37
     H, W = dense(net, name, X, y)
     H = H + wd * torch.eye(W.numel()).double().reshape(H.shape)
-    for measure_name, oracle in oracles.TABLE_1.items():
-        value = measure(measure_name, net, X, y, layer=name, criterion=CE, weight_decay=wd)
+    table = {**oracles.TABLE_1, "hessian_max_eigenvalue": lambda H, W: oracles.largest(H)}
+    options = {"layer": name, "criterion": CE, "weight_decay": wd}
+    for measure_name, oracle in table.items():
+        value = measure(measure_name, net, X, y, rtol=1e-12, **options)
         assert value == pytest.approx(oracle(H, W), rel=EXACT)
+    (gradient,) = torch.autograd.grad(CE(net(X), y), net[2].weight)
+    expected = (gradient + wd * W).norm().item()
+    assert measure("gradient_norm", net, X, y, **options) == pytest.approx(expected, rel=EXACT)
 
 
 def test_all_layers_share_one_backward_pass_for_each_output(monkeypatch):

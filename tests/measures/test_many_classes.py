@@ -10,7 +10,7 @@ from relflat_sk.measures import evaluate
 from tests import oracles
 from tests.losses.test_many_classes import class_by_class
 from tests.losses.test_many_classes import trace as trace_of
-from tests.measures.test_layer_kinds import CE
+from tests.measures.nets import CE
 
 TRACES = [
     "relative_flatness",
@@ -20,13 +20,6 @@ TRACES = [
     "neuron_flatness_sum",
     "neuron_flatness_max",
 ]
-
-
-@pytest.fixture
-def few_are_many(monkeypatch):
-    """Read networks of few classes in chunks, too: their Hessians are small enough to compare."""
-    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
 
 
 def by_sums(net, X, weights=None):
@@ -95,40 +88,8 @@ def test_losses_of_bfloat16_outputs_are_computed_in_float32(d):
     assert mean_loss(found.network) == pytest.approx(expected, rel=1e-6)
 
 
-CRITERIA = {
-    "plain": (CE, None),
-    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1), None),
-    "class weights": (nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2, 1, 3.0]).double()), None),
-    "weights, smoothed, ignoring": (
-        nn.CrossEntropyLoss(torch.tensor([0.5, 2, 1, 3.0]).double(), None, 1, None, "mean", 0.3),
-        None,
-    ),
-    "probabilities": (CE, torch.rand(8, 4).double()),
-    "log-probabilities": (nn.NLLLoss(), None),
-}
-
-
-@pytest.mark.usefixtures("few_are_many")
-@pytest.mark.parametrize("case", CRITERIA)
-def test_criteria_agree_with_the_dense_hessian(case):
-    torch.manual_seed(0)
-    criterion, y = CRITERIA[case]
-    y = torch.arange(8) % 4 if y is None else y
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    if case == "log-probabilities":
-        net.append(nn.LogSoftmax(dim=1))
-    X = torch.randn(8, 3).double()
-    H, W = oracles.weight_hessian(net, "2", criterion, X, y)
-    for name, oracle in oracles.TABLE_1.items():
-        found = evaluate(name, net, X, y, layer="2", criterion=criterion, batch_size=3)
-        assert found.method == "closed form"
-        assert found.value == pytest.approx(oracle(H, W), rel=1e-8)
-    value = measure("hessian_max_eigenvalue", net, X, y, layer="2", criterion=criterion, rtol=1e-12)
-    assert value == pytest.approx(oracles.largest(H), rel=1e-8)
-
-
-@pytest.mark.usefixtures("few_are_many")
-def test_weights_of_samples_and_decay():
+def test_weights_of_samples_and_decay(few_are_many):
+    few_are_many()
     net, X, y = make(6, 5, 2.0)
     net, X = net.double(), X.double()
     weights = torch.tensor([1.0, 2, 0, 1, 3, 1]).double()
@@ -144,9 +105,9 @@ def test_weights_of_samples_and_decay():
         assert value == pytest.approx(oracle(H, W), rel=1e-8)
 
 
-@pytest.mark.usefixtures("few_are_many")
 @pytest.mark.parametrize("name", TRACES)
-def test_random_probes_agree(name):
+def test_random_probes_agree(name, few_are_many):
+    few_are_many()
     net, X, y = make(6, 5, 2.0)
     expected = by_sums(net, X)[name]
     found = evaluate(name, net, X, y, criterion=CE, method="hutchinson", rtol=0.02, random_state=0)

@@ -10,7 +10,7 @@ from relflat_sk._network import Network, make_batches
 from relflat_sk.measures import measure_network
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from tests.measures.test_layer_kinds import CE, make
+from tests.measures.nets import CE, make
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -66,16 +66,6 @@ def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
     assert both == own + 1
 
 
-def test_the_network_flatness_takes_eigenvalues_that_were_measured():
-    network = counted("mlp tanh")
-    arguments = {"layers": "all", "random_state": 0}
-    one = count_passes(
-        network, lambda: measure_network(network, ["eigenvalue_flatness"], **arguments)
-    )
-    names = ["network_flatness", "eigenvalue_flatness"]
-    assert count_passes(network, lambda: measure_network(network, names, **arguments)) == one
-
-
 class Alternating(nn.Module):
     """Has a closed form at its layer for the first batch, and none for the second."""
 
@@ -110,12 +100,12 @@ def test_a_network_may_change_from_batch_to_batch():
 def test_every_measure_is_found_by_name():
     network = counted("mlp relu", n=30)
     network.module.net[4].weight.data *= 3
-    whole = {*NETWORK_WIDE, "network_flatness"}
     names = [name for name in get_measure_names() if name not in NETWORK_WIDE]
+    names.append("network_flatness")
     found = measure_network(network, names, [0, -1], random_state=0)
     layers = ["net.0", "net.4"]
     assert set(found) == {
-        (layer, name) for name in names for layer in ([""] if name in whole else layers)
+        (layer, name) for name in names for layer in ([""] if name in NETWORK_WIDE else layers)
     }
 
 

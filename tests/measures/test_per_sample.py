@@ -21,36 +21,11 @@ from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_f
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from tests import oracles
-from tests.hugging_face import GPT2
-from tests.measures.test_layer_kinds import CASES, CE, NETS, dense, make
+from tests.measures.nets import CE, NETS, dense, make
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 SUM = 1e-12  # float64, relative
-
-
-def terms_by_definition(net, name, X, y, criterion=CE):
-    """Compute the terms of all measures of Table 1 from one dense Hessian for each sample."""
-    H, W = dense(net, name, X, y, criterion)
-    neuron = int(np.argmax(oracles.rho(H, W)))
-    oracle = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
-    found = {key: [] for key in oracle}
-    for i in range(len(X)):
-        of_sample, _ = dense(net, name, X[i : i + 1], y[i : i + 1], criterion)
-        for key, value in oracle.items():
-            found[key].append(value(of_sample, W))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=["-".join(case) for case in CASES])
-def test_terms_agree_with_the_dense_hessian_of_each_sample(kind, name):
-    net, X, y = make(kind, n=4)
-    options = {"layer": name, "criterion": CE, "method": "exact", "batch_size": 2}
-    for key, expected in terms_by_definition(net, name, X, y).items():
-        terms = measure(key, net, X, y, per_sample=True, **options)
-        assert terms == pytest.approx(np.array(expected), rel=1e-8, abs=1e-11), key
-        assert terms.dtype == np.float64
 
 
 @pytest.mark.parametrize("kind", NETS)
@@ -85,25 +60,6 @@ def test_normalized_terms_by_their_definition():
     assert terms == pytest.approx(np.array(expected), rel=1e-8)
     assert not stderrs.any()
     assert terms.mean() == pytest.approx(relative_flatness(net, X, y, **options), rel=SUM)
-
-
-def loss_of_tokens(out, y):
-    return CE(out["logits"].transpose(1, 2), y)
-
-
-@pytest.mark.parametrize("layer", ["c_fc", "lm_head"])
-def test_a_sample_of_several_tokens_has_one_term(layer):
-    torch.manual_seed(0)
-    net = GPT2(tie=False).double()
-    X, y = torch.randint(0, 7, (5, 3)), torch.randint(0, 7, (5, 3))
-    expected = []
-    for i in range(5):
-        H, W = oracles.weight_hessian(net, layer, loss_of_tokens, X[i : i + 1], y[i : i + 1])
-        expected.append(oracles.kappa_of(H, W))
-    terms = relative_flatness(
-        net, X, y, layer=layer, criterion=CE, method="exact", per_sample=True, batch_size=2
-    )
-    assert terms == pytest.approx(np.array(expected), rel=1e-8)
 
 
 def test_weight_decay_is_the_same_for_every_sample():

@@ -22,7 +22,7 @@ from relflat_sk import (
 )
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._names import _REGISTERED, find_measure
-from tests.measures.test_layer_kinds import CE, make
+from tests.measures.nets import CE, make
 
 # networks with random weights are at no minimum
 pytestmark = [
@@ -124,7 +124,7 @@ REFUSED = [
         "for 12 samples; expected one for each sample",
     ),
     # names
-    (named("sharp"), V, f"no measure 'sharp'; choose from {CHOICES}"),
+    (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}"),
     (named(["l2_norm"]), V, r"there is no measure \['l2_norm'\]"),
     (named("hessian_trace", layers=0), T, "layers=0: a measure takes one layer=.*, flatness_rep"),
     (named("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
@@ -134,7 +134,7 @@ REFUSED = [
     (
         lambda: find_measure("relative_flatnes"),
         V,
-        r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* There are \[",
+        r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* Choose from \[",
     ),
     # neurons
     (lambda: evaluate("neuron_flatness", LOGISTIC, *IRIS), V, "is an array, not a number"),

@@ -18,28 +18,9 @@ from relflat_sk import (
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from relflat_sk.measures._names import INVARIANCES, REPARAMETERIZATIONS, invariance_table
+from relflat_sk.measures._names import REPARAMETERIZATIONS, SAME
 from tests import oracles
-from tests.measures.test_layer_kinds import CE, NETS, dense, make
-
-EIGEN = {
-    "hessian_max_eigenvalue": lambda H, W: oracles.largest(H),
-    "eigenvalue_flatness": lambda H, W: float(W.square().sum()) * oracles.largest(H),
-}
-
-
-@pytest.mark.parametrize("kind", ["mlp tanh", "conv", "residual", "transposed"])
-def test_eigenvalues_agree_with_the_dense_hessian(kind):
-    net, X, y = make(kind)
-    for name, m in net.named_modules():
-        if not hasattr(m, "weight") or isinstance(m, nn.BatchNorm2d):
-            continue
-        H, W = dense(net, name, X, y)
-        for measure_name, oracle in EIGEN.items():
-            found = evaluate(measure_name, net, X, y, layer=name, criterion=CE, rtol=1e-12,
-                             batch_size=4, random_state=0)  # fmt: skip
-            assert found.value == pytest.approx(oracle(H, W), rel=1e-8)
-            assert found.method == "lanczos"
+from tests.measures.nets import CE, dense, make
 
 
 def test_eigenvalue_error_bound_holds():
@@ -74,7 +55,7 @@ def test_report_has_every_layer_and_measure(kind):
         "measure", "layer", "position", "value", "stderr", "method", "n_samples", "invariance",
     ]  # fmt: skip
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
-    whole = {"network_flatness", *NETWORK_WIDE}
+    whole = set(NETWORK_WIDE)
     per_layer = [name for name in get_measure_names() if name not in whole]
     assert len(report) == len(layers) * len(per_layer) + len(whole)
     assert set(report.loc[report["layer"] == "", "measure"]) == whole
@@ -108,19 +89,6 @@ def test_report_of_some_layers_and_measures():
     assert "normalized_relative_flatness" not in set(with_decay["measure"])
 
 
-def test_gradient_norm_is_that_of_the_mean_loss():
-    for kind in NETS:
-        net, X, y = make(kind)
-        report = flatness_report(net, X, y, criterion=CE, measures=["gradient_norm"],
-                                 batch_size=3, weight_decay=0.2)  # fmt: skip
-        loss = CE(net(X), y)
-        for _, row in report.iterrows():
-            weight = net.get_submodule(row["layer"]).weight
-            (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
-            expected = (gradient + 0.2 * weight).norm().item()
-            assert row["value"] == pytest.approx(expected, rel=1e-9)
-
-
 def test_one_layer_or_measure_counts_as_a_list_of_one():
     net, X, y = make("conv")
     expected = flatness_report(net, X, y, criterion=CE, layers=["3"], measures=["hessian_trace"])
@@ -147,10 +115,8 @@ def test_a_saddle_warns():
 
 
 def test_the_table_covers_every_measure():
-    table = invariance_table()
-    assert sorted(table.index) == get_measure_names()
-    assert list(table.columns) == list(REPARAMETERIZATIONS)
-    assert set(np.unique(table)) == {"same", "different"}
+    assert sorted(SAME) == get_measure_names()
+    assert all(set(same) <= set(REPARAMETERIZATIONS) for same in SAME.values())
 
 
 def rescaled(net, change, factors):
@@ -195,8 +161,8 @@ def test_measures_are_invariant_where_the_table_says_same(factors, seed):
     for change in REPARAMETERIZATIONS:
         one, two = mlp(seed), rescaled(mlp(seed), change, factors)
         torch.testing.assert_close(one(X), two(X))
-        for name, verdicts in INVARIANCES.items():
-            if verdicts[change] == "same" and name != "network_flatness":
+        for name, same in SAME.items():
+            if change in same and name != "network_flatness":
                 before, after = (
                     measure(name, net, X, y, layer=middle(name), criterion=CE, rtol=1e-10)
                     for net in (one, two)
@@ -205,7 +171,7 @@ def test_measures_are_invariant_where_the_table_says_same(factors, seed):
 
 
 # enough noise on small weights to tell it from noise on the others
-PARAMS = {"pac_bayes_magnitude_flatness": {"eps": 0.01}}
+PARAMS = {"pac_bayes_magnitude_flatness": {"eps": 0.05, "risk": "loss"}}
 
 
 def test_measures_change_where_the_table_says_different():
@@ -213,8 +179,8 @@ def test_measures_change_where_the_table_says_different():
     y = mlp(0)(X).argmax(dim=1)
     factors = [0.3, 9.0, 2.0, 0.1, 25.0, 5.0]
     for change in REPARAMETERIZATIONS:
-        for name, verdicts in INVARIANCES.items():
-            if verdicts[change] == "different" and name != "network_flatness":
+        for name, same in SAME.items():
+            if change not in same and name != "network_flatness":
                 params = {"random_state": 0, **PARAMS.get(name, {})}
                 before, after = (
                     measure(

@@ -1,26 +1,56 @@
-"""Attention, language-model heads and outputs that are mappings."""
+"""Attention, and Hugging Face's models: their layers, tied heads and own losses."""
 
+import threading
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-from relflat_sk import flatness_report, measure, relative_flatness
+from relflat_sk import (
+    FlatnessWarning,
+    RelativeFlatnessPenalty,
+    flatness_report,
+    measure,
+    relative_flatness,
+    reparameterize,
+)
+from relflat_sk._models import DataOptions, to_network
+from relflat_sk._network import MathAttention, weight_layers
 from relflat_sk._network.borrowing import explicit_attention
 from relflat_sk.measures import evaluate
+from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
-from tests.measures.test_layer_kinds import CE
+from tests.hugging_face import Conv1D, GPT2LMHeadModel, conv1d
+from tests.measures.nets import (
+    CE,
+    HEADS,
+    IDS,
+    INPUTS,
+    LABELS,
+    MASK,
+    SIZE,
+    Attends,
+    FusedAttention,
+    LanguageModel,
+    OwnLoss,
+    Problem,
+    WrittenOutAttention,
+    allowed,
+    gpt2,
+    make_fused,
+    untied,
+)
+from tests.measures.test_layer_kinds import assert_measures
 
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+LAYERS = ["c_attn", "c_proj", "c_fc", "c_out", "lm_head"]
 
-class Attends(nn.Module):
-    def __init__(self, **arguments):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **arguments)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x, **masks):
-        h, _ = self.attention(x, x, x, **masks)
-        return self.head(h.mean(1))
+# -- attention ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,15 +82,6 @@ def test_explicit_attention_is_the_same_function(masks, batch_first):
     assert "forward" not in attention.__dict__
 
 
-class AttendsAcross(Attends):
-    """Keys and values are other tokens than queries, and more of them."""
-
-    def forward(self, x):
-        memory = torch.cat([x.flip(1), x[:, :1]], dim=1)
-        h, _ = self.attention(x, memory, memory if self.training else memory.sin())
-        return self.head(h.mean(1))
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_explicit_cross_attention_is_the_same_function(batch_first):
     torch.manual_seed(0)
@@ -89,26 +110,13 @@ def test_explicit_attention_drops_out_in_training_as_torch_does():
         assert_close(attention(x, x, x), expected)
 
 
-@pytest.mark.parametrize("kind", [Attends, AttendsAcross])
-def test_packed_projections_agree_with_the_dense_hessian(kind):
-    torch.manual_seed(0)
-    net, X, y = kind().double().eval(), torch.randn(6, 3, 4).double(), torch.arange(6) % 3
-
-    def risk(weight):
-        out = torch.func.functional_call(net, {"attention.in_proj_weight": weight}, (X,))
-        return CE(out, y)
-
-    W = net.attention.in_proj_weight.detach()
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        H = torch.func.hessian(risk)(W).detach()
-    for name, oracle in oracles.TABLE_1.items():
-        value = measure(name, net, X, y, layer="attention.in_proj", criterion=CE, method="exact")
-        assert value == pytest.approx(oracle(H, W), rel=1e-8)
+def test_packed_projections_are_layers_for_a_while():
+    net = Attends().double().eval()
+    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+    names = [name for name, _ in net.named_modules()]
     report = flatness_report(net, X, y, criterion=CE, measures=["hessian_trace"], method="exact")
     assert report["layer"].tolist() == ["attention.in_proj", "attention.out_proj", "head"]
-    assert [name for name, _ in net.named_modules()] == [
-        "", "attention", "attention.out_proj", "head",
-    ]  # fmt: skip
+    assert [name for name, _ in net.named_modules()] == names
 
 
 @pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -128,63 +136,294 @@ def test_fused_encoder_layers_are_taken_apart():
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, classes_second=True):
+def test_fisher_rao_norm_differentiates_attention_along_the_weights():
+    net, written, X, y = make_fused("causal")
+    found, expected = (
+        measure("fisher_rao_norm", one, X, y, criterion=CE) for one in (net, written)
+    )
+    assert found == pytest.approx(expected, rel=1e-8)
+    assert allowed() == (True, True, True, True)
+
+
+class AttendsAtTheEnd(FusedAttention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v).transpose(1, 2).flatten(2).mean(1)
+
+
+class WrittenOutAtTheEnd(AttendsAtTheEnd):
+    attend = WrittenOutAttention.attend
+    mask = 1.0
+
+
+def test_attention_behind_the_last_layer():
+    torch.manual_seed(0)
+    net, written = AttendsAtTheEnd().double(), WrittenOutAtTheEnd().double()
+    del net.out, net.head, written.out, written.head
+    written.load_state_dict(net.state_dict())
+    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 4
+    H, W = oracles.weight_hessian(written, "qkv", CE, X, y)
+    value = relative_flatness(net, X, y, criterion=CE, method="exact", batch_size=3)
+    assert value == pytest.approx(oracles.kappa_of(H, W), rel=1e-8)
+    penalty = RelativeFlatnessPenalty()
+    for _ in range(3):
+        with penalty.capture(net):
+            output = net(X)
+        penalty(CE, output, y).backward()
+
+
+def test_attention_before_the_measured_layer_stays_fused():
+    net, _, X, y = make_fused("plain")
+    before = allowed()
+    for layer in (-1, "out", "head"):
+        relative_flatness(net, X, y, layer=layer, criterion=CE, batch_size=3)
+    assert set(net.allowed) == {before}
+    relative_flatness(net, X, y, layer=0, criterion=CE, batch_size=3)
+    assert net.allowed[-2:] == [(False, False, False, True)] * 2
+
+
+class Fails(FusedAttention):
+    def attend(self, q, k, v):
+        super().attend(q, k, v)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_kernels_are_allowed_as_before_also_after_an_exception(flash):
+    net, X, y = Fails(), torch.randn(6, 3, 4), torch.arange(6) % 3
+    cuda.enable_flash_sdp(flash)
+    try:
+        before = allowed()
+        with pytest.raises(ZeroDivisionError):
+            relative_flatness(net, X, y, layer=0, criterion=CE)
+        with pytest.raises(ZeroDivisionError):
+            fisher_rao_norm(to_network(net, X, y, DataOptions(CE)))
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), RelativeFlatnessPenalty(0).capture(net):
+                net(X)
+        assert len(net.allowed) == 4
+        assert set(net.allowed) == {(False, False, False, True)}
+        assert allowed() == before
+    finally:
+        cuda.enable_flash_sdp(True)
+
+
+def test_the_last_of_several_contexts_restores_the_kernels():
+    before = allowed()
+    opened, close = threading.Event(), threading.Event()
+
+    def other():
+        with MathAttention():
+            opened.set()
+            close.wait(10)
+
+    thread = threading.Thread(target=other)
+    with MathAttention():
+        thread.start()
+        opened.wait(10)
+    assert allowed() == (False, False, False, True)
+    close.set()
+    thread.join()
+    assert allowed() == before
+
+
+# -- language models ------------------------------------------------------------------------------
+
+
+def test_report_has_all_layers():
+    problem = gpt2()
+    net, X, y = problem.net, problem.X, problem.y
+    arguments = {"criterion": CE, "measures": ["relative_flatness"], "method": "exact"}
+    report = flatness_report(net, X, y, **arguments)
+    assert report["layer"].tolist() == LAYERS
+    assert report["position"].tolist() == [0, 1, 2, 3, 4]
+    expected = flatness_report(untied(net), X, y, **arguments)
+    assert report["value"].tolist() == pytest.approx(expected["value"].tolist(), rel=1e-9)
+
+
+def test_penalty_at_the_tied_head():
+    problem = gpt2()
+    net, X, y = problem.net, problem.X, problem.y
+    truth = evaluate("relative_flatness", net, X, y, layer="lm_head", criterion=CE).value / (2 * 4)
+    penalty = RelativeFlatnessPenalty()
+    for _ in range(3):
+        with penalty.capture(net):
+            out = net(X)
+        assert penalty(CE, out, y).item() == pytest.approx(truth, rel=1e-9)
+
+
+class Twice(nn.Module):
+    """Layers `first` and `second` share a weight, and `again` is called twice."""
+
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.body = nn.Linear(5, 4)
-        self.head = nn.Linear(4, 6)
-        self.classes_second = classes_second
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.second.weight = self.first.weight
 
-    def forward(self, ids):
-        logits = self.head(torch.tanh(self.body(self.embed(ids))))
-        return logits.transpose(1, 2) if self.classes_second else {"logits": logits}
+    def forward(self, x):
+        h = self.second(self.first(x).tanh()).tanh()
+        return self.head(self.again(self.again(h).tanh()).tanh())
 
 
-@pytest.mark.parametrize("classes_second", [True, False], ids=["torch", "hugging face"])
-@pytest.mark.parametrize(
-    "criterion", [CE, nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)]
-)
-def test_tokens_of_a_language_model_are_samples(classes_second, criterion):
+def test_report_leaves_out_layers_that_share_a_weight():
+    net, X, y = Twice(), torch.randn(6, 4), torch.arange(6) % 3
+    arguments = {"criterion": CE, "measures": ["relative_flatness"]}
+    with pytest.warns(
+        FlatnessWarning, match="'first', 'second', 'again' left out: the weight"
+    ) as w:
+        report = flatness_report(net, X, y, **arguments, batch_size=2)
+    assert len(w) == 1
+    assert report["layer"].tolist() == ["head"]
+    assert report["position"].tolist() == [3]
+    with pytest.raises(ValueError, match=r"'first' is shared by the modules \['first', 'second'\]"):
+        flatness_report(net, X, y, layers=["first"], **arguments)
+    net.head = nn.Identity()
+    with pytest.raises(ValueError, match=r"'first' is shared by|'again' was called 2 times"):
+        flatness_report(net, X, y, **arguments)
+
+
+def test_norms_and_rescalings_of_transposed_weights():
     torch.manual_seed(0)
-    net = LanguageModel(classes_second).double()
-    X, y = torch.randint(0, 7, (5, 3)), torch.randint(0, 6, (5, 3))
-
-    def loss(out, y):
-        return criterion(out if classes_second else out["logits"].transpose(1, 2), y)
-
-    for name in ("head", "body"):
-        H, W = oracles.weight_hessian(net, name, loss, X, y)
-        for measure_name, oracle in oracles.TABLE_1.items():
-            found = evaluate(measure_name, net, X, y, layer=name, criterion=criterion,
-                             batch_size=2, method="exact")  # fmt: skip
-            assert found.value == pytest.approx(oracle(H, W), rel=1e-8)
-            assert found.method == ("closed form" if name == "head" else "exact")
-        value = measure("hessian_max_eigenvalue", net, X, y, layer=name, criterion=criterion,
-                        rtol=1e-12)  # fmt: skip
-        assert value == pytest.approx(oracles.largest(H), rel=1e-8)
-        norm = measure("gradient_norm", net, X, y, layer=name, criterion=criterion)
-        weight = net.get_submodule(name).weight
-        (gradient,) = torch.autograd.grad(loss(net(X), y), weight)
-        assert norm == pytest.approx(gradient.norm().item(), rel=1e-9)
-    assert found.risk == pytest.approx(loss(net(X), y).item(), rel=1e-12)
-    shares = torch.zeros(6, 1).double().expand(6, 3).requires_grad_(False)
-    for _ in range(3000):  # the best constant, by plain gradient descent
-        shares = shares[:, :1].clone().requires_grad_()
-        risk = criterion(shares.expand(5, 6, 3), y)
-        (slope,) = torch.autograd.grad(risk, shares)
-        shares = (shares - 2 * slope).detach().expand(6, 3)
-    assert found.constant_risk() == pytest.approx(risk.item(), rel=1e-3)
+    net = nn.Sequential(conv1d(4, 6), nn.ReLU(), conv1d(6, 5), nn.ReLU(), conv1d(5, 3)).double()
+    linear = nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+    ).double()
+    with torch.no_grad():
+        for ours, theirs in zip(net[::2], linear[::2], strict=True):
+            theirs.weight.copy_(ours.weight.T)
+            theirs.bias.copy_(ours.bias)
+    X = torch.randn(8, 4).double()
+    for name in ("l2_norm", "frobenius_product", "spectral_product", "l1_path_norm"):
+        found, expected = (
+            measure(name, one, X, net(X).argmax(1), criterion=CE) for one in (net, linear)
+        )
+        assert found == pytest.approx(expected, rel=1e-9)
+    columns = np.arange(1, 7) / 3
+    for change in ({"factors": [2, 5, 0.1]}, {"factors": {0: columns}, "kind": "neuron"}):
+        rescaled, as_linear = (reparameterize(one, **change) for one in (net, linear))
+        torch.testing.assert_close(rescaled(X), net(X))
+        for ours, theirs in zip(rescaled[::2], as_linear[::2], strict=True):
+            torch.testing.assert_close(ours.weight.T, theirs.weight)
+            torch.testing.assert_close(ours.bias, theirs.bias)
 
 
-def test_a_regression_on_tokens():
+class Convolution(nn.Module):
+    """A user's own module, which happens to have that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.nf = 3
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_other_classes_of_that_name_are_no_layers():
+    Convolution.__name__ = "Conv1D"
+    assert list(weight_layers(nn.Sequential(Convolution()))) == ["0.inner"]
+
+
+def test_a_class_of_the_same_name_that_computes_something_else_is_refused():
+    class Scaled(Conv1D):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net = nn.Sequential(Scaled(3, 4)).double()
+    nn.init.normal_(net[0].weight)
+    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
+        measure("relative_flatness", net, torch.randn(6, 4).double(), torch.arange(6) % 3,
+                criterion=CE)  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_padding_does_not_count(many, few_are_many):
+    if many:
+        few_are_many()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).double()
-    X, y = torch.randn(6, 3, 4).double(), torch.randn(6, 3, 2).double()
-    for name in ("0", "2"):
-        expected = oracles.relative_flatness(net, name, nn.MSELoss(), X, y)
-        value = relative_flatness(net, X, y, layer=name, criterion=nn.MSELoss(), method="exact")
-        assert value == pytest.approx(expected, rel=1e-8)
+    net = GPT2LMHeadModel().double()
+    value = measure("relative_flatness", net, INPUTS, LABELS, layer="lm_head")
+    other = {**INPUTS, "input_ids": IDS.where(MASK.bool(), 6)}
+    assert measure("relative_flatness", net, other, LABELS, layer="lm_head") == pytest.approx(
+        value, rel=1e-12
+    )
+    assert measure("relative_flatness", net, INPUTS, IDS, layer="lm_head") != pytest.approx(
+        value, rel=1e-3
+    )
+
+
+def test_a_report_and_a_criterion_of_ones_own():
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel().double()
+    report = flatness_report(net, INPUTS, LABELS, layers="lm_head", measures="relative_flatness")
+    shifted = torch.cat([LABELS[:, 1:], torch.full((3, 1), -100)], dim=1)
+    value = measure("relative_flatness", net, INPUTS, shifted, layer="lm_head", criterion=CE)
+    assert report["value"].item() == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(3)], ids=["none", "one for each sample"])
+def test_labels_are_needed_for_each_token(labels):
+    with pytest.raises(ValueError, match=r"labels of shape \(samples, tokens\) as y, got"):
+        measure("relative_flatness", GPT2LMHeadModel(), INPUTS, labels, layer="lm_head")
+
+
+def test_a_model_with_another_loss_needs_a_criterion():
+    net = GPT2LMHeadModel()
+    net.loss_function = nn.functional.mse_loss
+    with pytest.raises(ValueError, match="criterion is needed"):
+        measure("relative_flatness", net, INPUTS, LABELS, layer="lm_head")
+
+
+def test_the_best_constant_of_tokens():
+    criterion = nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)
+    X, y = torch.randint(0, 6, (2, 5, 3))
+    found = evaluate("relative_flatness", LanguageModel().double(), X, y, criterion=criterion)
+    shares = torch.zeros(6, 1).double().requires_grad_()
+    optimizer = torch.optim.LBFGS([shares], max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = criterion(shares.expand(5, 6, 3), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert found.constant_risk() == pytest.approx(closure().item(), rel=1e-3)
+
+
+# -- models of the library itself -----------------------------------------------------------------
+
+
+def test_hugging_face_gpt2():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    net = transformers.GPT2LMHeadModel(config).double().eval()
+    assert net.lm_head.weight is net.transformer.wte.weight
+    X, y = torch.randint(0, 11, (5, 4)), torch.randint(0, 11, (5, 4))
+    report = flatness_report(
+        net, X, y, criterion=CE, measures=["relative_flatness", "hessian_trace"], method="exact"
+    )
+    block = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    names = [f"transformer.h.{i}.{name}" for i in range(2) for name in block]
+    assert report["layer"].unique().tolist() == [*names, "lm_head"]
+    assert np.isfinite(report["value"]).all()
+    for name in ("transformer.h.1.mlp.c_fc", "lm_head"):
+        with sdpa_kernel(SDPBackend.MATH):
+            H, W = oracles.weight_hessian(
+                untied(net), name, lambda out, y: CE(out["logits"].transpose(1, 2), y), X, y
+            )
+        rows = report[report["layer"] == name].set_index("measure")["value"]
+        for one in rows.index:
+            assert rows[one] == pytest.approx(oracles.TABLE_1[one](H, W), rel=1e-7)
+    penalty = RelativeFlatnessPenalty("all", clip=0.5)
+    for _ in range(2):
+        with penalty.capture(net):
+            out = net(X)
+        penalty(CE, out, y).backward()
 
 
 def test_hugging_face_model():
@@ -204,3 +443,25 @@ def test_hugging_face_model():
     expected = oracles.relative_flatness(nn.Sequential(net.classifier), "0", CE, features[-1], y)
     assert found.value == pytest.approx(expected, rel=1e-9)
     assert found.method == "closed form"
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_models_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "GPT2LMHeadModel":
+        config = transformers.GPT2Config(
+            n_layer=1, n_head=2, n_embd=4, vocab_size=7, n_positions=8, bos_token_id=0,
+            eos_token_id=0,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=7, max_position_embeddings=8,
+        )  # fmt: skip
+    net = getattr(transformers, kind)(config).double().eval()
+    problem = Problem(
+        net, INPUTS, LABELS, None, OwnLoss(net), lambda loss, y: loss, ("lm_head",),
+        names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
+    )  # fmt: skip
+    assert_measures(problem, "lm_head")

@@ -8,19 +8,6 @@ from relflat_sk._losses import Loss
 from relflat_sk._network import Tail, choose_curvatures, record_tail, weight_layers
 
 
-class Ways:
-    """Says which layers a way was chosen for."""
-
-    def closed_form(self, record, features, curvature):
-        return "closed form", record.name, tuple(features.shape)
-
-    def gradients(self, records, base, curvature):
-        return "gradients", [record.name for record in records], tuple(base.shape)
-
-    def products(self, records):
-        return "products", [record.name for record in records]
-
-
 def choose(net, X, y, criterion, **params):
     loss = Loss(criterion)
     names = list(weight_layers(net))
@@ -28,7 +15,14 @@ def choose(net, X, y, criterion, **params):
         output = loss.classes_second(net(X), y)
     records = [recorder[name] for name in names]
     tail = Tail(loss, output, loss.read_target(output, y), records[-1], torch.Tensor.double)
-    return choose_curvatures(tail, records, Ways(), **params)
+    chosen = choose_curvatures(tail, records, **params)
+    ways = []
+    if chosen.linear:
+        ways.append(("gradients", [one.name for one in chosen.linear], tuple(chosen.base[0].shape)))
+    if chosen.others:
+        ways.append(("products", [one.name for one in chosen.others]))
+    closed = [("closed form", one.name, tuple(x.shape)) for one, x, _ in chosen.closed]
+    return ways + closed
 
 
 def mlp(first, second, *head):

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
 from tests import oracles
-from tests.measures.test_fused_attention import HEADS, KINDS, FusedAttention, allowed, make
-from tests.measures.test_layer_kinds import CE
+from tests.measures.nets import CE, HEADS, KINDS, FusedAttention, allowed
+from tests.measures.nets import make_fused as make
 from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.test_penalty import assert_slope_is_that_of_differences
 

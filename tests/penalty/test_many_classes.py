@@ -10,7 +10,7 @@ from torch import nn
 from relflat_sk import RelativeFlatnessPenalty
 from relflat_sk._losses import Loss
 from tests.hugging_face import GPT2
-from tests.measures.test_layer_kinds import CE
+from tests.measures.nets import CE
 from tests.measures.test_many_classes import Sizes, by_sums, make
 from tests.penalty import test_penalty as small
 

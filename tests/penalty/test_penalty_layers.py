@@ -10,9 +10,8 @@ from relflat_sk import RelativeFlatnessPenalty, measure
 from relflat_sk._random import rademacher
 from tests import oracles
 from tests.hugging_face import Conv1D
-from tests.measures.test_layer_kinds import CE, NETS
-from tests.measures.test_layer_kinds import make as make_kind
-from tests.measures.test_transformers import Attends, AttendsAcross, LanguageModel
+from tests.measures.nets import CE, NETS, Attends, AttendsAcross, LanguageModel
+from tests.measures.nets import make as make_kind
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_differences
 

@@ -1,0 +1,393 @@
+"""Networks with every kind of layer, and problems in which measures have a dense oracle."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends import cuda
+from torch.nn import functional as F
+
+from tests import oracles
+from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
+
+CE = nn.CrossEntropyLoss()
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = torch.relu(self.bn(self.stem(x)))
+        h = h + torch.relu(self.conv(h))
+        return self.out(h.mean((2, 3)))
+
+
+class Block(nn.Module):
+    """A transformer block with explicit projections, tokens pooled at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+        self.proj = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        h = torch.softmax(q @ k.transpose(1, 2) / 6**0.5, dim=-1) @ v
+        h = self.norm(x + self.proj(h))
+        return self.head(nn.functional.gelu(self.up(h)).mean(1))
+
+
+NETS = {
+    "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
+                                       nn.Linear(5, 3)), (4,)),
+    "mlp tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(4, 3, 2, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(3, 3)),
+        (2, 8, 8),
+    ),
+    "conv tanh": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3, dilation=2), nn.Tanh(), nn.AdaptiveAvgPool1d(2),
+                              nn.Flatten(), nn.Linear(6, 3)),
+        (2, 9),
+    ),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), nn.ReLU(),
+                              nn.AvgPool2d(3), nn.Flatten(), nn.Linear(16, 3)),
+        (2, 3, 3),
+    ),
+    "residual": (Residual, (2, 5, 5)),
+    "transformer": (Block, (4, 6)),
+    "gpt2": (lambda: nn.Sequential(conv1d(4, 5), nn.GELU(), conv1d(5, 3), nn.Flatten(),
+                                   nn.ReLU(), conv1d(6, 3)), (2, 4)),
+}  # fmt: skip
+LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | Conv1D
+
+
+def make(kind, n=7):
+    torch.manual_seed(0)
+    build, shape = NETS[kind]
+    net = build().double()
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.running_mean.normal_()
+            m.running_var.uniform_(0.5, 2)
+            nn.init.normal_(m.weight)
+    return net.eval(), torch.randn(n, *shape).double(), torch.arange(n) % 3
+
+
+def dense(net, name, X, y, criterion=CE):
+    return oracles.weight_hessian(net, name, criterion, X, y)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **arguments)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, **masks):
+        h, _ = self.attention(x, x, x, **masks)
+        return self.head(h.mean(1))
+
+
+class AttendsAcross(Attends):
+    """Keys and values are other tokens than queries, and more of them."""
+
+    def forward(self, x):
+        memory = torch.cat([x.flip(1), x[:, :1]], dim=1)
+        h, _ = self.attention(x, memory, memory if self.training else memory.sin())
+        return self.head(h.mean(1))
+
+
+class Packed(nn.Module):
+    """Gives the packed projections of an attention the name of a layer's weight."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.in_proj = nn.Module()
+        self.in_proj.weight = nn.Parameter(net.attention.in_proj_weight.detach().clone())
+
+    def forward(self, x):
+        weights = {"attention.in_proj_weight": self.in_proj.weight}
+        return torch.func.functional_call(self.net, weights, (x,))
+
+
+HEADS, SIZE = 2, 2
+
+
+def allowed():
+    """The kernels of attention that torch may use."""
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
+class FusedAttention(nn.Module):
+    """A block with attention in one function, tokens pooled at the end."""
+
+    def __init__(self, causal=False, dropout=0.0):
+        super().__init__()
+        self.qkv = nn.Linear(4, 3 * HEADS * SIZE)
+        self.out = nn.Linear(HEADS * SIZE, 4)
+        self.head = nn.Linear(4, 3)
+        self.causal, self.dropout, self.allowed = causal, dropout, []
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        h = self.attend(q, k, v).transpose(1, 2).flatten(2)
+        return self.head((x + self.out(h)).tanh().mean(1))
+
+    def attend(self, q, k, v):
+        self.allowed.append(allowed())
+        p = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
+
+
+class WrittenOutAttention(FusedAttention):
+    """The same, by matrix products and with a given mask of dropout."""
+
+    mask = 1.0
+
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-2, -1) / SIZE**0.5
+        if self.causal:
+            scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+        return (scores.softmax(-1) * self.mask) @ v
+
+
+KINDS = {"plain": {}, "causal": {"causal": True}, "dropout": {"dropout": 0.5}}
+
+
+def make_fused(kind):
+    """The network, the same network written out, and data."""
+    torch.manual_seed(0)
+    net = FusedAttention(**KINDS[kind]).double()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(2)  # attention that is far from a mean
+    written = WrittenOutAttention(**KINDS[kind]).double()
+    written.load_state_dict(net.state_dict())
+    return net, written, torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+
+
+# -- language models ------------------------------------------------------------------------------
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, classes_second=True):
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.body = nn.Linear(5, 4)
+        self.head = nn.Linear(4, 6)
+        self.classes_second = classes_second
+
+    def forward(self, ids):
+        logits = self.head(torch.tanh(self.body(self.embed(ids))))
+        return logits.transpose(1, 2) if self.classes_second else {"logits": logits}
+
+
+IDS = torch.tensor([[3, 1, 4, 1], [5, 2, 6, 0], [2, 5, 0, 0]])
+MASK = (torch.arange(4) < torch.tensor([4, 3, 2])[:, None]).long()
+LABELS = IDS.where(MASK.bool(), -100)
+INPUTS = {"input_ids": IDS, "attention_mask": MASK}
+
+
+def untied(net):
+    """The same network, whose head has a copy of the weight."""
+    net = copy.deepcopy(net)
+    net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+    return net
+
+
+class OwnLoss(nn.Module):
+    """A model whose output is its own loss, with a head that shares no weight."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = untied(net)
+
+    def forward(self, inputs):
+        return self.net(**inputs, labels=LABELS)["loss"]
+
+
+# -- problems -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    """A network with data, and what its dense Hessians are those of."""
+
+    net: nn.Module
+    X: Any
+    y: Any
+    criterion: Any = CE
+    oracle: nn.Module | None = None  # the network written out, if torch cannot differentiate it
+    loss: Callable[..., Any] | None = None  # of its output, if not the criterion
+    layers: tuple[str, ...] = ()  # all of them if none are named
+    closed: tuple[str, ...] | None = None  # those with a closed form; the last one if None
+    names: dict[str, str] | None = None  # of layers in the oracle
+    rtol: float = 1e-8
+    is_mean: bool = True  # of losses that count alike
+
+    def hessian(self, layer, rows=None):
+        """The dense Hessian in a layer's weight, of all samples or of some."""
+        X, y = (one if rows is None else one[rows] for one in (self.X, self.y))
+        net, name = self.oracle or self.net, (self.names or {}).get(layer, layer)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return oracles.weight_hessian(net.eval(), name, self.loss or self.criterion, X, y)
+
+    def risk(self):
+        """The mean loss."""
+        net = self.oracle or self.net
+        return (self.loss or self.criterion)(net.eval()(self.X), self.y).item()
+
+    def gradient_norm(self, layer):
+        """The norm of the gradient of the mean loss in a layer's weight."""
+        net, name = self.oracle or self.net, (self.names or {}).get(layer, layer)
+        loss = (self.loss or self.criterion)(net.eval()(self.X), self.y)
+        (gradient,) = torch.autograd.grad(loss, net.get_submodule(name).weight)
+        return gradient.norm().item()
+
+    def all_layers(self):
+        """The names of the layers that are measured."""
+        if self.layers:
+            return self.layers
+        return tuple(name for name, m in self.net.named_modules() if isinstance(m, LAYERS))
+
+
+def of_kind(kind):
+    net, X, y = make(kind, n=5)
+    return Problem(net, X, y)
+
+
+def packed(kind):
+    torch.manual_seed(0)
+    net = kind().double().eval()
+    return Problem(
+        net, torch.randn(6, 3, 4).double(), torch.arange(6) % 3, oracle=Packed(net),
+        layers=("attention.in_proj",), closed=(), names={"attention.in_proj": "in_proj"},
+    )  # fmt: skip
+
+
+def fused(kind):
+    net, written, X, y = make_fused(kind)
+    return Problem(net, X, y, oracle=written.eval())
+
+
+def gpt2():
+    torch.manual_seed(0)
+    net = GPT2().double()
+    X, y = torch.randint(0, 7, (2, 5, 3))
+    return Problem(
+        net, X, y, oracle=untied(net), loss=lambda out, y: CE(out["logits"].transpose(1, 2), y)
+    )
+
+
+def tokens(classes_second, criterion):
+    torch.manual_seed(0)
+    X, y = torch.randint(0, 6, (2, 5, 3))
+
+    def loss(out, y):
+        return criterion(out if classes_second else out["logits"].transpose(1, 2), y)
+
+    net = LanguageModel(classes_second).double()
+    return Problem(net, X, y, criterion, loss=loss, is_mean=criterion is CE)
+
+
+def own_loss(tie):
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(tie=tie).double()
+    return Problem(
+        net, INPUTS, LABELS, None, oracle=OwnLoss(net), loss=lambda loss, y: loss,
+        layers=("lm_head",), names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
+    )  # fmt: skip
+
+
+def regression_on_tokens():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    X, y = torch.randn(6, 3, 4).double(), torch.randn(6, 3, 2).double()
+    return Problem(net, X, y, nn.MSELoss(), closed=())
+
+
+def head(criterion, y, n_outputs, *parts, method="closed form"):
+    """A linear layer whose outputs are reshaped, or followed by a softmax."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, n_outputs), *parts).double()
+    closed = ("2",) if method == "closed form" else ()
+    X = torch.randn(len(y), 5).double()
+    return Problem(net, X, y, criterion, layers=("2",), closed=closed, is_mean=False)
+
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
+CRITERIA = {
+    "plain": CE,
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
+    "class weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "weights, smoothed, ignoring": nn.CrossEntropyLoss(WEIGHTS, None, 1, label_smoothing=0.3),
+}
+# of classes, of labels for each sample
+SHAPES = {"one label": (4,), "4 labels": (4, 4), "images": (4, 2, 2), "an axis": (4, 1)}
+PROBLEMS = {
+    **{kind: lambda kind=kind: of_kind(kind) for kind in NETS},
+    "packed attention": lambda: packed(Attends),
+    "packed cross-attention": lambda: packed(AttendsAcross),
+    **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
+    "GPT-2": gpt2,
+    **{
+        f"language model, {name}, {axis}": lambda criterion=criterion, axis=axis: tokens(
+            axis == "classes second", criterion
+        )
+        for name, criterion in {"plain": CE, "smoothed": CRITERIA["smoothed"]}.items()
+        for axis in ("classes second", "mapping")
+    },
+    "regression on tokens": regression_on_tokens,
+}
+HEADS_OF_CLASSES = {
+    **{
+        f"{name}, {size}": lambda criterion=criterion, shape=shape: head(
+            criterion,
+            (torch.arange(8)[:, None] + torch.arange(torch.Size(shape[1:]).numel())).reshape(
+                8, *shape[1:]
+            )
+            % 4,
+            torch.Size(shape).numel(),
+            nn.Unflatten(1, shape),
+            method="closed form" if len(shape) == 1 else "exact",
+        )
+        for name, criterion in CRITERIA.items()
+        for size, shape in SHAPES.items()
+    },
+    "its own loss, tied": lambda: own_loss(True),
+    "its own loss, untied": lambda: own_loss(False),
+    "probabilities": lambda: head(CE, torch.rand(8, 4).double(), 4),
+    "log-probabilities": lambda: head(nn.NLLLoss(), torch.arange(8) % 4, 4, nn.LogSoftmax(dim=1)),
+    "log-probabilities of images": lambda: head(
+        nn.NLLLoss(), torch.arange(8) % 6, 6, nn.Unflatten(1, (2, 3)), nn.LogSoftmax(2),
+        nn.Flatten(), method="exact",
+    ),
+    "labels of outputs with an axis": lambda: head(
+        nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[:, None]), torch.rand(8, 4, 1).round().double(), 4,
+        nn.Unflatten(1, (4, 1)), method="exact",
+    ),
+}  # fmt: skip

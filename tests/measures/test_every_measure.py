@@ -1,0 +1,280 @@
+"""What holds for every measure: of batches, precision, devices, sample weights and the network."""
+
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    flatness_report,
+    get_measure_names,
+    measure,
+    relative_flatness,
+)
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures._layer_measures import LAYER_MEASURES
+from relflat_sk.measures._measure_network import NETWORK_WIDE
+from tests.cases import CASES as CRITERIA
+from tests.measures.nets import CE
+from tests.network.test_network import prepared, same, state_of
+
+# networks with random weights are at no minimum
+pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
+NAMES = get_measure_names()
+QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "n_restarts": 1, "target": 0.01}
+CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
+MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights
+
+
+def value(name, net, X, y, **options):
+    """Measure, with few draws and steps."""
+    takes = NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else {"random_state"}
+    own = {key: one for key, one in QUICK.items() if key in takes or key == "random_state"}
+    if name.startswith("pac_bayes"):
+        own["risk"] = "loss"
+    return measure(name, net, X, y, **own, **options)
+
+
+# -- the network, and its batches -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["measures", "fails"])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"parameter_count"}))
+def test_the_network_is_given_back(name, fails):
+    net, X, y = prepared(fails=fails)
+    before = state_of(net)
+    with pytest.raises((RuntimeError, ValueError)) if fails else nullcontext():
+        value(name, net, X, y, criterion=CE, batch_size=4)
+    same(before, state_of(net))
+
+
+def chain():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(3 * 3 * 3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3),
+    )  # fmt: skip
+    X = torch.randn(7, 2, 5, 5)
+    net(X)  # statistics
+    return net, X, net.eval()(X).argmax(dim=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_precision_and_frozen_weights_do_not_matter(name):
+    net, X, y = chain()
+    expected = value(name, net.double(), X.double(), y, criterion=CE)
+    before = {key: one.clone() for key, one in net.state_dict().items()}
+    net.requires_grad_(False)
+    found = value(name, net, X.double(), y, criterion=CE, batch_size=3)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert all(torch.equal(one, before[key]) for key, one in net.state_dict().items())
+    if "sharpness" not in name:  # a difference of losses
+        assert value(name, net.float(), X, y, criterion=CE) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NETWORK_WIDE)
+@pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error", "a function"])
+def test_batches_do_not_matter_for_any_criterion(name, case):
+    make_net, make_criterion, make_target, _ = CRITERIA[case]
+    torch.manual_seed(1)
+    net, criterion = make_net(), make_criterion()
+    data, target = torch.randn(11, 5).double(), make_target(11)
+    if (name in MARGINS and case != "cross-entropy class weights") or name in CHAINS:
+        return
+    one, two = (
+        value(name, net, data, target, criterion=criterion, batch_size=size) for size in (11, 4)
+    )
+    assert one == pytest.approx(two, rel=1e-6, nan_ok=True)
+
+
+def test_the_device_does_not_matter(device):
+    net, X, y = chain()
+    net, X = net.double(), X.double()
+    expected = {name: value(name, net, X, y, criterion=CE) for name in NAMES}
+    net.to(device)
+    for name, one in expected.items():
+        assert value(name, net, X, y, criterion=CE) == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - CHAINS - {"network_flatness"}))
+def test_memory_does_not_grow_with_the_data(name):
+    """Each batch's graph and activations are freed before the next batch runs."""
+    made, alive = [], []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden = nn.Linear(4, 50)
+            self.out = nn.Linear(50, 3)
+
+        def forward(self, x):
+            alive.append(sum(ref() is not None for ref in made))
+            h = torch.tanh(self.hidden(x))
+            made.append(weakref.ref(h))
+            return self.out(h)
+
+    inputs, labels = torch.randn(32, 4), torch.arange(32) % 3
+    layer = 0 if name in LAYER_MEASURES else -1
+    value(name, Watched(), inputs, labels, layer=layer, criterion=CE, batch_size=8)
+    assert not any(alive)
+
+
+def test_estimators_of_all_kinds_are_measured():
+    inputs = np.random.default_rng(0).normal(size=(30, 4))
+    labels = np.array(["a", "b", "c"])[inputs[:, :3].argmax(axis=1)]
+    for model in (
+        LogisticRegression(C=100),
+        MLPClassifier((5,), max_iter=5000, random_state=0, solver="lbfgs"),
+    ):
+        model.fit(inputs, labels)
+        for name in NAMES:
+            assert np.isfinite(value(name, model, inputs, labels))
+
+
+# -- sample weights: whole numbers have the effect of repeated samples ----------------------------
+
+N = 14
+
+# the first of the batches of 4 has no weight at all
+COUNTS = np.array([0, 0, 0, 0, 1, 0, 4, 1, 2, 1, 1, 3, 0, 2])
+
+ROWS = np.repeat(np.arange(N), COUNTS)
+
+RNG = torch.Generator().manual_seed(0)
+
+X = torch.randn(N, 6, generator=RNG, dtype=torch.float64)
+
+CLASSES = torch.randint(0, 3, (N,), generator=RNG)
+
+VALUES = torch.randn(N, 3, generator=RNG, dtype=torch.float64)
+
+
+def perceptron(activation):
+    return nn.Sequential(
+        nn.Linear(6, 5), activation(), nn.Linear(5, 4), activation(), nn.Linear(4, 3)
+    )
+
+
+def convolutional():
+    convolutions = nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Conv1d(3, 2, 2)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)), *convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+def tokens():
+    """A layer that is applied to each of three positions."""
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2)), nn.Linear(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
+CASES = {
+    "softmax": (lambda: perceptron(nn.ReLU), CE, CLASSES),
+    "smooth": (lambda: perceptron(nn.Tanh), CE, CLASSES),
+    "sum": (lambda: perceptron(nn.ReLU), nn.CrossEntropyLoss(reduction="sum"), CLASSES),
+    "class weights": (
+        lambda: perceptron(nn.ReLU),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)),
+        CLASSES,
+    ),
+    "squares": (lambda: perceptron(nn.ReLU), nn.MSELoss(), VALUES),
+    "huber": (lambda: perceptron(nn.Tanh), nn.HuberLoss(), VALUES),
+    "convolutions": (convolutional, CE, CLASSES),
+    "tokens": (tokens, CE, CLASSES),
+}
+
+
+def make(case):
+    build, criterion, y = CASES[case]
+    torch.manual_seed(1)
+    return build().double(), criterion, y
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_weights_of_relative_flatness(case, layer, normalize):
+    net, criterion, y = make(case)
+    arguments = {"layer": layer, "criterion": criterion, "normalize": normalize}
+    weighted = relative_flatness(
+        net, X, y, sample_weight=COUNTS, method="exact", batch_size=4, **arguments
+    )
+    repeated = relative_flatness(net, X[ROWS], y[ROWS], method="exact", **arguments)
+    assert weighted == pytest.approx(repeated, rel=1e-10)
+    plain = relative_flatness(net, X, y, method="exact", **arguments)
+    assert weighted != pytest.approx(plain, rel=1e-3)
+    tripled = relative_flatness(
+        net, X, y, sample_weight=3 * COUNTS, method="exact", batch_size=4, **arguments
+    )
+    assert tripled == pytest.approx(weighted, rel=1e-10)  # a mean: the scale does not matter
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_weights_of_probes(normalize):
+    net, criterion, y = make("smooth")
+    arguments = {"layer": 1, "criterion": criterion, "normalize": normalize}
+    estimate, stderr = relative_flatness(
+        net,
+        X,
+        y,
+        sample_weight=COUNTS,
+        method="hutchinson",
+        n_probes=400,
+        random_state=0,
+        return_stderr=True,
+        **arguments,
+    )
+    exact = relative_flatness(net, X[ROWS], y[ROWS], method="exact", **arguments)
+    assert stderr < 0.1 * exact
+    assert abs(estimate - exact) < 4 * stderr
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MARGINS))
+@pytest.mark.parametrize("case", ["softmax", "squares", "convolutions"])
+def test_weights_of_every_measure(case, name):
+    net, criterion, y = make(case)
+    arguments = {"criterion": criterion, "batch_size": 4}
+    for layer in (0, -1) if name in LAYER_MEASURES else (-1,):
+        weighted = value(name, net, X, y, layer=layer, sample_weight=COUNTS, **arguments)
+        repeated = value(name, net, X[ROWS], y[ROWS], layer=layer, **arguments)
+        assert weighted == pytest.approx(repeated, rel=1e-8)
+
+
+def test_the_margin_refuses_weights():
+    net, criterion, y = make("softmax")
+    for name in MARGINS:
+        with pytest.raises(ValueError, match="leave sample_weight out"):
+            measure(name, net, X, y, criterion=criterion, sample_weight=COUNTS)
+    with pytest.warns(FlatnessWarning, match="leave sample_weight out"):
+        report = flatness_report(net, X, y, criterion=criterion, sample_weight=COUNTS)
+    report = report.set_index("measure")["value"]
+    assert report[sorted(MARGINS)].isna().all()
+
+
+@pytest.mark.parametrize("weights", [COUNTS.tolist(), COUNTS.astype("f4"), torch.tensor(COUNTS)])
+def test_weights_of_estimators(weights):
+    labels = np.array(["a", "b", "c"])[CLASSES]
+    for model in (
+        LogisticRegression().fit(X, labels),
+        RelativeFlatnessRegularizedClassifier(verbose=0, max_epochs=1, random_state=0).fit(
+            X.numpy(), labels
+        ),
+    ):
+        weighted = relative_flatness(model, X, labels, sample_weight=weights)
+        assert weighted == pytest.approx(relative_flatness(model, X[ROWS], labels[ROWS]), rel=1e-6)
+
+
+def test_refuses_weights():
+    net, criterion, y = make("softmax")
+    with pytest.raises(ValueError, match=r"must have shape \(14,\), one weight per sample"):
+        relative_flatness(net, X, y, criterion=criterion, sample_weight=COUNTS[:3])
+    with pytest.raises(ValueError, match="leave y and sample_weight out"):
+        relative_flatness(net, TensorDataset(X, y), criterion=criterion, sample_weight=COUNTS)
