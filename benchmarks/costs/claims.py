@@ -35,8 +35,9 @@ from relflat_sk.search._study import open_storage
 N_PROCESSES = 2
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}
 # about as many attributes as a trial of a search has, and as long
-ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(8)}
+ATTRIBUTES = {f"attribute_{n}": 0.123456789012345678 for n in range(4)}
 ATTRIBUTES |= {"converged": True, "ended_by": "goal", "depth": 20.0, "seed": "1", "in_fleet": True}
+ATTRIBUTES |= {"seconds": 1.0, "reason": "", "train_score": 0.9, "test_score": 0.8}
 ATTRIBUTES |= {"curves": [round(0.01 * n, 4) for n in range(20)]}
 
 

@@ -31,6 +31,7 @@ from sklearn.datasets import load_digits
 from benchmarks._harness.timing import Budget, environment, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.minima import attributes_of
 
 N_WORKERS = 2
 STUDY = "engines"
@@ -129,7 +130,7 @@ def seconds_of(trials: Trials) -> tuple[float, float]:
         times = (trial.datetime_start.timestamp(), trial.datetime_complete.timestamp())
         spans[str(trial.user_attrs["process"])] += times
     at_work = sum(max(times) - min(times) for times in spans.values())
-    training = sum(trial.user_attrs["seconds"] for trial in trials)
+    training = sum(attributes_of(trial)["seconds"] for trial in trials)
     return training / len(trials), (at_work - training) / len(trials)
 
 

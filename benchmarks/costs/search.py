@@ -29,6 +29,7 @@ from sklearn.preprocessing import scale
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk.minima import attributes_of
 
 LIMIT = 0.05 * 10  # seconds: 5% of a trial that takes 10 s
 
@@ -155,7 +156,9 @@ def killed(storage: str, n_trials: int, every: float) -> list[Budget]:
         trials = study.get_trials()
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     minima = Counter(trial.user_attrs["candidate"] for trial in complete)
-    reasons = Counter(str(t.user_attrs["reason"])[:200] for t in trials if "failed" in t.user_attrs)
+    reasons = Counter(
+        str(attributes_of(t)["reason"])[:200] for t in trials if "failed" in t.user_attrs
+    )
     distinct = {tuple(sorted(trial.params.items())) for trial in complete}
     print(
         f"\n{kind_of(storage)}: {n_trials} trials by two processes, one killed every {every:g} s, "

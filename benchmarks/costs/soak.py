@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._study import open_storage
 
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}
@@ -83,7 +84,7 @@ def search_long(file: Path, kind: str, n_minima: int, every: int) -> None:
 
     def note(study: optuna.Study, trial: FrozenTrial) -> None:
         nonlocal training
-        training += trial.user_attrs["seconds"]
+        training += attributes_of(trial)["seconds"]
         n = trial.number + 1
         if n % every == 0:
             print(json.dumps(observe(n, training)), flush=True)

@@ -149,7 +149,10 @@ def measure_held_out(
     return found | ({"test_score": test_score} if scored else {})
 
 
-_DETAIL = re.compile("in_fleet|seed|curves|depth|ended_by|weights_hash|param_scaled_.*")
+_DETAIL = re.compile(
+    "curves|depth|ended_by|in_fleet|param_scaled_.*|reason|seconds|seed|test_score|train_score"
+    "|weights_hash"
+)
 
 
 def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:

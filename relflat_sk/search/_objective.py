@@ -88,8 +88,9 @@ class MinimaObjective:
 
     Each trial clones the estimator, sets the parameters that the trial draws and trains on all
     of X, but for what a `train_split` of yours holds out. The trial's ``user_attrs`` then hold
-    the values of the table of minima: every measure, `train_loss`, `test_loss`,
-    `generalization_gap`, scores, `converged`, `seconds` and `reason`; see `rank_minima`.
+    every measure, `train_loss`, `test_loss`, `generalization_gap` and `converged`, and in the
+    dict `details` the other values of the table of minima, such as scores, `seconds` and
+    `reason`; see `rank_minima`.
 
     Parameters
     ----------

@@ -28,7 +28,9 @@ def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
     trials = study.get_trials(deepcopy=False)
     found = next((trial for trial in trials if trial.number == number), None)
     if found is None or found.state != TrialState.COMPLETE:
-        state = "there is no such trial" if found is None else found.user_attrs.get("reason", "")
+        state = (
+            "there is no such trial" if found is None else attributes_of(found).get("reason", "")
+        )
         raise ValueError(
             f"trial {number!r} has no estimator ({state or 'it is not finished'}). Take a number "
             "from the column 'trial' of minima_, of a row whose state is 'complete'."

@@ -198,7 +198,7 @@ def _heartbeat(storage: BaseStorage, trial: optuna.Trial) -> Iterator[None]:
 def _log(trial: FrozenTrial) -> None:
     """Say in Optuna's log how a trial ended, as `Study.optimize` does."""
     level = logging.WARNING
-    text = f"ended as {trial.state.name}: {trial.user_attrs.get('reason', '')}"
+    text = f"ended as {trial.state.name}: {attributes_of(trial).get('reason', '')}"
     if trial.state == TrialState.COMPLETE:
         level = logging.INFO
         text = f"finished with values: {trial.values} and parameters: {trial.params}."

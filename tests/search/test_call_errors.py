@@ -10,6 +10,7 @@ from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
 from tests.search.examples import X_TEST, Y_TEST, X, Y, load, logistic, make_net, make_search
 
@@ -123,7 +124,7 @@ def test_the_objective_records_no_failure_of_the_call(tmp_path):
     study = optuna.create_study()
     with pytest.raises(CallError, match="the weights of trial 1 cannot be saved"):
         study.optimize(objective, n_trials=2)
-    assert not {"failed", "reason"} & study.trials[1].user_attrs.keys()
+    assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
 
 
 # -- tried again -------------------------------------------------------------------------------

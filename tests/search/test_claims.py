@@ -21,6 +21,7 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective
+from relflat_sk.minima import attributes_of
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (
@@ -93,19 +94,22 @@ def add_running(study, point, **attributes):
 # -- claims ------------------------------------------------------------------------------------
 
 
-def test_every_point_of_a_grid_and_every_draw_is_claimed_once(study):
+def test_every_point_of_a_grid_is_claimed_once(study):
     while trial := claim(study, grid(), "a"):
         finish(study, trial)
     assert [trial.params for trial in study.trials] == POINTS
     assert grid().left(study.trials) == []
+
+
+def test_draws_are_numbered(study):
     study.sampler = CandidateSampler(0, Space({"C": C}))
-    plan = Plan(CHOICES, n_trials=5)  # of which a grid has trained some
-    while trial := claim(study, plan, "a"):
+    while trial := claim(study, Plan(CHOICES, n_trials=2), "a"):
         finish(study, trial)
-    assert [number_of(trial) for trial in study.trials[3:]] == [0, 1]
+    assert [number_of(trial) for trial in study.trials] == [0, 1]
+    assert study.trials[0].params != study.trials[1].params
     # of a study that is to have fewer or more, what is finished counts
     assert claim(study, Plan(CHOICES, n_trials=1), "b") is None
-    assert len(Plan(CHOICES, n_trials=8).left(study.trials)) == 3
+    assert len(Plan(CHOICES, n_trials=5).left(study.trials)) == 3
 
 
 def test_draws_of_earlier_versions_count(study):
@@ -359,7 +363,7 @@ def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     trial = claim(study, grid(), "a")
     objective.run(trial)
-    assert trial.user_attrs["reason"] == ""
+    assert attributes_of(trial)["reason"] == ""
     search = logistic(storage=storage, study_name="sweep").fit(X, Y)
     assert search.minima_["state"].tolist() == ["complete"] * 3
     expected = logistic().fit(X, Y).minima_

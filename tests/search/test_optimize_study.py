@@ -141,7 +141,7 @@ def test_exceptions_that_are_caught_fail_their_trial(error, alone):
     optimize_study(study, make_objective(callbacks=[Fails()]), N, catch=error, fleet=4)
     failed = study.get_trials(states=[TrialState.FAIL])
     assert [trial.params["lr"] for trial in failed] == [0.03] * 4
-    assert {trial.user_attrs["reason"] for trial in failed} == {"RuntimeError: no luck"}
+    assert {attributes_of(trial)["reason"] for trial in failed} == {"RuntimeError: no luck"}
 
 
 def test_other_exceptions_end_it_and_no_trial_keeps_running():

@@ -11,6 +11,7 @@ from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
 
 from relflat_sk import MLP, FlatMinimaSearch, MinimaObjective, measure
+from relflat_sk.minima import attributes_of
 from relflat_sk.search import _measure
 
 X, Y = load_iris(return_X_y=True)
@@ -65,7 +66,7 @@ def run(net, **parameters):
     objective = MinimaObjective(net, X, Y, {"batch_size": [10]}, **parameters)
     trial = optuna.create_study(directions=["minimize"] * len(objective.names)).ask()
     fitted = objective.run(trial)[1]
-    return trial.user_attrs, fitted, Counting.n_samples
+    return attributes_of(trial), fitted, Counting.n_samples
 
 
 def test_five_measures_take_one_pass_more_than_the_training(tmp_path):
@@ -124,7 +125,7 @@ def test_the_loss_is_recorded_also_if_a_measure_fails(monkeypatch, tmp_path):
     trial = optuna.create_study().ask()
     with pytest.raises(RuntimeError, match="cannot be measured"):
         objective.run(trial)
-    attrs = trial.user_attrs
+    attrs = attributes_of(trial)
     assert attrs["reason"] == "RuntimeError: cannot be measured"
     assert attrs["train_loss"] > 0
     assert (attrs["converged"], attrs["failed"]) == (False, True)

@@ -41,6 +41,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
+from relflat_sk.minima import attributes_of
 from relflat_sk.search._study import log_level
 from tests.processes import run_script
 from tests.search.examples import (
@@ -94,7 +95,7 @@ def test_objective_records_what_was_trained_on_all_of_the_data():
     objective = MinimaObjective(net, X, Y, {"lr": [0.5]}, X_test=X_TEST, y_test=Y_TEST)
     trial = optuna.create_study().ask()
     value, fitted = objective.run(trial)
-    attrs = trial.user_attrs
+    attrs = attributes_of(trial)
     assert attrs["relative_flatness"] == value == relative_flatness(fitted, X, Y)
     # the losses, by scikit-learn
     train_loss = log_loss(Y, fitted.predict_proba(X))
@@ -202,7 +203,7 @@ def test_networks_that_are_no_minima_never_win_a_study(lr, state, reason):
     assert study.best_params == {"lr": 0.05}
     other = next(trial for trial in study.trials if trial.params["lr"] == lr)
     assert other.state == state
-    assert reason in other.user_attrs["reason"]
+    assert reason in attributes_of(other)["reason"]
 
 
 def test_failures_are_recorded_and_raised():
@@ -210,8 +211,8 @@ def test_failures_are_recorded_and_raised():
     study = optuna.create_study()
     with pytest.raises(RuntimeError, match="out of luck"):
         study.optimize(objective, 1)
-    assert study.trials[0].user_attrs["reason"] == "RuntimeError: out of luck"
-    assert study.trials[0].user_attrs["seconds"] >= 0
+    assert attributes_of(study.trials[0])["reason"] == "RuntimeError: out of luck"
+    assert attributes_of(study.trials[0])["seconds"] >= 0
 
 
 # -- FlatMinimaSearch: what is trained ---------------------------------------------------------
