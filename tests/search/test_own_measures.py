@@ -83,7 +83,7 @@ def test_remeasuring_by_name_and_by_function(tmp_path, stored):
     # under the same name, another function would add numbers that cannot be compared
     register_measure("size", None)
     register_measure("size", largest_weight_of_another_kind)
-    message = r"own measures, size: coefficients \(source .* then, largest_weight_of_another_kind"
+    message = r"own measures, size: coefficients \(code .* then, largest_weight_of_another_kind"
     with pytest.raises(ValueError, match=message):
         search.remeasure(["size"])
     with pytest.raises(ValueError, match="measures must be a sequence of names, got <function"):
