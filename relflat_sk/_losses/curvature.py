@@ -334,9 +334,9 @@ class Softmax(ClosedForm):
 
     def root(self) -> Tensor:
         # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T
-        away = -self.p[:, :, None].expand(-1, -1, self.p.shape[1])
-        away = away.diagonal_scatter(self._others(), dim1=1, dim2=2)
-        return away * self._scaled(self.p).sqrt()[:, None, :]
+        roots = self.p.sqrt()
+        root = torch.diag_embed(roots) - self.p[:, :, None] * roots[:, None, :]
+        return root if self.scale is None else root * self.scale.sqrt()[:, None, None]
 
     def root_product(self, vectors: Tensor) -> Tensor:
         # This cancels for confident predictions, to values as small as rounding errors. Their

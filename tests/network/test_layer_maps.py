@@ -113,3 +113,13 @@ def test_planes_are_the_numbers_that_columns_multiply(case):
                 ones[torch.arange(5), :, given[:, k] * linear_map.n_offsets + offset] = 1
                 expected = linear_map.apply(features, ones)  # the same in all rows of a group
                 assert_close(found[:, :, k].repeat_interleave(d // groups, dim=1), expected)
+
+
+def test_columns_read_their_channels(case):
+    layer, features = case
+    linear_map = layer_map(layer)
+    factors = torch.rand(linear_map.n_inputs).double()
+    shape = (-1,) if linear_map.channels_last else (-1, *[1] * (features.ndim - 2))
+    scaled = linear_map.apply(features * factors.view(shape), linear_map.weight)
+    columns = factors[linear_map.column_channels()]
+    assert_close(linear_map.apply(features, linear_map.weight * columns), scaled)
