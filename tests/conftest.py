@@ -9,7 +9,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from relflat_sk.fleet import Fleet
+from relflat_sk.fleet._fleet import ChainNets
 from tests.engine import compare
 
 mpl.use("Agg")
@@ -56,13 +56,13 @@ def same_threads():
 @pytest.fixture
 def sizes(monkeypatch):
     """The numbers of nets that are trained together."""
-    found, train = [], Fleet._train
+    found, train = [], ChainNets.train
 
     def note(self, members):
         found.append(len(members))
         train(self, members)
 
-    monkeypatch.setattr(Fleet, "_train", note)
+    monkeypatch.setattr(ChainNets, "train", note)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from relflat_sk._engine.chain import draw_mask
 from relflat_sk._engine.epoch import (
+    EPOCH_TRAINER,
     Member,
     find_chain_of,
     make_generators,
@@ -9,14 +10,12 @@ from relflat_sk._engine.epoch import (
     train_chain,
     train_epoch,
 )
-from relflat_sk._engine.qualify import NeedsOwnLoop, Parts, check_net, library_class
+from relflat_sk._engine.qualify import NeedsOwnLoop, Parts, check_net
 from relflat_sk._engine.step import Batch, Settings, Step
-from relflat_sk._engine.turns import EPOCH_TRAINER, EpochTrainer
 
 __all__ = [
     "EPOCH_TRAINER",
     "Batch",
-    "EpochTrainer",
     "Member",
     "NeedsOwnLoop",
     "Parts",
@@ -25,7 +24,6 @@ __all__ = [
     "check_net",
     "draw_mask",
     "find_chain_of",
-    "library_class",
     "make_generators",
     "train_alone",
     "train_chain",

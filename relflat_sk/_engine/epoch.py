@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -18,6 +19,11 @@ from relflat_sk._engine.step import Batch, Own, Settings, Step, settings_of
 from relflat_sk._losses import ARRAY_LOSSES, MANY, ArrayLoss, Loss, find_array_loss
 from relflat_sk._network import cast_inputs, find_layer
 from relflat_sk._numerics import or_one
+
+# what trains the epochs of all nets that are fitted in this context, for instance of many nets
+# together: its `train_epoch(net, iterator, fit_params)` returns whether it did; None if each net
+# trains by itself
+EPOCH_TRAINER: ContextVar[Any] = ContextVar("EPOCH_TRAINER", default=None)
 
 # input values of batches that are cut at a time
 _NUMBERS = 2**20

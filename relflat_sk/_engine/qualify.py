@@ -63,7 +63,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(f"{name}.{child}" if name else child, part)
 
 
-def library_class(net: Any) -> type:
+def _library_class(net: Any) -> type:
     """Return the class of this library that a net is of, without what a subclass adds."""
     library = __name__.partition(".")[0]
     return next(
@@ -77,7 +77,7 @@ def check_net(net: Any, parts: Parts, fit_params: Mapping[str, Any]) -> None:
     """Refuse nets that need a training loop of their own."""
     if fit_params:
         raise NeedsOwnLoop(f"its network takes further arguments: {sorted(fit_params)}")
-    library = library_class(net)
+    library = _library_class(net)
     changed = [n for n in _STEP if getattr(type(net), n, None) is not getattr(library, n, None)]
     if changed:
         raise NeedsOwnLoop(f"{type(net).__name__} has its own {changed[0]}")

@@ -47,8 +47,8 @@ class Fleet:
     def __init__(self, size: int, *, auto: bool = False) -> None:
         self.size = size
         self.auto = auto
-        # how nets with a key are stacked: None for chains; or the reason why they are not
-        self._kinds: dict[Any, VmappedNets | NeedsOwnLoop | None] = {}
+        # how nets with a key are stacked, or the reason why they are not
+        self._kinds: dict[Any, ChainNets | VmappedNets | NeedsOwnLoop] = {}
         self._waiting: dict[Routine, Member] = {}
         self._refused: dict[Routine, NeedsOwnLoop] = {}
         self._reasons: set[str] = set()
@@ -129,23 +129,19 @@ class Fleet:
         kind = self._kinds[member.key]
         if isinstance(kind, NeedsOwnLoop):
             raise NeedsOwnLoop(str(kind))
-        if kind is None:
-            member.chain = find_chain_of(member)
-        else:
-            member.chain = None
-            kind.read_targets(member)
+        kind.prepare(member)
 
-    def _kind_of(self, member: Member) -> VmappedNets | NeedsOwnLoop | None:
+    def _kind_of(self, member: Member) -> "ChainNets | VmappedNets | NeedsOwnLoop":
         """Find how nets are stacked, or the reason why they are not."""
+        reason = why_alone(member.module) if self.auto else None
+        if reason is not None:
+            return NeedsOwnLoop(reason)
         try:
-            reason = why_alone(member.module) if self.auto else None
-            if reason is not None:
-                raise NeedsOwnLoop(reason)
-            try:
-                find_chain_of(member)
-                return None
-            except NeedsOwnLoop:
-                return VmappedNets(member)
+            return ChainNets(member)
+        except NeedsOwnLoop:
+            pass
+        try:
+            return VmappedNets(member)
         except NeedsOwnLoop as refusal:
             return refusal
 
@@ -165,7 +161,8 @@ class Fleet:
         for key, routines in groups.items():
             with _shared(routines):
                 try:
-                    self._train([waiting[one] for one in routines])
+                    kind: Any = self._kinds[key]
+                    kind.train([waiting[one] for one in routines])
                 except NeedsOwnLoop as reason:  # in this epoch
                     self._refused |= dict.fromkeys(routines, reason)
                 except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -174,12 +171,19 @@ class Fleet:
                     self._refused |= dict.fromkeys(routines, never)
         return list(waiting)
 
-    def _train(self, members: Sequence[Member]) -> None:
-        """Train the nets of a group for an epoch."""
-        kind = self._kinds[members[0].key]
-        if isinstance(kind, VmappedNets):
-            kind.train(members)
-            return
+
+class ChainNets:
+    """Nets whose network is a chain of layers, which train together by its formulas."""
+
+    def __init__(self, member: Member) -> None:
+        find_chain_of(member)
+
+    def prepare(self, member: Member) -> None:
+        """Find the formulas of a net, and check its targets."""
+        member.chain = find_chain_of(member)
+
+    def train(self, members: Sequence[Member]) -> None:
+        """Train nets for an epoch, and record their batches."""
         chain, loss, _ = members[0].chain
         targets = [member.chain[2] for member in members]
         train_chain(chain, loss, members, targets, Stack(members))

@@ -138,7 +138,7 @@ class VmappedNets:
                 f" labels of {target.dtype} and shape {tuple(target.shape)})"
             )
 
-    def read_targets(self, member: Member) -> None:
+    def prepare(self, member: Member) -> None:
         """Check the targets of a net."""
         member.values = member.read_targets(self._found.output)
 

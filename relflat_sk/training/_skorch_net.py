@@ -184,7 +184,7 @@ class SkorchNet(NeuralNet):
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""
         trainer = EPOCH_TRAINER.get()
         if trainer is not None:
-            return trainer.train_epoch(self, iterator, fit_params)
+            return bool(trainer.train_epoch(self, iterator, fit_params))
         try:
             train_alone(read_member(self, iterator, fit_params))
         except NeedsOwnLoop:

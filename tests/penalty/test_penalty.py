@@ -285,12 +285,6 @@ def test_saturated_predictions_cost_nothing_and_have_no_nan_slope():
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-@pytest.mark.parametrize("probes", [0, -1, 1.5, True, "1"])
-def test_refuses_probes(probes):
-    with pytest.raises(ValueError, match="probes must be a positive integer"):
-        RelativeFlatnessPenalty(probes=probes)
-
-
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
@@ -332,11 +326,6 @@ def test_another_layer_can_be_asked_for_later(layer):
         assert value(penalty) == last
 
 
-def test_refuses_no_layer():
-    with pytest.raises(ValueError, match="at least one layer"):
-        RelativeFlatnessPenalty([])
-
-
 @pytest.mark.parametrize("layer", ["nope", 3, -4, "1", [0, "nope"]], ids=str)
 def test_refuses_unknown_layers_and_those_without_weight(layer):
     net, _, X, _ = make("cross-entropy")
@@ -347,68 +336,107 @@ def test_refuses_unknown_layers_and_those_without_weight(layer):
         net(X)
 
 
+PROBES = "probes must be a positive integer"
+CLIP = "clip must be a finite positive number or None, got "
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        *(({"probes": probes}, PROBES) for probes in (0, -1, 1.5, True, "1")),
+        ({"layer": []}, "at least one layer"),
+        ({"clip": 0}, rf"{CLIP}0\."),
+        ({"clip": "half"}, rf"{CLIP}'half'\."),
+        ({"weight": float("nan")}, r"weight must be a finite number.*, got nan\."),
+    ],
+    ids=str,
+)
+def test_parameters_are_checked(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        RelativeFlatnessPenalty(**parameters)
+
+
+class WithoutGradients(nn.Sequential):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
+
+
+def no_gradient(net, X, y):
+    with torch.no_grad():
+        return CE, net(X), y
+
+
+# from a captured network and its data to the arguments of the penalty, and its error
+REFUSED = {
+    "no gradient": (no_gradient, ValueError, "y_pred carries no gradient: .*no_grad"),
+    "detached": (
+        lambda net, X, y: (CE, net(X).detach(), y),
+        ValueError,
+        "y_pred carries no gradient: it was detached",
+    ),
+    "empty": (
+        lambda net, X, y: (CE, net(X[:0]), y[:0]),
+        ValueError,
+        r"the batch has no samples: y_pred has shape \(0, 4\)",
+    ),
+    "targets": (
+        lambda net, X, y: (MSE, net(X), torch.zeros(11)),
+        ValueError,
+        r"targets of the outputs' shape \(11, 4\), got \(11,\)",
+    ),
+    "criterion": (lambda net, X, y: ("mse", net(X), y), TypeError, "must be a torch loss"),
+}
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_has_no_penalty(case, layer):
+    call, error, message = REFUSED[case]
+    net, _, X, y = make("cross-entropy")
+    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
+        arguments = call(net, X, y)
+    with pytest.raises(error, match=message):
+        penalty(*arguments)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, [0, -1], "all"], ids=str)
+def test_refuses_the_output_of_another_forward_pass(layer):
+    net, criterion, X, y = make("squared error")
+    output = net(X)
+    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
+        net(X)
+    with pytest.raises(ValueError, match="not the output of the captured .*once, inside"):
+        penalty(criterion, output, y)
+
+
 def test_refuses_to_be_called_without_a_new_forward_pass():
     net, criterion, X, y = make("cross-entropy")
     penalty = RelativeFlatnessPenalty()
-    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
+    message = "has recorded no forward pass"
+    with pytest.raises(RuntimeError, match=message):
         penalty(criterion, net(X), y)
     evaluate(penalty, net, criterion, X, y)
-    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
+    with pytest.raises(RuntimeError, match=message):
         penalty(criterion, net(X), y)
-
-
-def test_a_failed_forward_pass_leaves_nothing_of_the_one_before():
-    net, criterion, X, y = make("cross-entropy")
-    penalty = RelativeFlatnessPenalty()
     with penalty.capture(net):
         output = net(X)
     with pytest.raises(RuntimeError, match="shapes"), penalty.capture(net):
         net(X[:, :2])
-    with pytest.raises(RuntimeError, match="has recorded no forward pass"):
+    with pytest.raises(RuntimeError, match=message):  # nothing is left of the pass before
         penalty(criterion, output, y)
-
-
-def test_refuses_a_pass_without_gradients():
-    net, criterion, X, y = make("cross-entropy")
-    penalty = RelativeFlatnessPenalty()
-    with penalty.capture(net), torch.no_grad():
-        output = net(X)
-    with pytest.raises(ValueError, match=r"y_pred carries no gradient: .*no_grad"):
-        penalty(criterion, output, y)
-
-
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_refuses_a_detached_output(layer):
-    net, criterion, X, y = make("cross-entropy")
-    penalty = RelativeFlatnessPenalty(layer)
-    with penalty.capture(net):
-        output = net(X)
-    with pytest.raises(ValueError, match="y_pred carries no gradient: it was detached"):
-        penalty(criterion, output.detach(), y)
 
 
 def test_refuses_a_layer_in_a_part_without_gradients():
-    class Body(nn.Sequential):
-        def forward(self, x):
-            with torch.no_grad():
-                return super().forward(x)
-
-    net = nn.Sequential(Body(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)).double()
+    net = nn.Sequential(WithoutGradients(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)).double()
     penalty = RelativeFlatnessPenalty(0)
     with penalty.capture(net):
         output = net(torch.ones(2, 5).double())
     with pytest.raises(ValueError, match="nothing to train up to layer '0.0'"):
-        penalty(nn.CrossEntropyLoss(), output, torch.tensor([0, 1]))
-
-
-@pytest.mark.parametrize("case", ["cross-entropy", "squared error"])
-def test_refuses_an_empty_batch(case):
-    net, criterion, X, y = make(case)
-    penalty = RelativeFlatnessPenalty(0)
-    with penalty.capture(net):
-        output = net(X[:0])
-    with pytest.raises(ValueError, match=r"the batch has no samples: y_pred has shape \(0, \d\)"):
-        penalty(criterion, output, y[:0])
+        penalty(CE, output, torch.tensor([0, 1]))
 
 
 def test_repr_shows_all_parameters():
@@ -439,26 +467,6 @@ def test_an_output_may_be_overwritten_later(inplace):
     truth = expected(net, "0", criterion, X, y)
     assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
     assert_slope_is_that_of_differences(RelativeFlatnessPenalty(0), net, criterion, X, y)
-
-
-@pytest.mark.parametrize("layer", [-1, 0, [0, -1], "all"], ids=str)
-def test_refuses_the_output_of_another_forward_pass(layer):
-    net, criterion, X, y = make("squared error")
-    output = net(X)
-    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
-        net(X)
-    with pytest.raises(ValueError, match="not the output of the captured .*once, inside"):
-        penalty(criterion, output, y)
-
-
-def test_refuses_what_the_criterion_cannot_take():
-    net, _, X, _ = make("squared error")
-    with (penalty := RelativeFlatnessPenalty()).capture(net):
-        output = net(X)
-    with pytest.raises(ValueError, match=r"targets of the outputs' shape \(11, 3\), got \(11,\)"):
-        penalty(nn.MSELoss(), output, torch.zeros(11))
-    with pytest.raises(TypeError, match="criterion must be a torch loss"):
-        penalty("mse", output, torch.zeros(11, 3))
 
 
 def test_trains_a_plain_torch_loop_towards_flatness():
