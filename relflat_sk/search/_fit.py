@@ -79,8 +79,14 @@ def fit(
         ):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     except KeyError as error:
-        explain_missing_validation(error)
-        raise
+        missing = re.search(r"\bvalid\w*", str(error))
+        if missing is None:
+            raise
+        raise ValueError(
+            f"{missing[0]!r} is missing: a callback reads it, but the net holds no data out. A "
+            "search drops skorch's default train_split unless a callback has an attribute "
+            "`monitor`. Pass a train_split of your own, such as skorch.dataset.ValidSplit(0.2)."
+        ) from error
     finally:
         record["seconds"] = seconds_used() - started
     record_curves(record, estimator)
@@ -335,17 +341,6 @@ def trained_rows(estimator: Any) -> NDArray[np.intp] | None:
     """
     rows: NDArray[np.intp] | None = getattr(final_estimator(estimator), "trained_rows_", None)
     return rows
-
-
-def explain_missing_validation(error: KeyError) -> None:
-    """Explain the error of a callback that reads a validation loss that nobody computes."""
-    missing = re.search(r"\bvalid\w*", str(error))
-    if missing is not None:
-        raise ValueError(
-            f"{missing[0]!r} is missing: a callback reads it, but the net holds no data out. A "
-            "search drops skorch's default train_split unless a callback has an attribute "
-            "`monitor`. Pass a train_split of your own, such as skorch.dataset.ValidSplit(0.2)."
-        ) from error
 
 
 # -- learning rates in proportion to batch sizes -------------------------------------------------

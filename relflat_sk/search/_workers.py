@@ -228,11 +228,7 @@ def train_together(
 
 def n_processes(n_jobs: int | None) -> int:
     """Return the number of worker processes that train; 0 if this process does."""
-    if n_jobs == 0:
-        raise ValueError("n_jobs == 0 has no meaning: give a number of processes, or -1.")
-    if n_jobs is None or n_jobs == 1:
-        return 0
-    found = int(joblib.effective_n_jobs(n_jobs))
+    found = 1 if n_jobs is None else int(joblib.effective_n_jobs(n_jobs))  # which refuses 0
     return found if found > 1 else 0
 
 

@@ -14,10 +14,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 from scipy import sparse, special
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from skorch.callbacks import EarlyStopping, EpochTimer, LRScheduler
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
@@ -25,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from relflat_sk import (
     MLP,
-    FlatMinimaSearch,
     FlatnessWarning,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
@@ -33,10 +31,7 @@ from relflat_sk import (
 )
 from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe, digest
 from tests.contracts.pages import blocks
-
-X, Y = load_iris(return_X_y=True)
-X = scale(X).astype(np.float32)
-X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
+from tests.search.examples import X_TEST, Y_TEST, X, Y, make_search
 
 
 class Linear(nn.Module):
@@ -62,9 +57,7 @@ def make_net(**parameters):
 
 def of_nets(space=None, lr_scaling=None, **parameters):
     space = {"batch_size": [16, 32]} if space is None else space
-    return FlatMinimaSearch(
-        make_net(**parameters), space, random_state=0, refit=False, lr_scaling=lr_scaling
-    )
+    return make_search(make_net(**parameters), space, refit=False, lr_scaling=lr_scaling)
 
 
 def of_pipelines(estimator=None, **parameters):
@@ -75,10 +68,7 @@ def of_pipelines(estimator=None, **parameters):
 
 def logistic(space=None, estimator=None, **parameters):
     estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
-    space = {"C": [0.1, 1.0]} if space is None else space
-    return FlatMinimaSearch(
-        estimator, space, **{"random_state": 0, "depth_band": None, **parameters}
-    )
+    return make_search(estimator, space or {"C": [0.1, 1.0]}, depth_band=None, **parameters)
 
 
 def stopping(goal):
@@ -89,11 +79,6 @@ def stopping(goal):
             return "stop"
 
     return of_nets({"callbacks": [[Stop(goal)], None]}, max_epochs=20)
-
-
-@pytest.fixture
-def stored(tmp_path):
-    return {"storage": tmp_path / "minima.log", "study_name": "sweep"}
 
 
 REFUSED = [
