@@ -2,4 +2,5 @@
 
 from relflat_sk._rescaling.folding import AffineLayer, fold_layers
 from relflat_sk._rescaling.reparameterization import reparameterize
+from relflat_sk._rescaling.scales import step_name
 from relflat_sk._rescaling.tracing import describe_step, trace

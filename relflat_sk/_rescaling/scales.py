@@ -448,12 +448,17 @@ _RULE_OF = {name: rule for rule, names in _RULES.items() for name in names.split
 
 def _find_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> Rule | None:
     """Return the rule by which a step passes the scale of its input on."""
+    if node.op == "call_module" and is_plain(modules[str(node.target)], BATCH_NORMS):
+        return _norm
+    return _RULE_OF.get(step_name(node, modules))
+
+
+def step_name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name that a module, function and method of torch share; empty for any other."""
     step: Any = node.target
     if node.op == "call_module":
-        if is_plain(modules[step], BATCH_NORMS):
-            return _norm
         step = None if has_own_forward(modules[step]) else type(modules[step])
     if not isinstance(step, str):  # of torch, or an operator of Python
         origin = getattr(step, "__module__", "").partition(".")[0]
         step = getattr(step, "__name__", "") if origin in {"torch", "_operator", "builtins"} else ""
-    return _RULE_OF.get(re.sub(r"_|[123]d$", "", step.lower()))
+    return re.sub(r"_|[123]d$", "", step.lower())

@@ -17,24 +17,21 @@ References
 """
 
 import inspect
-import operator
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from relflat_sk._network import (
     LayerRecord,
     Network,
     Recorder,
-    has_own_forward,
     layer_input,
     primary_output,
 )
-from relflat_sk._rescaling import AffineLayer, describe_step, trace
+from relflat_sk._rescaling import AffineLayer, describe_step, step_name, trace
 
 
 def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
@@ -79,6 +76,7 @@ class _PathSums(fx.Interpreter):
         power: int,
     ) -> None:
         super().__init__(module, graph=graph)
+        self.modules = dict(module.named_modules())
         self.extra_traceback = False  # our errors name the step themselves
         self.layers: dict[str, deque[AffineLayer]] = {}
         for layer in layers:
@@ -120,7 +118,7 @@ class _PathSums(fx.Interpreter):
             return first
         if n.op == "call_module" and n.target in self.layers:
             return self._pass_layer(self.layers[str(n.target)].popleft(), first)
-        step = _step_of(n, self.module)
+        step = step_name(n, self.modules)
         if step in _LINKS and all(user.op == "output" for user in n.users):
             return first  # the norms are of the network up to its logits
         if step in _SUMS and (kwargs or not all(isinstance(value, Tensor) for value in args)):
@@ -151,40 +149,18 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _step_of(node: fx.Node, module: nn.Module) -> Any:
-    """Return a step's key in the tables: a module's type, a function, or a method's name."""
-    if node.op != "call_module":
-        return node.target
-    called = module.get_submodule(str(node.target))
-    return None if has_own_forward(called) else type(called)
-
-
 def _refuse(node: fx.Node, module: nn.Module, reason: str) -> NoReturn:
     step = describe_step(node, dict(module.named_modules()))
     raise ValueError(f"there is no path norm of this network: {step} {reason}.")
 
 
-_STEPS = frozenset({
-    *(nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.RReLU),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.UpsamplingNearest2d, nn.PixelShuffle),
-    *(F.relu, F.relu_, torch.relu, torch.relu_, F.leaky_relu, F.leaky_relu_),
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
-    *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
-    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
-    *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-    *(torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze),
-    *(torch.unsqueeze, torch.cat, torch.concat, torch.mean, torch.sum, torch.amax),
-    *(operator.getitem, getattr, torch._assert),
-    *("relu", "relu_", "flatten", "reshape", "view", "permute", "transpose", "squeeze"),
-    *("unsqueeze", "contiguous", "clone", "mean", "sum", "amax", "size", "dim"),
-})  # fmt: skip
-_SUMS = frozenset({operator.add, operator.iadd, torch.add, "add", "add_"})
-_LINKS = frozenset({
-    *(nn.Softmax, nn.LogSoftmax, nn.Sigmoid, F.softmax, F.log_softmax, F.sigmoid),
-    *(torch.softmax, torch.log_softmax, torch.sigmoid, "softmax", "log_softmax", "sigmoid"),
-})  # fmt: skip
+# names of modules, functions and methods, see `step_name`
+_STEPS = {
+    *("identity", "relu", "leakyrelu", "prelu", "rrelu", "dropout", "zeropad", "assert"),
+    *("maxpool", "avgpool", "adaptivemaxpool", "adaptiveavgpool", "upsamplingnearest"),
+    *("flatten", "unflatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze"),
+    *("pixelshuffle", "contiguous", "clone", "cat", "concat", "mean", "sum", "amax"),
+    *("getitem", "getattr", "size", "dim"),
+}
+_SUMS = {"add", "iadd"}
+_LINKS = {"softmax", "logsoftmax", "sigmoid"}
