@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ class LayerPass:
 # -- what is summed over the samples --------------------------------------------------------------
 
 
-class Quantity:
+class Quantity(Protocol):
     """A sum over samples of one or several numbers at one layer.
 
     Attributes
@@ -201,7 +202,7 @@ class Quantity:
         Whether the forms of all directions are summed up; otherwise each is a number of its own.
     """
 
-    is_sum = True
+    is_sum: bool = True
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
         """Compute each sample's terms from a closed form.
@@ -218,7 +219,6 @@ class Quantity:
         Tensor of shape (n, k)
             One row for each row of the features.
         """
-        raise NotImplementedError
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         """Compute each sample's terms that belong to one backward pass.
@@ -235,7 +235,6 @@ class Quantity:
         Tensor of shape (n, k)
             To be summed over the passes.
         """
-        raise NotImplementedError
 
     def n_products(self, layer: LayerPass) -> float:
         """Return the number of products that all terms take.
@@ -250,7 +249,6 @@ class Quantity:
         float
             How many `directions` there are.
         """
-        raise NotImplementedError
 
     def directions(self, layer: LayerPass) -> Iterator[Tensor]:
         """Yield changes of the layer's output, whose quadratic forms are the terms.
@@ -265,7 +263,6 @@ class Quantity:
         Tensor of shape (n, d, P)
             Rows.
         """
-        raise NotImplementedError
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
         """Estimate each sample's terms, without bias, from one random product.
@@ -282,7 +279,6 @@ class Quantity:
         Tensor of shape (n, k)
             Independent for each sample.
         """
-        raise NotImplementedError
 
     def identity(self, weight: Tensor) -> Tensor:
         """Compute the quantity for the identity in place of the Hessian, which weight decay adds.
@@ -297,7 +293,6 @@ class Quantity:
         Tensor of shape (k,) or ()
             In float64.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

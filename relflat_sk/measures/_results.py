@@ -1,6 +1,7 @@
 """The result of a measurement: a value with its standard error, and the totals of its pass."""
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -85,8 +86,11 @@ class Summary:
 
     @cached_property
     def divisor(self) -> float:
-        """What divides the summed loss in the mean loss; to be read after the pass."""
-        return self._totals[0]
+        """What divides the summed loss in the mean loss; to be read after the pass.
+
+        It is nan where the loss is: there is no curvature of it, which closed forms do not see.
+        """
+        return math.nan if self.has_labels and math.isnan(self.loss) else self._totals[0]
 
     @cached_property
     def loss(self) -> float:
@@ -145,18 +149,6 @@ class Flatness:
     term_stderrs: NDArray[np.float64] | None = None
     neurons: NDArray[np.float64] | None = None
     neuron_stderrs: NDArray[np.float64] | None = None
-
-    def without_value(self) -> "Flatness":
-        """Return the same result with nan in place of every value.
-
-        Returns
-        -------
-        Flatness
-            To be returned where there is no mean loss, so that there is no curvature of it.
-        """
-        arrays = (self.terms, self.term_stderrs, self.neurons, self.neuron_stderrs)
-        lost = [None if array is None else np.full_like(array, np.nan) for array in arrays]
-        return Flatness(np.nan, np.nan, self.method, self.network, self.summary, *lost)
 
     @property
     def risk(self) -> float:
