@@ -41,14 +41,6 @@ FROM_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def margin(network: Network, percentile: float) -> float:
-    r"""Compute the margin of a classifier: a percentile of its samples' margins."""
-    check_number("percentile", percentile, positive=False)
-    if percentile > 100:
-        raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
-    return float(np.percentile(sample_margins(network), percentile))
-
-
 def sample_margins(network: Network) -> NDArray[np.float64]:
     """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
 
@@ -138,7 +130,10 @@ def log(value: float) -> float:
 
 def positive_margin(network: Network, percentile: float) -> float:
     """Return the margin of a classifier; nan, with a warning, if it is not positive."""
-    gamma = margin(network, percentile)
+    check_number("percentile", percentile, positive=False)
+    if percentile > 100:
+        raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
+    gamma = float(np.percentile(sample_margins(network), percentile))
     if gamma > 0:
         return gamma
     warn(
@@ -150,9 +145,10 @@ def positive_margin(network: Network, percentile: float) -> float:
     return math.nan
 
 
-def estimate_from_log(log_norm: float) -> Estimate:
-    """Return a norm from its logarithm."""
+def estimate_from_log(log_norm: float, tolerance: float = 0.0) -> Estimate:
+    """Return a norm from its logarithm, with the relative tolerance of an iteration."""
     if log_norm > _LARGEST:
         warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
         return Estimate(math.inf)
-    return Estimate(math.exp(log_norm))
+    norm = math.exp(log_norm)
+    return Estimate(norm, tolerance * norm, "lanczos") if tolerance else Estimate(norm)

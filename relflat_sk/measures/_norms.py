@@ -57,7 +57,7 @@ from relflat_sk._rescaling import AffineLayer, fold_layers
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, with_tolerance
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
@@ -154,8 +154,7 @@ class Norm(NetworkMeasure):
         log_value, tolerance = self.compute(network, **own)
         if over_margin:
             log_value -= self.power * math.log(positive_margin(network, percentile))
-        norm = estimate_from_log(log_value)
-        return with_tolerance(norm, tolerance * norm.value)
+        return estimate_from_log(log_value, tolerance)
 
 
 def _l2_norm(network: Network) -> LogNorm:
@@ -267,7 +266,8 @@ def _log_robustness(
     logs = ranges.log() + (math.log(2 * corner / gamma) + log_lipschitz)
     # from 2^52 cells on, rounding up changes nothing in floating point
     cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
-    return with_tolerance(Estimate(float(cells.sum())), tolerance * len(ranges))
+    method = "lanczos" if tolerance else "exact"
+    return Estimate(float(cells.sum()), tolerance * len(ranges), method)
 
 
 def _check_chain(network: Network, layers: Sequence[AffineLayer], norm: str) -> None:

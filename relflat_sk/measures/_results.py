@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -64,11 +64,6 @@ class NetworkMeasure:
     def __call__(self, network: Network, **arguments: Any) -> Estimate:
         found: Estimate = self.compute(network, **arguments)
         return found
-
-
-def with_tolerance(estimate: Estimate, stderr: float) -> Estimate:
-    """Return an estimate with the tolerance of the iteration for norms that led to it."""
-    return replace(estimate, stderr=stderr, method="lanczos") if stderr > 0 else estimate
 
 
 @dataclass
