@@ -176,47 +176,14 @@ def test_a_flatness_of_zero_gives_a_score_without_a_sign():
 # -- scikit-learn's tools -------------------------------------------------------------------
 
 
-def test_cross_validate_with_several_scorers_and_train_scores():
-    results = cross_validate(
-        net(),
-        X,
-        Y,
-        cv=StratifiedKFold(3, shuffle=True, random_state=0),
-        scoring={"flat": Checked(), "first": Checked(layer=0), "accuracy": "accuracy"},
-        return_train_score=True,
-        return_estimator=True,
-        return_indices=True,
-        error_score="raise",
-    )
-    keys = ["test_flat", "train_flat", "test_first", "train_first"]
-    assert_all_kept(*(results[key] for key in keys))
-    for part in ("test", "train"):
-        for i, model in enumerate(results["estimator"]):
-            rows = results["indices"][part][i]
-            assert results[f"{part}_flat"][i] == -relative_flatness(model, X[rows], Y[rows])
+FOLDS = {"cv": StratifiedKFold(2, shuffle=True, random_state=0), "error_score": "raise"}
+SEVERAL = {"flat": Checked(), "first": Checked(layer=0), "accuracy": "accuracy"}
 
 
-def test_grid_search_by_flatness_alone():
-    search = GridSearchCV(
-        net(), {"batch_size": [16, 64]}, cv=2, scoring=Checked(), error_score="raise"
-    ).fit(X, Y)
-    assert_all_kept([search.cv_results_[f"split{i}_test_score"] for i in range(2)])
-    assert search.best_index_ == np.argmax(search.cv_results_["mean_test_score"])
-    assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
-
-
-@pytest.mark.parametrize("refit", ["flat", "accuracy"])
-def test_grid_search_with_several_scorers_refits_by_name(refit):
-    search = GridSearchCV(
-        make_pipeline(StandardScaler(), net()),
-        {"neuralnetclassifier__batch_size": [16, 64]},
-        cv=2,
-        scoring={"flat": Checked(), "accuracy": "accuracy"},
-        refit=refit,
-        error_score="raise",
-    ).fit(X, Y)
-    assert_all_kept([search.cv_results_[f"split{i}_test_flat"] for i in range(2)])
-    assert search.cv_results_[f"rank_test_{refit}"][search.best_index_] == 1
+def splits(search, *names):
+    """The scores of a search in all folds."""
+    results = search.fit(X, Y).cv_results_
+    return [results[key] for key in results if key.startswith("split") and key.endswith(names)]
 
 
 def halve(resource):
@@ -226,16 +193,20 @@ def halve(resource):
         resource=resource,
         min_resources=50 if resource == "n_samples" else 3,
         max_resources="auto" if resource == "n_samples" else 9,
-        cv=StratifiedKFold(2, shuffle=True, random_state=0),
         scoring=Checked(),
-        error_score="raise",
         random_state=0,
+        **FOLDS,
     )
 
 
-FOLDS = {"cv": StratifiedKFold(2, shuffle=True, random_state=0), "error_score": "raise"}
+def validated():
+    results = cross_validate(net(), X, Y, scoring=SEVERAL, return_train_score=True, **FOLDS)
+    return [results[key] for key in results if key.endswith(("flat", "first"))]
+
+
 TOOLS = {
     "cross_val_score": lambda: [cross_val_score(net(), X, Y, scoring=Checked(), **FOLDS)],
+    "cross_validate": validated,
     "learning_curve": lambda: learning_curve(
         net(), X, Y, train_sizes=[0.5, 1.0], shuffle=True, random_state=0, scoring=Checked(),
         **FOLDS,
@@ -243,20 +214,29 @@ TOOLS = {
     "validation_curve": lambda: validation_curve(
         net(), X, Y, param_name="max_epochs", param_range=[5, 10], scoring=Checked(), **FOLDS
     ),
-    **{
-        f"halving by {resource}": lambda resource=resource: [
-            scores
-            for name, scores in halve(resource).fit(X, Y).cv_results_.items()
-            if name.startswith("split")
-        ]
-        for resource in ("n_samples", "max_epochs")
-    },
+    "halving by n_samples": lambda: splits(halve("n_samples"), "score"),
+    "halving by max_epochs": lambda: splits(halve("max_epochs"), "score"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_tools_return_what_the_scorer_returned(tool):
     assert_all_kept(*TOOLS[tool]())
+
+
+@pytest.mark.parametrize("refit", [True, "flat", "accuracy"])
+def test_grid_searches_rank_by_the_score(refit):
+    scoring = Checked() if refit is True else {"flat": Checked(), "accuracy": "accuracy"}
+    name = "score" if refit is True else "flat"
+    model = make_pipeline(StandardScaler(), net())
+    grid = {"neuralnetclassifier__batch_size": [16, 64]}
+    search = GridSearchCV(model, grid, scoring=scoring, refit=refit, **FOLDS)
+    assert_all_kept(*splits(search, name))
+    rank = "score" if refit is True else refit
+    assert search.cv_results_[f"rank_test_{rank}"][search.best_index_] == 1
+    if name == rank:
+        assert search.best_index_ == np.argmax(search.cv_results_[f"mean_test_{name}"])
+        assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
 
 
 @pytest.mark.parametrize("sample_weight", [None, np.ones(len(Y))], ids=["", "weighted"])
@@ -581,21 +561,6 @@ def test_trained_weights_without_a_history_are_scored():
     assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
 
 
-USELESS = {
-    "no epoch": {"max_epochs": 0},
-    "one epoch": {"max_epochs": 1},
-    "three epochs": {"max_epochs": 3},
-    "no recorded epochs": {"max_epochs": 3, "callbacks": "disable"},
-}
-
-
-@pytest.mark.parametrize("record", USELESS)
-def test_training_that_made_no_progress_is_no_evidence(record):
-    model = net(module=Lucky, lr=1e-12, **USELESS[record]).fit(X, Y)
-    with pytest.warns(FlatnessWarning, match="training made no progress"):
-        assert math.isnan(SCORER(model, X, Y))
-
-
 @pytest.mark.parametrize("callbacks", [None, "disable"], ids=["epochs", "batches alone"])
 def test_one_epoch_that_made_progress_is_evidence(callbacks):
     torch.manual_seed(0)
@@ -871,13 +836,6 @@ def test_without_a_record_of_the_training_data_the_fold_decides():
     assert scorer(model, X, NAMES) == -model.relative_flatness_
     with pytest.warns(FlatnessWarning, match="its score is nan"):
         assert math.isnan(scorer(model, X, np.roll(NAMES, 60)))
-
-
-def test_recorded_comparison_is_pickled_with_the_net():
-    model = flat_net().fit(X, NAMES)
-    again = pickle.loads(pickle.dumps(model))
-    assert again.constant_comparison_ == model.constant_comparison_
-    assert model.constant_comparison_.loss < model.constant_comparison_.constant_loss
 
 
 @pytest.mark.parametrize(("layer", "same"), [("output", [-1, 1, "output"]), (0, ["hidden0", -2])])
