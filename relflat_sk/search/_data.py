@@ -72,11 +72,9 @@ def is_data_name(name: str) -> bool:
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate parameters of the estimator from parameters of the data."""
-    own = {name: value for name, value in params.items() if not is_data_name(name)}
-    data = {
-        name.removeprefix(PREFIX): value for name, value in params.items() if is_data_name(name)
-    }
-    return own, data
+    of_data = {name: value for name, value in params.items() if is_data_name(name)}
+    own = {name: value for name, value in params.items() if name not in of_data}
+    return own, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
 
 
 def vary_data(  # noqa: PLR0913
@@ -118,7 +116,9 @@ def vary_data(  # noqa: PLR0913
             f"data__train_size, but of {len(y)} samples {len(rest)} are left. Choose a smaller "
             "data__train_size."
         )
-    labels = _shuffle(rows, random_labels, rng)
+    labels = rows.copy()
+    shuffled = rng.permutation(len(rows))[: round(random_labels * len(rows))]
+    labels[shuffled] = rows[rng.permutation(shuffled)]
     confusion = rng.permutation(rest)[: int(confusion_size)]
     rows_fit = np.concatenate([rows, confusion])
     return TrainingData(
@@ -151,14 +151,6 @@ def _choose(
         every, train_size=train_size, random_state=rng, stratify=y if stratify else None
     )
     return np.sort(chosen), np.sort(rest)
-
-
-def _shuffle(rows: NDArray[np.intp], share: float, rng: np.random.RandomState) -> NDArray[np.intp]:
-    """Return the rows from which samples get their labels, a share of them shuffled."""
-    labels = rows.copy()
-    chosen = rng.permutation(len(rows))[: round(share * len(rows))]
-    labels[chosen] = rows[rng.permutation(chosen)]
-    return labels
 
 
 def _take(data: Any, rows: NDArray[np.intp]) -> Any:

@@ -85,18 +85,10 @@ def find_ending(
         return _ending_of_net(final, constant_loss)
     if is_number(goal) and train_loss > goal * (1 + ROUNDING):
         return "", f"the training loss did not reach the goal of {goal:g}"
-    if not _solver_has_ended(final):
-        reason = (
-            f"the solver stopped at max_iter={final.max_iter}, before its tolerance was reached"
-        )
-        return "", reason
+    n_iter, max_iter = getattr(final, "n_iter_", None), getattr(final, "max_iter", None)
+    if n_iter is not None and max_iter is not None and np.max(n_iter) >= max_iter:
+        return "", f"the solver stopped at max_iter={max_iter}, before its tolerance was reached"
     return "goal" if is_number(goal) else "solver", ""
-
-
-def _solver_has_ended(estimator: Any) -> bool:
-    """Return whether a solver of scikit-learn ended by its own tolerance."""
-    n_iter, max_iter = getattr(estimator, "n_iter_", None), getattr(estimator, "max_iter", None)
-    return n_iter is None or max_iter is None or bool(np.max(n_iter) < max_iter)
 
 
 def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
@@ -130,18 +122,13 @@ def epoch_losses(net: NeuralNet) -> Floats:
 
     Shapes: returns (n_epochs,).
     """
-    found = [
-        epoch["train_loss"] if "train_loss" in epoch else _mean_of_batches(epoch)
-        for epoch in net.history
-    ]
+    found = []
+    for epoch in net.history:
+        batches = epoch.get("batches", ())  # all that a net with callbacks="disable" records
+        each = [epoch] if "train_loss" in epoch else [b for b in batches if "train_loss" in b]
+        found.append(np.mean([one["train_loss"] for one in each]) if each else np.nan)
     losses = np.array(found, dtype=np.float64)
     return losses[~np.isnan(losses)]
-
-
-def _mean_of_batches(epoch: Any) -> float:
-    """Return the mean training loss of an epoch's batches, of a net with callbacks="disable"."""
-    losses = [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
-    return float(np.mean(losses)) if losses else np.nan
 
 
 # how the reason of a minimum begins whose measures are nan or infinite
@@ -166,27 +153,18 @@ def record_verdict(
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
-    useless = _why_useless(found, train_loss, constant_loss)
-    if useless:
-        ended_by, reason = "", useless
+    comparison = ConstantComparison(train_loss, constant_loss)
+    ended_by, useless = "", True
+    if train_loss >= constant_loss:
+        reason = "the training loss is no better than a constant prediction's"
+    elif any(has_vanished(name, one.value, comparison) for name, one in found.items()):
+        reason = SATURATED
     elif not np.isfinite(values).all():
-        ended_by, reason = "", _name_non_finite(found)
+        wrong = [one for one in found.items() if not np.isfinite(one[1].value)]
+        reason = NO_MEASURE + ", ".join(f"{name} is {one.value}" for name, one in wrong)
+        useless = False
     else:
         ended_by, reason = find_ending(estimator, goal, train_loss, constant_loss)
+        useless = False
     record |= {"converged": not reason, "ended_by": ended_by, "reason": reason}
     return [np.nan] * len(values) if useless else list(values)
-
-
-def _why_useless(found: Mapping[str, Flatness], train_loss: float, constant_loss: float) -> str:
-    """Return why the flatness of a network is none of a minimum; "" if it may be."""
-    if train_loss >= constant_loss:
-        return "the training loss is no better than a constant prediction's"
-    comparison = ConstantComparison(train_loss, constant_loss)
-    vanished = any(has_vanished(name, one.value, comparison) for name, one in found.items())
-    return SATURATED if vanished else ""
-
-
-def _name_non_finite(found: Mapping[str, Flatness]) -> str:
-    """Say which measures are nan or infinite, as the reason of a candidate."""
-    values = {name: one.value for name, one in found.items() if not np.isfinite(one.value)}
-    return NO_MEASURE + ", ".join(f"{name} is {value}" for name, value in values.items())

@@ -49,7 +49,10 @@ def render(search: Any) -> str:
     return Template(page).substitute(
         title=html.escape(f"Minima of {type(search.estimator).__name__}, ranked by {by}"),
         summary=_summary(search),
-        minima=_minima(minima),
+        minima=_table(
+            minima[["rank", "trial", *minima.columns.drop(["rank", "trial"])]],
+            np.where(minima["comparable"], "", "grey"),
+        ),
         plots=_plots(search, by),
         correlations=_correlations(minima),
         settings=_pairs(_settings(search)),
@@ -138,13 +141,6 @@ def text_of(value: Any) -> str:
 
 
 # -- tables ------------------------------------------------------------------------------------
-
-
-def _minima(minima: pd.DataFrame) -> str:
-    """Render the table of minima, rank and trial first; those that are not ranked in grey."""
-    first = ["rank", "trial"]
-    table = minima[[*first, *(name for name in minima.columns if name not in first)]]
-    return _table(table, np.where(minima["comparable"], "", "grey"))
 
 
 def _table(table: pd.DataFrame, kinds: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import optuna
 import pandas as pd
 from optuna.samplers import NSGAIIISampler, NSGAIISampler
-from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial
 from sklearn import get_config
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
@@ -96,12 +96,6 @@ def check_arguments(search: Any) -> None:
         )
 
 
-def n_objectives(search: Any) -> int:
-    """Return the number of objectives of a search's study."""
-    multiple = isinstance(search.sampler, NSGAIISampler | NSGAIIISampler)
-    return len(listed(search.measure)) if multiple else 1
-
-
 def plan_candidates(search: Any, space: Space) -> Plan:
     """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws."""
     grid = space.grid() if search.sampler is None else None
@@ -115,17 +109,6 @@ def plan_candidates(search: Any, space: Space) -> Plan:
     if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
         return Plan(space.distributions(), points=grid or [])
     return Plan(space.distributions(), n_trials=int(search.n_trials))
-
-
-def create_study(search: Any, storage: BaseStorage) -> optuna.Study:
-    """Create the study of a search, or open the one to resume."""
-    return optuna.create_study(
-        directions=["minimize"] * n_objectives(search),
-        storage=storage,
-        pruner=search.pruner or optuna.pruners.NopPruner(),
-        study_name=search.study_name,
-        load_if_exists=search.study_name is not None,
-    )
 
 
 def _if_best_has(method: str) -> Callable[[Any], Any]:
@@ -434,9 +417,17 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             jobs = n_processes(self.n_jobs)
             own_journal = Path(folder) / "journal.log" if jobs else None
             storage = open_storage(own_journal if self.storage is None else self.storage)
-            study = guard.study = create_study(self, storage)
+            multiple = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
+            n_objectives = len(objective.names) if multiple else 1
+            study = guard.study = optuna.create_study(
+                directions=["minimize"] * n_objectives,
+                storage=storage,
+                pruner=self.pruner or optuna.pruners.NopPruner(),
+                study_name=self.study_name,
+                load_if_exists=self.study_name is not None,
+            )
             own_sampler = self.sampler is not None
-            check_resumable(study, storage, objective, n_objectives(self), own_sampler=own_sampler)
+            check_resumable(study, storage, objective, n_objectives, own_sampler=own_sampler)
             measure_what_is_new(study, objective)
             guard.remember(study)
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
@@ -475,10 +466,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Make the objective that trains and measures each candidate."""
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
-        same = (
-            *("artifact_store", "lr_scaling", "goal", "n_threads"),
-            *("layer", "measure_params", "device"),
-        )
+        same = "artifact_store", "lr_scaling", "goal", "n_threads", "measure_params", "device"
         return MinimaObjective(
             self.estimator,
             X,
@@ -488,6 +476,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             X_test=X_test,
             y_test=y_test,
             random_state=self._seed,
+            layer=self.layer,
             fit_params=dict(fit_params),
             **{name: getattr(self, name) for name in same},
         )
