@@ -11,55 +11,52 @@ from benchmarks.costs import training
 from tests.benchmarks.commands import run
 from tests.processes import ROOT
 
+# a ratio, or a count, that each benchmark prints
+SCALE = pytest.mark.scale
+RATIOS = [
+    ("scoring", "torch.func.hessian / scoring, the measure by itself", ()),
+    ("training", "MLP, first layer / no penalty", ()),
+    ("layers", "flatness_report / forward-backward", ()),
+    ("heads", "relative_flatness / forward", ()),
+    ("fitting", "digits, defaults / scikit-learn", ()),
+    ("fleet", "64-128-64-10, batch 32, fleet / torch loop", SCALE),
+    ("stacking", "64-128-64-10, batch 8", ()),
+    ("distributed", "seconds of two processes / of one", SCALE),
+]
+MINIMA = {
+    "claims": {
+        "10 workers at the same moment, candidates": "10.00",
+        "SQLite, candidates trained": "12.00",
+        "SQLite, candidates trained twice": "0.00",
+        "journal, candidates trained": "12.00",
+        "journal, candidates trained twice": "0.00",
+    },
+    "soak": {
+        "SQLite, draws, minima": "20.00",
+        "SQLite, draws, open files at the end - at the beginning": "0.00",
+        "journal, grid, minima": "20.00",
+        "journal, grid, open files at the end - at the beginning": "0.00",
+    },
+    "engines": {"two processes, a journal, minima as in one process": "4.00"},
+}
+
+
+def budgets(printed):
+    """The last part of what a benchmark prints: values and budgets, by name."""
+    return dict(line.split(": ", 1) for line in printed.strip().split("\n\n")[-1].splitlines())
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "ratios"),
-    [
-        (
-            "benchmarks.costs.scoring",
-            [
-                "scoring / forward",
-                "torch.func.hessian / scoring, the measure by itself",
-                "autograd.functional.hessian / scoring, the measure by itself",
-                "peak memory, scoring / forward",
-            ],
-        ),
-        (
-            "benchmarks.costs.training",
-            ["LeNet-5, last layer / no penalty", "MLP, first layer / no penalty"],
-        ),
-        ("benchmarks.costs.layers", ["flatness_report / forward-backward"]),
-        ("benchmarks.costs.heads", ["relative_flatness / forward"]),
-        ("benchmarks.costs.fitting", ["digits, defaults / scikit-learn"]),
-        pytest.param(
-            "benchmarks.costs.fleet",
-            ["64-128-64-10, batch 32, fleet / torch loop"],
-            marks=pytest.mark.scale,
-        ),
-        ("benchmarks.costs.stacking", ["64-128-64-10, batch 8"]),
-        pytest.param(
-            "benchmarks.costs.distributed",
-            ["seconds of two processes / of one"],
-            marks=pytest.mark.scale,
-        ),
-    ],
-    ids=[
-        *["scoring", "training", "layers", "heads", "fitting", "fleet", "stacking"],
-        "distributed",
-    ],
+    ("module", "ratio"), [pytest.param(*row[:2], marks=row[2], id=row[0]) for row in RATIOS]
 )
-def test_quick_run_prints_ratios_and_budgets(module, ratios):
-    printed = run(module, "--quick", RELFLAT_SK_CIFAR10="")
+def test_quick_run_prints_ratios_and_budgets(module, ratio):
+    printed = run(f"benchmarks.costs.{module}", "--quick", RELFLAT_SK_CIFAR10="")
     assert "torch threads" in printed  # the environment
-    *_, budgets = printed.strip().split("\n\n")
-    lines = dict(line.split(": ", 1) for line in budgets.splitlines())
-    assert set(lines) >= set(ratios)
-    for name in ratios:
-        value, _, rest = lines[name].partition(" ")
-        assert float(value) > 0
-        assert rest.startswith("(budget ")
-        assert rest.endswith("not judged (quick)")
+    value, _, rest = budgets(printed)[ratio].partition(" ")
+    assert float(value) > 0
+    assert rest.startswith("(budget ")
+    assert rest.endswith("not judged (quick)")
 
 
 @pytest.mark.slow
@@ -79,52 +76,17 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        pytest.param(
-            "claims",
-            {
-                "10 workers at the same moment, candidates": "10.00",
-                "SQLite, candidates trained": "12.00",
-                "SQLite, candidates trained twice": "0.00",
-                "journal, candidates trained": "12.00",
-                "journal, candidates trained twice": "0.00",
-            },
-            marks=pytest.mark.scale,
-        ),
-        pytest.param(
-            "soak",
-            {
-                "SQLite, draws, minima": "20.00",
-                "SQLite, draws, open files at the end - at the beginning": "0.00",
-                "journal, grid, minima": "20.00",
-                "journal, grid, open files at the end - at the beginning": "0.00",
-            },
-            marks=pytest.mark.scale,
-        ),
-        pytest.param(
-            "engines",
-            {"two processes, a journal, minima as in one process": "4.00"},
-            marks=pytest.mark.scale,
-        ),
-    ],
-    ids=["claims", "soak", "engines"],
-)
-def test_quick_run_counts_minima(module, expected):
+@pytest.mark.scale
+@pytest.mark.parametrize("module", MINIMA)
+def test_quick_run_counts_minima(module):
     # an interpreter of its own, since it starts processes itself
+    command = [sys.executable, "-m", f"benchmarks.costs.{module}", "--quick"]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.costs.{module}", "--quick"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    *_, budgets = done.stdout.strip().split("\n\n")
-    lines = dict(line.split(": ", 1) for line in budgets.splitlines())
-    assert {name: lines[name].partition(" ")[0] for name in expected} == expected
+    lines = budgets(done.stdout)
+    assert {name: lines[name].partition(" ")[0] for name in MINIMA[module]} == MINIMA[module]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from benchmarks.worth import selection
 
@@ -72,12 +71,3 @@ def test_a_candidate_is_trained_in_all_the_ways(tmp_path):
     assert all(0.8 < at[what]["score"] <= 1 for what in ("5-fold CV", "hold-out"))
     assert at["all"]["relative_flatness"] > 0
     assert all(np.isfinite(at[what]["seconds"]) for what in at)
-
-
-@pytest.mark.parametrize("name", ["digits", "breast cancer", "diabetes"])
-def test_there_are_forty_candidates(name):
-    task = selection.tasks(None)[name]
-    assert len({json.dumps(one) for one in task.candidates()}) == 40
-    X, _, X_test, y_test = next(task.splits(1))
-    assert len(X) == task.n_train
-    assert len(X_test) == len(y_test) > 100

@@ -73,13 +73,9 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
 
 
 @pytest.mark.slow
-def test_defaults_are_compared_with_scikit_learn():
-    text = run("benchmarks.worth.defaults", "--quick")
-    *_, rows = text.strip().split("\n\n")
-    assert len(rows.splitlines()) == 2 + 2 * 3  # header; two data sets, three models
-
-
-@pytest.mark.slow
-def test_depth():
-    text = run("benchmarks.worth.depth", "--quick")
-    assert "breast cancer | None | 3 | 0% |" in text
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [("defaults", "diabetes    ours, no penalty"), ("depth", "breast cancer | None | 3 | 0% |")],
+)
+def test_quick_runs_of_defaults_and_depth(module, line):
+    assert line in run(f"benchmarks.worth.{module}", "--quick")
