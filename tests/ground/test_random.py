@@ -10,11 +10,14 @@ from relflat_sk._random import (
     draw_seeds,
     draw_words,
     fork_rng,
+    get_states,
     make_generator,
     n_words,
     rademacher,
     seed_from,
     seed_torch,
+    seeded,
+    set_states,
     signs_of,
 )
 
@@ -54,6 +57,20 @@ def test_forked_states_come_back(device):
         torch.manual_seed(3)
         torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_context_is_seeded_and_states_are_copied():
+    before = get_states("cpu")
+    with seeded(3):
+        drawn = torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    with seeded(3):
+        assert torch.equal(torch.rand(2), drawn)
+    with seeded(None):
+        torch.rand(2)
+    assert not torch.equal(torch.get_rng_state(), before[0])
+    set_states("cpu", before)
+    assert torch.equal(torch.get_rng_state(), before[0])
 
 
 def test_torch_is_seeded_as_by_its_own_function(device):
