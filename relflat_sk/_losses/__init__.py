@@ -26,30 +26,3 @@ from relflat_sk._losses.loss import (
 )
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import LINKS, TABLE, ProbabilityNLLLoss, Target
-
-__all__ = [
-    "ARRAY_LOSSES",
-    "LINKS",
-    "MANY",
-    "TABLE",
-    "ArrayLoss",
-    "ClosedForm",
-    "Curvature",
-    "Factor",
-    "Loss",
-    "ManyClasses",
-    "ProbabilityNLLLoss",
-    "Target",
-    "as_criterion",
-    "check_twice",
-    "constant_risk",
-    "explain_ending",
-    "find_array_loss",
-    "name_criterion",
-    "namespace",
-    "product_curvature",
-    "pull_back",
-    "transposed",
-    "warn_of_ending",
-    "weighted_loss",
-]

@@ -72,10 +72,6 @@ class Processes:
             for array, joined in zip(arrays, zip(*parts, strict=True), strict=True)
         ]
 
-    def share(self, value: Any) -> Any:
-        """Return the value of the first process."""
-        return self.gather(value)[0]
-
     def begin(self, task: str) -> None:
         """Wait until all processes begin a task, of which some may find that it is impossible."""
         if self._group is not None:

@@ -131,7 +131,8 @@ def measure_network(
     if network.processes.are_several:
         # of the weights' noise and of Lanczos' first vector; probes have seeds of their own
         seed = seed_from(params.get("random_state"))
-        params["random_state"] = network.processes.share(draw_seed(None) if seed is None else seed)
+        seed = draw_seed(None) if seed is None else seed
+        params["random_state"] = network.processes.gather(seed)[0]
     params["weight_decay"] = weight_decay
     found: Found = {}
     if of_layers := [name for name in names if name in LAYER_MEASURES]:
