@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer
+from relflat_sk._losses import check_twice
 from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
 from relflat_sk.measures._results import Estimate
 
@@ -121,7 +122,9 @@ def loss_gradient(
             loss, share = outcome.total()
             along = loss
             if direction is not None and loss.requires_grad:
-                along = grad(loss, create_graph=True)[0] @ direction
+                (of_loss,) = grad(loss, create_graph=True)
+                check_twice(of_loss)
+                along = of_loss @ direction
             if along.requires_grad:
                 gradient += grad(along, retain_graph=True)[0]
             total += float(loss.detach())

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
+from relflat_sk._losses import check_twice
 from relflat_sk._network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
@@ -178,6 +179,7 @@ def _along_weights(output: Tensor, leaf: Tensor) -> Tensor:
     if not output.requires_grad:
         return u.detach()
     (pulled,) = torch.autograd.grad(output, leaf, u, create_graph=True, materialize_grads=True)
+    check_twice(pulled)
     tangent: Tensor = torch.autograd.grad(pulled @ leaf.detach(), u, retain_graph=True)[0]
     return tangent
 
