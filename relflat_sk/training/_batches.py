@@ -282,7 +282,7 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
     if isinstance(data, Tensor):
         return data.index_select(0, torch.from_numpy(rows).to(data.device))
     found = data[rows]
-    return torch.from_numpy(found.toarray() if issparse(found) else np.ascontiguousarray(found))
+    return torch.from_numpy(found.toarray() if issparse(found) else found)
 
 
 class StoredRows:

@@ -144,12 +144,12 @@ class LightningFlatnessCallback(Callback):
                 hook.remove()
             return None if result is None else self._add(pl_module, result, outputs[0], batch)
 
+        # another callback of this kind may have wrapped the step before
         own = vars(pl_module).get("training_step")
+        own = getattr(own, "without_penalty", own)
+        vars(training_step)["without_penalty"] = own
         pl_module.training_step = training_step
-        if own is None:
-            self._open.callback(delattr, pl_module, "training_step")
-        else:
-            self._open.callback(setattr, pl_module, "training_step", own)
+        self._open.callback(_restore, pl_module, own)
 
     def _network(self, pl_module: Any) -> nn.Module:
         """Return the network that makes the predictions."""
@@ -200,13 +200,18 @@ class LightningFlatnessCallback(Callback):
         found = self._training.measure(self._network(pl_module), rows, self.criterion)
         pl_module.log("relative_flatness", found)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any, exception: Any = None) -> None:
         """Give the module its own `training_step` back."""
         self._open.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the module its own `training_step` back."""
-        self._open.close()
+    on_exception = on_train_end
+
+
+def _restore(pl_module: Any, own_step: Any) -> None:
+    """Give a module the `training_step` back that it had itself, or else that of its class."""
+    vars(pl_module).pop("training_step", None)
+    if own_step is not None:
+        pl_module.training_step = own_step
 
 
 def _split_pair(batch: Any) -> tuple[Any, Any]:

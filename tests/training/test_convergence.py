@@ -192,11 +192,12 @@ def test_gradient_norm_gives_the_net_back_as_it_was():
         p.grad = torch.full_like(p, 3.0)
     modes = [m.training for m in net.module_.modules()]
     state = {k: v.clone() for k, v in net.module_.state_dict().items()}
-    random = torch.get_rng_state()
+    random, limit = torch.get_rng_state(), net._penalty_limit().__getstate__()
     gradient_norm(net, net.get_dataset(X, np.zeros(42, dtype=np.int64)))
     assert [m.training for m in net.module_.modules()] == modes
     assert_close(net.module_.state_dict(), state, rtol=0, atol=0)
     assert_close(torch.get_rng_state(), random)
+    assert net._penalty_limit().__getstate__() == limit  # which learns from steps
     assert all(bool((p.grad == 3).all()) for p in net.module_.parameters())
 
 

@@ -1,6 +1,7 @@
 """The callback for Lightning, against a plain loop with the same batches."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -179,6 +180,24 @@ def test_data_that_cannot_be_measured_are_refused(data, message):
     callback = LightningFlatnessCallback(CRITERION, network="model", weight=0)
     with pytest.raises(ValueError, match=message):
         fit(Classifier(), callback, data=data)
+
+
+def test_several_callbacks_give_the_module_its_own_step_back():
+    callbacks = [
+        LightningFlatnessCallback(CRITERION, network="model", layer=layer, every=None)
+        for layer in (0, -1)
+    ]
+    modules = Classifier(), Classifier(), Classifier()
+    own = partial(Classifier.training_step, modules[1])
+    modules[1].training_step = own
+    fit(modules[0], *callbacks)
+    fit(modules[1], *callbacks)
+    fit(modules[2], callbacks[0])
+    steps = [vars(module).get("training_step") for module in modules]
+    assert steps == [None, own, None]
+    first, second, third = (module.model[0].weight for module in modules)
+    assert torch.equal(first, second)
+    assert (first - third).abs().max() > 1e-6
 
 
 def test_a_skipped_step_stays_skipped():

@@ -374,6 +374,9 @@ def test_training_goes_on_from_saved_parameters():
     other = make(**params, max_epochs=0).fit(X, NAMES)
     other.load_params(**files)
     assert other.predict_proba(X).tolist() == net.predict_proba(X).tolist()
+    # the limit of the penalty knows the steps before
+    assert other._penalty_limit().__getstate__() == net._penalty_limit().__getstate__()
+    assert net._penalty_limit().steps == 9
     state = torch.get_rng_state()
     for trained in (net, other):
         torch.manual_seed(1)
