@@ -403,9 +403,13 @@ def test_dropout_drops_the_share_it_should_and_keeps_the_mean():
         random_state=0,
     )
     X = np.ones((64, 1), dtype=np.float32)
-    (trained,) = FleetTrainer([net], fleet=1).fit(X, np.zeros(64)).estimators_
-    # outputs have the mean 2000 and the standard error sqrt(2000 * 3 / 7 / 64) = 3.7
-    assert abs(curve(trained)[0] - 2000) < 20
+    away, spread = (
+        curve(FleetTrainer([net], fleet=1).fit(X, np.full(64, target)).estimators_[0])[0]
+        for target in (0.0, 2000.0)
+    )
+    # outputs have the mean 2000 and the standard deviation sqrt(2000 * 3 / 7) = 29
+    assert abs(away - 2000) < 20
+    assert 15 < spread < 35
 
 
 def test_each_net_that_its_penalty_kept_from_learning_is_named_once():
