@@ -163,22 +163,20 @@ class FlatnessScorer(BaseEstimator):
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Score a fitted model. Shapes: `sample_weight` (n,)."""
         self._check_parameters()
+        measured, comparison = None, None
         if self.data == "train":
             flatness, comparison = self._read_recorded(estimator, X)
-            if self.at_minimum == "ignore":
-                return 0.0 - flatness  # which is never -0.0
-            if comparison is None or not comparison.is_known:
-                comparison = compare_with_constant(self._measure(estimator, X, y, sample_weight))
         else:
             measured = self._measure(estimator, X, y, sample_weight)
             flatness = measured.value
-            if self.at_minimum == "ignore":
-                return 0.0 - flatness
+        score = 0.0 - flatness  # which is never -0.0
+        if self.at_minimum == "ignore":
+            return score
+        if comparison is None or not comparison.is_known:
+            measured = measured or self._measure(estimator, X, y, sample_weight)
             comparison = compare_with_constant(measured)
         at_minimum = self._check_minimum(final_estimator(estimator), flatness, comparison)
-        if not at_minimum and self.at_minimum == "reject":
-            return math.nan
-        return 0.0 - flatness
+        return score if at_minimum or self.at_minimum == "warn" else math.nan
 
     def __getstate__(self) -> Any:
         return {**super().__getstate__(), "measure": hold_functions(self.measure)}

@@ -446,10 +446,7 @@ def test_error_rate_of_classes_counts_labels():
     assert error_rate(network(inside, nn.BCELoss(), X[:3], outputs[:3])) == pytest.approx(3 / 9)
 
 
-# -- all of them -------------------------------------------------------------------------------
-
-
-# -- invariances -------------------------------------------------------------------------------
+# -- of all these measures ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -537,9 +534,6 @@ def test_frozen_and_shared_weights_are_disturbed_like_others():
     at = network(Shared().double(), MSE, X, X)
     assert len(weights_of(at)) == 9 + 3 + 3
     assert keskar_sharpness(at).value > 0
-
-
-# -- by the measure's name ---------------------------------------------------------------------
 
 
 def test_networks_without_weights_are_refused():
