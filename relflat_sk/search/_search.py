@@ -15,13 +15,16 @@ from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial
 from sklearn import get_config
-from sklearn.base import BaseEstimator, MetaEstimatorMixin
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, is_regressor
+from sklearn.ensemble import VotingClassifier, VotingRegressor
+from sklearn.frozen import FrozenEstimator
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import check_integer
+from relflat_sk._models import describe
 from relflat_sk._random import as_random_state
 from relflat_sk._warnings import warn
 from relflat_sk.fleet import fleet_size
@@ -546,6 +549,67 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if problem:
             raise ValueError(problem)
         return estimator
+
+    def get_ensemble(self, k: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
+        """Return the k flattest minima as one fitted estimator that averages their predictions.
+
+        Parameters
+        ----------
+        k : int
+            Number of minima, the first of `minima_`.
+        X : array-like of shape (n, n_features), optional
+            The training data that `fit` was given; needed only if the search was unpickled.
+        y : array-like of shape (n,), optional
+            The labels or values that `fit` was given.
+        **fit_params
+            The other arguments that `fit` was given, such as `sample_weight`; with X only.
+
+        Returns
+        -------
+        VotingClassifier or VotingRegressor
+            Of scikit-learn. A classifier averages probabilities, a regressor predictions. Each
+            member comes from `get_estimator`, which may train it again.
+
+        Raises
+        ------
+        ValueError
+            If there are not so many trained minima, or these are no classifiers with
+            probabilities of one label, and no regressors of one target.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> from relflat_sk import FlatMinimaSearch
+        >>> X, y = load_iris(return_X_y=True)
+        >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 0.5, 1.0]})
+        >>> ensemble = search.fit(X, y).get_ensemble(2)
+        >>> ensemble.predict(X[:2])
+        array([0, 0])
+        """
+        trained = self.minima_.loc[self.minima_["state"] == "complete", "trial"]
+        check_integer("k", k, minimum=1)
+        if k > len(trained):
+            raise ValueError(
+                f"k={k} minima are asked for, and {len(trained)} candidates were trained to their "
+                "end. Pass a smaller k, or search with more candidates."
+            )
+        members = [
+            (f"trial{number}", FrozenEstimator(self.get_estimator(number, X, y, **fit_params)))
+            for number in trained.iloc[:k].tolist()
+        ]
+        first = members[0][1]
+        if is_regressor(first):
+            ensemble, targets = VotingRegressor(members), [0.0]
+        elif hasattr(first, "predict_proba") and np.ndim(getattr(first, "classes_", 0)) == 1:
+            ensemble, targets = VotingClassifier(members, voting="soft"), first.classes_
+        else:
+            raise ValueError(
+                f"an ensemble averages probabilities of classes or predictions of a number, and "
+                f"{describe(first.estimator)} has neither. Average the predictions of "
+                "get_estimator(trial) yourself."
+            )
+        return ensemble.fit(None, targets)  # frozen members learn nothing
 
     def remeasure(
         self,

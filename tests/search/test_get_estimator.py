@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from optuna.trial import TrialState, create_trial
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
 from sklearn.neural_network import MLPClassifier
 
 from relflat_sk import FlatnessWarning
@@ -15,7 +15,17 @@ from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
 from relflat_sk.search._workers import progress
 from tests.processes import forkserver
-from tests.search.examples import Fails, X, Y, logistic, make_net, make_search, piped
+from tests.search.examples import (
+    LABELS,
+    TARGET,
+    Fails,
+    X,
+    Y,
+    logistic,
+    make_net,
+    make_search,
+    piped,
+)
 
 SIZES = {"batch_size": [8, 16, 32]}
 ESTIMATORS = {
@@ -190,3 +200,32 @@ def test_the_bar_of_a_search_shows_progress(capfd):
     shown = capfd.readouterr().err
     assert "goal reached 2, plateau 0, not converged 0, failed 1" in shown
     assert "flattest" in shown
+
+
+@pytest.mark.parametrize("labels", [Y, LABELS], ids=["numbers", "names"])
+def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
+    search = logistic().fit(X, labels)
+    flattest = search.minima_["trial"].iloc[:2]
+    expected = np.mean([search.get_estimator(n).predict_proba(X) for n in flattest], axis=0)
+    ensemble = pickle.loads(pickle.dumps(search.get_ensemble(2)))
+    np.testing.assert_allclose(ensemble.predict_proba(X), expected, rtol=1e-12)
+    assert ensemble.predict(X).tolist() == search.classes_[expected.argmax(axis=1)].tolist()
+    assert ensemble.score(X, labels) > 0.8
+
+
+def test_an_ensemble_averages_the_predictions_of_regressors():
+    search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}, depth_band=None).fit(X, TARGET)
+    flattest = search.minima_["trial"].iloc[:2]
+    expected = np.mean([search.get_estimator(n).predict(X) for n in flattest], axis=0)
+    np.testing.assert_allclose(search.get_ensemble(2).predict(X), expected, rtol=1e-12)
+
+
+def test_an_ensemble_needs_trained_minima_with_probabilities():
+    search = logistic().fit(X, Y)
+    with pytest.raises(ValueError, match="k=4 minima are asked for, and 3 candidates"):
+        search.get_ensemble(4)
+    with pytest.raises(ValueError, match="k must be a positive integer, got 0"):
+        search.get_ensemble(0)
+    scores = SGDClassifier(loss="squared_hinge", random_state=0)
+    with pytest.raises(ValueError, match=r"averages probabilities .*SGDClassifier.* has neither"):
+        make_search(scores, {"alpha": [1e-3, 1e-2]}, depth_band=None).fit(X, Y).get_ensemble(2)
