@@ -226,6 +226,6 @@ def test_an_ensemble_needs_trained_minima_with_probabilities():
         search.get_ensemble(4)
     with pytest.raises(ValueError, match="k must be a positive integer, got 0"):
         search.get_ensemble(0)
-    scores = SGDClassifier(loss="squared_hinge", random_state=0)
+    scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
     with pytest.raises(ValueError, match=r"averages probabilities .*SGDClassifier.* has neither"):
         make_search(scores, {"alpha": [0.1, 0.11]}, depth_band=None).fit(X, Y).get_ensemble(2)
