@@ -13,7 +13,7 @@ from skorch import NeuralNet
 
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._results import Flatness
-from relflat_sk.measures._score import Score, score_of
+from relflat_sk.measures._score import Score, auc_of, score_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -77,6 +77,9 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
         if comparison.beats_constant or not math.isfinite(comparison.loss):
             return comparison
         score = score_of(measured.network)
+        if score is not None and score.name == "accuracy" and not score.beats_constant:
+            area = auc_of(measured.network)
+            score = area if area is not None and area.beats_constant else score
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)
 
 
@@ -116,6 +119,9 @@ def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
         return f"its mean loss is {risk:.3g}; has training diverged?"
     loss = f"its mean loss of {risk:.6g}"
     constant = f"the best constant prediction's, {comparison.constant_loss:.6g}"
+    learned = _has_learned(model, comparison)
+    if learned or (learned is None and comparison.beats_constant):
+        return None
     if not comparison.beats_constant:
         score, described = comparison.score, ""
         if score is not None:
@@ -124,7 +130,7 @@ def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
                 f"constant prediction's, {score.constant:.3g}, and "
             )
         return f"{described}{loss} is no better than {constant}"
-    if not comparison.is_lower_by(_LUCK) and not made_progress(model):
+    if not comparison.is_lower_by(_LUCK):
         better = "little" if comparison.is_lower_by(0) else "no"
         return f"its training made no progress, and {loss} is {better} better than {constant}"
     return None
@@ -133,12 +139,37 @@ def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
 # -- evidence of training ---------------------------------------------------------------------
 
 
-def made_progress(model: Any) -> bool:
-    """Return whether the record of a training shows that it has lowered its own loss."""
+def _has_learned(model: Any, comparison: ConstantComparison) -> bool | None:
+    """Return whether the record of a training shows that it succeeded; None without a record.
+
+    A model that has learned its training data is at a minimum, however it predicts other data.
+    """
+    if hasattr(type(model), "constant_comparison_"):
+        own: ConstantComparison | None = getattr(model, "constant_comparison_", None)
+        if own is None:  # the weights are not those that were trained
+            return None
+        if own.is_known:
+            return own.beats_constant and (own.is_lower_by(_LUCK) or bool(made_progress(model)))
+    progress = made_progress(model)
+    if progress is not None:
+        return progress
+    # of an optimizer that keeps no curve; labels of other data have about the same constant
+    final = getattr(model, "loss_", math.nan)
+    return True if final < comparison.constant_loss * (1 - _PROGRESS) else None
+
+
+def made_progress(model: Any) -> bool | None:
+    """Return whether a training has lowered its loss, to its end; None without a record."""
     if isinstance(model, NeuralNet):
-        return _history_shows_progress(model)
+        return _history_shows_progress(model) and not _ended_worse(model)
     curve = getattr(model, "loss_curve_", None)
-    return curve is None or _some_is_lower(curve, _PROGRESS)
+    return None if curve is None else _some_is_lower(curve, _PROGRESS)
+
+
+def _ended_worse(net: NeuralNet) -> bool:
+    """Return whether the last epochs have a larger loss than the first."""
+    epochs = [epoch["train_loss"] for epoch in net.history if "train_loss" in epoch]
+    return len(epochs) > 1 and not min(epochs[-3:]) <= epochs[0]
 
 
 def _history_shows_progress(net: NeuralNet) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss
@@ -59,6 +60,35 @@ def score_of(network: Network) -> Score | None:
         return _r2(predicted, actual, weight)
     positive = actual > (0.5 if bool((actual >= 0).all()) else 0)
     return _accuracy(predicted > threshold, positive, weight)
+
+
+def auc_of(network: Network) -> Score | None:
+    """Compute the area under the ROC curve, the mean over the classes or labels that occur.
+
+    Where classes are rare, it tells a network that has learned from a constant; accuracy does not.
+    """
+    rows = []
+    with borrowed(network.module), torch.no_grad():
+        for outcome in outcomes(network):
+            row = _class_columns(outcome) if _has_classes(outcome) else _number_rows(outcome)
+            if row is None:
+                return None
+            rows.append(row)
+    parts = (torch.cat(batches) for batches in zip(*rows, strict=True))
+    output, actual, weight = network.processes.join_rows(*parts)
+    if _threshold(network.loss, output, actual) is None or not bool(output.isfinite().all()):
+        return None
+    areas, variances = [], []
+    for scores, positive in zip(output.cpu().T, (actual.cpu() > 0.5).T, strict=True):
+        n, n_positive = len(positive), int(positive.sum())
+        if 0 < n_positive < n:
+            areas.append(roc_auc_score(positive, scores, sample_weight=weight.cpu()))
+            # of outputs that know nothing (Mann and Whitney)
+            variances.append((n + 1) / (12 * n_positive * (n - n_positive)))
+    if not areas:
+        return None
+    margin = _STANDARD_ERRORS * math.sqrt(max(variances))
+    return Score("area under the ROC curve", sum(areas) / len(areas), 0.5, margin)
 
 
 def count_errors(network: Network) -> tuple[float, float]:
@@ -118,6 +148,16 @@ def _class_rows(outcome: Outcome) -> _Rows:
     predicted, actual, counts = _classes(outcome)
     weight = outcome.weight.reshape(-1, *(1 for _ in actual.shape[1:])).expand(actual.shape)
     return predicted[counts][:, None], actual[counts][:, None], weight[counts]
+
+
+def _class_columns(outcome: Outcome) -> _Rows | None:
+    """Return the probability of each class, and whether it is the true one."""
+    if outcome.output.ndim != 2:
+        return None
+    _, actual, counts = _classes(outcome)
+    probabilities = outcome.output[counts].double().softmax(dim=1)
+    positive = nn.functional.one_hot(actual[counts], outcome.output.shape[1]).double()
+    return probabilities, positive, outcome.weight[counts]
 
 
 def _number_rows(outcome: Outcome) -> _Rows | None:

@@ -69,9 +69,8 @@ class FlatnessScorer(BaseEstimator):
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
         What to do with a model that is not at a minimum, or has no curvature. "reject" warns, and
         returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
-        like any other. "ignore" skips the check. The check uses the data that the scorer is called
-        with; with `data="train"`, the loss and the score that the net recorded on its training
-        data at the end of `fit`. The warnings are of class `FlatnessWarning`.
+        like any other. "ignore" skips the check. The training's record decides
+        where there is one, else the data that the scorer is called with, see Notes. The warnings are of class `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -82,13 +81,16 @@ class FlatnessScorer(BaseEstimator):
 
     Notes
     -----
-    A model counts as not at a minimum if
+    A model whose training recorded that it succeeded is at a minimum, however it predicts the data
+    that the scorer is called with: also a model that has learned noise. The record is the loss and
+    the score on the training data of a `RelativeFlatnessRegularizedNet`, the history of another
+    skorch net, the loss curve or the final loss of scikit-learn's MLPs. Without a record, or if it
+    shows no progress, a model counts as not at a minimum if
 
     - its mean loss or its flatness is not finite, or
     - neither its mean loss nor its score is better than that of the best constant prediction. The
       score is the accuracy, which must be above the majority's share by two standard errors, or
-      R2, which must be positive. A few samples that are wrong with confidence can lift the loss
-      of a good model on held-out data above a constant's, but not its score; or
+      the area under the ROC curve, above one half by two, or R2, which must be positive; or
     - its mean loss is no lower than half of that of the best constant prediction, and its
       training made no progress. Random initial weights can beat a constant by luck, but hardly
       by half.
@@ -101,9 +103,8 @@ class FlatnessScorer(BaseEstimator):
 
     Training made progress if it lowered its own loss by more than 2%, and by more than the noise
     of batches: over the epochs of a skorch net's history, over the batches of a single epoch if
-    they are shuffled, over the loss curve of scikit-learn's MLPs. Models without such a record,
-    other estimators and bare modules, need no such evidence. A net whose weights were loaded has
-    an empty history, and is scored if its loss is low enough.
+    they are shuffled, over the loss curve of scikit-learn's MLPs. A net whose weights were loaded
+    has an empty history, and is scored if its loss is low enough.
 
     Without labels there is no check, and the score comes with a `FlatnessWarning`.
 

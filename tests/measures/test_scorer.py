@@ -14,7 +14,13 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
+from sklearn.datasets import (
+    load_breast_cancer,
+    load_digits,
+    load_iris,
+    load_wine,
+    make_classification,
+)
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401
 from sklearn.inspection import permutation_importance
@@ -821,21 +827,57 @@ def test_a_recorded_nan_is_rejected():
 def test_what_was_recorded_in_training_decides_and_not_the_fold():
     model = flat_net().fit(X, NAMES)
     wrong = np.roll(NAMES, 60)
-    with pytest.warns(FlatnessWarning, match="its score is nan"):
-        assert math.isnan(SCORER(model, X, wrong))
+    assert math.isfinite(SCORER(model, X, wrong))
     assert FlatnessScorer(data="train")(model, X, wrong) == -model.relative_flatness_
     model._record = replace(model._record, comparison=ConstantComparison(2.0, 1.0, None))
     with pytest.warns(FlatnessWarning, match="mean loss of 2 is no better than .*, 1. With"):
         assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
 
 
-def test_without_a_record_of_the_training_data_the_fold_decides():
+def test_without_a_record_of_the_training_data_the_history_decides_and_then_the_fold():
     model = flat_net().fit(X, NAMES)
     model._record = replace(model._record, comparison=ConstantComparison(math.nan, math.nan))
-    scorer = FlatnessScorer(data="train")
+    scorer, wrong = FlatnessScorer(data="train"), np.roll(NAMES, 60)
+    assert scorer(model, X, wrong) == -model.relative_flatness_
+    model.history.clear()
     assert scorer(model, X, NAMES) == -model.relative_flatness_
     with pytest.warns(FlatnessWarning, match="its score is nan"):
-        assert math.isnan(scorer(model, X, np.roll(NAMES, 60)))
+        assert math.isnan(scorer(model, X, wrong))
+
+
+OVERFITTED = {
+    "ours": RelativeFlatnessRegularizedClassifier(
+        max_epochs=60, lr=0.01, flatness_weight=0, random_state=0, verbose=0
+    ),
+    "skorch's": NeuralNetClassifier(
+        MLP, module__n_features=20, module__n_outputs=2, criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.Adam, lr=0.01, max_epochs=60, train_split=None, verbose=0,
+    ),
+    "MLPClassifier": MLPClassifier(max_iter=1000, random_state=0),
+    "MLPClassifier by L-BFGS": MLPClassifier(solver="lbfgs", max_iter=1000, random_state=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERFITTED)
+def test_a_model_that_has_learned_noise_is_at_a_minimum(name):
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(60, 20)).astype(np.float32), rng.integers(0, 2, 60)
+    model = clone(OVERFITTED[name]).fit(X[:30], y[:30])
+    found = evaluate("relative_flatness", model, X[30:], y[30:])
+    assert found.risk > found.constant_risk()
+    assert math.isfinite(SCORER(model, X[30:], y[30:]))
+
+
+def test_a_linear_model_of_rare_classes_is_judged_by_the_area_under_the_curve():
+    X, y = make_classification(300, 20, weights=[0.9], flip_y=0, class_sep=0.6, random_state=1)
+    model = LogisticRegression(C=100, max_iter=2000).fit(X[:60], y[:60])
+    found = evaluate("relative_flatness", model, X[60:], y[60:])
+    assert found.risk > found.constant_risk()
+    assert model.score(X[60:], y[60:]) <= max(np.mean(y[60:]), 1 - np.mean(y[60:]))
+    assert math.isfinite(SCORER(model, X[60:], y[60:]))
+    with pytest.warns(FlatnessWarning, match="its score is nan"):
+        assert math.isnan(SCORER(model, X[60:], 1 - y[60:]))
 
 
 @pytest.mark.parametrize(("layer", "same"), [("output", [-1, 1, "output"]), (0, ["hidden0", -2])])
