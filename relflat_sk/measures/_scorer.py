@@ -69,8 +69,9 @@ class FlatnessScorer(BaseEstimator):
     at_minimum : {"reject", "warn", "ignore"}, default="reject"
         What to do with a model that is not at a minimum, or has no curvature. "reject" warns, and
         returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
-        like any other. "ignore" skips the check. The training's record decides
-        where there is one, else the data that the scorer is called with, see Notes. The warnings are of class `FlatnessWarning`.
+        like any other. "ignore" skips the check. The training's record decides where there is one,
+        else the data that the scorer is called with, see Notes. The warnings are of class
+        `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
