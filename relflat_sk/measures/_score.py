@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sklearn.metrics import roc_auc_score
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from relflat_sk._losses import Loss
@@ -66,6 +66,7 @@ def auc_of(network: Network) -> Score | None:
     """Compute the area under the ROC curve, the mean over the classes or labels that occur.
 
     Where classes are rare, it tells a network that has learned from a constant; accuracy does not.
+    Samples of weight 0 are left out, all others count alike.
     """
     rows = []
     with borrowed(network.module), torch.no_grad():
@@ -79,12 +80,15 @@ def auc_of(network: Network) -> Score | None:
     if _threshold(network.loss, output, actual) is None or not bool(output.isfinite().all()):
         return None
     areas, variances = [], []
-    for scores, positive in zip(output.cpu().T, (actual.cpu() > 0.5).T, strict=True):
+    counts = (weight > 0).cpu()
+    columns = output.cpu()[counts].T, actual.cpu()[counts].T > 0.5
+    for scores, positive in zip(*columns, strict=True):
         n, n_positive = len(positive), int(positive.sum())
         if 0 < n_positive < n:
-            areas.append(roc_auc_score(positive, scores, sample_weight=weight.cpu()))
-            # of outputs that know nothing (Mann and Whitney)
-            variances.append((n + 1) / (12 * n_positive * (n - n_positive)))
+            ranks = rankdata(scores)[positive.numpy()].sum()
+            pairs = n_positive * (n - n_positive)
+            areas.append((ranks - n_positive * (n_positive + 1) / 2) / pairs)
+            variances.append((n + 1) / (12 * pairs))  # of outputs that know nothing
     if not areas:
         return None
     margin = _STANDARD_ERRORS * math.sqrt(max(variances))
