@@ -29,12 +29,13 @@ LEFT_OUT = [
     # skorch calls these methods of nets
     *("evaluation_step", "fit_loop", "forward_iter", "get_iterator", "get_params_for_optimizer"),
     *("get_split_datasets", "initialize_callbacks", "initialize_criterion", "initialize_module"),
-    *("initialize_optimizer", "notify", "run_single_epoch", "train_step_single", "validation_step"),
+    *("initialize_optimizer", "notify", "run_single_epoch", "train_step"),
+    *("train_step_single", "validation_step"),
     # trainers call these methods of callbacks
     *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
     *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
-    *("capture_compiled", "data", "measure", "of_batch", "restore", "run"),
+    *("capture_compiled", "data", "measure", "of_batch", "plan", "restore", "run"),
     *("share_left", "train", "without_value"),
 ]
 autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}
