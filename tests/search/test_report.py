@@ -134,6 +134,7 @@ def test_goal_depth_and_what_was_left_out():
     reason = "training stopped before a training loss of 0.0549 or a plateau was reached"
     left_out = f"<li>2 x {reason}, after 100 epochs (trials {trials[0]}, {trials[1]})</li>"
     assert left_out in text
+    assert text.count("<li>") == 1
     # three plots are of minima and parameters, one of trainings
     page = Page(text)
     assert page.tags.count("img") == 3
