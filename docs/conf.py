@@ -36,7 +36,7 @@ LEFT_OUT = [
     *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
     *("capture_compiled", "data", "measure", "of_batch", "plan", "restore", "run"),
-    *("share_left", "train", "without_value"),
+    *("seed_of", "share_left", "train", "without_value"),
 ]
 autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}
 toc_object_entries_show_parents = "hide"

@@ -250,7 +250,20 @@ class MinimaObjective:
 
     @in_isolation
     def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and return the trained estimator as well."""
+        """Train and measure one candidate, and return the trained estimator as well.
+
+        Parameters
+        ----------
+        trial : optuna.Trial
+            The trial, which draws the parameters and records the results.
+
+        Returns
+        -------
+        values : float or tuple of float
+            The objectives.
+        estimator : estimator
+            The trained candidate.
+        """
         record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
         try:
             params = self.space.suggest(trial)
@@ -304,14 +317,44 @@ class MinimaObjective:
         record: dict[str, Any] | None = None,
         trial: Any = None,
     ) -> Any:
-        """Train the estimator with one combination of parameters, on all the data."""
+        """Train the estimator with one combination of parameters, on all the data.
+
+        Parameters
+        ----------
+        params : dict
+            Values of the varied parameters.
+        seed : int
+            Seed of everything random in the training.
+        record : dict, optional
+            Takes up what is recorded of the training.
+        trial : optuna.Trial, optional
+            The trial, for its pruner.
+
+        Returns
+        -------
+        estimator
+            The trained candidate.
+        """
         record = {} if record is None else record
         layer = self.measuring.layer
         return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
 
     @in_isolation
     def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
-        """Restore a trained candidate from its saved weights, without training."""
+        """Restore a trained candidate from its saved weights, without training.
+
+        Parameters
+        ----------
+        params : dict
+            Values of the varied parameters.
+        trial : optuna.trial.FrozenTrial
+            The finished trial.
+
+        Returns
+        -------
+        estimator
+            The candidate as it was.
+        """
         weights = load_weights(self.artifact_store, trial)
         data, seed = self.data(params), self.seed_of(trial)
         estimator = self._prepare(params, seed)
@@ -322,13 +365,41 @@ class MinimaObjective:
     def measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
     ) -> dict[str, Flatness]:
-        """Measure a trained candidate, all measures in as few passes over the data as possible."""
+        """Measure a trained candidate, all measures in as few passes over the data as possible.
+
+        Parameters
+        ----------
+        names : sequence of str
+            The measures.
+        estimator : estimator
+            The trained candidate.
+        data : TrainingData
+            The data that it was trained on.
+        trial : optuna.trial.FrozenTrial
+            The finished trial.
+
+        Returns
+        -------
+        dict of str to Flatness
+            The results by name.
+        """
         seed, data = self.seed_of(trial), data.only(trained_rows(estimator))
         with seeded(seed):
             return self.measuring(self.measuring.network(estimator, data), names, seed)
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
-        """Choose the data that a candidate is trained and measured on."""
+        """Choose the data that a candidate is trained and measured on.
+
+        Parameters
+        ----------
+        params : dict
+            Values of the varied parameters.
+
+        Returns
+        -------
+        TrainingData
+            The data.
+        """
         stratify = is_classifier(self.estimator)
         arguments = split_params(params)[1] | self.per_sample
         return vary_data(self.X, self.y, **arguments, stratify=stratify)
@@ -338,6 +409,16 @@ class MinimaObjective:
 
         With a `random_state`, the seed derives from it and from the drawn parameters, so that a
         candidate has the same seed in each search.
+
+        Parameters
+        ----------
+        trial : optuna.Trial or optuna.trial.FrozenTrial
+            The trial; a finished one has recorded its seed.
+
+        Returns
+        -------
+        int
+            The seed.
         """
         recorded = attributes_of(trial).get(SEED)
         if recorded is not None:
