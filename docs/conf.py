@@ -35,8 +35,8 @@ LEFT_OUT = [
     *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
     *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
-    *("capture_compiled", "data", "measure", "of_batch", "plan", "restore", "run"),
-    *("seed_of", "share_left", "train", "without_value"),
+    *("capture_compiled", "measure", "of_batch", "plan", "run"),
+    *("share_left", "train", "without_value"),
 ]
 autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}
 toc_object_entries_show_parents = "hide"

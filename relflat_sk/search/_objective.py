@@ -246,34 +246,21 @@ class MinimaObjective:
             check_made_with(study, self, own=trial.number)
             check_store(self.artifact_store)
             self.checked.add(study.study_name)
-        return self.run(trial)[0]
+        return self._run(trial)[0]
 
     @in_isolation
-    def run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
-        """Train and measure one candidate, and return the trained estimator as well.
-
-        Parameters
-        ----------
-        trial : optuna.Trial
-            The trial, which draws the parameters and records the results.
-
-        Returns
-        -------
-        values : float or tuple of float
-            The objectives.
-        estimator : estimator
-            The trained candidate.
-        """
+    def _run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
+        """Train and measure one candidate, and return the trained estimator as well."""
         record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
         try:
             params = self.space.suggest(trial)
             for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
                 record[f"param_scaled_{name}"] = lr
-            seed = self.seed_of(trial)
+            seed = self._seed_of(trial)
             record |= {SEED: str(seed), IN_FLEET: in_fleet()}
             with measured_later() as later:
-                estimator = self.train(params, seed, record, trial)
-            found = self._record(record, trial, estimator, self.data(params), seed)
+                estimator = self._train(params, seed, record, trial)
+            found = self._record(record, trial, estimator, self._data(params), seed)
             for check in later:
                 check()
             if not np.isfinite(found).all():
@@ -310,115 +297,47 @@ class MinimaObjective:
         return record_verdict(record, estimator, self.goal, found, values)
 
     @in_isolation
-    def train(
+    def _train(
         self,
         params: Mapping[str, Any],
         seed: int,
         record: dict[str, Any] | None = None,
         trial: Any = None,
     ) -> Any:
-        """Train the estimator with one combination of parameters, on all the data.
-
-        Parameters
-        ----------
-        params : dict
-            Values of the varied parameters.
-        seed : int
-            Seed of everything random in the training.
-        record : dict, optional
-            Takes up what is recorded of the training.
-        trial : optuna.Trial, optional
-            The trial, for its pruner.
-
-        Returns
-        -------
-        estimator
-            The trained candidate.
-        """
+        """Train the estimator with one combination of parameters, on all the data."""
         record = {} if record is None else record
         layer = self.measuring.layer
-        return fit(self._prepare(params, seed), self.data(params), seed, record, layer, trial)
+        return fit(self._prepare(params, seed), self._data(params), seed, record, layer, trial)
 
     @in_isolation
-    def restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
-        """Restore a trained candidate from its saved weights, without training.
-
-        Parameters
-        ----------
-        params : dict
-            Values of the varied parameters.
-        trial : optuna.trial.FrozenTrial
-            The finished trial.
-
-        Returns
-        -------
-        estimator
-            The candidate as it was.
-        """
+    def _restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
+        """Restore a trained candidate from its saved weights, without training."""
         weights = load_weights(self.artifact_store, trial)
-        data, seed = self.data(params), self.seed_of(trial)
+        data, seed = self._data(params), self._seed_of(trial)
         estimator = self._prepare(params, seed)
         with split_recorded(estimator, data.X_fit):
             return restore(estimator, weights, data, seed)
 
     @in_isolation
-    def measure(
+    def _measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
     ) -> dict[str, Flatness]:
-        """Measure a trained candidate, all measures in as few passes over the data as possible.
-
-        Parameters
-        ----------
-        names : sequence of str
-            The measures.
-        estimator : estimator
-            The trained candidate.
-        data : TrainingData
-            The data that it was trained on.
-        trial : optuna.trial.FrozenTrial
-            The finished trial.
-
-        Returns
-        -------
-        dict of str to Flatness
-            The results by name.
-        """
-        seed, data = self.seed_of(trial), data.only(trained_rows(estimator))
+        """Measure a trained candidate, all measures in as few passes over the data as possible."""
+        seed, data = self._seed_of(trial), data.only(trained_rows(estimator))
         with seeded(seed):
             return self.measuring(self.measuring.network(estimator, data), names, seed)
 
-    def data(self, params: Mapping[str, Any]) -> TrainingData:
-        """Choose the data that a candidate is trained and measured on.
-
-        Parameters
-        ----------
-        params : dict
-            Values of the varied parameters.
-
-        Returns
-        -------
-        TrainingData
-            The data.
-        """
+    def _data(self, params: Mapping[str, Any]) -> TrainingData:
+        """Choose the data that a candidate is trained and measured on."""
         stratify = is_classifier(self.estimator)
         arguments = split_params(params)[1] | self.per_sample
         return vary_data(self.X, self.y, **arguments, stratify=stratify)
 
-    def seed_of(self, trial: Any) -> int:
+    def _seed_of(self, trial: Any) -> int:
         """Return the seed of a trial.
 
         With a `random_state`, the seed derives from it and from the drawn parameters, so that a
         candidate has the same seed in each search.
-
-        Parameters
-        ----------
-        trial : optuna.Trial or optuna.trial.FrozenTrial
-            The trial; a finished one has recorded its seed.
-
-        Returns
-        -------
-        int
-            The seed.
         """
         recorded = attributes_of(trial).get(SEED)
         if recorded is not None:

@@ -53,14 +53,14 @@ def provide(
     params = objective.space.values(trial)
     if has_weights(objective, trial):
         try:
-            return objective.restore(params, trial), ""
+            return objective._restore(params, trial), ""
         except DamagedWeightsError as error:
             if not retrain:
                 return None, str(error)
             warn(f"{error} The candidate is trained again.")
     estimator = _train_again(objective, trial)
-    data, name = objective.data(params), objective.measures[0]
-    loss = objective.measure([name], estimator, data, trial)[name].risk
+    data, name = objective._data(params), objective.measures[0]
+    loss = objective._measure([name], estimator, data, trial)[name].risk
     before = trial.user_attrs["train_loss"]
     rounding = OF_FLEETS if attributes_of(trial).get(IN_FLEET) else ROUNDING
     if np.isclose(loss, before, rtol=rounding, atol=0):
@@ -78,12 +78,12 @@ def provide(
 
 def _train_again(objective: MinimaObjective, trial: FrozenTrial) -> Any:
     """Train the candidate of a trial again, with the same seed, in a fleet if it was in one."""
-    params, seed = objective.space.values(trial), objective.seed_of(trial)
+    params, seed = objective.space.values(trial), objective._seed_of(trial)
     trained: list[Any] = []
 
     def train_once() -> bool:
         if not trained:
-            trained.append(objective.train(params, seed))
+            trained.append(objective._train(params, seed))
             return True
         return False
 
@@ -160,9 +160,9 @@ def _complete(
         if problem:
             problems.append(problem)
             continue
-        data = objective.data(objective.space.values(trial))
+        data = objective._data(objective.space.values(trial))
         measures = [name for name in missing if name != _TEST_LOSS]
-        measured = objective.measure(measures, estimator, data, trial) if measures else {}
+        measured = objective._measure(measures, estimator, data, trial) if measures else {}
         values = {name: float(one.value) for name, one in measured.items()}
         if _TEST_LOSS in missing:
             values |= measure_held_out(

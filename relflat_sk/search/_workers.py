@@ -147,7 +147,7 @@ class Sweep:
         """Train and measure the candidate of a trial."""
         try:
             with _heartbeat(self.storage, trial):
-                found, estimator = self.objective.run(trial)
+                found, estimator = self.objective._run(trial)
         except (CallError, UpdateFinishedTrialError):
             raise
         except optuna.TrialPruned:

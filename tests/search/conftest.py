@@ -27,7 +27,7 @@ def stored(tmp_path):
 @pytest.fixture
 def untrained(monkeypatch):
     """Nothing can be trained."""
-    monkeypatch.setattr(MinimaObjective, "train", None)
+    monkeypatch.setattr(MinimaObjective, "_train", None)
 
 
 @pytest.fixture(scope="session")

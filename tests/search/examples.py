@@ -84,7 +84,7 @@ def record(estimator, X=X, y=Y, space=None, **parameters):
     space = {"lr": [0.05]} if space is None else space
     objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
     trial = optuna.create_study().ask()
-    fitted = objective.run(trial)[1]
+    fitted = objective._run(trial)[1]
     return attributes_of(trial), fitted
 
 

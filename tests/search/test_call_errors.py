@@ -46,7 +46,7 @@ def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
     first = logistic(SPACE, **stored).fit(X, Y)
     is_sqlite = (tmp_path / storage).read_bytes().startswith(b"SQLite format 3")
     assert is_sqlite == (Path(storage).suffix not in {".log", ".journal"})
-    monkeypatch.setattr(MinimaObjective, "train", None)
+    monkeypatch.setattr(MinimaObjective, "_train", None)
     again = logistic(SPACE, refit=False, **stored).fit(X, Y)
     assert again.minima_.equals(first.minima_)
 
@@ -234,14 +234,14 @@ def test_damaged_weights_are_named_and_the_others_are_measured(stored, tmp_path,
 def test_other_weights_do_not_take_the_place_of_the_first(stored, tmp_path, monkeypatch):
     """Another version of a library may compute other bits, of as good a network."""
     search, path, _ = damaged_search(stored, tmp_path / "minima", truncate)
-    size, train = path.stat().st_size, MinimaObjective.train
+    size, train = path.stat().st_size, MinimaObjective._train
 
     def train_otherwise(self, *args, **kwargs):
         estimator = train(self, *args, **kwargs)
         estimator.coef_ = estimator.coef_ + 1e-3
         return estimator
 
-    monkeypatch.setattr(MinimaObjective, "train", train_otherwise)
+    monkeypatch.setattr(MinimaObjective, "_train", train_otherwise)
     with pytest.warns(FlatnessWarning, match=AGAIN):
         search.remeasure(["l2_norm"], retrain=True)
     assert path.stat().st_size == size
@@ -256,9 +256,9 @@ def test_weights_that_were_never_saved_can_be_trained_again(stored, random_state
 def test_another_network_is_not_measured(stored, monkeypatch):
     """Without saved weights, its loss tells that it is another one."""
     search = make_search(make_net(), {"lr": [0.04, 0.05]}, **stored).fit(X, Y)
-    train = MinimaObjective.train
+    train = MinimaObjective._train
     monkeypatch.setattr(
-        MinimaObjective, "train", lambda self, params, seed: train(self, params, seed + 1)
+        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
     )
     with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
         found = search.remeasure(["l2_norm"], retrain=True)

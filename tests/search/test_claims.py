@@ -232,7 +232,7 @@ def test_a_worker_leaves_the_trials_of_its_own_sweep_to_the_sweep(study):
 def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
     """Another machine may give it up while this one sleeps, before its record or after it."""
     study = optuna.create_study(storage=storage)
-    train, run, slept = MinimaObjective.train, MinimaObjective.run, []
+    train, run, slept = MinimaObjective._train, MinimaObjective._run, []
 
     def sleeps_once(method, self, *arguments):
         found = method(self, *arguments)
@@ -241,8 +241,8 @@ def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
             give_up(study, lambda one: True)
         return found
 
-    monkeypatch.setattr(MinimaObjective, "train", lambda *given: sleeps_once(train, *given))
-    monkeypatch.setattr(MinimaObjective, "run", lambda *given: sleeps_once(run, *given))
+    monkeypatch.setattr(MinimaObjective, "_train", lambda *given: sleeps_once(train, *given))
+    monkeypatch.setattr(MinimaObjective, "_run", lambda *given: sleeps_once(run, *given))
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     kept = []
     with log_level(quiet=True):
@@ -362,7 +362,7 @@ def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     study = optuna.create_study(storage=storage, study_name="sweep")
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     trial = claim(study, grid(), "a")
-    objective.run(trial)
+    objective._run(trial)
     assert attributes_of(trial)["reason"] == ""
     search = logistic(storage=storage, study_name="sweep").fit(X, Y)
     assert search.minima_["state"].tolist() == ["complete"] * 3

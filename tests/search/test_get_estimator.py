@@ -39,7 +39,7 @@ NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 def fit_and_remember(search, monkeypatch):
     """Fit a search, and return what the estimators of its trials predict, by number."""
-    found, run = {}, MinimaObjective.run
+    found, run = {}, MinimaObjective._run
 
     def remember(self, trial):
         values, trained = run(self, trial)
@@ -47,7 +47,7 @@ def fit_and_remember(search, monkeypatch):
         return values, trained
 
     with monkeypatch.context() as patched:
-        patched.setattr(MinimaObjective, "run", remember)
+        patched.setattr(MinimaObjective, "_run", remember)
         search.fit(X, Y)
     return found
 
@@ -59,7 +59,7 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
     search = make_search(estimator, space, artifact_store=tmp_path if kept else None)
     found = fit_and_remember(search, monkeypatch)
     if kept:
-        monkeypatch.setattr(MinimaObjective, "train", None)
+        monkeypatch.setattr(MinimaObjective, "_train", None)
     assert len(found) == 3
     for number, expected in found.items():
         np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
@@ -140,9 +140,9 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, **stored).fit(X, Y)
-    train = MinimaObjective.train
+    train = MinimaObjective._train
     monkeypatch.setattr(
-        MinimaObjective, "train", lambda self, params, seed: train(self, params, seed + 1)
+        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
     )
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):

@@ -127,8 +127,8 @@ def test_samples_that_a_confusion_set_adds_are_not_measured():
     space = {name: [value] for name, value in params.items()}
     objective = MinimaObjective(our_net(split), X, Y, space, random_state=0, goal=None)
     trial = FixedTrial(params)
-    fitted = objective.run(trial)[1]
-    data = objective.data(params)
+    fitted = objective._run(trial)[1]
+    data = objective._data(params)
     rows = rows_of(split, data.X_fit, data.y_fit)
     rows = rows[rows < 40]
     found = relative_flatness(fitted, data.X[rows], data.y[rows])
@@ -161,6 +161,6 @@ def test_minima_are_restored_and_measured_again_on_their_training_part(tmp_path)
     again = search.remeasure(["trace_flatness", "relative_flatness"])
     assert again["trace_flatness"].notna().all()
     trial = search.study_.trials[int(search.minima_["trial"].iloc[0])]
-    restored = search._objective.restore(search.best_params_, trial)
+    restored = search._objective._restore(search.best_params_, trial)
     assert_array_equal(restored.trained_rows_, rows)
     assert_array_equal(restored.predict_proba(X), minimum.predict_proba(X))

@@ -111,8 +111,8 @@ def test_weights_are_chosen_with_the_samples():
     settings = {"random_state": 0, "goal": None, "fit_params": {"sample_weight": WEIGHTS}}
     objective = MinimaObjective(net(), X, Y, space, **settings)
     trial = FixedTrial({"data__train_size": 30, "data__confusion_size": 15})
-    fitted = objective.run(trial)[1]
-    data = objective.data(trial.params)
+    fitted = objective._run(trial)[1]
+    data = objective._data(trial.params)
     assert len(data.fit_params["sample_weight"]) == 45
     assert len(data.sample_weight) == 30
     found = measure("relative_flatness", fitted, data.X, data.y, sample_weight=data.sample_weight)

@@ -73,7 +73,7 @@ def test_the_trials_are_the_same_and_weights_are_saved(tmp_path, alone, sizes):
     assert_same(study, alone)
     assert all(attributes_of(trial)["in_fleet"] for trial in study.trials)
     trial = study.best_trial
-    restored = objective.restore(trial.params, trial)
+    restored = objective._restore(trial.params, trial)
     loss = -np.log(restored.predict_proba(X)[np.arange(len(y)), y]).mean()
     assert loss == pytest.approx(trial.user_attrs["train_loss"], rel=1e-6)
 

@@ -65,7 +65,7 @@ def run(net, **parameters):
     parameters = {"measures": TRACES, "goal": None, "random_state": 0, **parameters}
     objective = MinimaObjective(net, X, Y, {"batch_size": [10]}, **parameters)
     trial = optuna.create_study(directions=["minimize"] * len(objective.names)).ask()
-    fitted = objective.run(trial)[1]
+    fitted = objective._run(trial)[1]
     return attributes_of(trial), fitted, Counting.n_samples
 
 
@@ -124,7 +124,7 @@ def test_the_loss_is_recorded_also_if_a_measure_fails(monkeypatch, tmp_path):
     objective = MinimaObjective(make_net(), X, Y, {"batch_size": [10]}, artifact_store=tmp_path)
     trial = optuna.create_study().ask()
     with pytest.raises(RuntimeError, match="cannot be measured"):
-        objective.run(trial)
+        objective._run(trial)
     attrs = attributes_of(trial)
     assert attrs["reason"] == "RuntimeError: cannot be measured"
     assert attrs["train_loss"] > 0

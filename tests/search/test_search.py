@@ -94,7 +94,7 @@ def test_objective_records_what_was_trained_on_all_of_the_data():
     net = plain_net(max_epochs=30, callbacks=[StopAtLoss(0.5)])
     objective = MinimaObjective(net, X, Y, {"lr": [0.5]}, X_test=X_TEST, y_test=Y_TEST)
     trial = optuna.create_study().ask()
-    value, fitted = objective.run(trial)
+    value, fitted = objective._run(trial)
     attrs = attributes_of(trial)
     assert attrs["relative_flatness"] == value == relative_flatness(fitted, X, Y)
     # the losses, by scikit-learn
@@ -124,7 +124,7 @@ def test_objective_with_tpe_over_all_kinds_of_entries():
     objective = MinimaObjective(piped(make_net()), X, Y, space, random_state=0)
     study = optuna.create_study(sampler=TPESampler(seed=0))
     fitted = []
-    study.optimize(lambda trial: [run := objective.run(trial), fitted.append(run[1])][0][0], 3)
+    study.optimize(lambda trial: [run := objective._run(trial), fitted.append(run[1])][0][0], 3)
     for trial, one in zip(study.trials, fitted, strict=True):
         net = one[-1]
         assert net.batch_size == 2 ** trial.params["exponent"]
@@ -173,13 +173,13 @@ def test_kept_weights_reproduce_the_measure(tmp_path):
 def test_choices_are_copied_for_each_candidate_and_given_seeds_stay():
     callback = StopAtLoss(0.4)
     objective = MinimaObjective(make_net(), X, Y, {"callbacks": [[callback]]})
-    fitted = objective.run(optuna.create_study().ask())[1]
+    fitted = objective._run(optuna.create_study().ask())[1]
     assert hasattr(fitted.callbacks[0], "loss_")
     assert not hasattr(callback, "loss_")
     seeds = MinimaObjective(make_net(), X, Y, {"random_state": [1, 2]}, random_state=0)
-    assert seeds.train({"random_state": 2}, 7).random_state == 2
+    assert seeds._train({"random_state": 2}, 7).random_state == 2
     given = MinimaObjective(make_net(random_state=5), X, Y, {"lr": [0.05]}, random_state=0)
-    assert given.train({"lr": 0.05}, 7).random_state == 5
+    assert given._train({"lr": 0.05}, 7).random_state == 5
 
 
 @pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")

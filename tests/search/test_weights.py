@@ -107,12 +107,12 @@ def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
     fitted = []
     for _ in range(2):
         trial = study.ask()
-        values, one = objective.run(trial)
+        values, one = objective._run(trial)
         study.tell(trial, values)
         fitted.append(one)
     for trial, one in zip(study.trials, fitted, strict=True):
         state = torch.get_rng_state()
-        restored = objective.restore(objective.space.values(trial), trial)
+        restored = objective._restore(objective.space.values(trial), trial)
         assert_array_equal(torch.get_rng_state(), state)
         assert_allclose(restored.predict(X), one.predict(X), rtol=1e-6)
         name = "relative_flatness"
@@ -125,7 +125,7 @@ def test_a_restored_net_knows_its_flatness(tmp_path, monkeypatch):
     """The flatness is that of the restored weights, not of the initial ones."""
     search = make_search(tmp_path, estimator=net()).fit(X, Y)
     best = search.best_estimator_
-    monkeypatch.setattr(MinimaObjective, "train", None)
+    monkeypatch.setattr(MinimaObjective, "_train", None)
     again = make_search(tmp_path, estimator=net()).fit(X, Y).best_estimator_
     assert again is not best
     assert_allclose(again.relative_flatness_, best.relative_flatness_, rtol=1e-6)
@@ -158,7 +158,7 @@ def test_remeasure_is_what_would_have_been_measured(kind, tmp_path, monkeypatch)
     storage = STORAGES[kind](tmp_path)
     search = make_search(tmp_path, storage).fit(X, Y)
     columns = list(search.minima_)
-    monkeypatch.setattr(MinimaObjective, "train", None)
+    monkeypatch.setattr(MinimaObjective, "_train", None)
     found = search.remeasure(["hessian_trace", "trace_flatness", "relative_flatness"])
     assert found is search.minima_
     assert set(found) == {*columns, "hessian_trace", "trace_flatness"}
@@ -170,7 +170,7 @@ def test_remeasure_is_what_would_have_been_measured(kind, tmp_path, monkeypatch)
     # the study knows them, and another session does
     resumed = make_search(tmp_path, storage, refit=False).fit(X, Y)
     assert resumed.minima_.equals(found)
-    monkeypatch.setattr(MinimaObjective, "restore", None)  # nothing is measured twice
+    monkeypatch.setattr(MinimaObjective, "_restore", None)  # nothing is measured twice
     assert resumed.remeasure(["hessian_trace"]).equals(found)
     # it can go on with them as measures of its own
     both = ["relative_flatness", "hessian_trace"]
@@ -200,7 +200,7 @@ def test_without_weights(tmp_path, store):
 def test_a_study_whose_weights_are_elsewhere_is_not_resumed(tmp_path, monkeypatch):
     """Otherwise the search would fail after all trainings, when it restores the best."""
     make_search(tmp_path, n_trials=2, refit=False).fit(X, Y)
-    monkeypatch.setattr(MinimaObjective, "train", None)
+    monkeypatch.setattr(MinimaObjective, "_train", None)
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(ValueError, match="the weights of trial 0, .* are not in artifact_store="):
         make_search(tmp_path, artifact_store=elsewhere).fit(X, Y)
@@ -221,7 +221,7 @@ def test_some_weights(tmp_path):
     assert found.isna().tolist() == [True, False, False]
     trial = search.study_.trials[0]
     with pytest.raises(ValueError, match=r"no weights of trial 0 were saved\. Give the search"):
-        search._objective.restore({"C": 0.1}, trial)
+        search._objective._restore({"C": 0.1}, trial)
 
 
 @pytest.mark.parametrize(
