@@ -19,6 +19,7 @@ from relflat_sk.measures._measure_network import (
     measure_network,
     warn_of_non_finite,
 )
+from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._names import (
     NEURONS,
     describe_invariance,
@@ -26,7 +27,7 @@ from relflat_sk.measures._names import (
     find_measures,
     get_measure_names,
 )
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Flatness, Found
 
 
 def evaluate(  # noqa: PLR0913
@@ -178,7 +179,7 @@ def flatness_report(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If a measure does not apply to the network, or is not finite because weights are not.
+        If a measure does not apply to the network, is not finite, or is zero up to rounding.
 
     Examples
     --------
@@ -210,7 +211,7 @@ def flatness_report(  # noqa: PLR0913
         found = measure_network(
             network, list(measured.values()), layers, refuse=measures is not None, **params
         )
-    warn_of_non_finite(found)
+    _warn_of_doubtful(found)
     order = next(iter(found.values())).summary.order
     rows = []
     for layer in dict.fromkeys(layer for layer, _ in found):
@@ -233,6 +234,11 @@ def flatness_report(  # noqa: PLR0913
     report = pd.DataFrame(rows, columns=[*columns, "invariance", "neuron"])
     report = report.astype({"position": "Int64", "neuron": "Int64"})
     return report if NEURONS in measured else report.drop(columns="neuron")
+
+
+def _warn_of_doubtful(found: Found) -> None:
+    warn_of_non_finite(found)
+    warn_of_vanished(found)
 
 
 Floats = NDArray[np.float64]
@@ -320,7 +326,7 @@ def measure(
     if aggregate is None:
         what = LARGEST_NEURON if is_array else name
         found = evaluate(what, model, X, y, layer=layer, per_sample=per_sample, **params)
-        warn_of_non_finite({("", what): found})
+        _warn_of_doubtful({("", what): found})
         if is_array:
             assert found.neurons is not None
             return found.neurons
@@ -439,8 +445,8 @@ def relative_flatness(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If the value is doubtful: negative, zero for lack of curvature in the criterion, or nan
-        because weights are.
+        If the value is doubtful: negative, zero for lack of curvature in the criterion or because
+        the network is dead or saturated, or nan, with the likely cause.
 
     Notes
     -----
@@ -503,7 +509,7 @@ def relative_flatness(  # noqa: PLR0913
         per_sample=per_sample,
         process_group=process_group,
     )
-    warn_of_non_finite({("", name): found})
+    _warn_of_doubtful({("", name): found})
     if found.terms is not None and found.term_stderrs is not None:
         return (found.terms, found.term_stderrs) if return_stderr else found.terms
     return (found.value, found.stderr) if return_stderr else found.value

@@ -13,7 +13,12 @@ from relflat_sk._losses import name_criterion, product_curvature, pull_back
 from relflat_sk._network import Batch, Layer, Network, borrowed, find_non_finite, outcome_of
 from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
-from relflat_sk.measures._layer_measures import LAYER_MEASURES, TRACE_LIKE, measure_layers
+from relflat_sk.measures._layer_measures import (
+    GRADIENT_NORM,
+    LAYER_MEASURES,
+    TRACE_LIKE,
+    measure_layers,
+)
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
@@ -104,7 +109,7 @@ _OF_LAYERS = {"method", "n_probes", "rtol"}
 _SEED = {"random_state"}
 _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 # measures that are zero where the loss has no curvature
-CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {"gradient_norm"}
+CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 _NONE = Estimate(math.nan, math.nan, "none")
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
@@ -277,18 +282,24 @@ def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
     if not names:
         return
     one = next(iter(found.values()))
-    parameter, cause = find_non_finite(one.network.module), None
+    parameter = find_non_finite(one.network.module)
+    advice = "If training has diverged, train again, with a lower learning rate for example."
     if parameter is not None:
         cause = f"{parameter!r} of the network contains nan or infinite numbers"
-    elif names.keys() & {*TRACE_LIKE, "gradient_norm"} and not math.isfinite(one.risk):
+    elif not names.keys() & CURVATURES.union([GRADIENT_NORM]) or not one.summary.has_labels:
+        return
+    elif not math.isfinite(one.risk):
         cause = (
             f"the mean loss is {one.risk}: the network's outputs are too large, or not of the kind "
             "that the criterion takes, such as logits in place of probabilities"
         )
-    if cause is not None:
-        first, *others = names
-        and_others = f" and {len(others)} more" if others else ""
-        warn(
-            f"the value of {first}{and_others} is nan or infinite, because {cause}. If training "
-            "has diverged, train again, with a lower learning rate for example."
+    else:
+        cause = (
+            "a function behind the layer has no finite derivative at some sample, though weights "
+            "and loss are finite. It is probably a norm or a square root at 0, as in "
+            "torch.nn.functional.normalize of a sample whose features are all 0"
         )
+        advice = "Measure without such samples, or at a layer behind the function."
+    first, *others = names
+    and_others = f" and {len(others)} more" if others else ""
+    warn(f"the value of {first}{and_others} is nan or infinite, because {cause}. {advice}")

@@ -11,8 +11,9 @@ import numpy as np
 from scipy.stats import ttest_ind, ttest_rel
 from skorch import NeuralNet
 
-from relflat_sk.measures._measure_network import CURVATURES
-from relflat_sk.measures._results import Flatness
+from relflat_sk._warnings import warn
+from relflat_sk.measures._measure_network import CURVATURES, criterion_has_curvature
+from relflat_sk.measures._results import Flatness, Found
 from relflat_sk.measures._score import Score, auc_of, score_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
@@ -36,6 +37,8 @@ _P_VALUE = 1e-4
 # the loss is so small, flatness must be that of a criterion whose curvature does not vanish with
 # it: for squared errors, it is at least twice the constant's loss then.
 _VANISHED = 1e-6
+# A loss that may be that share of the constant's: cross-entropies of a constant are below 10.
+_TINY_LOSS = 1e-5
 # curvatures that are not in the unit of the loss, or of single neurons: only zero is too little
 _OF_ANY_SIZE = {"hessian_trace", "hessian_max_eigenvalue", "neuron_flatness_max"}
 
@@ -110,6 +113,46 @@ def has_vanished(measure: str, flatness: float, comparison: ConstantComparison) 
         return flatness == 0
     scale = abs(comparison.constant_loss)
     return abs(flatness) <= (1 if comparison.is_lower_by(1 - _VANISHED) else _VANISHED) * scale
+
+
+def warn_of_vanished(found: Found) -> None:
+    """Warn of curvatures that are zero up to rounding, by the rule of the scorer.
+
+    The labels are read again only where a value or the loss is tiny.
+    """
+    tiny = {
+        key: one
+        for key, one in found.items()
+        if key[1] in CURVATURES
+        and (one.value == 0 or abs(one.value) <= _VANISHED * one.risk or abs(one.risk) < _TINY_LOSS)
+    }
+    if not tiny:
+        return
+    one = next(iter(tiny.values()))
+    with one.network.processes.together():
+        try:
+            constant = one.constant_risk()
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            constant = math.nan  # a criterion of the user's own need not take a constant
+        comparison = ConstantComparison(one.risk, constant)
+        gone = [key for key, one in tiny.items() if has_vanished(key[1], one.value, comparison)]
+        if not gone or not criterion_has_curvature(one.network):
+            return  # a criterion without curvature has a warning of its own
+    names = ", ".join(dict.fromkeys(name for _, name in gone))
+    if comparison.is_known and not comparison.is_lower_by(_ROUNDING):
+        warn(
+            f"{names} is {tiny[gone[0]].value:.3g}, which does not mean that the minimum is flat: "
+            f"the network's mean loss of {comparison.loss:.6g} is no better than the best constant "
+            f"prediction's, {comparison.constant_loss:.6g}. The network may be dead, so that its "
+            "outputs do not depend on its inputs."
+        )
+        return
+    warn(
+        f"{names} is {tiny[gone[0]].value:.3g}: there is no curvature left that could be compared. "
+        "The network may be saturated, so that the loss of nearly all samples rounds to 0: train "
+        "all models to the same loss, with StopAtLoss for example. Or its loss may not depend on "
+        "the layer."
+    )
 
 
 def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:

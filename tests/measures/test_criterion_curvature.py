@@ -84,31 +84,56 @@ def test_the_report_warns_once_and_names_the_measures():
     assert "So 0 does not mean that the minimum is flat" in message
 
 
+DEAD, SATURATED = "is 0, which .* may be dead", "is 0: .* may be saturated"
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        # all features are zero, but the loss is curved
+        (
+            lambda: relative_flatness(
+                nn.Sequential(nn.ReLU(), network(2)),
+                -np.abs(X),
+                Y,
+                layer=0,
+                criterion=nn.CrossEntropyLoss(),
+            ),
+            DEAD,
+        ),
+        # outputs so large that their curvature is zero in floating point
+        (
+            lambda: relative_flatness(
+                nn.Sequential(network(2), Scaled(1e6)),
+                X,
+                nn.Sequential(network(2))(torch.as_tensor(X)).argmax(dim=1),
+                layer="0.2",
+                criterion=nn.CrossEntropyLoss(),
+            ),
+            SATURATED,
+        ),
+        (lambda: relative_flatness(LinearRegression().fit(X, 0 * TARGET), X, TARGET), DEAD),
+    ],
+    ids=["dead", "saturated", "zero weights"],
+)
+def test_other_zeros_have_other_reasons(measured, message):
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        measured()
+    assert len(caught) == 1
+
+
 @pytest.mark.parametrize(
     "measured",
     [
-        # dead: all features are zero, but the loss is curved
-        lambda: relative_flatness(
-            nn.Sequential(nn.ReLU(), network(2)), -np.abs(X), Y, criterion=nn.CrossEntropyLoss()
-        ),
-        # outputs so large that their curvature is zero in floating point
-        lambda: relative_flatness(
-            nn.Sequential(network(2), Scaled(1e6)),
-            X,
-            Y,
-            layer="0.2",
-            criterion=nn.CrossEntropyLoss(),
-        ),
-        lambda: relative_flatness(LinearRegression().fit(X, 0 * TARGET), X, TARGET),
         # hidden units that bend: the network is curved where the loss is not
         lambda: relative_flatness(
             network(1, nn.Tanh), X, TARGET, layer=0, criterion=nn.L1Loss(), method="exact"
         ),
         lambda: measure("gradient_norm", network(2), X, Y, criterion=zero_one),
     ],
-    ids=["dead", "saturated", "zero weights", "curved network", "no curvature measured"],
+    ids=["curved network", "no curvature measured"],
 )
-def test_other_zeros_and_values_are_no_reason_to_warn(measured):
+def test_other_values_are_no_reason_to_warn(measured):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measured()
@@ -119,8 +144,7 @@ def test_a_loss_at_its_lowest_value_is_flat_indeed():
     with torch.no_grad():
         module[2].weight.zero_()
         module[2].bias.copy_(torch.tensor([5.0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0, .*of 0 is no better"):
         assert relative_flatness(module, X, np.ones_like(TARGET), criterion=squared_hinge) == 0
 
 
@@ -134,4 +158,5 @@ def test_nll_loss_of_logits_warns(layer):
     with torch.no_grad():
         net[-1].bias[0] = 1e4  # saturated: flat indeed
     proper = nn.Sequential(*net, nn.LogSoftmax(dim=1))
-    assert relative_flatness(proper, X, y * 0, layer=layer, criterion=nn.NLLLoss()) == 0
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0, .*of 0 is no better"):
+        assert relative_flatness(proper, X, y * 0, layer=layer, criterion=nn.NLLLoss()) == 0

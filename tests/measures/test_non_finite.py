@@ -112,6 +112,37 @@ def test_without_a_loss_there_is_no_curvature():
     assert math.isfinite(relative_flatness(MLP(4, 3), X, criterion=CE))
 
 
+class NormalizedHead(nn.Module):
+    """A network with unit features, as cosine heads have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6, bias=False), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.normalize(self.first(x)))
+
+
+def test_a_function_without_derivatives_is_named_as_the_cause():
+    torch.manual_seed(0)
+    net, data = NormalizedHead(), X.clone()
+    data[0] = 0  # whose features the network divides by their norm of 0
+    message = "derivative at some sample.* a norm or a square root at 0, .*normalize"
+    with pytest.warns(FlatnessWarning, match=message) as found:
+        assert math.isnan(relflat(net, data, layer=0))
+    assert len(found) == 1
+    with pytest.warns(FlatnessWarning, match=f"hessian_trace .*{message}"):
+        report = flatness_report(net, data, y, criterion=CE, measures=["hessian_trace", "l2_norm"])
+    assert report["value"].isna().sum() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert relflat(net, data) > 0  # at the layer behind the function
+
+
+def relflat(net, data, **arguments):
+    return relative_flatness(net, data, y[: len(data)], criterion=CE, **arguments)
+
+
 def test_the_scorer_says_it_in_its_own_words():
     net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0)
     net.fit(*load_iris(return_X_y=True))

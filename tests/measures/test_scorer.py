@@ -462,6 +462,7 @@ def test_warnings_point_at_the_call():
 
 
 @pytest.mark.filterwarnings("ignore:the value of relative_fl:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:relative_flatness is 0, which:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_models_that_are_not_at_a_minimum_are_scored_on_demand(name):
     model = bad_net(name)

@@ -12,13 +12,17 @@ from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.preprocessing import scale
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from relflat_sk import (
     FlatnessScorer,
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
+    flatness_report,
     flattest_within,
+    measure,
+    relative_flatness,
 )
 from relflat_sk.measures._minimum import ConstantComparison, find_objection
 
@@ -99,6 +103,108 @@ def test_a_perfect_fit_of_squared_errors_is_scored(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert FlatnessScorer(name)(model, X, y) < -1e-2 * y.var()
+
+
+class Measured(nn.Module):
+    """A ReLU network whose layers are scaled, or dead."""
+
+    def __init__(self, scale=1.0, dead=False, unused=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.scale, self.unused = scale, unused
+        with torch.no_grad():
+            self.first.bias.fill_(-1e3 if dead else 0.5)
+            self.last.weight.copy_(torch.stack([-torch.ones(8), torch.ones(8)]))
+            self.first.weight[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
+            self.last.bias.copy_(torch.tensor([4.0, -4.0]))
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.scale * self.last(hidden * 0 if self.unused else hidden)
+
+
+DEAD = "no better than the best constant .*may be dead"
+SATURATED = "no curvature left that could be compared.* may be saturated"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"dead": True}, DEAD), ({"scale": 0.0}, DEAD), ({"scale": 1e4}, SATURATED)],
+    ids=["dead", "constant", "saturated"],
+)
+@pytest.mark.parametrize("layer", [0, -1])
+def test_measures_of_dead_and_saturated_networks_warn(settings, message, layer):
+    net, features = Measured(**settings), torch.from_numpy(X)
+    labels = torch.from_numpy(Y)
+    if message == SATURATED:
+        labels = net(features).argmax(dim=1).detach()
+        assert 0 < labels.float().mean() < 1
+    arguments = {"criterion": nn.CrossEntropyLoss(), "layer": layer}
+    with pytest.warns(FlatnessWarning, match=f"relative_flatness is .*{message}") as found:
+        assert abs(relative_flatness(net, features, labels, **arguments)) < 1e-5
+    assert len(found) == 1
+    with pytest.warns(FlatnessWarning, match=f"eigenvalue_flatness is .*{message}"):
+        measure("eigenvalue_flatness", net, features, labels, **arguments)
+    del arguments["layer"]
+    names = ["relative_flatness", "hessian_trace", "gradient_norm", "l2_norm"]
+    names = names if message == DEAD else names[:1]
+    with pytest.warns(FlatnessWarning, match=f"^relative_flatness.* is .*{message}") as found:
+        flatness_report(net, features, labels, measures=names, **arguments)
+    assert len(found) == 1
+
+
+def test_a_layer_that_the_loss_ignores_is_not_called_dead():
+    net, labels = Measured(unused=True), torch.zeros(len(X)).long()
+    labels[0] = 1
+    with torch.no_grad():
+        net.last.bias.copy_(torch.tensor([2.0, -2.0]))  # the best constant, nearly
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0"):
+        relative_flatness(
+            net, torch.from_numpy(X), labels, layer=0, criterion=nn.CrossEntropyLoss()
+        )
+
+
+def test_honest_networks_are_measured_in_one_pass_and_without_a_warning():
+    net, features, labels = Measured(0.1), torch.from_numpy(X), torch.from_numpy(Y)
+    passes = []
+    net.register_forward_hook(lambda *_: passes.append(1))
+    seen = TensorDataset(features, labels)
+    reads = CountedReads(seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        relative_flatness(net, DataLoader(reads, 25), layer=-1, criterion=nn.CrossEntropyLoss())
+    assert reads.count == len(X)
+    dead = Measured(0.0)
+    n_usual, passes[:] = len(passes), []
+    dead.register_forward_hook(lambda *_: passes.append(1))
+    with pytest.warns(FlatnessWarning, match=DEAD):
+        relative_flatness(dead, DataLoader(reads, 25), layer=-1, criterion=nn.CrossEntropyLoss())
+    assert len(passes) == n_usual
+
+
+class CountedReads(Dataset):
+    def __init__(self, data):
+        self.data, self.count = data, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        self.count += 1
+        return self.data[i]
+
+
+def test_criteria_that_take_no_constant_are_measured_without_one():
+    class Own(nn.Module):
+        def forward(self, output, target):
+            if not output.requires_grad or output.dtype == torch.float64:
+                raise TypeError("float32 networks only")
+            return nn.functional.mse_loss(output[:, 0], target)
+
+    net, labels = Measured(0.0), torch.from_numpy(Y).float()
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0: there is no curvature"):
+        relative_flatness(net, torch.from_numpy(X), labels, criterion=Own())
 
 
 def test_without_labels_zero_is_no_score_either():
