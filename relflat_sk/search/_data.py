@@ -178,7 +178,8 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
 
     Shapes: `X_test`, `y_test` (n_test, ...).
     """
-    if (X_test is None) != (y_test is None):
+    only_X = y_test is None and y is None  # a Dataset, which has its labels inside
+    if (X_test is None) != (y_test is None) and not only_X:
         raise ValueError("X_test and y_test go together: give both or neither.")
     for data, labels, suffix in ((X, y, ""), (X_test, y_test, "_test")):
         n, n_labels = _length(data), _length(labels)

@@ -144,6 +144,7 @@ def measure_held_out(
         return found
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
         test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
+        scored = scored and y_test is not None
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
     found |= {"test_loss": test_loss, "generalization_gap": test_loss - train_loss}
     return found | ({"test_score": test_score} if scored else {})

@@ -102,7 +102,8 @@ class MinimaObjective:
         Labels or values.
     space : dict of str to list, distribution of Optuna, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
-        of the trial. Names that begin with ``data__`` vary the training data:
+        of the trial; or one function of the trial that returns a dict of parameters. Names that
+        begin with ``data__`` vary the training data:
         ``data__train_size`` (number of samples, or their share), ``data__random_labels`` (share
         of the labels that are shuffled), ``data__confusion_size`` (number of further samples,
         with shuffled labels, that are trained on but not measured on) and
@@ -115,7 +116,7 @@ class MinimaObjective:
     X_test : array-like of shape (n_test, n_features), optional
         Held-out data. Losses and scores on it are recorded, and never used to choose.
     y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
-        Labels or values of the held-out data.
+        Labels or values of the held-out data; None if y is None and `X_test` a Dataset.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. Each file is a
         `state_dict` that ``torch.load(..., weights_only=True)`` reads. The user attribute
@@ -190,7 +191,7 @@ class MinimaObjective:
         estimator: Any,
         X: Any,
         y: Any,
-        space: Mapping[str, Any],
+        space: Any,
         *,
         measures: Sequence[Any] = ("relative_flatness",),
         direction: str = "minimize",

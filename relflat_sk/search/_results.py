@@ -1,6 +1,6 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,14 @@ from relflat_sk.search._weights import last_prefix
 
 def listed(measure: Any) -> list[Any]:
     """Return the measures of a search as a list."""
-    return [measure] if isinstance(measure, str) or callable(measure) else list(measure)
+    if isinstance(measure, str) or callable(measure):
+        return [measure]
+    if not isinstance(measure, Iterable):
+        raise TypeError(
+            f"measure must be a name, a function or a sequence of these, got {measure!r}. See "
+            "get_measure_names."
+        )
+    return list(measure)
 
 
 def candidate_table(study: optuna.Study) -> pd.DataFrame:
@@ -140,7 +147,7 @@ def cv_results(
             np.fromiter((one.get(name) for one in params), dtype=object, count=n),
             mask=[name not in one for one in params],
         )
-        for name in space.entries
+        for name in dict.fromkeys(name for one in params for name in one)
     }
     return {
         "mean_fit_time": table["seconds"].to_numpy(dtype=float),

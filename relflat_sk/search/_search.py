@@ -169,8 +169,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         long enough, see `goal`.
     space : dict of str to list, distribution of Optuna or scipy, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
-        of the trial. Names that begin with ``data__`` vary the training data, see
-        `MinimaObjective`.
+        of the trial; or one function of the trial that returns a dict of parameters. Names that
+        begin with ``data__`` vary the training data, see `MinimaObjective`.
     measure : str, callable or sequence of these, default="relative_flatness"
         The measure to rank by: one of `get_measure_names`, or a function of model, X and y, see
         `register_measure`. Of several, the first ranks and the others are recorded. With
@@ -381,7 +381,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             Held-out data. Losses and scores on it are recorded in `minima_`, and never used to
             choose.
         y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
-            Labels or values of the held-out data.
+            Labels or values of the held-out data; None if y is None and `X_test` a Dataset.
         **fit_params
             Passed on to the estimator's `fit`, such as `sample_weight`, or routed to it by
             metadata routing. Losses, scores and measures on the training data use the weights.

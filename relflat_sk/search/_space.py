@@ -18,7 +18,8 @@ from optuna.distributions import (
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from skorch import NeuralNet
 
-from relflat_sk._checks import did_you_mean
+from relflat_sk._checks import did_you_mean, is_number
+from relflat_sk._warnings import warn
 from relflat_sk.minima import PARAM_PREFIX
 from relflat_sk.search._data import DATA_NAMES, is_data_name
 from relflat_sk.search._provenance import describe
@@ -37,19 +38,23 @@ class Space:
     trial had, so its result must depend only on the trial's `suggest_...` methods and `number`.
     """
 
-    def __init__(self, space: Mapping[str, Any]) -> None:
+    def __init__(self, space: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> None:
+        self.function = None if isinstance(space, type) or not callable(space) else space
+        space = {} if self.function is not None else space
         if not isinstance(space, Mapping):
             raise TypeError(
                 "space must be a dict from parameter names to lists of choices, distributions "
-                f"of optuna, or functions of a trial, got {type(space).__name__}."
+                "of optuna, or functions of a trial, or one function of a trial that returns a "
+                f"dict of parameters, got {type(space).__name__}."
             )
-        if not space:
+        if not space and self.function is None:
             raise ValueError(
                 "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
             )
         self.entries: dict[str, Entry] = {}
         # labels are made once: a class of a script has another `repr` in a worker process
         self.choices: dict[str, dict[Any, Any]] = {}  # the value of each label
+        self.pairs: dict[str, tuple[float, float]] = {}  # which may be meant as ranges
         for name, values in space.items():
             self._read(str(name), values)
 
@@ -69,6 +74,8 @@ class Space:
                 f"function of a trial, got {values!r}. A single value goes into a list: "
                 f"[{_name(values)}]."
             )
+        if isinstance(values, tuple) and len(values) == 2 and all(map(is_number, values)):
+            self.pairs[name] = values
         if not len(values):
             raise ValueError(f"space[{name!r}] has no choices.")
         self.choices[name] = _label_each(values)
@@ -89,6 +96,13 @@ class Space:
                 problem = f"the names that vary the data are {list(DATA_NAMES)}."
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}")
+        for name, (low, high) in self.pairs.items():
+            if isinstance(estimator.get_params().get(name), float) and low < high:
+                warn(
+                    f"space[{name!r}] is two choices, {low} and {high}. For the range between "
+                    f"them, give optuna.distributions.FloatDistribution({low}, {high}); "
+                    f"for two choices, a list: [{low}, {high}]."
+                )
 
     def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
         """List the values that parameters have in a search, but for those of steps that vary."""
@@ -112,12 +126,20 @@ class Space:
             for label, value in choices.items()
             if not isinstance(value, PLAIN)
         }
-        functions = self.entries.keys() - self.distributions().keys()
-        return found | {name: describe(self.entries[name]) for name in functions}
+        functions = {n: one for n, one in self.entries.items() if callable(one)}
+        functions |= {"space": self.function} if self.function is not None else {}
+        return found | {name: describe(one) for name, one in functions.items()}
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Draw one value for each parameter."""
-        return {name: self._suggest(trial, name) for name in self.entries}
+        if self.function is None:
+            return {name: self._suggest(trial, name) for name in self.entries}
+        found = self.function(trial)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"the function space must return a dict of parameters, got {found!r}.")
+        for name, value in found.items():
+            _record_value(trial, name, value)
+        return dict(found)
 
     def _suggest(self, trial: optuna.Trial, name: str) -> Any:
         """Draw a value; a function's is recorded unless the function has drawn it itself."""
@@ -129,8 +151,7 @@ class Space:
         if isinstance(entry, FloatDistribution):
             return trial.suggest_float(name, entry.low, entry.high, step=entry.step, log=entry.log)
         value = entry(trial)
-        if name not in trial.params:
-            trial.set_user_attr(f"{PARAM_PREFIX}{name}", _label(value))
+        _record_value(trial, name, value)
         return value
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
@@ -140,6 +161,9 @@ class Space:
     def draw_again(self, trial: Any) -> dict[str, Any]:
         """Draw the values of a trial of which all or some are known."""
         found = {}
+        if self.function is not None:
+            with suppress(Exception):
+                return self.suggest(trial)
         for name in self.entries:
             with suppress(Exception):  # a user's function may raise anything
                 found[name] = self._suggest(trial, name)
@@ -159,6 +183,12 @@ class Space:
                 if not trial.asked <= point.keys():
                     return None
         return points
+
+
+def _record_value(trial: Any, name: str, value: Any) -> None:
+    """Record a value that a function returned, unless the trial drew it under its name."""
+    if name not in trial.params:
+        trial.set_user_attr(f"{PARAM_PREFIX}{name}", _label(value))
 
 
 def _label_each(values: Sequence[Any]) -> dict[Any, Any]:

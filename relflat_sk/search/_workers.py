@@ -28,7 +28,7 @@ from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, is_integer
 from relflat_sk.fleet import Fleet, fleet_size
 from relflat_sk.minima import attributes_of
 from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
@@ -228,6 +228,8 @@ def train_together(
 
 def n_processes(n_jobs: int | None) -> int:
     """Return the number of worker processes that train; 0 if this process does."""
+    if n_jobs is not None and not is_integer(n_jobs):
+        raise TypeError(f"n_jobs must be an integer or None, got {n_jobs!r}.")
     found = 1 if n_jobs is None else int(joblib.effective_n_jobs(n_jobs))  # which refuses 0
     return found if found > 1 else 0
 

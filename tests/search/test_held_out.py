@@ -149,6 +149,13 @@ def test_split_of_a_data_set():
     assert_allclose(attrs["relative_flatness"], relative_flatness(fitted, X[rows], Y[rows]))
 
 
+def test_held_out_data_set_has_its_labels_inside():
+    attrs, _ = record(make_net(**SIZES), Pairs(), None, X_test=Pairs())
+    assert_allclose(attrs["test_loss"], attrs["train_loss"], rtol=1e-5)
+    search = make_search(make_net(**SIZES), {"lr": [0.05]}).fit(Pairs(), None, Pairs())
+    assert search.minima_["generalization_gap"].abs().item() < 1e-5
+
+
 def test_minima_are_restored_and_measured_again_on_their_training_part(tmp_path):
     split = ValidSplit(5, stratified=True)
     search = make_search(

@@ -266,6 +266,8 @@ VALUES = [
 
 TYPES = [
     (search(sampler="tpe"), "sampler must be an optuna sampler or None, got 'tpe'"),
+    (search(measure=None), "measure must be a name, a function or a sequence of these, got None"),
+    (search(n_jobs="a"), "n_jobs must be an integer or None, got 'a'"),
     (search(pruner="median"), "pruner must be an optuna pruner or None"),
     (search(storage=3), "storage must be the URL of a database, .*, got 3"),
     (search(artifact_store=3), "artifact_store must be a folder, an optuna artifact"),
@@ -288,6 +290,7 @@ TYPES = [
         "callbacks must be a list",
     ),
     (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
+    (lambda: Space(dict), "or one function of a trial that returns a dict .* got type"),
     (lambda: Space({"lr": 0.1}), r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),
     (lambda: Space({"lr": np.float64(0.1)}), r"space\['lr'\] must be a list"),
     (lambda: Space({"optimizer": "adam"}), r"must be a list of choices.* got 'adam'"),

@@ -1,6 +1,7 @@
 """Tests for `space`: forms of a space, labels, what is refused."""
 
 import functools
+import warnings
 
 import numpy as np
 import optuna
@@ -9,9 +10,13 @@ import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FixedTrial, TrialState, create_trial
+from sklearn.linear_model import LogisticRegression
 from skorch.callbacks import EarlyStopping
 
+from relflat_sk import MinimaObjective
+from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search._space import Space, check_space
+from tests.search.examples import X, Y, logistic
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -122,6 +127,41 @@ def test_values_of_functions_are_recorded_unless_they_are_drawn():
     assert "param_lr" not in trial.user_attrs
     trial = study_of(Space({"lr": lambda trial: np.float64(0.5)})).trials[0]
     assert trial.user_attrs["param_lr"] == 0.5
+
+
+def of_trial(trial):
+    size = trial.suggest_categorical("batch_size", [8, 16])
+    return {"batch_size": size, "lr": 0.01 * size}
+
+
+def test_one_function_of_the_trial_is_a_space():
+    space = Space(of_trial)
+    trial = study_of(space).trials[0]
+    size = trial.params["batch_size"]
+    assert space.values(trial) == {"batch_size": size, "lr": 0.01 * size}
+    assert trial.user_attrs["param_lr"] == 0.01 * size
+    assert space.grid() is None
+    check_space(Space(of_trial), study_of(space))
+    with pytest.raises(TypeError, match="must return a dict of parameters, got None"):
+        draw(Space(lambda trial: None))
+
+
+def test_search_over_one_function_of_the_trial():
+    search = logistic(lambda trial: {"C": trial.suggest_float("C", 0.1, 1.0)}, n_trials=3)
+    search.fit(X, Y)
+    assert search.minima_["param_C"].nunique() == 3
+    assert search.best_params_["C"] == search.best_estimator_.C
+    assert len(search.cv_results_["param_C"]) == 3
+    objective = MinimaObjective(LogisticRegression(), X, Y, lambda trial: {"C": 0.5})
+    assert objective._run(optuna.create_study().ask())[1].C == 0.5
+
+
+def test_two_numbers_for_a_float_are_choices_and_perhaps_no_range():
+    with pytest.warns(FlatnessWarning, match=r"is two choices, 0.01 .*FloatDistribution\(0.01, 0"):
+        Space({"C": (0.01, 0.1)}).check(LogisticRegression())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Space({"C": [0.01, 0.1], "max_iter": (5, 10)}).check(LogisticRegression())
 
 
 def test_values_of_a_trial_that_failed_while_drawing():
