@@ -90,6 +90,7 @@ from relflat_sk._network.tail import (
     find_ending,
     find_faster_step,
     find_link,
+    find_multiplier,
     has_fused_attention,
     is_piecewise_linear,
 )

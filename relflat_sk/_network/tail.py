@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
@@ -154,6 +154,33 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
 def depends_on(base: Tensor, node: Any) -> bool:
     """Return whether a value depends on a layer's output."""
     return base.grad_fn is node or bool(steps_behind(base, node))
+
+
+# products with a matrix, whose biases are vectors; those without biases
+_WITHOUT_BIAS = {"Mm", "Bmm", "Mv", "Dot"}
+_PRODUCTS = _WITHOUT_BIAS | {"Addmm", "Baddbmm", "Convolution", "MkldnnConvolution"}
+
+
+def find_multiplier(output: Tensor, node: Any) -> nn.Parameter | None:
+    """Return a parameter that multiplies a layer's output as a matrix, on the way to `output`."""
+    for step, reached in steps_behind(output, node):
+        kind = kind_of(step)
+        if kind not in _PRODUCTS:
+            continue
+        sources = zip(step.next_functions, reached, strict=True)
+        stack, seen = [source for (source, _), behind in sources if not behind], {None}
+        while stack:
+            source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
+            stack.extend(one for one, _ in source.next_functions)
+            parameter = getattr(source, "variable", None)
+            if isinstance(parameter, nn.Parameter) and (
+                parameter.ndim > 1 or kind in _WITHOUT_BIAS
+            ):
+                return parameter
+    return None
 
 
 def kind_of(step: Any) -> str:

@@ -446,7 +446,8 @@ def relative_flatness(  # noqa: PLR0913
     -----
     FlatnessWarning
         If the value is doubtful: negative, zero for lack of curvature in the criterion or because
-        the network is dead or saturated, or nan, with the likely cause.
+        the network is dead or saturated, or nan, with the likely cause. If ``layer=-1`` is not
+        the head, because a parameter that is no layer multiplies its output.
 
     Notes
     -----

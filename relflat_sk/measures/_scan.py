@@ -33,6 +33,7 @@ from relflat_sk._network import (
     find_layer,
     find_link,
     find_mixed,
+    find_multiplier,
     find_uses_elsewhere,
     has_fused_attention,
     layer_map,
@@ -282,7 +283,22 @@ class _Runner:
             check_linear(record, *few_rows(record, *record.check()))
             check_uses(record.name, elsewhere)
             check_unmixed(record.name, mixed)
+        if self.checked and self.layers != "all" and -1 in self.layers:
+            self._warn_of_other_head(output, records[-1])
         return output, records
+
+    def _warn_of_other_head(self, output: Tensor, last: LayerRecord) -> None:
+        """Warn if the last layer, which was asked for by its position, is no head."""
+        head = find_multiplier(output, last.node)
+        if head is None:
+            return
+        names = {id(one): name for name, one in self.network.module.named_parameters()}
+        warn(
+            f"layer=-1 is {last.name!r}, the last layer with a weight matrix, but the network "
+            f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no "
+            "layer. To measure the head, make it an nn.Linear; if you mean the layer before it, "
+            f"pass layer={last.name!r}."
+        )
 
     def _names_in_order(self, guess: list[str]) -> list[str]:
         """Return the names of the layers that were asked for in forward order, each once."""
