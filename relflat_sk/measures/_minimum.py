@@ -139,7 +139,8 @@ def warn_of_vanished(found: Found) -> None:
         if not gone or not criterion_has_curvature(one.network):
             return  # a criterion without curvature has a warning of its own
     names = ", ".join(dict.fromkeys(name for _, name in gone))
-    if comparison.is_known and not comparison.is_lower_by(_ROUNDING):
+    is_known = comparison.is_known and math.isfinite(comparison.loss)
+    if is_known and not comparison.is_lower_by(_ROUNDING):
         warn(
             f"{names} is {tiny[gone[0]].value:.3g}, which does not mean that the minimum is flat: "
             f"the network's mean loss of {comparison.loss:.6g} is no better than the best constant "
@@ -149,7 +150,7 @@ def warn_of_vanished(found: Found) -> None:
         return
     warn(
         f"{names} is {tiny[gone[0]].value:.3g}: there is no curvature left that could be compared. "
-        "The network may be saturated, so that the loss of nearly all samples rounds to 0: train "
+        "The network may be saturated, with outputs so large that the curvature rounds to 0: train "
         "all models to the same loss, with StopAtLoss for example. Or its loss may not depend on "
         "the layer."
     )

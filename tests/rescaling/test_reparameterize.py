@@ -147,6 +147,7 @@ def snapshot(net):
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
+@pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
 @FEW
 @given(nets(), st.data())
 def test_layer_factors(case, data):
@@ -167,6 +168,7 @@ def test_layer_factors(case, data):
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
 @FEW
 @given(nets(), st.data())
 def test_neuron_factors(case, data):
