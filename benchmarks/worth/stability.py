@@ -1,10 +1,12 @@
-"""Show what penalties of any weight do to a network's accuracy, by default and as published.
+"""Show what penalties of any weight do to a network's accuracy and to its flatness.
 
-A dead network (all units zero, all outputs constant) is perfectly flat, so that a large penalty
-without limit ends there. For each optimizer, learning rate, penalised layer and weight, this
-benchmark trains networks with the default `flatness_clip`, and prints by how much their test
-accuracy differs from that of networks trained without penalty at the same learning rate with the
-same seeds.
+A penalty is to be harmless and effective. A dead network (all units zero, all outputs constant)
+is perfectly flat, so that a large penalty without limit ends there; a limit that is too strict
+does nothing. For each optimizer, learning rate, penalised layer and weight, this benchmark trains
+networks with the default `flatness_clip`, and compares them with networks trained without penalty
+at the same learning rate with the same seeds. It prints the difference in test accuracy, and the
+relative flatness of the penalised layers as a share of that without penalty. Both flatnesses are
+taken at the same training loss, interpolated between the epochs before and after it.
 
     python -m benchmarks.worth.stability                              # digits, 30 minutes
     python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
@@ -24,10 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from skorch.callbacks import Callback
 
-from benchmarks._harness.problems import Problem, add_problem_arguments, load_problem
+from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
-from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
+from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
+from relflat_sk.measures import evaluate
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9},
@@ -37,12 +41,57 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 FACTORS = (1 / 3, 1, 3)
 RATES = {"MLP": {"SGD": 0.02, "Adam": 0.005}, "SmallConvNet": {"SGD": 0.01, "Adam": 0.001}}
 LAYERS = {"last": -1, "first": 0, "all": "all"}
-WEIGHTS = [0.01, 1.0, 100.0, 1000.0]
+WEIGHTS = [0.1, 1.0, 10.0, 100.0, 1000.0]
 
 
-def train(problem: Problem, cell: tuple[str, float, str, float], seed: int, **params: Any) -> float:
-    """Train a network, and return its test accuracy in percent."""
+class FlatnessAtLoss(Callback):
+    """Measures a net after the epochs in which its training loss comes down to a target.
+
+    Parameters
+    ----------
+    data : tuple of ndarray
+        The training data.
+    layer : int, str
+        The penalised layers; their flatnesses are added.
+    loss : float
+        The target.
+    """
+
+    def __init__(self, data: Arrays, layer: Any, loss: float) -> None:
+        self.data = data
+        self.layer = layer
+        self.loss = loss
+
+    def on_train_begin(self, net: Any, **kwargs: Any) -> None:
+        """Forget an earlier training."""
+        self.found: list[tuple[float, float]] = []
+
+    def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
+        """Measure, from about three times the target to the first epoch below it."""
+        is_below = bool(self.found) and self.found[-1][0] <= self.loss
+        if is_below or net.history[-1, "train_loss"] > 3 * self.loss:
+            return
+        risk = evaluate("relative_flatness", net, *self.data).risk
+        report = flatness_report(
+            net, *self.data, measures=["relative_flatness"], layers=self.layer, random_state=0
+        )
+        self.found.append((risk, float(report["value"].sum())))
+
+    def value(self) -> float:
+        """Return the flatness at the target; nan if the loss has not reached it."""
+        if not self.found or self.found[-1][0] > self.loss:
+            return float("nan")
+        losses, values = np.log(np.maximum(self.found[::-1], 1e-300)).T
+        order = np.argsort(losses)
+        return float(np.exp(np.interp(np.log(self.loss), losses[order], values[order])))
+
+
+def train(
+    problem: Problem, cell: tuple[str, float, str, float], seed: int, loss: float, **params: Any
+) -> list[float]:
+    """Train a network; return its test accuracy in percent, and its flatness at a loss."""
     optimizer, rate, layer, weight = cell
+    flatness = FlatnessAtLoss(problem.train, LAYERS[layer], loss)
     net = RelativeFlatnessRegularizedClassifier(
         **problem.network,
         **OPTIMIZERS[optimizer],
@@ -50,17 +99,19 @@ def train(problem: Problem, cell: tuple[str, float, str, float], seed: int, **pa
         lr=rate,
         flatness_layer=LAYERS[layer],
         flatness_weight=weight,
+        callbacks=[("flatness_at_loss", flatness)],
         random_state=seed,
         verbose=0,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # ruined networks count as results
         net.fit(*problem.train)
-    return 100 * float(net.score(*problem.test))
+    (callback,) = [one for name, one in net.callbacks_ if name == "flatness_at_loss"]
+    return [100 * float(net.score(*problem.test)), callback.value()]
 
 
 class Results:
-    """Test accuracies by setting, saved line by line.
+    """Test accuracies and flatnesses by setting, saved line by line.
 
     Parameters
     ----------
@@ -70,13 +121,13 @@ class Results:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-        self.known: dict[str, float] = {}
+        self.known: dict[str, list[float]] = {}
         if path and Path(path).exists():
             for line in Path(path).read_text().splitlines():
                 key, value = json.loads(line)
                 self.known[json.dumps(key)] = value
 
-    def get(self, key: list[Any], compute: Any) -> float:
+    def get(self, key: list[Any], compute: Any) -> list[float]:
         """Return a saved value, or compute and save it."""
         text = json.dumps(key)
         if text not in self.known:
@@ -88,50 +139,71 @@ class Results:
 
 
 def main() -> None:
-    """Train, print a line for each optimizer, learning rate and layer, and the worst cell."""
+    """Train, print two lines for each optimizer, learning rate and layer, and the worst cells."""
     arguments = _parse()
     problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
-    clip, epochs, seeds = arguments.clip, arguments.epochs, arguments.seeds
+    clip, epochs, seeds, loss = arguments.clip, arguments.epochs, arguments.seeds, arguments.loss
     results = Results(arguments.results)
     print(f"{problem.name}, {len(problem.test[1])} to test, {epochs} epochs, {len(seeds)} seeds")
-    print(f"flatness_clip={clip}; {environment()}", flush=True)
+    print(f"flatness_clip={clip}; flatness at a loss of {loss:g}; {environment()}", flush=True)
 
-    def accuracies(*cell: Any) -> np.ndarray:
+    def found(*cell: Any) -> np.ndarray:
         limit = clip if cell[-1] else None
         return np.array([
             results.get(
-                [problem.name, epochs, limit, *cell, seed],
+                [problem.name, epochs, limit, loss, *cell, seed],
                 lambda seed=seed: train(
-                    problem, cell, seed, max_epochs=epochs, flatness_clip=limit
+                    problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit
                 ),
             )
             for seed in seeds
-        ])
+        ]).T
 
     kind = problem.network["module"].__name__
     rates = [(name, rate * factor) for name, rate in RATES[kind].items() for factor in FACTORS]
     columns = [f"weight {weight:g}" for weight in arguments.weights]
-    rows = [["optimizer", "learning rate", "layer", "no penalty", *columns]]
-    summary = [["layer", *columns]]
+    rows = [["optimizer", "learning rate", "layer", "", "no penalty", *columns]]
+    summary = [["layer", "", *columns]]
     for layer in arguments.layers:
-        differences = np.empty((len(rates), len(arguments.weights), len(seeds)))
+        shape = len(rates), len(arguments.weights), len(seeds)
+        differences, shares = np.empty(shape), np.empty(shape)
         for i, (optimizer, rate) in enumerate(rates):
-            plain = accuracies(optimizer, rate, "last", 0.0)
+            plain, of_plain = found(optimizer, rate, layer, 0.0)
             for j, weight in enumerate(arguments.weights):
-                differences[i, j] = accuracies(optimizer, rate, layer, weight) - plain
-            row = [optimizer, f"{rate:.2g}", layer, f"{plain.mean():.1f}"]
-            rows.append([*row, *map(_interval, differences[i])])
+                accuracy, flatness = found(optimizer, rate, layer, weight)
+                differences[i, j], shares[i, j] = accuracy - plain, flatness / of_plain
+            name = [optimizer, f"{rate:.2g}", layer]
+            rows += [
+                [*name, "points", f"{plain.mean():.1f}", *map(_interval, differences[i])],
+                [*name, "flatness", f"{of_plain.mean():.3g}", *map(_geometric_mean, shares[i])],
+            ]
+            print("  ".join(rows[-2]), flush=True)
             print("  ".join(rows[-1]), flush=True)
         means = differences.mean(axis=2)
         cells = zip(means.mean(axis=0), means.min(axis=0), strict=True)
-        summary.append([layer, *(f"{mean:+.1f} ({least:+.1f})" for mean, least in cells)])
+        summary.append([layer, "points", *(f"{m:+.1f} ({least:+.1f})" for m, least in cells)])
+        every = [_geometric_mean(shares[:, j]) for j in range(shares.shape[1])]
+        largest = [
+            max((_geometric_mean(cell) for cell in shares[:, j]), key=float)
+            for j in range(shares.shape[1])
+        ]
+        cells = zip(every, largest, strict=True)
+        summary.append([layer, "flatness", *(f"{mean} ({most})" for mean, most in cells)])
     print()
     print(table(rows))
     print("\nTest accuracy in percent; with a penalty, the difference to none in points, and its")
     print(
-        "standard error over seeds. Mean over optimizers and learning rates (the lowest of them):\n"
+        "standard error over seeds. Relative flatness of the penalised layers at equal loss; with"
     )
+    print("a penalty, its share of that without (geometric mean over seeds; nan: the loss was not")
+    print("reached). Mean over optimizers and learning rates (the worst of them):\n")
     print(table(summary))
+
+
+def _geometric_mean(shares: np.ndarray) -> str:
+    """Write the mean over the networks that reached the loss; nan if none did."""
+    reached = shares[np.isfinite(shares)]
+    return f"{np.exp(np.log(reached).mean()):.2g}" if len(reached) else "nan"
 
 
 def _interval(differences: np.ndarray) -> str:
@@ -149,9 +221,10 @@ def _parse() -> argparse.Namespace:
     )
     add_problem_arguments(parser)
     parser.add_argument("--epochs", type=int, default=30, help="of each training (default: 30)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(5), help="(default: 0 to 4)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(3), help="(default: 0 to 2)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
+    parser.add_argument("--loss", type=float, default=0.1, help="to compare flatness at (nats)")
     parser.add_argument("--clip", type=_number_or_none, default=0.5, help="(default: 0.5)")
     parser.add_argument("--results", metavar="FILE", help="JSON lines, to continue later")
     parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
