@@ -122,9 +122,9 @@ def loss_gradient(
             loss, share = outcome.total()
             along = loss
             if direction is not None and loss.requires_grad:
-                (of_loss,) = grad(loss, create_graph=True)
-                check_twice(of_loss)
-                along = of_loss @ direction
+                (along,) = grad(loss, create_graph=True)
+                check_twice(along)
+                along = along @ direction
             if along.requires_grad:
                 gradient += grad(along, retain_graph=True)[0]
             total += float(loss.detach())
