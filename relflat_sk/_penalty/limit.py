@@ -17,10 +17,10 @@ average over steps. So no step is larger than those that training has shown to b
 loss's gradient of the same step would vanish at a minimum, which is where flatness is decided.
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
-first 8 steps and in every 8th step. In between, :math:`\|\nabla P\|` changes as :math:`|P|` does.
-
-Where the factors were `c` and `2 c`, a large weight at the last layer cost two to three points of
-accuracy at a low learning rate or after few epochs.
+first 8 steps and in every 8th step. :math:`\|\nabla P\|` stands for :math:`|P|` times the largest
+ratio of both that was measured, a tenth of which is forgotten at each measurement. Where it was
+the last ratio, steps between measurements could be 20 times as long as allowed, which ended
+networks at a high learning rate.
 
 There is one formula for one net or several, over arrays of NumPy or torch.
 """
@@ -39,6 +39,8 @@ __all__ = ["PenaltyLimit", "constant_loss"]
 # number of steps from one measurement of the norms to the next, and of first steps with one each
 _EVERY = 8
 _DECAY = 0.999
+# how slowly the largest ratio of the norms to the penalties is forgotten, at each measurement
+_MEMORY = 0.9
 # what a limit knows of past steps
 _COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_ratio", "_most")
 
@@ -114,7 +116,8 @@ class PenaltyLimit:
             rate = (1 - _DECAY) / (1 - _DECAY**self._n_norms)
             typical = self._typical + (of_loss - self._typical) * _as_kind(rate, penalty)
             self._typical = _where(due, typical, self._typical)
-            self._ratio = _where(due, of_penalty / size, self._ratio)
+            ratio = (of_penalty / size).clip(min=_MEMORY * self._ratio)
+            self._ratio = _where(due, ratio, self._ratio)
             self._most = 3 * self._typical / self._ratio
         self.steps = self.steps + 1
         largest = gain.clip(max=self._most) * (0.5 * self.clip)

@@ -51,8 +51,8 @@ class FlatnessScorer(BaseEstimator):
 
     Flatness is meaningful only at a minimum of the loss. A network that predicts the same for
     every input is perfectly flat, so flatness alone would prefer dead and untrained networks.
-    Therefore the scorer rejects models that are no better than a constant prediction, neither by
-    loss nor by accuracy or R2, and models without any curvature, such as saturated networks.
+    Therefore the scorer rejects models that nothing shows to have learned, neither their training's
+    record nor their predictions, and models without any curvature, such as saturated networks.
 
     Parameters
     ----------

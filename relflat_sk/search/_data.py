@@ -208,7 +208,9 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
         _check_classes(y, y_test)
 
 
-def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
+def check_fit_params(
+    X: Any, y: Any, fit_params: Mapping[str, Any] | None, prefix: str, *, classifier: bool
+) -> dict[str, Any]:
     """Check the arguments of `fit`, and find the weights of samples among them."""
     if fit_params is not None and not isinstance(fit_params, Mapping):
         raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
@@ -217,6 +219,13 @@ def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) 
     weights = next((given[name] for name in names if name in given), None)
     if weights is not None:
         weights = check_weights(weights, get_len(X))
+        if classifier and _shape(y) == (len(weights),):
+            classes = set(np.asarray(y)[weights > 0].tolist())
+            if len(classes) < 2:
+                raise ValueError(
+                    f"sample_weight is positive for one class only, {sorted(classes)}, and a "
+                    "constant prediction fits it. Give positive weights to samples of two classes."
+                )
     return {"fit_params": given, "sample_weight": weights}
 
 

@@ -221,7 +221,9 @@ class MinimaObjective:
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measures = check_names(measures)
         self.measuring = Measuring(self.measures, layer, measure_params, device)
-        self.per_sample = check_fit_params(X, fit_params, last_prefix(estimator))
+        self.per_sample = check_fit_params(
+            X, y, fit_params, last_prefix(estimator), classifier=is_classifier(estimator)
+        )
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
         self.lr_scaling = lr_scaling

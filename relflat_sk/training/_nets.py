@@ -146,9 +146,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     batch, and :math:`G` a moving average of :math:`\|\nabla L\|` over the steps. A network that
     has learned nothing gets no penalty, and no step is larger than training has shown to be
     stable. The limit does not vanish at a minimum, where flatness is decided. The norms are those
-    over all parameters. They take two backward passes, in the first 8 steps and in every 8th
-    step; in between, :math:`\|\nabla P\|` is taken to change as :math:`|P|` does. The criterion is
-    called once more in each step, for the mean output.
+    over all parameters. They take two backward passes, in the first 8 steps and in every 8th step.
+    For :math:`\|\nabla P\|`, a step takes :math:`|P|` times the largest ratio of both that was
+    measured, a tenth of which is forgotten at each measurement. The criterion is called once more
+    in each step, for the mean output.
 
     References
     ----------

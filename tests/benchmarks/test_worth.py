@@ -63,13 +63,13 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
     options = ("--quick", "--problem", "wine", "--results", results)
     text = run("benchmarks.worth.stability", *options, "--layers", "last")
     *_, rows, _, summary = text.strip().split("\n\n")
-    assert len(rows.splitlines()) == 2 + 2 * 3  # header; optimizers times learning rates
-    assert len(summary.splitlines()) == 2 + 1  # header; layers
+    assert len(rows.splitlines()) == 2 + 2 * 2 * 3  # header; two for optimizer and learning rate
+    assert len(summary.splitlines()) == 2 + 2  # header; two for the layer
     saved = results.read_text().splitlines()
     assert len(saved) == 2 * 3 * (1 + 2)  # without penalty, and with two weights
     run("benchmarks.worth.stability", *options, "--layers", "last", "first")
     assert results.read_text().splitlines()[: len(saved)] == saved
-    assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * 2
+    assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * (1 + 2)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from inspect import signature
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ import pytest
 import sklearn
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
+from scipy.sparse import csr_matrix
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import (
@@ -24,7 +26,7 @@ from sklearn.datasets import (
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401
 from sklearn.inspection import permutation_importance
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge
 from sklearn.model_selection import (
     GridSearchCV,
     HalvingGridSearchCV,
@@ -944,3 +946,19 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
 def test_refuses_unfitted_estimators(model, data):
     with pytest.raises(NotFittedError):
         FlatnessScorer(data=data)(clone(model), X, Y)
+
+
+def test_scikit_learns_own_cross_validation_takes_the_scorer():
+    options = {"l1_ratios": (0.0,), "use_legacy_attributes": False}
+    known = signature(LogisticRegressionCV).parameters
+    options = {name: value for name, value in options.items() if name in known}
+    model = LogisticRegressionCV(scoring=SCORER, Cs=[0.01, 1.0], cv=3, max_iter=1000, **options)
+    assert model.fit(X, NAMES).score(X, NAMES) < 0
+    assert np.ravel(model.C_)[0] == 0.01  # more regularisation is flatter
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_sparse_labels_are_those_of_the_dense_matrix():
+    labels = np.eye(3, dtype=int)[Y]
+    model = MLPClassifier(max_iter=50, random_state=0).fit(X, csr_matrix(labels))
+    assert SCORER(model, X, csr_matrix(labels)) == SCORER(model, X, labels) < 0

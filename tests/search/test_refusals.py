@@ -138,6 +138,7 @@ VALUES = [
     (objective(y_test=Y), "X_test and y_test go together"),
     (search(fit={"sample_weight": WEIGHTS[:-1]}), "74"),
     (search(fit={"sample_weight": -WEIGHTS}), "negative"),
+    (search(fit={"sample_weight": (Y == 1).astype(float)}), r"for one class only, \[1\]"),
     (search(fit={"sample_weight": np.full(len(X), np.nan)}), "finite"),
     # the estimator
     (
