@@ -224,7 +224,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=range(3), help="(default: 0 to 2)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
-    parser.add_argument("--loss", type=float, default=0.1, help="to compare flatness at (nats)")
+    parser.add_argument("--loss", type=float, default=0.03, help="to compare flatness at (nats)")
     parser.add_argument("--clip", type=_number_or_none, default=0.5, help="(default: 0.5)")
     parser.add_argument("--results", metavar="FILE", help="JSON lines, to continue later")
     parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
