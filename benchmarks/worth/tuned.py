@@ -66,12 +66,14 @@ class Method:
         return params
 
 
-SAM = {"kind": SharpnessAwareClassifier}
+PLAIN = {"flatness_weight": 0.0}
+ADAPTIVE = {**PLAIN, "sharpness_adaptive": True}
 METHODS = {
-    "plain": Method(),
-    "weight decay": Method("optimizer__weight_decay", 1e-5, 0.1),
-    "SAM": Method("sharpness_radius", 0.01, 1.0, **SAM),
-    "ASAM": Method("sharpness_radius", 0.1, 10.0, {"sharpness_adaptive": True}, **SAM),
+    "plain": Method(fixed=PLAIN),
+    "weight decay": Method("optimizer__weight_decay", 1e-5, 0.1, PLAIN),
+    "SAM": Method("sharpness_radius", 0.01, 2.0, PLAIN, SharpnessAwareClassifier),
+    "ASAM": Method("sharpness_radius", 0.1, 20.0, ADAPTIVE, SharpnessAwareClassifier),
+    "flatness, default": Method(),
     "flatness, last layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": -1}),
     "flatness, first layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": 0}),
     "flatness, all layers": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": "all"}),
@@ -88,7 +90,7 @@ class Training:
 
     def fit(self, method: Method, params: Params, data: Arrays, seed: int) -> Any:
         """Train a network by SGD with momentum and a cosine schedule of the learning rate."""
-        chosen = {"flatness_weight": 0.0, **(method.fixed or {}), **params}
+        chosen = {**(method.fixed or {}), **params}
         clip = chosen.pop("clip")
         callbacks = [LRScheduler("CosineAnnealingLR", T_max=self.epochs)]
         net = method.kind(
