@@ -107,8 +107,9 @@ def link_names(app, document):
 
 NAMES = nodes.literal, nodes.title_reference  # of Markdown, and of docstrings
 LINKS = nodes.reference, pending_xref, nodes.title
-PAGES = {name: f"relflat_sk.{name}" for name in [*relflat_sk.__all__, "minima"]}
-PAGES["relflat_sk.minima"] = PAGES.pop("minima")
+PACKAGES = {"exceptions", "fleet", "measures", "minima", "plots", "search", "theory", "training"}
+PAGES = {name: f"relflat_sk.{name}" for name in relflat_sk.__all__ if name not in PACKAGES}
+PAGES["relflat_sk.minima"] = "relflat_sk.minima"
 del PAGES["measure"]  # is an argument of many functions as well
 
 

@@ -1,6 +1,7 @@
 """What the documentation says of measures, files and commands is true."""
 
 import re
+from inspect import ismodule
 from operator import attrgetter
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def test_every_measure_is_compared_before_and_after_a_rescaling():
 
 def test_the_reference_lists_every_public_name():
     listed = set(re.findall(r"^   ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
-    assert listed >= set(relflat_sk.__all__)
+    assert listed >= {
+        name for name in relflat_sk.__all__ if not ismodule(getattr(relflat_sk, name))
+    }
     for name in listed:
         assert attrgetter(name)(relflat_sk)
 
