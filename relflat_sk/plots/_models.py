@@ -187,7 +187,8 @@ class SharpnessKLDisplay(EstimatorDisplay):
     The display is that of figures 2 to 4 of [1]_. Every weight :math:`w_i` gets Gaussian noise
     of standard deviation :math:`\alpha (10 |w_i| + 1)`. Expected sharpness is the mean increase
     of the loss. The KL divergence is that from the same noise around 0 to the noise around the
-    weights; it falls as :math:`1/\alpha^2`.
+    weights, as in equation 6; it falls as :math:`1/\alpha^2`. Appendix A of [1]_ prints twice
+    that number.
 
     References
     ----------

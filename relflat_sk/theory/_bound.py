@@ -115,8 +115,9 @@ def representativeness(  # noqa: PLR0913
     Notes
     -----
     By equations 3 and 5 of [1]_, :math:`\mathcal{E}_{Rep} = E_{(x, y)}[\ell(f(x), y)] - \sum_i
-    \alpha_i E_{\xi \sim \lambda_i}[\ell(\psi(\phi(x_i) + \xi), y_i)]`, with :math:`\alpha_i =
-    1/n` if the smoothing has no `alphas`. With noise :math:`\nu_i` on the labels, it is Rep of
+    \alpha_i E_{\xi \sim \lambda_i}[\ell(\psi(\phi(x_i) + \xi), y(\phi(x_i) + \xi))]`, with
+    :math:`\alpha_i = 1/n` if the smoothing has no `alphas`. Here labels are locally constant,
+    :math:`y(\phi(x_i) + \xi) = y_i`. With noise :math:`\nu_i` on the labels, it is Rep of
     Definition 9, equation 14 of [2]_.
 
     Without `refit`, the model was trained on both parts of every split. The parts then differ by

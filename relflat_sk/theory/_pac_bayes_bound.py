@@ -56,7 +56,7 @@ class PacBayesBound:
     noisy_error_limit : float
         Upper confidence limit of the expectation that `noisy_error` estimates.
     mcallester : float
-        The bound as the paper prints it, with the square root, at the same sigma.
+        The bound as equation 5 prints it, with the square root, at the same sigma.
     n_samples : int
         Size of the sample.
     """
@@ -134,13 +134,14 @@ def pac_bayes_bound(  # noqa: PLR0913
 
     Notes
     -----
-    With a prior :math:`P = N(w_0, \sigma^2 I)`, equations 5 and 6 of [1]_ bound the expected error
-    by the error on the sample, the expected sharpness and a square root:
+    With a prior :math:`P = N(w_0, \sigma^2 I)`, equation 5 of [1]_ bounds the expected error by the
+    error on the sample, the expected sharpness and a square root:
 
     .. math:: \hat L(f_w) + \bigl(E_\nu \hat L(f_{w+\nu}) - \hat L(f_w)\bigr) +
-        4 \sqrt{\frac1n \Bigl(\frac{|w - w_0|^2}{2 \sigma^2} + \ln\frac{2 n}{\delta}\Bigr)} .
+        \sqrt{\frac1n \Bigl(\frac{|w - w_0|^2}{2 \sigma^2} + \ln\frac{2 n}{\delta}\Bigr)} .
 
-    This is `mcallester`. `bound` is the tighter form of [2]_, in which the divergence between coins
+    This is `mcallester`. Equation 6 prints it with :math:`w_0 = 0` and :math:`\ln(1 / \delta)`.
+    `bound` is the tighter form of [2]_, in which the divergence between coins
     that show the two errors is at most
     :math:`(|w - w_0|^2 / (2 \sigma^2) + \ln(2 \sqrt n / \delta)) / n`; the largest error that
     satisfies it is the bound. Both pay for what was chosen and estimated:
@@ -213,7 +214,7 @@ def pac_bayes_bound(  # noqa: PLR0913
         expected_sharpness=error - wrong / labels,
         noisy_error=error,
         noisy_error_limit=limit,
-        mcallester=limit + 4 * math.sqrt((kl + math.log(2 * n / risk)) / n),
+        mcallester=limit + math.sqrt((kl + math.log(2 * n / risk)) / n),
         n_samples=n,
     )
 

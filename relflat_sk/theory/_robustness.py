@@ -248,8 +248,8 @@ def neuron_robustness(  # noqa: PLR0913
     -----
     Single neurons are projections of operator norm 1, so that Theorem 2 of [1]_ bounds the rise
     by ``delta^2 / 2 |W|^2 lambda_max(H)``. The form of the Hessian in the projected weight, ``rho``
-    of Appendix B, is smaller, and is the second order of the rise itself. Figure 4 of [1]_ shows
-    such projections.
+    of Appendix B, is smaller, and is the second order of the rise itself; Theorem 13 bounds all
+    neurons of a layer by the largest. Figure 4 of [1]_ shows such projections.
 
     References
     ----------

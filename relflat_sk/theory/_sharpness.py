@@ -138,7 +138,8 @@ def sharpness_conditions(
     Independent Gaussian layers have a mu of about 1. The paper has no biases, and inputs of norm
     1. Here, biases decide with the weights which units are active, and C2 measures in units of
     the input's norm, so that samples of zeros are left out. The paper prints C2 without the
-    absolute value, which its explanation, that activations flip, requires.
+    absolute value, which its explanation, that activations flip, requires. Its Figure 6 also has
+    c = a, which the condition excludes.
 
     References
     ----------
@@ -231,7 +232,7 @@ def _curve(chain: "Chain", deltas: Sequence[float]) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class SharpnessBound:
-    """The terms of Theorem 1, with constants of order one left out.
+    """The terms of Theorem 1, with 1 for the constant that its O leaves open.
 
     Parameters
     ----------
@@ -285,7 +286,7 @@ def sharpness_bound(  # noqa: PLR0913
         Standard deviation of the noise on the weights, one for each layer in forward order or one
         for all.
     delta : float, default=0.05
-        Probability with which the bound may fail.
+        The delta of the logarithm. It is also divided among the d layers, as their delta_i.
     lipschitz : float, optional
         Lipschitz constant of the loss in the outputs, in the Euclidean norm. Known for
         `torch.nn.CrossEntropyLoss` (the root of 2) and `torch.nn.BCEWithLogitsLoss` (1) that take
@@ -316,21 +317,22 @@ def sharpness_bound(  # noqa: PLR0913
     Notes
     -----
     Theorem 1 of [1]_ bounds the risk under noise :math:`\nu_i \sim N(0, \sigma_i^2)` on the weights
-    of layer i of d, up to constants of order one, by the mean loss plus
+    of layer i of d by the mean loss plus
 
     .. math::
-        &\Bigl[\prod_i (1 + \gamma_i) - 1 + \prod_i (1 + \gamma_i C_2 C_\delta)
-        \Bigl(\prod_i (1 + \gamma_i C_3 C_\delta) - 1\Bigr)\Bigr] C_L |f_w(x)| \\
-        &+ \sqrt{\frac1n \Bigl(\sum_i \frac{|W_i|_F^2}{\sigma_i^2} + \ln\frac{2n}{\delta}\Bigr)},
+        &O\Bigl(\Bigl[\prod_i (1 + \gamma_i) - 1 + \prod_i (1 + \gamma_i C_2 C_3)
+        \Bigl(\prod_i (1 + \gamma_i C_{\delta_i} C_2) - 1\Bigr)\Bigr] C_L
+        \frac1n \sum_x |f_w(x)|\Bigr) \\
+        &+ \sqrt{\frac1n \Bigl(\sum_i \frac{|W_i|_F^2}{\sigma_i^2} + \ln\frac{1}{\delta}\Bigr)},
         \qquad \gamma_i = \frac{\sigma_i \sqrt{h_i h_{i-1}}}{\mu^2 |W_i|_F}, \quad
-        C_\delta = 2 \sqrt{\ln(d h / \delta)}
+        C_{\delta_i} = (1 + \delta_i) \sqrt{2 \ln h_i}
 
-    with h the largest width and C_L the Lipschitz constant of the loss. Here the constants of order
-    one are 1, mu and C_2, C_3 are the worst of all layers and of all samples that are not zero, and
-    :math:`|f_w(x)|` is the mean over samples. So the result shows how the terms depend on the
-    network and the noise, and is no guarantee; `pac_bayes_bound` is one. The paper has no biases;
-    here they count only in the outputs. Compare the formula with the printed one before you cite
-    it.
+    with C_L the Lipschitz constant of the loss, with probability :math:`1 - \sum_i \delta_i`. The
+    paper leaves open the constant of O, which is 1 here, and how the delta_i and delta belong
+    together. Mu, C_2 and C_3 are the worst of all layers and of all samples that are not zero. So
+    the result shows how the terms depend on the network and the noise, and is no guarantee;
+    `pac_bayes_bound` is one. The paper has inputs of norm 1 and no biases; here biases count only
+    in the outputs.
 
     References
     ----------
@@ -374,25 +376,22 @@ def sharpness_bound(  # noqa: PLR0913
         one * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
         for one, size, weight in zip(sigmas, sizes, weights, strict=True)
     )
-    widest = max(width for weight in weights for width in weight.shape)
-    c_delta = 2 * math.sqrt(math.log(len(weights) * widest / delta))
     if math.inf in (c_2, c_3, *gammas):
         sharpness = math.inf  # no constants satisfy the conditions
     else:
-        spread = _product(gammas, 1.0) - 1
-        switched = _product(gammas, c_2 * c_delta) * (_product(gammas, c_3 * c_delta) - 1)
+        share = 1 + delta / len(weights)  # 1 + delta_i
+        c_deltas = [share * math.sqrt(2 * math.log(len(weight))) for weight in weights]
+        flipped = math.prod(1 + g * c * c_2 for g, c in zip(gammas, c_deltas, strict=True))
+        spread = math.prod(1 + g for g in gammas) - 1
+        switched = math.prod(1 + g * c_2 * c_3 for g in gammas) * (flipped - 1)
         output = float(chain.outputs[-1].norm(dim=1).mean())
         sharpness = (spread + switched) * slope * output
     distance = sum((size / one) ** 2 for one, size in zip(sigmas, sizes, strict=True))
-    complexity = math.sqrt((distance + math.log(2 * n / delta)) / n)
+    complexity = math.sqrt((distance + math.log(1 / delta)) / n)
     risk = mean_loss(network)
     return SharpnessBound(
         risk + sharpness + complexity, risk, sharpness, complexity, mu, c_2, c_3, gammas
     )
-
-
-def _product(gammas: Sequence[float], factor: float) -> float:
-    return math.prod(1 + factor * gamma for gamma in gammas)
 
 
 def _sigmas(sigma: float | Sequence[float], n_layers: int) -> list[float]:

@@ -74,7 +74,7 @@ def test_the_parts_satisfy_the_formulas_at_the_best_sigma():
     confidence = delta / 2 / len(GRID)
     complexity = (found.kl + math.log(2 * math.sqrt(n) / confidence)) / n
     assert found.bound == pytest.approx(largest(limit, complexity), rel=1e-6)
-    printed = limit + 4 * math.sqrt((found.kl + math.log(2 * n / confidence)) / n)
+    printed = limit + math.sqrt((found.kl + math.log(2 * n / confidence)) / n)
     assert found.mcallester == pytest.approx(printed, rel=1e-6)
     assert limit < found.bound < found.mcallester
     exact = {}

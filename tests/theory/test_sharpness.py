@@ -321,13 +321,16 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
         s * math.sqrt(w.shape[0] * w.shape[1]) / (mu**2 * size)
         for s, w, size in zip(sigmas, W, sizes, strict=True)
     ]
-    c_delta = 2 * math.sqrt(math.log(len(W) * max(map(max, (w.shape for w in W))) / delta))
-    spread = math.prod(1 + g for g in gammas) - 1
-    flips = math.prod(1 + g * c_2 * c_delta for g in gammas)
-    flips *= math.prod(1 + g * c_3 * c_delta for g in gammas) - 1
+    spread, first, second = 1.0, 1.0, 1.0
+    for g, w in zip(gammas, W, strict=True):
+        c_delta = (1 + delta / len(W)) * math.sqrt(2 * math.log(w.shape[0]))
+        spread, first, second = (
+            spread * (1 + g), first * (1 + g * c_2 * c_3), second * (1 + g * c_delta * c_2)
+        )  # fmt: skip
+    spread, flips = spread - 1, first * (second - 1)
     output = np.mean([np.linalg.norm(net(x).detach().numpy()) for x in X])
     inside = sum((size / s) ** 2 for size, s in zip(sizes, sigmas, strict=True))
-    inside += math.log(2 * len(X) / delta)
+    inside += math.log(1 / delta)
     loss = -net(X).log_softmax(1)[torch.arange(len(X)), y].mean().item()
     return loss, (spread + flips) * slope * output, math.sqrt(inside / len(X)), gammas
 
