@@ -2,9 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_number
-from relflat_sk._losses import Loss, ProbabilityNLLLoss
-from relflat_sk._network import Network, borrowed, find_link, layer_names, record_tail
+from relflat_sk._losses import Loss, ProbabilityNLLLoss, name_criterion
+from relflat_sk._network import (
+    Batch,
+    Network,
+    borrowed,
+    find_link,
+    layer_names,
+    record_tail,
+    sample_weight,
+)
 from relflat_sk._warnings import warn
 from relflat_sk.measures._results import Estimate
 
@@ -41,44 +48,44 @@ FROM_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def sample_margins(network: Network) -> NDArray[np.float64]:
-    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The classes' scores of a batch in float64, before any softmax or sigmoid.
 
-    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
-    1; the score of class 0 is then 0, and the margin z or -z.
-
-    Shapes: returns (n,).
+    Shapes: `scores` (n, c, ...), `target` (n, ...), `weight` (n,).
     """
+
+    loss: Loss
+    scores: Tensor
+    target: Tensor | None
+    weight: Tensor
+    weighted: bool
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether a score is that of class 1 against class 0, rather than that of its class."""
+        return isinstance(self.loss.criterion, BINARY)
+
+
+def scored_batches(network: Network, what: str) -> Iterator[ScoredBatch]:
+    """Run a classifier batch by batch; `what` needs one, as an error says."""
     criterion = network.loss.criterion
     if type(criterion) not in SCORES:
-        name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
-            f"a margin needs a classifier, but {name} is not known as a classification loss. "
-            f"Known are {[kind.__name__ for kind in SCORES]}; if the network's outputs are "
-            "logits, pass criterion=torch.nn.CrossEntropyLoss()."
+            f"{what} needs a classifier, but {name_criterion(criterion)} is not known as a "
+            f"classification loss. Known are {[kind.__name__ for kind in SCORES]}; if the "
+            "network's outputs are logits, pass criterion=torch.nn.CrossEntropyLoss()."
         )
     (last,) = layer_names(network)[-1:]
-    parts = []
     with borrowed(network.module):
         for batch in network.batches():
-            if batch.y is None:
-                raise ValueError("y is needed: the margin is that of the true class. Pass y.")
-            if batch.weight is not None:
-                raise ValueError(
-                    "the margin is a percentile of samples with equal weights: leave "
-                    "sample_weight out."
-                )
-            parts.append(_batch_margins(network, last, batch.x, batch.y).cpu().numpy())
-    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
-    if not len(margins):
-        raise ValueError("the criterion ignores all labels, so there is no margin.")
-    return margins
+            yield _scored(network, last, batch)
 
 
-def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
-    """Run one batch, and compute its margins from the last layer's output where possible."""
+def _scored(network: Network, last: str, batch: Batch) -> ScoredBatch:
+    """Run one batch, and take its scores from the last layer's output where possible."""
     with torch.no_grad(), record_tail(network.module, last) as recorder:
-        output = network(x)
+        output = network(batch.x)
     record = recorder[last]
     loss = network.loss
     known = SCORES[type(loss.criterion)]
@@ -88,9 +95,35 @@ def _batch_margins(network: Network, last: str, x: Any, y: Tensor) -> Tensor:
         scores = record.check()[1].reshape(output.shape)
     else:
         scores = known.undo(scores)
-    scores = loss.classes_second(scores.double(), y)
-    target = loss.check_target(scores, y.to(scores.device))
-    return (_binary if isinstance(loss.criterion, BINARY) else _multiclass)(loss, scores, target)
+    scores, target = loss.classes_second(scores.double(), batch.y), None
+    if batch.y is not None:
+        target = loss.check_target(scores, batch.y.to(scores.device))
+    weight = sample_weight(batch, len(scores), scores.device)
+    return ScoredBatch(loss, scores, target, weight, batch.weight is not None)
+
+
+def sample_margins(network: Network) -> NDArray[np.float64]:
+    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
+
+    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
+    1; the score of class 0 is then 0, and the margin z or -z.
+
+    Shapes: returns (n,).
+    """
+    parts = []
+    for one in scored_batches(network, "a margin"):
+        if one.target is None:
+            raise ValueError("y is needed: the margin is that of the true class. Pass y.")
+        if one.weighted:
+            raise ValueError(
+                "the margin is a percentile of samples with equal weights: leave sample_weight out."
+            )
+        found = (_binary if one.is_binary else _multiclass)(one.loss, one.scores, one.target)
+        parts.append(found.cpu().numpy())
+    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
+    if not len(margins):
+        raise ValueError("the criterion ignores all labels, so there is no margin.")
+    return margins
 
 
 def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:

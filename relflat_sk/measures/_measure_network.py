@@ -22,6 +22,7 @@ from relflat_sk.measures._layer_measures import (
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
+from relflat_sk.measures._rivals import RIVALS
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 
@@ -101,6 +102,7 @@ def _network_flatness(
 NETWORK_WIDE: dict[str, NetworkMeasure] = {
     "network_flatness": NetworkMeasure(_network_flatness, ("layer",)),
     **NORM_MEASURES,
+    **RIVALS,
     **SHARPNESS_MEASURES,
 }
 # arguments of the measures of layers, which measures of the whole network accept without effect

@@ -15,11 +15,17 @@ inverse_margin          ``1 / gamma^2`` [2]_
 linf_lipschitz_product  ``prod_l |W_l|_{1,inf}`` (Section 2.3)
 l2_lipschitz_product    ``prod_l |W_l|_2`` (Section 2.3)
 log_robustness          ``log K`` of `log_robustness` (Section 2.3)
+stable_rank             mean over layers of ``|W_l|_F^2 / |W_l|_2^2``
+soft_rank               mean over layers of ``lambda_+ / lambda_1`` [3]_
+spectral_exponent       mean over layers of the exponent of the power law of ``lambda_j`` [3]_
 ======================  ===================================================================
+
+with ``lambda_j`` the squared singular values of ``W_l``, largest first, and ``lambda_+`` the edge
+that they would have if the entries were random.
 
 The products and path norms have the unit of a product of L squared weights, the Lipschitz products
 that of a product of L weights, `l2_norm` that of a weight, and `inverse_margin` that of one over a
-squared logit. `parameter_count` and `log_robustness` have none.
+squared logit. `parameter_count`, `log_robustness`, the ranks and the exponent have none.
 
 *Constants.* The factors 4 per layer (2 in the l1 path norm) of [1]_, and the widths in its l2 path
 norm, are left out: they are the same for all networks of one architecture.
@@ -30,6 +36,9 @@ output for one sample: channels times positions, or the units of a linear layer.
 pixel to pixel. Only ``|W|_F`` and the group norms are those of the kernel, with each weight
 counted once, as in [1]_.
 
+*Spectra* are those of the weights as matrices, as they are trained: one row for each output
+channel of a convolution, and no batch norm folded in.
+
 *Biases* count in the path norms and among the parameters only. In the path norms, each bias is a
 path from an input that is always one, and so is the shift of a batch norm.
 
@@ -38,10 +47,12 @@ References
 .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
    Sections 2.1 to 2.3.
 .. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
+.. [3] Martin, Peng and Mahoney, "Predicting Trends in the Quality of State-of-the-Art Neural
+   Networks without Access to Training or Testing Data", Nature Communications 12, 2021.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +63,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import is_number
-from relflat_sk._network import Network, borrowed, find_faster_step, layer_names
+from relflat_sk._network import Network, borrowed, find_faster_step, layer_map, layer_names
 from relflat_sk._rescaling import AffineLayer, fold_layers
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
@@ -230,6 +241,84 @@ def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Esti
     return estimate_from_log(-2 * math.log(positive_margin(network, percentile)))
 
 
+# -- spectra of the weights, the mean over the layers ---------------------------------------------
+
+# fewest eigenvalues for which a power law is fitted
+_FEWEST = 10
+
+
+def _spectral_mean(of_layer: Callable[[NDArray[np.float64], Any], float]) -> NetworkMeasure:
+    """Average a function of the squared singular values, largest first, and of (d, m)."""
+
+    def compute(network: Network) -> Estimate:
+        values = []
+        with borrowed(network.module):
+            for name in layer_names(network):
+                weight = layer_map(network.module.get_submodule(name)).weight.double()
+                gram = weight.T @ weight if len(weight) > weight.shape[1] else weight @ weight.T
+                squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).cpu().numpy()
+                values.append(of_layer(squares, weight.shape) if squares[0] > 0 else math.nan)
+        values = [value for value in values if not math.isnan(value)]
+        if not values:
+            raise ValueError(
+                "no layer has a spectrum to be measured: weights are zero, or, for a power law, "
+                f"have fewer than {_FEWEST} singular values."
+            )
+        return Estimate(float(np.mean(values)))
+
+    return NetworkMeasure(compute, ("layer",))
+
+
+def _stable_rank(squares: NDArray[np.float64], shape: Any) -> float:
+    return float(squares.sum() / squares[0])
+
+
+def _soft_rank(squares: NDArray[np.float64], shape: Any) -> float:
+    """Compare the edge of Marchenko and Pastur's law with the largest eigenvalue.
+
+    The variance of the entries is that of the eigenvalues below the edge, which outliers would
+    enlarge: it falls until no further eigenvalue is above the edge.
+    """
+    larger, smaller = max(shape), min(shape)
+    n_outliers = 0
+    while True:
+        bulk = squares[n_outliers:].sum() / (larger * (smaller - n_outliers))
+        edge = bulk * (math.sqrt(larger) + math.sqrt(smaller)) ** 2
+        found = int((squares > edge).sum())
+        if found <= n_outliers or found == smaller:
+            return float(edge / squares[0])
+        n_outliers = found
+
+
+def _spectral_exponent(squares: NDArray[np.float64], shape: Any) -> float:
+    """Fit ``p(lambda) ~ lambda^-alpha`` to the eigenvalues from some eigenvalue on.
+
+    `alpha` maximises the likelihood, and of all such tails the one is taken whose distribution is
+    closest to the power law [1]_.
+
+    References
+    ----------
+    .. [1] Clauset, Shalizi and Newman, "Power-Law Distributions in Empirical Data", SIAM Review
+       51, 2009.
+    """
+    rounding = len(squares) * np.finfo(np.float64).eps
+    squares = squares[squares > squares[0] * rounding]
+    if len(squares) < _FEWEST:
+        return math.nan
+    best = math.inf, math.nan
+    for n in range(2, len(squares) + 1):
+        tail = np.sort(squares[:n])
+        logs = np.log(tail / tail[0])
+        if logs[-1] == 0:
+            continue
+        alpha = 1 + n / logs.sum()
+        model = 1 - np.exp((1 - alpha) * logs)
+        steps = np.arange(n + 1) / n
+        distance = max(np.abs(model - steps[:-1]).max(), np.abs(model - steps[1:]).max())
+        best = min(best, (distance, alpha))
+    return float(best[1])
+
+
 # -- robustness: the number of cells of inputs in which a classifier does not change its class ---
 #
 # A classifier is (K, epsilon)-robust [1]_, [2]_ if its inputs can be divided into K cells such that
@@ -315,4 +404,7 @@ NORM_MEASURES: dict[str, NetworkMeasure] = {
     "linf_lipschitz_product": Norm(_linf_lipschitz_product, ("layer",), power=1),
     "l2_lipschitz_product": Norm(_l2_lipschitz_product, ("layer",), power=1),
     "log_robustness": NetworkMeasure(_log_robustness, ("layer",)),
+    "stable_rank": _spectral_mean(_stable_rank),
+    "soft_rank": _spectral_mean(_soft_rank),
+    "spectral_exponent": _spectral_mean(_spectral_exponent),
 }

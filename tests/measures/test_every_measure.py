@@ -27,10 +27,12 @@ from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
-NAMES = get_measure_names()
+# a power law needs a layer of at least ten inputs and outputs
+NAMES = sorted(set(get_measure_names()) - {"spectral_exponent"})
 QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "n_restarts": 1, "target": 0.01}
 CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
 MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights
+CLASSIFIERS = MARGINS | {"inverse_confidence", "predictive_entropy", "calibration_error"}
 
 
 def value(name, net, X, y, **options):
@@ -79,14 +81,14 @@ def test_batches_precision_and_frozen_weights_do_not_matter(name):
         assert value(name, net.float(), X, y, criterion=CE) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", NETWORK_WIDE)
+@pytest.mark.parametrize("name", sorted(set(NAMES) & set(NETWORK_WIDE)))
 @pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error", "a function"])
 def test_batches_do_not_matter_for_any_criterion(name, case):
     make_net, make_criterion, make_target, _ = CRITERIA[case]
     torch.manual_seed(1)
     net, criterion = make_net(), make_criterion()
     data, target = torch.randn(11, 5).double(), make_target(11)
-    if (name in MARGINS and case != "cross-entropy class weights") or name in CHAINS:
+    if (name in CLASSIFIERS and case != "cross-entropy class weights") or name in CHAINS:
         return
     one, two = (
         value(name, net, data, target, criterion=criterion, batch_size=size) for size in (11, 4)
@@ -241,6 +243,8 @@ def test_weights_of_probes(normalize):
 @pytest.mark.parametrize("case", ["softmax", "squares", "convolutions"])
 def test_weights_of_every_measure(case, name):
     net, criterion, y = make(case)
+    if name in CLASSIFIERS and case == "squares":
+        return
     arguments = {"criterion": criterion, "batch_size": 4}
     for layer in (0, -1) if name in LAYER_MEASURES else (-1,):
         weighted = value(name, net, X, y, layer=layer, sample_weight=COUNTS, **arguments)

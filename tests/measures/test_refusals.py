@@ -93,7 +93,7 @@ def mixing(z, y):
 
 
 METHODS = r"\('auto', 'exact', 'hutchinson'\)"
-CHOICES = r"\['adaptive_sharpness', 'eigenvalue_flatness'"
+CHOICES = r"\['adaptive_sharpness', 'calibration_error'"
 COLUMN = "is a measure or a column of relflat_sk"
 REFUSED = [
     # arguments of the measures of layers
@@ -191,6 +191,40 @@ REFUSED = [
         V,
         "MSELoss is not known as a classification loss",
     ),
+    # predictions, Takeuchi's criterion and spectra
+    (line("inverse_confidence"), V, "confidence needs a classifier, but MSELoss is not known"),
+    (line("predictive_entropy"), V, "entropy needs a classifier, but MSELoss is not known"),
+    (named("calibration_error", n_bins=0), V, "n_bins must be a positive integer, got 0"),
+    (
+        lambda: measure("calibration_error", NET, X, criterion=CE),
+        V,
+        "y is needed: calibration compares predictions with labels",
+    ),
+    (
+        lambda: measure("inverse_confidence", nn.Linear(3, 2), torch.randn(4, 3), ONES,
+                        criterion=IGNORING),
+        V,
+        "no sample counts: the criterion ignores all labels",
+    ),
+    (named("takeuchi_criterion", ridge=0), V, "ridge must be a finite positive number, got 0"),
+    (
+        lambda: measure("takeuchi_criterion", NET, X, criterion=CE),
+        V,
+        "y is needed: takeuchi_criterion takes gradients",
+    ),
+    (
+        lambda: measure("takeuchi_criterion", nn.Linear(2100, 2), torch.randn(4, 2100), ONES,
+                        criterion=CE),
+        V,
+        "of at most 4096 numbers.* layer '' has 4200 and features of shape",
+    ),
+    (
+        lambda: measure("takeuchi_criterion", nn.Linear(3, 1), INPUTS.float(), torch.ones(12, 1),
+                        criterion=lambda z, y: -(z - y).square().mean()),
+        V,
+        "has negative eigenvalues, so the point is no minimum",
+    ),
+    (named("spectral_exponent"), V, "no layer has a spectrum .* fewer than 10 singular values"),
     # sharpness
     (line("expected_sharpness", alpha=0), V, "alpha must be a finite positive number, got 0"),
     (line("keskar_sharpness", alpha=-1.0), V, "alpha must be a finite positive number, got -1.0"),

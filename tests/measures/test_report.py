@@ -47,6 +47,7 @@ def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
 # networks with random weights; tanh has no paths
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
 @pytest.mark.filterwarnings("ignore:.*path_norm does not apply:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("kind", ["conv", "mlp tanh"])
 def test_report_has_every_layer_and_measure(kind):
     net, X, y = make(kind)
@@ -148,6 +149,10 @@ def mlp(seed):
     ).double()
 
 
+# the largest eigenvalue flatness of all layers; layers of ten inputs and outputs
+UNTESTED = {"network_flatness", "spectral_exponent"}
+
+
 def middle(name):
     """The layer to measure at: the whole network has none to choose."""
     return 1 if name in LAYER_MEASURES else -1
@@ -162,7 +167,7 @@ def test_measures_are_invariant_where_the_table_says_same(factors, seed):
         one, two = mlp(seed), rescaled(mlp(seed), change, factors)
         torch.testing.assert_close(one(X), two(X))
         for name, same in SAME.items():
-            if change in same and name != "network_flatness":
+            if change in same and name not in UNTESTED:
                 before, after = (
                     measure(name, net, X, y, layer=middle(name), criterion=CE, rtol=1e-10)
                     for net in (one, two)
@@ -180,7 +185,7 @@ def test_measures_change_where_the_table_says_different():
     factors = [0.3, 9.0, 2.0, 0.1, 25.0, 5.0]
     for change in REPARAMETERIZATIONS:
         for name, same in SAME.items():
-            if change not in same and name != "network_flatness":
+            if change not in same and name not in UNTESTED:
                 params = {"random_state": 0, **PARAMS.get(name, {})}
                 before, after = (
                     measure(
