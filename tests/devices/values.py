@@ -64,7 +64,8 @@ def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6):
             assert {p.device for p in model.parameters()} == {DEVICE}
 
 
-MEASURES = get_measure_names()
+# a power law needs a larger layer than there are here
+MEASURES = [name for name in get_measure_names() if name != "spectral_exponent"]
 if IS_SIMULATED:  # it has no forward-mode derivatives
     MEASURES.remove("fisher_rao_norm")
 

@@ -252,6 +252,7 @@ def test_weights_of_every_measure(case, name):
         assert weighted == pytest.approx(repeated, rel=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_the_margin_refuses_weights():
     net, criterion, y = make("softmax")
     for name in MARGINS:

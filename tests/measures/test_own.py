@@ -92,6 +92,7 @@ def test_by_function_and_by_name():
     assert one == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_standard_errors_and_reports():
     register_measure("coefficients", size_of_weights, invariance=("own neurons", "layer"))
     names = ["relative_flatness", with_error, "coefficients"]
@@ -359,6 +360,7 @@ def test_a_function_that_is_defined_again_replaces_the_earlier_one():
         assert measure("of a notebook", MODEL, X, Y) == value
 
 
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_in_a_report_of_everything_a_function_that_fails_is_nan():
 
     def refuses(model, X, y):

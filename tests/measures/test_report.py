@@ -79,6 +79,7 @@ def test_report_has_every_layer_and_measure(kind):
         )
 
 
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_report_of_some_layers_and_measures():
     net, X, y = make("conv")
     report = flatness_report(net, X, y, criterion=CE, layers=[-1, "0"], measures=["hessian_trace"])
