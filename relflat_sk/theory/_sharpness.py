@@ -60,6 +60,8 @@ _CONSTANTS = {
 _LIPSCHITZ = {nn.CrossEntropyLoss: math.sqrt(2), nn.BCEWithLogitsLoss: 1.0}
 
 _ROUNDING = 4  # units in the last place, of an activation's value
+# numbers in the products of matrices that are computed at once, 8 MiB in float64
+_MOST_AT_ONCE = 2**20
 
 
 def sharpness_conditions(
@@ -94,8 +96,8 @@ def sharpness_conditions(
         With ``detail="C2"``, sizes of the disturbance, in units of the input's norm; 26 values
         from 1e-4 to 10 if None.
     batch_size : int, default=16
-        Samples in one forward pass. Each sample needs the memory of several products of the
-        weight matrices.
+        Samples in one forward pass. The products of weight matrices are computed for so many
+        samples at once, or for fewer if they are large.
     device : str or torch.device, optional
         Where to compute; where the model is if None.
 
@@ -436,7 +438,7 @@ class Chain:
     x: Tensor
     outputs: list[Tensor]
     slopes: list[Tensor]
-    batch_size: int  # samples whose products of matrices are held in memory at once
+    batch_size: int  # the most samples whose products of matrices are computed at once
 
     def relative_sizes(self, k: int) -> Tensor:
         """Measure outputs of a layer in units of the norm of the network's input: (n, h_k)."""
@@ -554,11 +556,7 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
 
 def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
     """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
-    of_samples = torch.vmap(
-        lambda x, *slopes: _norms_of_products(chain.weights, x, slopes),
-        chunk_size=chain.batch_size,
-    )
-    norms = of_samples(chain.x, *chain.slopes)
+    norms = _norms_of_products(chain)
     last = len(chain.names)
     found = {}
     for c in range(1, last):
@@ -572,19 +570,20 @@ def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
     return found
 
 
-def _norms_of_products(
-    weights: Sequence[Tensor], x: Tensor, slopes: Sequence[Tensor]
-) -> dict[tuple[int, int], Tensor]:
-    """Compute the Frobenius norms of ``P_ab`` at one sample; P_0b is a vector.
-
-    Shapes: `x` (h_0,), `slopes` (h_i,).
-    """
-    norms = {}
-    last = len(weights)
-    for a in range(last + 1):
-        product = slopes[a - 1][:, None] * weights[a - 1] if a else x[:, None]
-        norms[a, a] = product.norm()
-        for b in range(a + 1, last + 1):
-            product = slopes[b - 1][:, None] * (weights[b - 1] @ product)
-            norms[a, b] = product.norm()
+def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
+    """Compute the Frobenius norms (n,) of ``P_ab``, of a few samples at a time."""
+    n, last = len(chain.x), len(chain.weights)
+    rows, columns = (max(weight.shape[axis] for weight in chain.weights) for axis in (0, 1))
+    n_at_once = max(1, min(chain.batch_size, _MOST_AT_ONCE // (rows * columns)))
+    # made before the products, so that none of them is kept in the memory that those leave
+    norms = {(a, b): chain.x.new_empty(n) for a in range(last + 1) for b in range(a, last + 1)}
+    for begin in range(0, n, n_at_once):
+        some = slice(begin, begin + n_at_once)
+        slopes = [each[some, :, None] for each in chain.slopes]
+        for a in range(last + 1):
+            product = slopes[a - 1] * chain.weights[a - 1] if a else chain.x[some, :, None]
+            for b in range(a, last + 1):
+                if b > a:
+                    product = (chain.weights[b - 1] @ product).mul_(slopes[b - 1])
+                norms[a, b][some] = product.flatten(1).norm(dim=1)
     return norms

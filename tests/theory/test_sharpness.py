@@ -11,9 +11,10 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relflat_sk import FlatnessWarning, sharpness_conditions
-from relflat_sk.theory import sharpness_bound
+from relflat_sk.theory import _sharpness, sharpness_bound
 
 CE = nn.CrossEntropyLoss()
 
@@ -273,6 +274,28 @@ def test_samples_of_zeros_have_no_unit_and_are_left_out(bias):
         pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest, detail=detail))
         with pytest.raises(ValueError, match="all samples in X are zero, but the cond"):
             sharpness_conditions(net, 0 * X, detail=detail)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers in a result of torch."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_products_of_matrices_are_held_for_few_samples_at_once(monkeypatch):
+    net, X = network(), data()
+    expected = sharpness_conditions(net, X)
+    monkeypatch.setattr(_sharpness, "_MOST_AT_ONCE", 200)
+    with Largest() as results:
+        found = sharpness_conditions(net, X)
+    assert results.most <= 200  # products of all samples have 9 * 9 * 8 numbers
+    pd.testing.assert_frame_equal(found, expected)
 
 
 def test_a_trained_network_is_compared_with_its_initial_weights():
