@@ -189,3 +189,43 @@ def test_a_nets_own_loop_is_a_plain_torch_loop(kind, optimizer, weight, clip):
             stepper.step()
     np.testing.assert_allclose(curve(net), losses, rtol=0, atol=1e-8)
     torch.testing.assert_close(net.module_.state_dict(), module.state_dict(), rtol=0, atol=1e-8)
+
+
+class Ones(nn.Sequential):
+    """Without dropout, its output is 2000 for all inputs of one."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 2000), nn.Dropout(0.3), nn.Linear(2000, 1))
+        for layer in (self[0], self[2]):
+            nn.init.ones_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+class NoChainOfOnes(Ones):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", ["alone", "fleet", "vmap"])
+def test_dropout_drops_its_share_keeps_the_mean_and_draws_anew_in_each_step(engine):
+    nets = [
+        RelativeFlatnessRegularizedRegressor(
+            NoChainOfOnes if engine == "vmap" else Ones, flatness_weight=0, lr=0.0, max_epochs=2,
+            batch_size=64, verbose=0, random_state=seed,
+        )
+        for seed in range(2)
+    ]  # fmt: skip
+    X = np.ones((128, 1), dtype=np.float32)
+
+    def losses(target):
+        y = np.full(128, target)
+        if engine == "alone":
+            return np.array([curve(net.fit(X, y)) for net in nets])
+        return np.array([curve(net) for net in FleetTrainer(nets, fleet=2).fit(X, y).estimators_])
+
+    # outputs have the mean 2000 and the variance 2000 * 3 / 7
+    variances = losses(2000.0)
+    assert variances.shape == (2, 4)
+    assert ((variances > 400) & (variances < 1500)).all()
+    assert len(np.unique(variances)) == 8
+    assert (abs(losses(0.0) ** 0.5 - 2000) < 20).all()
