@@ -37,19 +37,6 @@ def test_every_measure_is_defined():
         assert f"`{name}`" in definitions
 
 
-def test_every_measure_is_compared_before_and_after_a_rescaling():
-    page = (ROOT / "docs/theory.md").read_text(encoding="utf-8")
-    rows = page.split("## Minima after a rescaling")[1].split("\n## ")[0]
-    for name in get_measure_names():
-        verdict = re.search(rf"^\| `{name}` \|.*\| (\w+)[^|]*\|$", rows, re.MULTILINE)
-        if name == "parameter_count":
-            assert "`parameter_count` is the same for all" in rows
-        else:
-            unchanged = "layer" in SAME[name]
-            assert verdict is not None, name
-            assert (verdict[1] == "unchanged") == unchanged, name
-
-
 def test_the_reference_lists_every_public_name():
     listed = set(re.findall(r"^   ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     assert listed >= {

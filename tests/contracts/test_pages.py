@@ -32,6 +32,12 @@ def test_the_first_example_of_a_search_runs(tmp_path, capsys):
     assert "relative_flatness" in capsys.readouterr().out
 
 
+def test_the_example_of_scores_runs(tmp_path, capsys):
+    (block,) = blocks("docs/scoring.md")
+    run_block(block, tmp_path)
+    assert "flatness_weight" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_example_of_judging_runs(tmp_path, monkeypatch, capsys):
     (block,) = blocks("docs/judging.md")
@@ -59,14 +65,10 @@ def test_measures_of_your_own(registered, tmp_path, capsys):
     assert found["search"].minima_["largest_weight"].is_monotonic_increasing
 
 
-# of Lightning and transformers: few workers, no accelerator, a tree of torch's
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.parametrize(
     "block",
     blocks("docs/training.md"),
-    ids=["penalty", "regression", "torch", "lightning", "trainer", "fleet", "grid", "sam"],
+    ids=["penalty", "regression", "fleet", "torch", "sam"],
 )
 def test_examples_of_training_run(block, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # trainers make folders for their output

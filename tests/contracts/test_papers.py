@@ -16,7 +16,8 @@ DEFINITIONS = PAGE.split("## Figures")[0]
 ROWS = [line.strip("|").split(" | ") for line in DEFINITIONS.splitlines() if line.startswith("| ")]
 ROWS = [row for row in ROWS if row[0].strip() != "item"]
 MEASURES = {*get_measure_names(), "neuron_flatness"}
-PUBLIC = vars(relflat_sk) | vars(relflat_sk.theory)
+PUBLIC = {name: getattr(relflat_sk, name) for name in relflat_sk.__all__}
+PUBLIC |= vars(relflat_sk.theory)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].strip()[:20] for row in ROWS])
