@@ -633,7 +633,11 @@ REASONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("reasons", "settings"), REASONS, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(
+    ("reasons", "settings"),
+    REASONS,
+    ids=lambda value: value[0][:50] if isinstance(value, list) else "",
+)
 def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(
     reasons, settings, caplog
 ):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
 from sklearn.datasets import make_classification, make_regression
-from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -201,27 +200,9 @@ def test_transformed_targets():
     assert relative_flatness(net, A, b) > 0
 
 
-def test_scikit_learn_estimators():
-    linear = LinearRegression().fit(X, Y)
-    expected = 2 * (X**2).sum(1).mean() * (linear.coef_**2).sum()
-    assert relative_flatness(linear, X, Y) == pytest.approx(expected, rel=1e-12)
-    mlp = MLPClassifier((5,), max_iter=2000, random_state=0).fit(X, Y)
-    p = mlp.predict_proba(X)
-    hidden = np.maximum(X @ mlp.coefs_[0] + mlp.intercepts_[0], 0)
-    W = mlp.coefs_[1].T
-    spread = p @ (W**2) - (p @ W) ** 2
-    expected = ((hidden**2).sum(1) * spread.sum(1)).mean()
-    assert relative_flatness(mlp, X, Y) == pytest.approx(expected, rel=1e-9)
-    assert relative_flatness(mlp, X, Y, layer=0) > 0
-    assert relative_flatness(mlp, X, Y, criterion=CE) > 0
-
-
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (lambda: RandomForestClassifier(2).fit(X, Y), TypeError, "RandomForestClassifier.* Models"),
-        (lambda: "net", TypeError, "str"),
-        (lambda: LogisticRegression(), NotFittedError, "not fitted"),
         (lambda: NeuralNetClassifier(Softmaxed), NotFittedError, "is not fitted yet"),
         (lambda: RelativeFlatnessRegularizedClassifier(), NotFittedError, "is not fitted yet"),
         (lambda: make_pipeline(StandardScaler(), LogisticRegression()), NotFittedError, "not fit"),

@@ -517,6 +517,7 @@ def test_refuses_unfitted_estimators(kind):
 @pytest.mark.parametrize(
     ("name", "curvature"),
     [
+        ("linear", lambda z, t: np.full_like(z, 2.0)),
         ("poisson", lambda z, t: np.exp(z)),
         ("gamma", lambda z, t: t * np.exp(-z)),
         ("tweedie", lambda z, t: (np.exp(z / 2) + t * np.exp(-z / 2)) / 2),

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from relflat_sk import FlatnessWarning, LayerNotFoundError, RelativeFlatnessPenalty
 from tests import oracles
-from tests.cases import CASES, mlp
+from tests.cases import CASES
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
@@ -467,22 +467,3 @@ def test_an_output_may_be_overwritten_later(inplace):
     truth = expected(net, "0", criterion, X, y)
     assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
     assert_slope_is_that_of_differences(RelativeFlatnessPenalty(0), net, criterion, X, y)
-
-
-def test_trains_a_plain_torch_loop_towards_flatness():
-    def train(weight):
-        torch.manual_seed(0)
-        net, criterion = mlp(3), nn.CrossEntropyLoss()
-        X = torch.randn(60, 5).double()
-        y = X[:, :3].argmax(dim=1)
-        penalty = RelativeFlatnessPenalty()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        for _ in range(150):
-            optimizer.zero_grad()
-            with penalty.capture(net):
-                output = net(X)
-            (criterion(output, y) + weight * penalty(criterion, output, y)).backward()
-            optimizer.step()
-        return oracles.relative_flatness(net, "4", criterion, X, y)
-
-    assert train(1.0) < 0.5 * train(0.0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -57,6 +58,28 @@ class Double(MLP):
     def __init__(self, n_features, n_outputs):
         super().__init__(n_features, n_outputs, (6,), activation="tanh")
         self.double()
+
+
+class Quartic(nn.Module):
+    """A criterion that no table knows."""
+
+    def forward(self, output, target):
+        return (output - target).pow(4).mean()
+
+
+class AccumulatingMixin:
+    """Steps over three batches each, as in skorch's documentation."""
+
+    def get_loss(self, *args, training=False, **kwargs):
+        loss = super().get_loss(*args, training=training, **kwargs)
+        return loss / 3 if training else loss
+
+    def train_step(self, batch, **fit_params):
+        step = self.train_step_single(batch, **fit_params)
+        if len(self.history[-1, "batches"]) % 3 == 0:
+            self.optimizer_.step()
+            self.optimizer_.zero_grad()
+        return step
 
 
 def dataset(y=INDEX):

@@ -248,10 +248,6 @@ def test_on_stock_skorch_nets(split):
 
 
 def test_on_a_net_with_a_criterion_of_its_own():
-    class Quartic(nn.Module):
-        def forward(self, output, target):
-            return (output - target).pow(4).mean()
-
     X = torch.randn(20, 4).numpy()
     net = make(
         StopAtLoss(0.05),
@@ -260,7 +256,7 @@ def test_on_a_net_with_a_criterion_of_its_own():
         module=nn.Linear,
         module__in_features=4,
         module__out_features=4,
-        criterion=Quartic,
+        criterion=common.Quartic,
         flatness_weight=1e-3,
         lr=0.01,
     ).fit(X, X)

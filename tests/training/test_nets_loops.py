@@ -22,7 +22,17 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import FlatnessScorer, FlatnessWarning, relative_flatness
-from tests.training.common import INDEX, NAMES, Classifier, Net, Regressor, X, make, same
+from tests.training.common import (
+    INDEX,
+    NAMES,
+    AccumulatingMixin,
+    Classifier,
+    Net,
+    Regressor,
+    X,
+    make,
+    same,
+)
 
 BF16 = 0.02  # bfloat16 has eight bits; the network's outputs are off by about 0.4%
 
@@ -226,23 +236,8 @@ def test_float16_with_a_scaler(layer):
 # -- several batches per step, clipping --------------------------------------------------
 
 
-class Accumulating(Classifier):
-    """As in skorch's documentation."""
-
-    def __init__(self, *args, acc_steps=3, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.acc_steps = acc_steps
-
-    def get_loss(self, *args, training=False, **kwargs):
-        loss = super().get_loss(*args, training=training, **kwargs)
-        return loss / self.acc_steps if training else loss
-
-    def train_step(self, batch, **fit_params):
-        step = self.train_step_single(batch, **fit_params)
-        if len(self.history[-1, "batches"]) % self.acc_steps == 0:
-            self.optimizer_.step()
-            self.optimizer_.zero_grad()
-        return step
+class Accumulating(AccumulatingMixin, Classifier):
+    pass
 
 
 @pytest.mark.parametrize("weights", [None, np.full(42, 2.0)], ids=["plain", "weighted"])
@@ -422,26 +417,6 @@ def test_what_cuda_trained_the_cpu_loads(how, tmp_path):
 # -- accelerate --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def accelerated():
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from skorch.hf import AccelerateMixin
-
-    class Accelerated(AccelerateMixin, Classifier):
-        pass
-
-    def build(mixed_precision="no", steps=1, **params):
-        accelerator = accelerate.Accelerator(
-            mixed_precision=mixed_precision, gradient_accumulation_steps=steps, cpu=True
-        )
-        return make(Accelerated, accelerator=accelerator, **params)
-
-    yield build
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 @pytest.mark.parametrize("layer", [-1, "hidden0"])
 @pytest.mark.parametrize("weights", [None, np.arange(42)], ids=["plain", "weighted"])
 def test_accelerate(accelerated, layer, weights):
@@ -453,7 +428,10 @@ def test_accelerate(accelerated, layer, weights):
 
 def test_accelerate_in_bfloat16(accelerated):
     params = {"flatness_weight": 1.0, "lr": 1e-3}
-    net, plain = accelerated("bf16", **params).fit(X, NAMES), make(**params).fit(X, NAMES)
+    net, plain = (
+        accelerated(Classifier, "bf16", **params).fit(X, NAMES),
+        make(**params).fit(X, NAMES),
+    )
     assert penalties(net) == pytest.approx(penalties(plain), rel=3 * BF16)
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
 

@@ -38,7 +38,6 @@ from tests.training.common import (
 
 X = common.X.astype(np.float64)
 PLAIN = {"flatness_weight": 0}
-NO_SHUFFLE = {"iterator_train__shuffle": False}
 
 
 def make(kind=Classifier, **params):
@@ -123,14 +122,9 @@ def test_a_batch_without_weight_teaches_nothing():
     same(net, make(**params).fit(X[:10], NAMES[:10]), rtol=1e-10, atol=1e-12)
 
 
-class Mean(nn.Module):
-    def forward(self, output, target):
-        return (output - target).pow(4).mean()
-
-
 def test_an_unknown_criterion_must_tell_samples_apart():
     with pytest.raises(ValueError, match="expected one for each sample"):
-        make(Regressor, criterion=Mean).fit(X, VALUES, sample_weight=WEIGHTS)
+        make(Regressor, criterion=common.Quartic).fit(X, VALUES, sample_weight=WEIGHTS)
 
 
 # -- how data may come -------------------------------------------------------------------
