@@ -1,15 +1,32 @@
-"""Criteria with networks and targets that fit them, as data: zero-argument lambdas."""
+"""Criteria with networks and targets that fit them, as data: functions of no arguments."""
+
+from functools import partial
 
 import torch
 from torch import nn
 
 
-def classes(n, k):
-    return torch.arange(n) % k
+def classes(k):
+    """Class indices as targets; as below, a function of the number of samples."""
+    return lambda n: torch.arange(n) % k
 
 
-def indicator(n, k):
-    return (torch.rand(n, k) > 0.5).double()
+def labels(k):
+    """0 and 1 for each of k outputs."""
+    return lambda n: (torch.rand(n, k) > 0.5).double()
+
+
+def numbers(k):
+    return lambda n: torch.randn(n, k).double()
+
+
+def shares(k):
+    """Probabilities of k classes that do not sum to one, which torch does not ask for."""
+    return lambda n: torch.rand(n, k).double()
+
+
+def counts(k):
+    return lambda n: torch.randint(0, 5, (n, k)).double()
 
 
 def mlp(n_outputs, tail=None, activation=nn.Tanh):
@@ -20,7 +37,7 @@ def mlp(n_outputs, tail=None, activation=nn.Tanh):
         activation(),
         nn.Linear(6, n_outputs),
     ]
-    return nn.Sequential(*layers, *([tail] if tail is not None else [])).double()
+    return nn.Sequential(*layers, *([tail()] if tail is not None else [])).double()
 
 
 class Squeezed(nn.Module):
@@ -35,144 +52,60 @@ class Squeezed(nn.Module):
         return self.out(torch.tanh(self.hidden(x))).squeeze(-1)
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
+def fourth_power(output, y):
+    return (output - y).pow(4).sum(1).mean()
 
-# name: (network, criterion, targets of 11 samples, whether a closed form covers it)
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
+OF_LABELS = torch.tensor([1.0, 3.0, 0.2]).double()
+POSITIVE = torch.tensor([2.0, 0.5, 4.0]).double()
+SOFTMAX, LOG_SOFTMAX = partial(nn.Softmax, dim=1), partial(nn.LogSoftmax, dim=1)
+CE, BCE, NLL = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.NLLLoss
+
+# name: (network, criterion, targets of n samples, whether a closed form covers it)
 CASES = {
-    "cross-entropy": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(),
-        lambda n: classes(n, 4),
-        True,
-    ),
-    "cross-entropy smoothed": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(label_smoothing=0.2),
-        lambda n: classes(n, 4),
-        True,
-    ),
-    "cross-entropy class weights": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(weight=WEIGHTS),
-        lambda n: classes(n, 4),
-        True,
-    ),
+    "cross-entropy": (partial(mlp, 4), CE, classes(4), True),
+    "cross-entropy smoothed": (partial(mlp, 4), partial(CE, label_smoothing=0.2), classes(4), True),
+    "cross-entropy class weights": (partial(mlp, 4), partial(CE, WEIGHTS), classes(4), True),
     "cross-entropy weights, smoothed, ignoring": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1, ignore_index=2),
-        lambda n: classes(n, 4),
+        partial(mlp, 4), partial(CE, WEIGHTS, label_smoothing=0.1, ignore_index=2), classes(4),
         True,
     ),
-    "cross-entropy ignore_index": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(ignore_index=1),
-        lambda n: classes(n, 4),
-        True,
-    ),
+    "cross-entropy ignore_index": (partial(mlp, 4), partial(CE, ignore_index=1), classes(4), True),
     "cross-entropy of probabilities": (
-        lambda: mlp(4),
-        lambda: nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
-        lambda n: torch.rand(n, 4).double(),  # torch does not ask for a sum of one
-        True,
+        partial(mlp, 4), partial(CE, WEIGHTS, label_smoothing=0.1), shares(4), True,
     ),
-    "cross-entropy of log-softmax": (
-        lambda: mlp(4, nn.LogSoftmax(dim=1)),
-        lambda: nn.CrossEntropyLoss(),
-        lambda n: classes(n, 4),
-        True,
-    ),
-    "nll of softmax, as torch computes it": (
-        lambda: mlp(4, nn.Softmax(dim=1)),
-        lambda: nn.NLLLoss(),
-        lambda n: classes(n, 4),
-        False,
-    ),
+    "cross-entropy of log-softmax": (partial(mlp, 4, LOG_SOFTMAX), CE, classes(4), True),
+    "nll of softmax, as torch computes it": (partial(mlp, 4, SOFTMAX), NLL, classes(4), False),
     "nll of log-softmax": (
-        lambda: mlp(4, nn.LogSoftmax(dim=1)),
-        lambda: nn.NLLLoss(weight=WEIGHTS, ignore_index=0),
-        lambda n: classes(n, 4),
-        True,
+        partial(mlp, 4, LOG_SOFTMAX), partial(NLL, WEIGHTS, ignore_index=0), classes(4), True,
     ),
-    "bce with logits": (
-        lambda: mlp(1),
-        lambda: nn.BCEWithLogitsLoss(),
-        lambda n: indicator(n, 1),
-        True,
-    ),
-    "bce with logits, squeezed": (
-        Squeezed,
-        lambda: nn.BCEWithLogitsLoss(),
-        lambda n: indicator(n, 1).squeeze(1),
-        True,
-    ),
+    "bce with logits": (partial(mlp, 1), BCE, labels(1), True),
+    "bce with logits, squeezed": (Squeezed, BCE, lambda n: labels(1)(n).squeeze(1), True),
     "bce multi-label, pos_weight and weight": (
-        lambda: mlp(3),
-        lambda: nn.BCEWithLogitsLoss(
-            pos_weight=torch.tensor([2.0, 0.5, 4.0]).double(),
-            weight=torch.tensor([1.0, 3.0, 0.2]).double(),
-        ),
-        lambda n: indicator(n, 3),
-        True,
+        partial(mlp, 3), partial(BCE, OF_LABELS, pos_weight=POSITIVE), labels(3), True,
     ),
     "bce of sigmoid": (
-        lambda: mlp(3, nn.Sigmoid()),
-        lambda: nn.BCELoss(weight=torch.tensor([1.0, 3.0, 0.2]).double()),
-        lambda n: indicator(n, 3),
-        True,
+        partial(mlp, 3, nn.Sigmoid), partial(nn.BCELoss, OF_LABELS), labels(3), True,
     ),
-    "squared error": (
-        lambda: mlp(3),
-        lambda: nn.MSELoss(),
-        lambda n: torch.randn(n, 3).double(),
-        True,
-    ),
-    "squared error, one output": (
-        Squeezed,
-        lambda: nn.MSELoss(),
-        lambda n: torch.randn(n).double(),
-        True,
-    ),
-    "poisson": (
-        lambda: mlp(2),
-        lambda: nn.PoissonNLLLoss(),
-        lambda n: torch.randint(0, 5, (n, 2)).double(),
-        True,
-    ),
+    "squared error": (partial(mlp, 3), nn.MSELoss, numbers(3), True),
+    "squared error, one output": (Squeezed, nn.MSELoss, lambda n: torch.randn(n).double(), True),
+    "poisson": (partial(mlp, 2), nn.PoissonNLLLoss, counts(2), True),
     "poisson of rates": (
-        lambda: mlp(2, nn.Softplus()),
-        lambda: nn.PoissonNLLLoss(log_input=False),
-        lambda n: torch.randint(0, 5, (n, 2)).double(),
+        partial(mlp, 2, nn.Softplus), partial(nn.PoissonNLLLoss, log_input=False), counts(2),
         False,
     ),
     # what the table does not cover
-    "huber": (
-        lambda: mlp(2),
-        lambda: nn.HuberLoss(delta=0.7),
-        lambda n: torch.randn(n, 2).double(),
-        False,
-    ),
+    "huber": (partial(mlp, 2), partial(nn.HuberLoss, delta=0.7), numbers(2), False),
     "kl divergence": (
-        lambda: mlp(4, nn.LogSoftmax(dim=1)),
-        lambda: nn.KLDivLoss(reduction="batchmean"),
-        lambda n: torch.rand(n, 4).double().softmax(1),
-        False,
+        partial(mlp, 4, LOG_SOFTMAX), partial(nn.KLDivLoss, reduction="batchmean"),
+        lambda n: shares(4)(n).softmax(1), False,
     ),
-    "a function": (
-        lambda: mlp(2),
-        lambda: lambda output, y: (output - y).pow(4).sum(1).mean(),
-        lambda n: torch.randn(n, 2).double(),
-        False,
-    ),
+    "a function": (partial(mlp, 2), lambda: fourth_power, numbers(2), False),
     "smooth l1 behind softsign": (
-        lambda: mlp(2, nn.Softsign()),
-        lambda: nn.SmoothL1Loss(),
-        lambda n: indicator(n, 2) * 2 - 1,
-        False,
+        partial(mlp, 2, nn.Softsign), nn.SmoothL1Loss, lambda n: labels(2)(n) * 2 - 1, False,
     ),
     "cross-entropy behind a clamp": (
-        lambda: mlp(4, nn.Hardtanh(-9, 9)),
-        lambda: nn.CrossEntropyLoss(),
-        lambda n: classes(n, 4),
-        False,
+        partial(mlp, 4, partial(nn.Hardtanh, -9, 9)), CE, classes(4), False,
     ),
-}
+}  # fmt: skip
