@@ -74,20 +74,3 @@ def test_loaders_may_shuffle(by):
     loader = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
     found = label_constancy(net, loader, None, by=by, **CE)
     assert found == pytest.approx(label_constancy(net, X, y, by=by, **CE), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
-        ({"n_neighbors": 0}, "'n_neighbors' parameter of NearestNeighbors must be .* Got 0"),
-        ({"n_neighbors": 40}, "n_neighbors = 40, n_samples_fit = 40"),
-        ({"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous values such as 0.0"),
-        ({"y": None}, "y is needed for the labels to compare"),
-    ],
-    ids=["by", "none", "too many", "regression", "no labels"],
-)
-def test_says_what_is_wrong(arguments, message):
-    net, X, y = network()
-    with pytest.raises(ValueError, match=message):
-        label_constancy(net, X, **{"y": y, **arguments})

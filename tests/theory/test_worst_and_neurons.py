@@ -133,22 +133,6 @@ def test_convolutions_have_no_bound():
     assert abs(value) == pytest.approx(found.value, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),
-        ({"n_restarts": -1}, "n_restarts must be .*, got -1"),
-        ({"delta": 0}, "delta must be a finite positive number, got 0"),
-        ({"matrices": np.eye(7)}, r"matrices must have shape \(2, 2\) or \(k, 2"),
-    ],
-    ids=str,
-)
-def test_worst_case_says_what_is_wrong(arguments, message):
-    net, X, y = plane_network()
-    with pytest.raises(ValueError, match=message):
-        worst_feature_robustness(net, X, y, **{"delta": 0.1, **CE, **arguments})
-
-
 def test_a_network_that_diverged_has_no_worst_case():
     net, X, y = plane_network()
     with torch.no_grad():
