@@ -428,10 +428,8 @@ def test_accelerate(accelerated, layer, weights):
 
 def test_accelerate_in_bfloat16(accelerated):
     params = {"flatness_weight": 1.0, "lr": 1e-3}
-    net, plain = (
-        accelerated(Classifier, "bf16", **params).fit(X, NAMES),
-        make(**params).fit(X, NAMES),
-    )
+    net = accelerated(mixed_precision="bf16", **params).fit(X, NAMES)
+    plain = make(**params).fit(X, NAMES)
     assert penalties(net) == pytest.approx(penalties(plain), rel=3 * BF16)
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
 
