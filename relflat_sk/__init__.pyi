@@ -26,7 +26,13 @@ from .plots import (
     SharpnessKLDisplay,
     TrainingCurvesDisplay,
 )
-from .search import FlatMinimaSearch, MinimaObjective, flattest_within, optimize_study
+from .search import (
+    FlatMinimaSearch,
+    MinimaObjective,
+    flattest_within,
+    optimize_study,
+    rank_models,
+)
 from .theory import (
     feature_robustness,
     generalization_bound,
@@ -97,6 +103,7 @@ __all__ = [
     "pac_bayes_bound",
     "plots",
     "rank_minima",
+    "rank_models",
     "register_measure",
     "relative_flatness",
     "reparameterize",

@@ -30,6 +30,30 @@ def conv1d(nx, nf):
     return layer
 
 
+class LoraLayer(nn.Module):
+    """The parts of PEFT's `LoraLayer` by which it is recognised, with one adapter."""
+
+    merged = disable_adapters = False
+    active_adapters = ("default",)
+
+    def __init__(self, base_layer, m, d, rank=2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(m, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, d, bias=False)})
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def get_delta_weight(self, adapter):
+        change = 1.5 * self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+        return change.T if isinstance(self.base_layer, Conv1D) else change
+
+    def forward(self, x):
+        return self.base_layer(x) + 1.5 * self.lora_B["default"](self.lora_A["default"](x))
+
+
 def ForCausalLMLoss(logits, labels, vocab_size):
     """A copy of the loss of causal language models in `transformers.loss.loss_utils`."""
     labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()

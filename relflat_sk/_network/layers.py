@@ -1,6 +1,7 @@
 """Find the layers of a network that have a weight matrix."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ def is_weight_layer(module: nn.Module) -> bool:
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that makes a module a layer with a weight matrix."""
     kinds = (kind for kind in _MAPS if isinstance(module, kind))
-    return next(kinds, None) or _conv1d_kind(module)
+    base = _adapted_layer(module)
+    own = next(kinds, None) or _conv1d_kind(module)
+    return own or (None if base is None else weight_kind(base))
 
 
 def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
@@ -43,8 +46,29 @@ def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D"), None)
 
 
+def _adapted_layer(module: nn.Module) -> nn.Module | None:
+    """Recognise a layer with low-rank adapters, and return the layer inside it.
+
+    It is called as the `LoraLayer` of PEFT is: `base_layer`, `lora_A`, `get_delta_weight`.
+    """
+    is_adapted = "lora_A" in module._modules and hasattr(type(module), "get_delta_weight")
+    return module._modules.get("base_layer") if is_adapted else None
+
+
+def _merged_weight(layer: Any) -> Tensor:
+    """Add the active adapters of a layer to its weight, with their graph."""
+    weight: Tensor = layer.base_layer.weight
+    if layer.merged or layer.disable_adapters:
+        return weight
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    return sum((layer.get_delta_weight(name) for name in active), start=weight)
+
+
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
     """Return a layer as a linear map of its weight matrix. Shapes: `weight` (...)."""
+    base = _adapted_layer(layer)
+    if base is not None:
+        return layer_map(base, _merged_weight(layer) if weight is None else weight)
     kind = weight_kind(layer)
     if kind is not None:
         return _MAPS.get(kind, TransposedLinearMap)(layer, weight)

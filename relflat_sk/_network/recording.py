@@ -167,7 +167,7 @@ def _forward_of(record: LayerRecord) -> Callable[..., Any]:
     def keeping_weight(*args: Any, **kwargs: Any) -> Any:
         with cached():  # spectral norm changes its buffers when the weight is computed once more
             output = forward(*args, **kwargs)
-            record.weight = layer.weight
+            record.weight = layer_map(layer).kernel
         return output
 
     return keeping_weight

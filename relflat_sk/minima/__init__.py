@@ -8,6 +8,7 @@ to be there:
 column                  type     meaning
 ======================  =======  ===========================================================
 ``trial``               int      number of the trial in its study
+``model``               str      name of the model; only in tables of `rank_models`
 ``param_<name>``        any      value of a varied parameter, as in ``cv_results_``
 one per measure         float    value of the measure, such as ``relative_flatness``;
                                  small is flat
@@ -62,6 +63,7 @@ from relflat_sk.minima._trials import attributes_of as attributes_of
 from relflat_sk.minima._trials import curves_of as curves_of
 from relflat_sk.minima._trials import minima_table as minima_table
 from relflat_sk.minima._trials import remeasured_key as remeasured_key
+from relflat_sk.minima._trials import table_of_rows as table_of_rows
 from relflat_sk.minima._trials import table_of_trials as table_of_trials
 
 __all__ = ["conditional_mutual_information", "correlate", "granulated_kendall", "rank_minima"]

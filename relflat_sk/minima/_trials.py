@@ -85,6 +85,11 @@ def attributes_of(trial: Any) -> dict[str, Any]:
 def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
     """Return the unranked table of finished trials."""
     rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
+    return table_of_rows(rows, study_attrs.get(MADE_WITH, {}).get(UNITS, {}))
+
+
+def table_of_rows(rows: list[dict[str, Any]], units: dict[Any, str]) -> pd.DataFrame:
+    """Return the unranked table of rows whose other entries than its columns are measures."""
     names = dict.fromkeys(name for row in rows for name in row)
     params = [name for name in names if name.startswith(PARAM_PREFIX)]
     measures = [name for name in names if name not in FIXED and name not in params]
@@ -94,7 +99,7 @@ def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any
     floats = [*measures, *LOSSES, DEPTH, *SCORES, "seconds"]
     types = {"trial": int, "converged": bool} | dict.fromkeys(floats, float)
     table = table.astype(types)
-    table.attrs |= study_attrs.get(MADE_WITH, {}).get(UNITS, {})
+    table.attrs |= units
     return table
 
 

@@ -2,7 +2,14 @@
 
 from relflat_sk.search._flattest_within import flattest_within
 from relflat_sk.search._objective import MinimaObjective
+from relflat_sk.search._rank_models import rank_models
 from relflat_sk.search._search import FlatMinimaSearch
 from relflat_sk.search._workers import optimize_study
 
-__all__ = ["FlatMinimaSearch", "MinimaObjective", "flattest_within", "optimize_study"]
+__all__ = [
+    "FlatMinimaSearch",
+    "MinimaObjective",
+    "flattest_within",
+    "optimize_study",
+    "rank_models",
+]

@@ -32,6 +32,13 @@ _ADVICE = {  # by words in the error
 }
 
 
+# the end of an error of the call, for a search
+KEPT = (
+    " The candidate is not recorded, and those that were finished before are kept: call fit again "
+    "with the same storage and study_name."
+)
+
+
 class CallError(RuntimeError):
     """Training or measuring failed for a reason that is not the candidate's."""
 
@@ -62,11 +69,7 @@ def blame_call(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if is_of_storage(error):
             raise
-        raise CallError(
-            f"{what}: {type(error).__name__}: {error}. {advice} The candidate is not recorded, "
-            "and those that were finished before are kept: call fit again with the same storage "
-            "and study_name."
-        ) from error
+        raise CallError(f"{what}: {type(error).__name__}: {error}. {advice}{KEPT}") from error
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from relflat_sk.fleet import seconds_used
 from relflat_sk.measures import flatness_columns
 from relflat_sk.minima import CURVES
 from relflat_sk.search._data import TrainingData
-from relflat_sk.search._failures import CallError, blame_storage
+from relflat_sk.search._failures import KEPT, CallError, blame_storage
 from relflat_sk.search._goal import add_goal, callbacks_of
 from relflat_sk.search._weights import last_step
 
@@ -215,8 +215,7 @@ class _Watcher(Callback):
 def missing_layer(layer: Any, error: Exception) -> CallError:
     """Return the error for a layer that a candidate does not have."""
     return CallError(
-        f"layer={layer!r} cannot be measured: {error} Give the search a layer that each candidate "
-        "has. The candidate is not recorded, and those that were finished before are kept."
+        f"layer={layer!r} cannot be measured: {error} Give a layer that each candidate has.{KEPT}"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from skorch import NeuralNet
+from torch import nn
 
 from relflat_sk._checks import is_number
 from relflat_sk._models import final_estimator
@@ -81,6 +82,8 @@ def find_ending(
 ) -> tuple[str, str]:
     """Return what ended the training of a candidate at a minimum, or why it is none."""
     final = final_estimator(estimator)
+    if isinstance(final, nn.Module):  # has no record of its training
+        return "", ""
     if isinstance(final, NeuralNet):
         return _ending_of_net(final, constant_loss)
     if is_number(goal) and train_loss > goal * (1 + ROUNDING):

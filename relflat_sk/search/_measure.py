@@ -127,7 +127,12 @@ def record_measures(
 
 
 def measure_held_out(
-    estimator: Any, train_loss: float, data: TrainingData, X_test: Any, y_test: Any
+    estimator: Any,
+    train_loss: float,
+    data: TrainingData,
+    X_test: Any,
+    y_test: Any,
+    criterion: Any = None,
 ) -> dict[str, float]:
     """Compute the loss on held-out data, and the estimator's own scores.
 
@@ -143,7 +148,7 @@ def measure_held_out(
     if X_test is None:
         return found
     with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
-        test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions()))
+        test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions(criterion)))
         scored = scored and y_test is not None
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
     found |= {"test_loss": test_loss, "generalization_gap": test_loss - train_loss}

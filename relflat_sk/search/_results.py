@@ -52,7 +52,7 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_a
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")
         message = f"none of {len(table)} candidates could be trained and measured:\n"
-        message += _list_reasons(table)
+        message += list_reasons(table)
         if table["reason"].astype(str).str.startswith("TypeError:").all():
             raise TypeError(message)
         raise ValueError(message)
@@ -71,14 +71,14 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_a
         what, advice = _explain_no_minimum(table["reason"].astype(str), estimator)
         warn(
             f"{what}, by their training loss ({_losses(table)}). {advice} Reasons:\n"
-            + _list_reasons(table)
+            + list_reasons(table)
         )
         return
     others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
     if len(others):
         warn(
             f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
-            "Reasons:\n" + _list_reasons(others)
+            "Reasons:\n" + list_reasons(others)
         )
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
@@ -122,7 +122,7 @@ def _losses(table: pd.DataFrame) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _list_reasons(table: pd.DataFrame) -> str:
+def list_reasons(table: pd.DataFrame) -> str:
     """List why candidates failed or did not converge, the five most frequent reasons first."""
     counts = table["reason"].value_counts().head(5)
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())

@@ -21,8 +21,8 @@ DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
 # declared, but slow to import, and needed for some storages only
 OPTIONAL = {
     *("accelerate", "curvlinops", "distributed", "h5py", "hypothesis", "importlinter"),
-    *("lightning", "matplotlib", "numpydoc", "PIL", "plotly", "pyhessian", "pytest", "ray"),
-    *("sqlalchemy", "torchvision", "transformers", "zarr"),
+    *("lightning", "matplotlib", "numpydoc", "peft", "PIL", "plotly", "pyhessian", "pytest"),
+    *("ray", "safetensors", "sqlalchemy", "torchvision", "transformers", "zarr"),
 }
 
 

@@ -1,5 +1,6 @@
 """Every measure at every kind of layer and head, against the dense Hessian."""
 
+import copy
 import itertools
 import math
 
@@ -16,6 +17,7 @@ from relflat_sk._network.network import Network
 from relflat_sk.measures import _quantities, evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
+from tests.hugging_face import LoraLayer, conv1d
 from tests.measures.nets import CE, HEADS_OF_CLASSES, PROBLEMS, allowed, dense, make
 
 # networks with random weights are at no minimum
@@ -185,3 +187,31 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return self.net[2](self.net[0](x) ** 3)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gpt2"])
+def test_an_adapted_layer_has_the_merged_weight_and_its_factors_their_own(transposed):
+    torch.manual_seed(0)
+    layer = conv1d if transposed else nn.Linear
+    adapted = nn.Sequential(
+        LoraLayer(layer(4, 5), 4, 5), nn.Tanh(), LoraLayer(layer(5, 3), 5, 3)
+    ).double()
+    merged = copy.deepcopy(adapted)
+    for i in (0, 2):
+        base, change = merged[i].base_layer, merged[i].get_delta_weight("default")
+        base.weight.data += change.detach()
+        merged[i] = base
+    X, y = torch.randn(9, 4).double(), torch.arange(9) % 3
+    torch.testing.assert_close(adapted(X), merged(X))
+    parts = ("base_layer", "lora_A.default", "lora_B.default")
+    factors = {f"{i}.{part}": (adapted, f"{i}.{part}") for i in (0, 2) for part in parts}
+    for name, where in {"0": (merged, "0"), "2": (merged, "2"), **factors}.items():
+        H, W = oracles.weight_hessian(*where, CE, X, y)
+        for measured, oracle in oracles.TABLE_1.items():
+            options = {"layer": name, "criterion": CE, "method": "exact"}
+            found = measure(measured, adapted, X, y, **options)
+            assert found == pytest.approx(oracle(H, W), rel=EXACT), (name, measured)
+    assert evaluate("hessian_trace", adapted, X, y, criterion=CE).method == "closed form"
+    adapted[2].merged = True  # claims another weight than it computes with
+    with pytest.raises(ValueError, match="layer '2' does not compute W x"):
+        measure("hessian_trace", adapted, X, y, layer="2", criterion=CE)

@@ -1,0 +1,309 @@
+"""Rank models that are trained already: fitted estimators, checkpoints, adapters."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from sklearn.base import BaseEstimator
+from skorch import NeuralNet
+from torch import nn
+
+from relflat_sk._models import DataOptions, final_estimator, to_network_with_source
+from relflat_sk._random import draw_seed, seed_from, seeded
+from relflat_sk._warnings import warn
+from relflat_sk.measures import find_measures
+from relflat_sk.minima import (
+    DEPTH_BAND,
+    PARAM_PREFIX,
+    check_depth_band,
+    parameter_columns,
+    rank_minima,
+    table_of_rows,
+)
+from relflat_sk.search._checkpoints import (
+    ADAPTER,
+    find_module,
+    is_weights,
+    list_checkpoints,
+    load_adapter,
+    load_into,
+    read_weights,
+    restored,
+)
+from relflat_sk.search._data import TrainingData
+from relflat_sk.search._failures import KEPT, CallError, failure_record
+from relflat_sk.search._goal import record_verdict
+from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
+from relflat_sk.search._results import list_reasons, listed
+
+_PLAIN = str | int | float | bool | None  # values of parameters that are columns
+
+__all__ = ["rank_models"]
+
+
+def rank_models(  # noqa: PLR0913
+    models: Any,
+    X: Any,
+    y: Any,
+    *,
+    module: Any = None,
+    measure: Any = "normalized_relative_flatness",
+    criterion: Any = None,
+    X_test: Any = None,
+    y_test: Any = None,
+    layer: int | str = -1,
+    sample_weight: Any = None,
+    depth_band: float | None = DEPTH_BAND,
+    device: Any = None,
+    random_state: Any = None,
+    **measure_params: Any,
+) -> pd.DataFrame:
+    """Rank trained models, flattest first: fitted estimators, checkpoints of a network, adapters.
+
+    The table has the columns of ``FlatMinimaSearch.minima_``, so that `rank_minima`, `correlate`,
+    `granulated_kendall` and the displays take it. One model is in memory at a time, if `models`
+    is an iterator, or holds paths.
+
+    Parameters
+    ----------
+    models : dict, list, iterator or path
+        The models, in a dict with their names. Each is a fitted model as `relative_flatness` takes
+        it, or weights for `module`: a state dict; a file of `torch.save` or safetensors; a
+        checkpoint of Lightning; the folder of a checkpoint of transformers, or of an adapter of
+        PEFT. The path of a folder with several of these stands for all of them, in the order of
+        the numbers in their names.
+    X : array, data frame, tensor, dict or Dataset of n samples
+        The training data, as the models take them.
+    y : array of shape (n, ...)
+        Labels, as in training; None for a Dataset that has them inside.
+    module : nn.Module or fitted skorch net, optional
+        The network that weights are loaded into, which gets its own weights back. Names of the
+        weights may have a prefix, as in a checkpoint of a larger module. An adapter is put on a
+        copy of `module`; if that is a ``PeftModel``, the adapter's weights are loaded into it.
+    measure : str, callable or sequence of these, default="normalized_relative_flatness"
+        The measure that ranks, and further ones, see `get_measure_names`.
+    criterion : torch loss, optional
+        The loss; needed for bare modules only.
+    X_test, y_test : as `X` and `y`, optional
+        Held-out data, for the columns ``test_loss``, ``generalization_gap`` and ``test_score``.
+    layer : int or str, default=-1
+        Where to measure: position among the layers with a weight matrix, or dotted name. See
+        Notes for adapters.
+    sample_weight : array of shape (n,), optional
+        Weight of each training sample; one if None.
+    depth_band : float or None, default=3
+        The largest ratio of the depths of models that are compared, see `rank_minima`.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    random_state : int, RandomState, Generator or None, default=None
+        Seed of the probes, the same for all models.
+    **measure_params
+        Further arguments of the measures, and `batch_size`.
+
+    Returns
+    -------
+    DataFrame
+        One row for each model in rank order, with the columns that `relflat_sk.minima` lists and
+        ``model``, its name: the key, the path or the position. Parameters that differ among
+        estimators are in columns ``param_<name>``. ``reason`` says why a model has no value or is
+        not compared.
+
+    Raises
+    ------
+    ImportError
+        If a file needs safetensors, or a folder peft, and it is not installed.
+    TypeError
+        If `models` is a single model, or `module` cannot take weights.
+    ValueError
+        If there are no models, weights come without `module` or are those of another network, a
+        file holds other objects than tensors, no model can be measured, or an argument of the
+        measures is not valid.
+
+    Warns
+    -----
+    FlatnessWarning
+        If models are no minima, or cannot be measured.
+
+    See Also
+    --------
+    FlatMinimaSearch : Trains the candidates as well.
+    rank_minima : Ranks by another column of the table.
+
+    Notes
+    -----
+    A network is a minimum if its training loss is lower than that of the best constant
+    prediction. Estimators of scikit-learn and skorch nets have a record of their training, and
+    must have ended at their goal, by their solver or on a plateau, as in a search.
+
+    With low-rank adapters of PEFT, the name of the adapted layer, such as ``"...query"``, is that
+    of a layer with the merged weight ``W + s B A``, whose flatness compares with that of the base
+    model or of a model that was fine-tuned without an adapter. The factors have names as well:
+    at ``"...query.lora_A.default"``, the weight A and the curvature in A are measured, at
+    ``"...query.lora_B.default"`` those of B, and at ``"...query.base_layer"`` the frozen W.
+    The adapter of a model is not unique, ``B C^-1 C A`` is the same function for every invertible
+    matrix C: the flatness at A and at the adapted layer stay, that at B does not.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X, y = load_iris(return_X_y=True)
+    >>> models = [LogisticRegression(C=C, max_iter=500).fit(X, y) for C in (0.1, 0.5, 2.0)]
+    >>> table = rank_models(models, X, y, depth_band=None)
+    >>> table[["model", "param_C", "rank"]]
+      model  param_C  rank
+    0     0      0.1     1
+    1     1      0.5     2
+    2     2      2.0     3
+
+    Checkpoints of a network, as a trainer or a loop has saved them:
+
+    >>> import torch
+    >>> net = torch.nn.Linear(4, 3)
+    >>> _ = torch.nn.init.zeros_(net.weight)
+    >>> weights = torch.tensor(models[2].coef_), torch.tensor(models[2].intercept_)
+    >>> steps = {
+    ...     f"step {i}": {"weight": i / 4 * weights[0], "bias": i / 4 * weights[1]}
+    ...     for i in (2, 3, 4)
+    ... }
+    >>> criterion = torch.nn.CrossEntropyLoss()
+    >>> table = rank_models(steps, X, y, module=net, criterion=criterion)
+    >>> table["model"].tolist()
+    ['step 2', 'step 3', 'step 4']
+    >>> bool(net.weight.any())
+    False
+    """
+    check_depth_band(depth_band)
+    names = find_measures(listed(measure))
+    measuring = Measuring(names, layer, measure_params, device)
+    options = DataOptions(criterion, measuring.batch_size, device, sample_weight)
+    seed = seed_from(random_state)
+    seed = draw_seed(None) if seed is None else seed
+    task = _Task(X, y, X_test, y_test, names, measuring, options, seed)
+    target = None if module is None else find_module(module)
+    rows: list[dict[str, Any]] = []
+    with nullcontext() if target is None else restored(target):
+        for label, item in _named(models):
+            model, has_record = _load(label, item, module, target)
+            rows.append(
+                {"model": label, "trial": len(rows)} | task.measure(model, has_record, label)
+            )
+            del model, item  # or this model would be in memory together with the next
+    if not rows:
+        raise ValueError("there are no models to rank: models is empty.")
+    return _rank(rows, str(names[0]), depth_band, task.units)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """How each of the models is measured, and on which data. Shapes: `y` (n,)."""
+
+    X: Any
+    y: Any
+    X_test: Any
+    y_test: Any
+    names: list[str]
+    measuring: Measuring
+    options: DataOptions
+    seed: int
+    units: dict[Any, str] = field(default_factory=dict)  # attributes of the table
+
+    def measure(self, model: Any, has_record: bool, label: str) -> dict[str, Any]:
+        """Measure one model, and return its row of the table."""
+        record: dict[str, Any] = {"state": "complete", "ended_by": "", "reason": ""}
+        record |= _parameters(model)
+        weight, criterion = self.options.sample_weight, self.options.criterion
+        data = TrainingData(self.X, self.y, self.X, self.y, sample_weight=weight)
+        try:
+            with seeded(self.seed):  # data loaders draw from torch's random state
+                network = to_network_with_source(model, self.X, self.y, self.options)
+                if network.loss.row is None or network.loss.row.task == "regression":
+                    self.units["loss_unit"] = ""
+                found = record_measures(record, network, self.names, self.seed, self.measuring)
+                if found:
+                    held_out = self.X_test, self.y_test, criterion
+                    record |= measure_held_out(model, record["train_loss"], data, *held_out)
+                    values = [record[name] for name in self.names]
+                    trained = model if has_record else network.module
+                    record_verdict(record, trained, None, found, values)
+        except CallError as error:
+            raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
+        except Exception as error:
+            record |= failure_record(error) | {"state": "failed", "converged": False}
+        record.pop("failed", None)
+        return record
+
+
+def _named(models: Any) -> Iterator[tuple[str, Any]]:
+    """Yield models with their names, without keeping them."""
+    if isinstance(models, nn.Module) or hasattr(models, "fit") or is_weights(models):
+        raise TypeError(
+            f"models is a single {type(models).__name__}: pass a list of models, or a dict with "
+            "their names. To measure one model, use relflat_sk.measure."
+        )
+    if isinstance(models, str | Path):
+        models = list_checkpoints(Path(models))
+    if isinstance(models, Mapping):
+        yield from ((str(name), model) for name, model in models.items())
+        return
+    if not isinstance(models, Iterable):
+        raise TypeError(
+            "models must be a dict, a list or an iterator of models, or the path of a folder of "
+            f"checkpoints, got {type(models).__name__}."
+        )
+    numbers = count()
+    for item in models:
+        number = next(numbers)
+        yield str(item if isinstance(item, str | Path) else number), item
+        del item
+
+
+def _load(label: str, item: Any, module: Any, target: nn.Module | None) -> tuple[Any, bool]:
+    """Return a model, and whether it may have a record of its training."""
+    is_path = isinstance(item, str | Path)
+    if not is_path and not isinstance(item, Mapping):
+        net = final_estimator(item)
+        return item, not isinstance(net, NeuralNet) or bool(getattr(net, "history", None))
+    if target is None:
+        raise ValueError(
+            f"{label!r} are weights, and need the network that they belong to: pass module=..., a "
+            "torch module or a fitted skorch net."
+        )
+    if is_path and (Path(item) / ADAPTER).exists():
+        adapted = load_adapter(target, Path(item))
+        return (module if adapted is target else adapted), False
+    load_into(target, read_weights(Path(item)) if is_path else item, label)
+    return module, False
+
+
+def _parameters(model: Any) -> dict[str, Any]:
+    """Return the parameters of an estimator that can be columns, as their names."""
+    params = model.get_params() if isinstance(model, BaseEstimator) else {}
+    plain = {name: value for name, value in params.items() if isinstance(value, _PLAIN)}
+    return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
+
+
+def _rank(
+    rows: list[dict[str, Any]], by: str, depth_band: float | None, units: dict[Any, str]
+) -> pd.DataFrame:
+    """Return the ranked table; warn of models that are no minima or have no value."""
+    labels = [row.pop("model") for row in rows]
+    if all(row["state"] == "failed" for row in rows):
+        reasons = list_reasons(pd.DataFrame(rows))
+        raise ValueError(f"none of {len(rows)} models can be measured:\n{reasons}")
+    table = table_of_rows(rows, units)
+    params = parameter_columns(table)
+    same = [name for name in params if table[name].map(repr).nunique() == 1]
+    table = table.drop(columns=same)
+    table.insert(1, "model", labels)
+    others = table[~table["converged"]]
+    if len(others):
+        warn(
+            f"{len(others)} of {len(table)} models are no minima, and rank behind all others. "
+            f"Reasons:\n{list_reasons(others)}"
+        )
+    return rank_minima(table, by, depth_band=depth_band)

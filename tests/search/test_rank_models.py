@@ -1,0 +1,386 @@
+"""Tests of `rank_models`: the table of a search, for models that are trained already."""
+
+import copy
+import gc
+import json
+import weakref
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
+from torch import nn
+
+from relflat_sk import (
+    FlatnessWarning,
+    MinimaRankingDisplay,
+    correlate,
+    granulated_kendall,
+    rank_minima,
+    rank_models,
+    relative_flatness,
+)
+from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, piped, plain_net
+
+CE = nn.CrossEntropyLoss()
+KAPPA = {"measure": "relative_flatness", "depth_band": None, "random_state": 0}
+OF_MODULE = {"criterion": CE, **KAPPA}
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """State dicts of a network along its training."""
+    torch.manual_seed(0)
+    net, saved = build(), {}
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for step in range(1, 31):
+        optimizer.zero_grad()
+        CE(net(torch.tensor(X)), torch.tensor(Y)).backward()
+        optimizer.step()
+        if step % 10 == 0:
+            saved[f"step {step}"] = copy.deepcopy(net.state_dict())
+    return saved
+
+
+def loaded(weights):
+    net = build()
+    net.load_state_dict(weights)
+    return net
+
+
+@pytest.fixture(scope="module")
+def expected(steps):
+    """What each checkpoint's module alone gives."""
+    nets = {name: loaded(weights) for name, weights in steps.items()}
+    return {name: relative_flatness(net, X, Y, criterion=CE) for name, net in nets.items()}
+
+
+def assert_ranked(table, expected):
+    """Compare a table of checkpoints with the flatness of each, by name."""
+    assert dict(zip(table["model"], table["relative_flatness"], strict=True)) == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert table["model"].tolist() == sorted(expected, key=expected.get)
+    assert table["rank"].tolist() == [1, 2, 3]
+    assert table["converged"].all()
+
+
+def test_the_table_is_that_of_a_search():
+    search = logistic(measure=["relative_flatness", "hessian_trace"]).fit(X, Y, X_TEST, Y_TEST)
+    models = (search.get_estimator(number) for number in range(3))
+    table = rank_models(
+        models, X, Y, measure=["relative_flatness", "hessian_trace"], X_test=X_TEST,
+        y_test=Y_TEST, depth_band=None, random_state=0,
+    )  # fmt: skip
+    others = [name for name in table.columns if name not in {"model", "param_random_state"}]
+    assert others == list(search.minima_.columns)
+    given = search.minima_.drop(columns=["seconds"])  # nobody knows how long training took
+    for name in given:
+        if given[name].dtype == float:
+            np.testing.assert_allclose(table[name], given[name], rtol=1e-12, err_msg=name)
+        else:
+            assert table[name].tolist() == given[name].tolist(), name
+    assert table["seconds"].isna().all()
+    assert table.attrs == search.minima_.attrs
+
+
+def test_statistics_and_displays_take_the_table():
+    models = [
+        make_net(batch_size=size, lr=lr, random_state=0).fit(X, Y)
+        for size in (8, 16)
+        for lr in (0.05, 0.1)
+    ]
+    table = rank_models(models, X, Y, X_test=X_TEST, y_test=Y_TEST, **KAPPA)
+    assert {"param_batch_size", "param_lr"} == {n for n in table if n.startswith("param_")}
+    assert set(correlate(table)["measure"]) == {"relative_flatness", "train_loss"}
+    assert {"psi_batch_size", "psi_lr"} <= set(granulated_kendall(table, target="test_loss"))
+    assert rank_minima(table, "test_loss")["test_loss"].is_monotonic_increasing
+    display = MinimaRankingDisplay.from_minima(table)
+    plt.close("all")
+    assert display.by == "relative_flatness"
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_estimators_of_every_kind_have_a_record_of_their_training():
+    models = {
+        "logistic": LogisticRegression(max_iter=500).fit(X, Y),
+        "mlp": MLPClassifier((5,), max_iter=40, random_state=0).fit(X, Y),
+        "goal": piped(make_net()).fit(X, Y),
+        "plain": plain_net(train_split=None).fit(X, Y),
+    }
+    with pytest.warns(FlatnessWarning, match="2 of 4 models are no minima"):
+        table = rank_models(models, X, Y, **KAPPA).set_index("model")
+    assert table.loc[["logistic", "goal"], "ended_by"].tolist() == ["solver", "goal"]
+    assert "max_iter=40" in table.loc["mlp", "reason"]
+    assert "after 3 epochs" in table.loc["plain", "reason"]
+    assert table["relative_flatness"].notna().all()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def save_all(steps, folder, form):
+    """Save checkpoints as torch, Lightning, safetensors and transformers do."""
+    for name, weights in steps.items():
+        prefixed = {f"net.{key}": value for key, value in weights.items()}
+        lightning = {"state_dict": prefixed | {"loss.weight": torch.ones(3)}, "epoch": 1}
+        number = name.removeprefix("step ")
+        inside = folder / f"checkpoint-{number}"
+        if form in {"folders", "shards", "safe folders"}:
+            inside.mkdir()
+            torch.save({"lr": 0.1}, inside / "training_args.bin")
+        if form == "torch":
+            torch.save(weights, folder / f"{name}.pt")
+        elif form == "loop":
+            torch.save({"model_state_dict": weights, "step": 3}, folder / f"{name}.pth")
+        elif form == "lightning":
+            torch.save(lightning, folder / f"{name}.ckpt")
+        elif form == "folders":
+            torch.save(weights, inside / "pytorch_model.bin")
+        elif form == "shards":
+            map_ = {key: f"part-{key[0]}.bin" for key in weights}
+            for part in set(map_.values()):
+                some = {key: value for key, value in weights.items() if map_[key] == part}
+                torch.save(some, inside / part)
+            index = inside / "pytorch_model.bin.index.json"
+            index.write_text(json.dumps({"weight_map": map_}), encoding="utf-8")
+        else:
+            save_file = pytest.importorskip("safetensors.torch").save_file
+            place = folder / f"{name}.safetensors" if form == "safe" else inside
+            save_file(weights, place if form == "safe" else place / "model.safetensors")
+
+
+FORMS = ["torch", "loop", "lightning", "safe", "folders", "safe folders", "shards"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_checkpoint_is_read(form, steps, expected, tmp_path):
+    save_all(steps, tmp_path, form)
+    module = build()
+    table = rank_models(tmp_path, X, Y, module=module, **OF_MODULE)
+    paths = sorted(tmp_path.iterdir())
+    assert_ranked(table, dict(zip(map(str, paths), expected.values(), strict=True)))
+    named = rank_models(dict(zip(expected, paths, strict=True)), X, Y, module=module, **OF_MODULE)
+    assert_ranked(named, expected)
+    assert table.sort_values("trial")["model"].tolist() == list(map(str, paths))
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(steps, tmp_path):
+    for number in (90, 100, 1000):
+        torch.save(steps["step 10"], tmp_path / f"step-{number}.pt")
+    table = rank_models(tmp_path, X, Y, module=build(), **OF_MODULE)
+    assert [name[-8:] for name in table["model"]] == ["ep-90.pt", "p-100.pt", "-1000.pt"]
+
+
+def test_state_dicts_of_a_net(steps, expected):
+    net = make_net(module__hidden_layer_sizes=(5,), module__activation="tanh").fit(X, Y)
+    keys = list(net.module_.state_dict())
+    before = copy.deepcopy(net.module_.state_dict())
+    renamed = {
+        name: dict(zip(keys, weights.values(), strict=True)) for name, weights in steps.items()
+    }
+    table = rank_models(renamed, X, Y, module=net, X_test=X_TEST, y_test=Y_TEST, **KAPPA)
+    assert_ranked(table, expected)
+    assert table["ended_by"].eq("").all()  # the record of the net is of other weights
+    scores = [
+        (loaded(one)(torch.tensor(X)).argmax(1).numpy() == Y).mean() for one in steps.values()
+    ]
+    assert table.sort_values("trial")["train_score"].tolist() == pytest.approx(scores)
+    torch.testing.assert_close(net.module_.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_tied_weight_may_have_one_of_its_names(steps):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(6, 4)
+            self.head = nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.embed(x)))
+
+    ids = torch.arange(6)
+    net = Tied()
+    weights = {"embed.weight": 2 * torch.eye(6, 4)}
+    table = rank_models([weights], ids, ids, module=net, **OF_MODULE)
+    net.load_state_dict(weights, strict=False)
+    assert table["relative_flatness"][0] == relative_flatness(net, ids, ids, criterion=CE)
+
+
+def test_an_iterator_holds_one_model_at_a_time(steps):
+    alive = weakref.WeakSet()
+
+    def models():
+        for weights in steps.values():
+            gc.collect()
+            assert not alive
+            net = loaded(weights)
+            alive.add(net)
+            yield net
+            del net
+
+    assert len(rank_models(models(), X, Y, **OF_MODULE)) == 3
+
+
+@pytest.mark.parametrize("ends", ["well", "measure", "weights"])
+def test_the_module_gets_its_own_weights_back(ends, steps):
+    module = build().train()
+    before = copy.deepcopy(module.state_dict())
+
+    def items():
+        yield steps["step 10"]
+        assert torch.equal(module[0].weight, steps["step 10"]["0.weight"])
+        if ends == "measure":
+            raise KeyboardInterrupt
+        yield {"0.weight": torch.ones(5, 4)} if ends == "weights" else steps["step 20"]
+
+    errors = {"measure": KeyboardInterrupt, "weights": ValueError}
+    if ends == "well":
+        assert len(rank_models(items(), X, Y, module=module, **OF_MODULE)) == 2
+    else:
+        with pytest.raises(errors[ends]):
+            rank_models(items(), X, Y, module=module, **OF_MODULE)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert module.training
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+# -- models without a value ------------------------------------------------------------------------
+
+
+def test_models_without_a_value_rank_last_with_a_reason(steps):
+    dead, broken = build(), build()
+    nn.init.zeros_(dead[2].weight)
+    nn.init.constant_(broken[2].weight, torch.nan)
+    without = nn.Flatten()
+    models = {"dead": dead, "good": loaded(steps["step 30"]), "nan": broken, "none": without}
+    with pytest.warns(FlatnessWarning, match="3 of 4 models are no minima") as warned:
+        table = rank_models(models, X, Y, **OF_MODULE).set_index("model")
+    assert "the training loss is not finite" in str(warned[-1].message)
+    assert table.index[0] == "good"
+    assert "no better than a constant" in table.loc["dead", "reason"]
+    assert "not finite" in table.loc["nan", "reason"]
+    assert table.loc["none", "state"] == "failed"
+    assert "LayerNotFoundError" in table.loc["none", "reason"]
+    assert table.loc[["dead", "nan", "none"], "depth"].isna().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "error", "match"),
+    [
+        ([], {}, ValueError, "models is empty"),
+        (build(), {}, TypeError, "models is a single Sequential"),
+        (build().state_dict(), {}, TypeError, "models is a single OrderedDict"),
+        (LogisticRegression(), {}, TypeError, "models is a single LogisticRegression"),
+        (3, {}, TypeError, "models must be a dict, a list or an iterator"),
+        ([build().state_dict()], {}, ValueError, "'0' are weights, and need the network"),
+        ([build().state_dict()], {"module": MLPClassifier()}, TypeError, "must be a torch module"),
+        ([build()], {"criterion": None}, ValueError, "criterion is needed for a bare module"),
+        ([build()], {"layer": "5"}, ValueError, "'0': layer='5' cannot be measured"),
+        ([build()], {"X_test": X[:, :2], "y_test": Y}, ValueError, "X_test and y_test cannot"),
+        ([build()], {"n_probs": 3}, TypeError, "'n_probs' is no argument"),
+        ([build()], {"depth_band": 0.5}, ValueError, "depth_band must be"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(models, arguments, error, match):
+    with pytest.raises(error, match=match):
+        rank_models(models, X, Y, **{**OF_MODULE, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda w: {"0.weight": w["0.weight"]}, "they lack 3: '0.bias', '2.bias', '2.weight'"),
+        (lambda w: w | {"4.bias": w["2.bias"]}, "they have further 1: '4.bias'"),
+        (lambda w: {"a": w["0.bias"]}, "lack 4: .* and have further 1: 'a'"),
+        (
+            lambda w: w | {"2.weight": torch.ones(3, 9)},
+            "(?s)do not fit module: .*size mismatch for 2.weight",
+        ),
+        (
+            lambda w: {f"{start}.{key}": one for start in "ab" for key, one in w.items()},
+            r"in several ways, under the names \['a.', 'b.'\]",
+        ),
+    ],
+)
+def test_weights_of_another_network_are_refused(change, match, steps):
+    with pytest.raises(ValueError, match=match):
+        rank_models({"one": change(steps["step 10"])}, X, Y, module=build(), **OF_MODULE)
+
+
+def test_files_without_weights_are_refused(tmp_path):
+    torch.save(
+        {"state_dict": build().state_dict(), "other": LogisticRegression()}, tmp_path / "a.pt"
+    )
+    torch.save([1, 2], tmp_path / "b.pt")
+    (tmp_path / "empty").mkdir()
+    for name, match in {
+        "a.pt": "holds other objects than tensors",
+        "b.pt": "holds no state dict, but list",
+        "empty": "is no checkpoint",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            rank_models([tmp_path / name], X, Y, module=build(), **OF_MODULE)
+    with pytest.raises(ValueError, match="there are no checkpoints in"):
+        rank_models(tmp_path / "empty", X, Y, module=build(), **OF_MODULE)
+    with pytest.raises(FileNotFoundError):
+        rank_models([tmp_path / "c.pt"], X, Y, module=build(), **OF_MODULE)
+
+
+# -- adapters of PEFT ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """A base network, a network with an adapter, and three saved adapters."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = build()
+    config = peft.LoraConfig(target_modules=["0", "2"], r=2)
+    adapted = peft.get_peft_model(copy.deepcopy(base), config)
+    for i in (1, 2, 3):
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=i / 2)
+        adapted.save_pretrained(tmp_path / f"checkpoint-{i}")
+    return base, adapted, tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
+def test_adapters_on_a_base_and_in_a_network_with_an_adapter(adapters):
+    peft = pytest.importorskip("peft")
+    base, adapted, folder = adapters
+    parts = ["", ".base_layer", ".lora_A.default", ".lora_B.default"]
+    for layer in [f"base_model.model.2{part}" for part in parts]:
+        tables = []
+        for module in (base, adapted):
+            before = copy.deepcopy(module.state_dict())
+            options = {**OF_MODULE, "layer": layer}
+            tables.append(rank_models(folder, X, Y, module=module, **options))
+            torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+        assert tables[0].equals(tables[1])
+        table = tables[0].sort_values("trial")
+        for i, found in enumerate(table["relative_flatness"], start=1):
+            model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / f"checkpoint-{i}")
+            where = layer
+            if layer == "base_model.model.2":
+                model, where = model.merge_and_unload(), "2"
+            one = relative_flatness(model, X, Y, layer=where, criterion=CE)
+            assert found == pytest.approx(one, rel=1e-4), layer
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    assert not any(hasattr(part, "lora_A") for part in base)
+
+
+def test_an_adapter_of_another_shape_is_refused(adapters):
+    peft = pytest.importorskip("peft")
+    base, _, folder = adapters
+    other = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["0"], r=2))
+    with pytest.raises(ValueError, match="have further 2: .*lora_A"):
+        rank_models(folder, X, Y, module=other, **OF_MODULE)
